@@ -1,0 +1,51 @@
+"""instep: a trainer framework for PyTorch.
+
+Importing this package loads nothing, not even torch: a name is loaded when it is first used.
+
+Example:
+    >>> from instep import Trainer, TrainModule
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AcceleratorState": "instep.state",
+    "Callback": "instep.callbacks",
+    "DataModule": "instep.data",
+    "GradientState": "instep.state",
+    "Logger": "instep.loggers",
+    "PartialState": "instep.state",
+    "Strategy": "instep.strategies",
+    "TrainModule": "instep.trainer",
+    "Trainer": "instep.trainer",
+    "seed_everything": "instep.utils.seed",
+}
+
+if TYPE_CHECKING:
+    from instep.callbacks import Callback as Callback
+    from instep.data import DataModule as DataModule
+    from instep.loggers import Logger as Logger
+    from instep.state import AcceleratorState as AcceleratorState
+    from instep.state import GradientState as GradientState
+    from instep.state import PartialState as PartialState
+    from instep.strategies import Strategy as Strategy
+    from instep.trainer import Trainer as Trainer
+    from instep.trainer import TrainModule as TrainModule
+    from instep.utils.seed import seed_everything as seed_everything
+
+__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'instep' has no attribute {name!r}; its public names are {', '.join(_HOME)}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

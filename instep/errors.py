@@ -1,0 +1,152 @@
+"""Every error that instep raises.
+
+    InstepError
+    ├── SettingError (ValueError)             an argument is wrong, or two of them contradict each other
+    ├── UsageError (RuntimeError)             a method was called where it cannot work
+    │   └── StateError                        a state singleton was asked for something else than it holds
+    ├── HookError (TypeError)                 a user's hook is missing or returned what it must not
+    ├── LogError (ValueError)                 `self.log` got a wrong value, or contradicts an earlier call
+    ├── DataError (ValueError)                a loader or a batch cannot be used
+    ├── MissingPackageError (ImportError)     an optional package is not installed
+    ├── NonFiniteError (ArithmeticError)      a loss or a monitored metric is not finite
+    ├── CheckpointError (RuntimeError)        a checkpoint could not be written or read
+    │   ├── CheckpointNotFoundError (FileNotFoundError)
+    │   ├── CorruptCheckpointError            a file is missing, too short, or its checksum differs
+    │   └── UnsavableStateError (TypeError)   a state holds an object that cannot be encoded without pickle
+    └── DistributedError (RuntimeError)       processes disagree, or one of them failed
+        └── RemoteError                       another rank raised: its rank and traceback
+
+    Preempted (SystemExit, code 75)           the run was asked to stop, saved itself, and can be resumed
+
+`Preempted` is not an `InstepError` and not an `Exception`: a script that catches exceptions around `fit` must not
+go on to test a model whose training was cut short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+EXIT_FAILED = 1
+EXIT_PREEMPTED = 75
+EXIT_HUNG = 76
+
+
+class InstepError(Exception):
+    """The base of every error below."""
+
+
+class SettingError(InstepError, ValueError):
+    """A setting is wrong.
+
+    Args:
+        message: what was wrong, what was expected and what to do.
+        field: the argument's name, when one argument is to blame.
+        got: its value.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None, got: Any = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.got = got
+
+
+class UsageError(InstepError, RuntimeError):
+    """A method was called where it cannot work."""
+
+
+class StateError(UsageError):
+    """A state singleton was asked for something else than it holds."""
+
+
+class HookError(InstepError, TypeError):
+    """A hook is missing, has a wrong signature, or returned what it must not."""
+
+
+class LogError(InstepError, ValueError):
+    """`self.log` got a wrong value, or arguments that contradict an earlier call under the same name."""
+
+
+class DataError(InstepError, ValueError):
+    """A loader or a batch cannot be used."""
+
+
+class MissingPackageError(InstepError, ImportError):
+    """An optional package is not installed; the text has the exact `pip install`."""
+
+
+class NonFiniteError(InstepError, ArithmeticError):
+    """A loss or a monitored metric is not finite."""
+
+
+class CheckpointError(InstepError, RuntimeError):
+    """A checkpoint could not be written or read.
+
+    Args:
+        message: what happened.
+        path: the file or folder.
+    """
+
+    def __init__(self, message: str, *, path: str | Path | None = None) -> None:
+        super().__init__(message)
+        self.path = None if path is None else Path(path)
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was asked for."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint does not verify: a file is missing, too short, or its checksum differs."""
+
+
+class UnsavableStateError(CheckpointError, TypeError):
+    """A state holds an object that cannot be encoded without pickle."""
+
+
+class DistributedError(InstepError, RuntimeError):
+    """Processes disagree, or one of them failed."""
+
+
+class RemoteError(DistributedError):
+    """Another rank raised.
+
+    Args:
+        message: what was being done.
+        rank: the rank that raised.
+        traceback: its traceback as text.
+    """
+
+    def __init__(self, message: str, *, rank: int, traceback: str) -> None:
+        super().__init__(f"{message}\n\nTraceback of rank {rank}:\n{traceback}")
+        self.rank = rank
+        self.traceback = traceback
+
+
+class Preempted(SystemExit):
+    """The run was asked to stop (a signal or the `preempted` trigger), saved itself, and can be resumed.
+
+    Uncaught, it ends the process with exit status 75.
+
+    Args:
+        message: what happened and how to go on.
+        checkpoint: the checkpoint to resume from.
+    """
+
+    def __init__(self, message: str, checkpoint: Path | None = None) -> None:
+        super().__init__(EXIT_PREEMPTED)
+        self.message = message
+        self.checkpoint = checkpoint
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def one_of(field: str, got: Any, allowed: Iterable[Any]) -> SettingError:
+    """The error for a value outside a closed set, with the nearest allowed value where the spelling is close."""
+    names = [str(value) for value in allowed]
+    near = get_close_matches(str(got), names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return SettingError(f"{field}={got!r} is not known. Use one of: {', '.join(names)}.{hint}", field=field, got=got)

@@ -1,0 +1,88 @@
+"""Seeding, and the state of every random generator of this process."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed that is a pure function of its parts.
+
+    Example:
+        >>> derive_seed(0, "epoch", 3) == derive_seed(0, "epoch", 3)
+        True
+    """
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & (2**63 - 1)
+
+
+def seed_process(seed: int) -> None:
+    """Seed python's, numpy's (when it is loaded) and every torch generator of this process."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def seed_everything(seed: int = 0) -> int:
+    """Seed python, numpy and torch alike on all ranks.
+
+    The Trainer takes its own seed (shuffling, per-rank random streams) from torch's initial seed, so one call at the
+    top of a script makes a run repeatable. Ranks still draw different random numbers: at the start of a fit each rank
+    moves to a stream of its own, derived from this seed and its rank.
+
+    Args:
+        seed: 0 to 2**63 - 1.
+
+    Returns:
+        The seed.
+
+    Raises:
+        ValueError: the seed is out of range.
+
+    Example:
+        >>> seed_everything(7)
+        7
+    """
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed} is out of range: give an integer from 0 to 2**63 - 1")
+    import numpy  # noqa: F401  the user's code may load it later: seed it now
+
+    seed_process(seed)
+    return seed
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every random generator of this process, as tensors and JSON values.
+
+    Returns:
+        `python` (list), `numpy` (list, absent while numpy is not loaded), `torch` (uint8 tensor) and `cuda` (list of
+        uint8 tensors, absent without CUDA).
+    """
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [name, keys.tolist(), *rest]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what `rng_state` returned."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy as np
+
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
