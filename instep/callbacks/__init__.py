@@ -1,0 +1,43 @@
+"""Callbacks: one file each over `Callback`. A name is loaded when it is first used, so rich costs nothing until then."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from instep.callbacks.base import Callback
+
+_HOME = {
+    "EarlyStopping": "early_stopping",
+    "EarlyStoppingReason": "early_stopping",
+    "LambdaCallback": "lambda_callback",
+    "LearningRateMonitor": "lr_monitor",
+    "ModelCheckpoint": "model_checkpoint",
+    "ModelSummary": "model_summary",
+    "ProgressBar": "progress",
+    "Timer": "timer",
+    "summarize": "model_summary",
+}
+
+if TYPE_CHECKING:
+    from instep.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from instep.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
+    from instep.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+    from instep.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
+    from instep.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from instep.callbacks.model_summary import ModelSummary as ModelSummary
+    from instep.callbacks.model_summary import summarize as summarize
+    from instep.callbacks.progress import ProgressBar as ProgressBar
+    from instep.callbacks.timer import Timer as Timer
+
+__all__ = ["Callback", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'instep.callbacks' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(f"instep.callbacks.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

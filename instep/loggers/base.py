@@ -1,0 +1,268 @@
+"""The base class of loggers: it guards and keeps the books, a subclass writes."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.errors import InstepError, LogError
+from instep.types import PathLike
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+class Logger:
+    """Where metrics and hyperparameters of a run go.
+
+    The public methods may be called at any time and on any rank: only the main process writes; what comes before
+    `start` is kept and written at the start; what comes after `finalize` opens the logger again. A subclass overrides
+    the hooks `_start`, `_log_metrics`, `_log_hyperparams`, `_log_graph`, `_after_save_checkpoint`, `_save` and
+    `_finalize`: they run on the main process only, between `start` and `finalize`, with plain numbers. An exception in
+    a hook ends the run with an error that names the logger.
+
+    A logger writes into `log_dir`: the run folder that the Trainer gives to `start`, or, with an explicit `save_dir`,
+    `<save_dir>/<name>/<version>`, where the version is the next free `version_N` unless given.
+
+    Args:
+        save_dir: the logger's own folder. None: the run folder.
+        name: the run's name; with `save_dir` the folder's name.
+        version: an int N for the folder `version_N`, or the folder's name; used with `save_dir` only.
+
+    Example:
+        >>> class ListLogger(Logger):
+        ...     def __init__(self):
+        ...         super().__init__(name="list")
+        ...         self.rows = []
+        ...
+        ...     def _log_metrics(self, metrics, step):
+        ...         self.rows.append((step, metrics))
+        >>> logger = ListLogger()
+        >>> logger.log_metrics({"loss": 0.5}, step=10)
+        >>> logger.start(Path("run"), is_main=True)
+        >>> logger.rows
+        [(10, {'loss': 0.5})]
+    """
+
+    # Defaults on the class: a subclass that forgets `super().__init__()` still works.
+    _save_dir: Path | None = None
+    _name: str | None = None
+    _version: int | str | None = None
+    _run_dir: Path | None = None
+    _log_dir: Path | None = None
+    _is_main: bool = True
+    _open: bool = False
+    _finalized: bool = False
+    _kept: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    _last_step: int = -1
+
+    def __init__(
+        self, save_dir: PathLike | None = None, name: str | None = None, version: int | str | None = None
+    ) -> None:
+        self._save_dir = None if save_dir is None else Path(save_dir)
+        self._name = name
+        self._version = version
+
+    # ---- who and where
+
+    @property
+    def name(self) -> str | None:
+        """The run's name."""
+        return self._name
+
+    @property
+    def version(self) -> int | str | None:
+        """The run's version or id; None while it is not known."""
+        return self._version
+
+    @property
+    def save_dir(self) -> str | None:
+        """The explicit folder, else the run folder; None before `start`."""
+        folder = self._save_dir if self._save_dir is not None else self._run_dir
+        return None if folder is None else str(folder)
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder this logger writes into; None before `start`, and on other ranks if it was not given."""
+        return None if self._log_dir is None else str(self._log_dir)
+
+    # ---- the public methods
+
+    def start(self, run_dir: PathLike, is_main: bool = True) -> None:
+        """Open the logger and write what was kept.
+
+        Called by the Trainer at the start of fit, validate, test and predict, after `load_state_dict`. Does nothing if
+        the logger is open in that folder already.
+
+        Args:
+            run_dir: the run folder, used unless the logger has a `save_dir`.
+            is_main: True on the main process; elsewhere the logger stays closed and swallows its records.
+        """
+        if self._open:
+            if self._run_dir == Path(run_dir):
+                return
+            self.finalize("success")
+        self._is_main = is_main
+        self._run_dir = Path(run_dir)
+        if not is_main:
+            self._kept = ()
+            return
+        self._reopen()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics.
+
+        Args:
+            metrics: numbers by name. A 0-dim tensor is turned into one, which waits for its device.
+            step: the global step, in optimizer steps.
+
+        Raises:
+            LogError: a value is not a number.
+        """
+        if not self._is_main:
+            return
+        plain = dict(metrics)
+        for name, value in plain.items():
+            if type(value) is not float and type(value) is not int:
+                plain[name] = self._number(name, value)
+        if step > self._last_step:
+            self._last_step = step
+        if self._open:
+            try:
+                self._log_metrics(plain, step)
+            except Exception as error:
+                raise self._error(f"log_metrics at step {step}", error) from error
+        else:
+            self._later("_log_metrics", plain, step)
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Record hyperparameters.
+
+        Args:
+            params: any nested mapping; values that the logger cannot hold are written as text.
+            metrics: numbers to stand beside them, where the logger has a place for that.
+        """
+        if self._is_main:
+            plain = None if metrics is None else {name: self._number(name, value) for name, value in metrics.items()}
+            self._do("_log_hyperparams", dict(params), plain)
+
+    def log_graph(self, module: Module, example_input: Any = None) -> None:
+        """Record the model's graph, where the logger has a place for that."""
+        if self._is_main:
+            self._do("_log_graph", module, example_input)
+
+    def after_save_checkpoint(self, path: PathLike) -> None:
+        """A checkpoint was committed at this path."""
+        if self._is_main:
+            self._do("_after_save_checkpoint", Path(path))
+
+    def save(self) -> None:
+        """Bring everything recorded so far to the disk."""
+        if self._open:
+            self._call("_save")
+
+    def finalize(self, status: str = "success") -> None:
+        """Close the logger; a second call does nothing.
+
+        Args:
+            status: "success", "interrupted" or "failed".
+        """
+        if self._open:
+            self._open = False  # first: a failing close is not tried again
+            self._finalized = True
+            self._call("_finalize", status)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to append instead of starting anew: JSON values."""
+        return {"version": self._version, "step": self._last_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the run of this state. Must come before `start`."""
+        if self._version is None:
+            self._version = state_dict.get("version")
+        self._last_step = state_dict.get("step", -1)
+
+    # ---- the hooks, all optional
+
+    def _start(self) -> None:
+        """Open files or connections; `self._log_dir` is known, its folder not made yet."""
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Write plain numbers."""
+
+    def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        """Write hyperparameters."""
+
+    def _log_graph(self, module: Module, example_input: Any) -> None:
+        """Write the model's graph."""
+
+    def _after_save_checkpoint(self, path: Path) -> None:
+        """Take note of a committed checkpoint."""
+
+    def _save(self) -> None:
+        """Flush."""
+
+    def _finalize(self, status: str) -> None:
+        """Close what `_start` opened."""
+
+    # ---- the books
+
+    def _do(self, hook: str, *args: Any) -> None:
+        if self._open:
+            self._call(hook, *args)
+        else:
+            self._later(hook, *args)
+
+    def _later(self, hook: str, *args: Any) -> None:
+        if self._finalized:
+            # The run is over but its logger is still used: open again, and close at the interpreter's exit at last.
+            self._reopen()
+            atexit.register(self.finalize, "success")
+            self._call(hook, *args)
+        else:
+            self._kept += ((hook, args),)
+
+    def _reopen(self) -> None:
+        assert self._run_dir is not None
+        self._log_dir = self._choose_log_dir(self._run_dir)
+        self._call("_start")
+        self._open = True
+        kept, self._kept = self._kept, ()
+        for hook, args in kept:
+            self._call(hook, *args)
+
+    def _choose_log_dir(self, run_dir: Path) -> Path:
+        if self._save_dir is None:
+            return run_dir
+        parent = self._save_dir / self._name if self._name else self._save_dir
+        if self._version is None:
+            taken = [path.name[8:] for path in parent.glob("version_*")]
+            self._version = max((int(number) for number in taken if number.isdigit()), default=-1) + 1
+        return parent / (f"version_{self._version}" if isinstance(self._version, int) else self._version)
+
+    def _call(self, hook: str, *args: Any) -> None:
+        try:
+            getattr(self, hook)(*args)
+        except InstepError:
+            raise
+        except Exception as error:
+            raise self._error(hook.strip("_"), error) from error
+
+    def _error(self, doing: str, error: Exception) -> InstepError:
+        if isinstance(error, InstepError):
+            return error
+        return InstepError(
+            f"{type(self).__name__} failed in {doing}: {type(error).__name__}: {error}. "
+            f"It writes into {self.log_dir!r}. Repair the cause, or leave this logger out of Trainer(logger=...)."
+        )
+
+    def _number(self, name: str, value: Any) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise LogError(
+                f"{type(self).__name__}: the metric {name!r} must be a number, got {type(value).__name__}: {value!r:.80}. "
+                "Log one scalar per name; texts and settings go to log_hyperparams."
+            ) from error
