@@ -1,0 +1,47 @@
+"""What every test gets: one torch thread, fixed seeds, and state singletons that do not leak into the next test."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("instep", deadline=None, derandomize=True, database=None)
+settings.load_profile("instep")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def clean_process() -> Iterator[None]:
+    """Fixed seeds before the test; afterwards the singletons are as in a new process."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    state = sys.modules.get("instep.state")  # a test that never loaded it has nothing to reset
+    if state is not None:
+        state.PartialState._reset_state()
+
+
+def _missing() -> dict[str, str | None]:
+    """What each marker lacks on this machine; None where it can run."""
+    return {
+        "gpu": None if torch.cuda.is_available() else "no CUDA device",
+        "xla": None if find_spec("torch_xla") else "torch_xla is not installed",
+        "deepspeed": None if find_spec("deepspeed") else "deepspeed is not installed",
+    }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for marker, missing in _missing().items():
+        if missing is None:
+            continue
+        for item in items:
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=missing))

@@ -1,0 +1,289 @@
+"""Real processes for tests, each with a hard deadline.
+
+`run_ranks` runs a function as N ranks on this machine (gloo, loopback) and returns what each rank returned.
+`run_command` and `start_command` run a program in a process group of its own, which never outlives the test.
+
+Example:
+    >>> def my_rank():
+    ...     return int(os.environ["RANK"])
+    >>> run_ranks(my_rank, 2)
+    [0, 1]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_AFTER_FAILURE_S = 5.0  # what the other ranks get to end by themselves once one has failed
+_LOG_TAIL_BYTES = 4000
+
+
+class RanksFailed(AssertionError):
+    """One rank or more failed or did not end in time.
+
+    Args:
+        message: every failed rank with its traceback and the end of its output.
+        errors: the traceback by rank.
+    """
+
+    def __init__(self, message: str, errors: dict[int, str]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on, below the range from which the kernel gives ports to outgoing connections."""
+    for _ in range(100):
+        port = random.SystemRandom().randrange(20000, 30000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port found between 20000 and 30000 in 100 tries")
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    nproc: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run `fn(*args)` as `nproc` ranks and return the results by rank.
+
+    Each rank is a new process with one torch thread and torchrun's variables set; the process group is made by
+    whoever needs it (`PartialState()` or `init_process_group("gloo")`) and destroyed here at the end. Processes come
+    from a fork server that has imported torch and nothing else, so a rank starts in a fraction of a second.
+
+    Args:
+        fn: a function of a module's top level.
+        nproc: the number of ranks.
+        *args: passed to every rank, pickled.
+        timeout_s: after so many seconds all ranks are killed; the error shows where each one stood.
+        env: more environment variables for the ranks.
+
+    Returns:
+        What each rank returned (pickled; tensors are copied).
+
+    Raises:
+        RanksFailed: with the traceback and the output of each rank that failed, the first failure first.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    common = {**os.environ, **_job_env(nproc), **(env or {})}
+    payload = pickle.dumps((fn, args))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        pipes: dict[Any, int] = {}
+        ranks: list[Any] = []
+        try:
+            for rank in range(nproc):
+                receiver, sender = context.Pipe(duplex=False)
+                log = Path(folder) / f"rank-{rank}.log"
+                rank_env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = context.Process(target=_rank_main, args=(payload, rank_env, str(log), sender))
+                process.start()
+                sender.close()
+                pipes[receiver] = rank
+                ranks.append(process)
+            results, errors = _collect(pipes, ranks, timeout_s)
+            if errors:
+                raise RanksFailed(_report(fn, nproc, errors, Path(folder)), errors)
+            return [results[rank] for rank in range(nproc)]
+        finally:
+            for process in ranks:
+                _kill(process)
+            for receiver in pipes:
+                receiver.close()
+
+
+def _job_env(nproc: int) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _collect(pipes: Mapping[Any, int], ranks: Sequence[Any], timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    open_pipes = dict(pipes)
+    deadline = time.monotonic() + timeout_s
+    while open_pipes:
+        ready: list[Any] = wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = sorted(open_pipes.values())
+            for rank in late:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(ranks[rank].pid, signal.SIGQUIT)  # faulthandler writes the stacks into the rank's log
+            ranks[late[0]].join(0.5)
+            why = f"did not end within {_AFTER_FAILURE_S} s of the failure" if errors else f"ran past {timeout_s} s"
+            errors.update({rank: f"rank {rank} {why}; it was killed, its stacks are in its output" for rank in late})
+            break
+        for receiver in ready:
+            rank = open_pipes.pop(receiver)
+            try:
+                ok, value = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                ranks[rank].join(1.0)
+                ok, value = False, f"rank {rank} ended with exit code {ranks[rank].exitcode} and no result"
+            if ok:
+                results[rank] = value
+            else:
+                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
+                errors[rank] = value
+    return results, errors
+
+
+def _report(fn: Callable[..., Any], nproc: int, errors: Mapping[int, str], folder: Path) -> str:
+    lines = [f"{fn.__qualname__} failed on rank {', '.join(map(str, errors))} of {nproc}"]
+    for rank, error in errors.items():
+        log = folder / f"rank-{rank}.log"
+        output = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip() if log.exists() else ""
+        lines += ["", f"--- rank {rank} ---", error.strip()]
+        if output:
+            lines += [f"--- output of rank {rank} ---", output]
+    return "\n".join(lines)
+
+
+def _rank_main(payload: bytes, env: dict[str, str], log: str, sender: Connection) -> None:
+    os.setpgid(0, 0)  # so that data loader workers are killed along with the rank
+    os.environ.clear()  # a fork server's child has the environment of the server's start
+    os.environ.update(env)
+    output = open(log, "ab", buffering=0)  # noqa: SIM115 (open until the process ends)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    faulthandler.register(signal.SIGQUIT, file=output, all_threads=True)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    import torch  # in the fork server already; kept out of this module so that collecting tests stays fast
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        fn, args = pickle.loads(payload)
+        answer = pickle.dumps((True, fn(*args)))
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:  # SystemExit too: a rank that left early did not return a result
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        _flush()
+        os._exit(1)  # at once: closed sockets tell the other ranks
+    sender.send_bytes(answer)
+    _flush()
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
+def _kill(process: Any) -> None:
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if process.is_alive() and os.getpgid(process.pid) == process.pid:
+                process.join(0.5)  # its answer is in; normally it is about to exit
+            os.killpg(process.pid, signal.SIGKILL)
+    process.join(5.0)
+    if process.is_alive():
+        process.kill()
+        process.join(5.0)
+    process.close()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A program that ended: exit status (negative: killed by that signal) and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@contextlib.contextmanager
+def start_command(
+    argv: Sequence[str], *, env: Mapping[str, str | None] | None = None, cwd: str | Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A program in a process group of its own; the group is killed when the block is left.
+
+    Args:
+        argv: the program and its arguments.
+        env: variables to set, or to remove where the value is None.
+        cwd: the folder to run in.
+    """
+    full: dict[str, str] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    for name, value in (env or {}).items():
+        full.pop(name, None)
+        if value is not None:
+            full[name] = value
+    process = subprocess.Popen(
+        list(argv),
+        env=full,
+        cwd=cwd,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10.0)
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float) -> Finished:
+    """Wait for a program's end; AssertionError with its output if it is still running after `timeout_s` seconds."""
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate(timeout=10.0)
+        raise AssertionError(f"{process.args} ran past {timeout_s} s\n{stdout}\n{stderr}") from None
+    return Finished(process.returncode, stdout, stderr)
+
+
+def run_command(
+    argv: Sequence[str],
+    *,
+    timeout_s: float = 60.0,
+    env: Mapping[str, str | None] | None = None,
+    cwd: str | Path | None = None,
+) -> Finished:
+    """Run a program to its end within `timeout_s` seconds; the arguments are those of `start_command`."""
+    with start_command(argv, env=env, cwd=cwd) as process:
+        return finish(process, timeout_s)
