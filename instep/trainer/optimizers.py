@@ -1,0 +1,334 @@
+"""What `configure_optimizers` may return, when schedulers step, and the optimizers of manual optimization."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+
+from instep.errors import HookError, SettingError
+from instep.utils.optimizer_state import clean_name, load_optimizer_state, names_of, optimizer_state
+
+__all__ = [
+    "LRSchedulerConfig",
+    "OptimizerSetup",
+    "TrainOptimizer",
+    "clean_name",
+    "configure",
+    "load_optimizer_state",
+    "names_of",
+    "optimizer_state",
+    "step_schedulers",
+]
+
+_FORMS = (
+    "an optimizer; a list of optimizers; two lists ([optimizers], [schedulers]); a dict with 'optimizer' and perhaps "
+    "'lr_scheduler' and 'monitor'; a list of such dicts; or None"
+)
+_OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor")
+_SCHEDULER_KEYS = ("scheduler", "name", "interval", "frequency", "monitor", "strict", "reduce_on_plateau")
+
+
+@dataclass
+class LRSchedulerConfig:
+    """A learning-rate scheduler and when it steps.
+
+    Args:
+        scheduler: anything with `step`, `state_dict` and `load_state_dict`.
+        name: what LearningRateMonitor calls it.
+        interval: `step`, counted in optimizer steps, or `epoch`.
+        frequency: it steps every so many intervals.
+        monitor: the logged metric that a plateau scheduler is given.
+        strict: whether a missing metric is an error, or a warning and no step.
+        reduce_on_plateau: whether it is given the metric, like `ReduceLROnPlateau`.
+    """
+
+    scheduler: Any
+    name: str | None = None
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    reduce_on_plateau: bool = False
+
+
+class OptimizerSetup(NamedTuple):
+    """The optimizers and schedulers of a run."""
+
+    optimizers: list[Optimizer]
+    schedulers: list[LRSchedulerConfig]
+
+
+# ---- configure_optimizers
+
+
+def configure(result: Any, module: nn.Module) -> OptimizerSetup:
+    """Read what `configure_optimizers` returned.
+
+    Args:
+        result: an optimizer; a list of optimizers; `([optimizers], [schedulers])`; a dict with `optimizer` and perhaps
+            `lr_scheduler` (a scheduler, or a dict with the fields of `LRSchedulerConfig`) and `monitor`; a list of such
+            dicts; or None to train nothing.
+        module: the module, placed on its device.
+
+    Raises:
+        HookError: any other form, unknown keys, a scheduler of another optimizer, a plateau scheduler without a
+            monitor, or several optimizers with automatic optimization.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> decay = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.9)
+        >>> setup = configure({"optimizer": sgd, "lr_scheduler": {"scheduler": decay, "interval": "step"}}, model)
+        >>> setup.schedulers[0].interval
+        'step'
+    """
+    if result is None:
+        warnings.warn("configure_optimizers returned None: this run trains nothing by itself", stacklevel=2)
+        return OptimizerSetup([], [])
+    optimizers, schedulers = _parts(result)
+    if not optimizers:
+        raise HookError("configure_optimizers returned no optimizer. Return at least one, or None to train nothing.")
+    if len(optimizers) > 1 and getattr(module, "automatic_optimization", True):
+        raise HookError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
+            "self.automatic_optimization = False in __init__ and step them in training_step, or return one optimizer "
+            "with several parameter groups."
+        )
+    configs = [_scheduler_config(scheduler, monitor, optimizers) for scheduler, monitor in schedulers]
+    _warn_about_parameters(optimizers, module)
+    return OptimizerSetup(optimizers, configs)
+
+
+def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None]]]:
+    """The optimizers, and the schedulers with the monitor that stood beside them."""
+    if isinstance(result, Optimizer):
+        return [result], []
+    if isinstance(result, Mapping):
+        result = [result]
+    if not isinstance(result, list | tuple):
+        raise HookError(f"configure_optimizers returned {_kind(result)}. Return {_FORMS}.")
+    if all(isinstance(item, Optimizer) for item in result):
+        return list(result), []
+    if all(isinstance(item, Mapping) for item in result):
+        for item in result:
+            _check_keys(item, "configure_optimizers' dict", _OPTIMIZER_KEYS)
+            if not isinstance(item["optimizer"], Optimizer):
+                raise HookError(f"configure_optimizers: 'optimizer' is {_kind(item['optimizer'])}, not an Optimizer")
+        schedulers = [
+            (item["lr_scheduler"], item.get("monitor")) for item in result if item.get("lr_scheduler") is not None
+        ]
+        return [item["optimizer"] for item in result], schedulers
+    if len(result) == 2 and isinstance(result[0], list | tuple) and all(isinstance(o, Optimizer) for o in result[0]):
+        schedulers = result[1] if isinstance(result[1], list | tuple) else [result[1]]
+        return list(result[0]), [(scheduler, None) for scheduler in schedulers]
+    kinds = ", ".join(_kind(item) for item in result)
+    raise HookError(f"configure_optimizers returned a {type(result).__name__} of {kinds}. Return {_FORMS}.")
+
+
+def _scheduler_config(given: Any, monitor: str | None, optimizers: Sequence[Optimizer]) -> LRSchedulerConfig:
+    fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    _check_keys(fields, "the lr_scheduler dict", _SCHEDULER_KEYS)
+    scheduler = fields["scheduler"]
+    kind = type(scheduler).__name__
+    fields.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
+    if fields.get("monitor") is None:
+        fields["monitor"] = monitor
+    config = LRSchedulerConfig(**fields)
+    lacking = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, name)]
+    if lacking:
+        raise HookError(f"configure_optimizers: the scheduler {_kind(scheduler)} has no {', '.join(lacking)}")
+    owner = getattr(scheduler, "optimizer", None)
+    if isinstance(owner, Optimizer) and not any(owner is optimizer for optimizer in optimizers):
+        raise HookError(
+            f"configure_optimizers: {kind} belongs to an optimizer that was not returned. Return the "
+            f"{type(owner).__name__} it was made with."
+        )
+    if config.interval not in ("step", "epoch"):
+        raise HookError(f"configure_optimizers: interval={config.interval!r} of {kind}; use 'step' or 'epoch'")
+    if not isinstance(config.frequency, int) or isinstance(config.frequency, bool) or config.frequency < 1:
+        raise HookError(f"configure_optimizers: frequency={config.frequency!r} of {kind}; use an integer of at least 1")
+    if config.reduce_on_plateau and config.monitor is None:
+        raise HookError(
+            f"configure_optimizers: {kind} needs the name of a logged metric. Return {{'optimizer': ..., "
+            "'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
+        )
+    if config.monitor is not None and not config.reduce_on_plateau:
+        warnings.warn(
+            f"configure_optimizers: monitor={config.monitor!r} is not used, since {kind} is not a plateau scheduler; "
+            "reduce_on_plateau=True passes the metric to its step()",
+            stacklevel=3,
+        )
+    if isinstance(scheduler, OneCycleLR) and config.interval == "epoch":
+        warnings.warn(
+            "configure_optimizers: OneCycleLR with interval='epoch' steps once per epoch; it is made for "
+            "{'scheduler': ..., 'interval': 'step'}",
+            stacklevel=3,
+        )
+    return config
+
+
+def _check_keys(given: Mapping[Any, Any], where: str, known: tuple[str, ...]) -> None:
+    unknown = [repr(key) for key in given if key not in known]
+    if unknown:
+        raise HookError(
+            f"configure_optimizers: {where} has unknown keys {', '.join(unknown)}. Known are {', '.join(known)}."
+        )
+    if known[0] not in given:
+        raise HookError(
+            f"configure_optimizers: {where} has no {known[0]!r}. Its keys are {', '.join(map(repr, given)) or 'none'}."
+        )
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def _warn_about_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    inside = names_of(module)
+    devices = {parameter.device for parameter in inside}
+    for optimizer in optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        outside = [p for p in parameters if p not in inside]
+        astray = sorted({str(p.device) for p in outside if devices and p.device not in devices})
+        if astray:
+            warnings.warn(
+                f"{type(optimizer).__name__} has parameters on {', '.join(astray)} that are not in the module, which "
+                f"is on {', '.join(map(str, devices))}: were they made before the module moved?",
+                stacklevel=3,
+            )
+        elif outside:
+            warnings.warn(
+                f"{len(outside)} parameters of {type(optimizer).__name__} are not in the module: they are trained, but "
+                "not saved with it",
+                stacklevel=3,
+            )
+
+
+# ---- schedulers
+
+
+def step_schedulers(
+    configs: Sequence[LRSchedulerConfig],
+    interval: str,
+    count: int,
+    metrics: Mapping[str, Any],
+    module_hook: Callable[[Any, Any], Any] | None = None,
+    *,
+    plateau: bool | None = None,
+) -> None:
+    """Step the schedulers that are due: once per optimizer step or once per epoch, never per process.
+
+    Args:
+        configs: the run's schedulers.
+        interval: what has just ended: `step` (an optimizer step) or `epoch`.
+        count: how many of them have ended, this one included.
+        metrics: the logged metrics, for plateau schedulers.
+        module_hook: the module's `lr_scheduler_step(scheduler, metric)` where it is overridden.
+        plateau: only plateau schedulers (True), only the others (False), or all (None).
+
+    Raises:
+        SettingError: a strict scheduler's metric was not logged.
+    """
+    for config in configs:
+        if config.interval != interval or count % config.frequency or plateau not in (None, config.reduce_on_plateau):
+            continue
+        metric = None
+        if config.reduce_on_plateau:
+            metric = metrics.get(config.monitor)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if metric is None:
+                _metric_missing(config, metrics)
+                continue
+        if module_hook is not None:
+            module_hook(config.scheduler, metric)
+        elif config.reduce_on_plateau:
+            config.scheduler.step(metric)
+        else:
+            config.scheduler.step()
+
+
+def _metric_missing(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> None:
+    message = (
+        f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged. Logged so far: "
+        f"{', '.join(sorted(metrics)) or 'nothing'}."
+    )
+    if config.strict:
+        raise SettingError(
+            f"{message} Log it with self.log({config.monitor!r}, ...), raise the scheduler's frequency, or set its "
+            "strict=False.",
+            field="monitor",
+            got=config.monitor,
+        )
+    warnings.warn(f"{message} It is not stepped.", stacklevel=3)
+
+
+# ---- manual optimization
+
+
+class TrainOptimizer:
+    """What `self.optimizers()` returns in manual optimization: the optimizer, with a step that the Trainer counts.
+
+    Everything else is the optimizer's own: attributes are forwarded, and `isinstance(opt, torch.optim.Adam)` holds.
+
+    Args:
+        optimizer: the optimizer.
+        module: the module, for `toggle_model`.
+        on_step: called as `on_step(optimizer, closure, **kwargs)` in place of the optimizer's own step.
+        no_sync: the strategy's context in which gradients are not reduced.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        module: Any,
+        *,
+        on_step: Callable[..., Any] | None = None,
+        no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.optimizer = optimizer
+        self.on_step = on_step
+        self._module = module
+        self._no_sync = no_sync
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step through the strategy and the precision; the Trainer's `global_step` goes up.
+
+        Args:
+            closure: runs the model again and returns the loss, for optimizers that need it.
+            kwargs: passed to the optimizer's step.
+        """
+        if self.on_step is None:
+            return self.optimizer.step(closure, **kwargs)
+        return self.on_step(self.optimizer, closure, **kwargs)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Inside, only this optimizer's parameters require gradients.
+
+        Args:
+            sync_grad: whether gradients are reduced over processes; False while accumulating.
+        """
+        self._module.toggle_optimizer(self)
+        try:
+            with nullcontext() if sync_grad else self._no_sync():
+                yield
+        finally:
+            self._module.untoggle_optimizer(self)
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set yet: while being copied
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"TrainOptimizer({self.optimizer!r})"

@@ -1,0 +1,202 @@
+"""An optimizer's state keyed by parameter names, so that nothing is ever matched by position.
+
+torch numbers parameters in the order the optimizer got them: two layers swapped in the code swap their momenta without
+a word. Here every entry carries the canonical name of its parameter: the name in the module, cleaned of wrappers, the
+first one when the parameter is tied. The tree is what a checkpoint stores:
+
+    {"optimizer": "AdamW",
+     "shapes": {"fc.weight": [10, 64], ...},
+     "state":  {"fc.weight": {"step": tensor, "exp_avg": tensor, ...}, ...},
+     "groups": [{"params": ["fc.weight", ...], "lr": 0.001, ...}, ...]}
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from instep.errors import CheckpointError
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def clean_name(name: str, *, ddp: bool = False) -> str:
+    """A parameter's or buffer's name without the parts that wrappers add.
+
+    Args:
+        name: a name from `named_parameters()` or `state_dict()`.
+        ddp: also drop the leading `module.` of DistributedDataParallel. Off by default, since users call their own
+            attributes `module` too.
+
+    Example:
+        >>> clean_name("encoder._orig_mod.0._checkpoint_wrapped_module.weight")
+        'encoder.0.weight'
+    """
+    if ddp:
+        name = name.removeprefix("module.")
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def names_of(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[Tensor, str]:
+    """The canonical name of every parameter of the module and of the optimizers.
+
+    Args:
+        module: wrapped or not.
+        optimizers: their parameters that the module does not have are named `(group,index)`.
+
+    Returns:
+        parameter -> name. A tied parameter has the first of its names.
+    """
+    while isinstance(module, DataParallel | DistributedDataParallel):
+        module = module.module
+    names: dict[Tensor, str] = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
+    for optimizer in optimizers:
+        for group, options in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(options["params"]):
+                names.setdefault(parameter, f"({group},{index})")
+    return names
+
+
+def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's state as a tree keyed by canonical parameter names.
+
+    Args:
+        module: the module whose parameters it steps.
+        optimizer: any torch optimizer.
+
+    Returns:
+        The tree of this file's docstring. Its tensors are the live ones, not copies.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> tree = optimizer_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> tree["groups"][0]["params"]
+        ['weight', 'bias']
+    """
+    names = names_of(module, [optimizer])
+    _warn_outside(module, optimizer, names)
+    packed = optimizer.state_dict()
+    by_index = {
+        index: names[parameter]
+        for options, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True)
+        for parameter, index in zip(options["params"], saved["params"], strict=True)
+    }
+    tree: dict[str, Any] = {
+        "optimizer": type(optimizer).__name__,
+        "shapes": _shapes(optimizer, names),
+        "state": {by_index[key]: value for key, value in packed["state"].items() if key in by_index},
+        "groups": [{**group, "params": [by_index[i] for i in group["params"]]} for group in packed["param_groups"]],
+    }
+    common = {key: value for key, value in packed["state"].items() if key not in by_index}
+    if common:  # what an optimizer keeps for all parameters together
+        tree["common"] = common
+    return tree
+
+
+def load_optimizer_state(module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
+    """Load what `optimizer_state` gave: the exact inverse, matched by name.
+
+    The order of parameters and of groups may differ; which parameters form a group may not. Dtypes are kept as saved.
+
+    Args:
+        module: the module whose parameters the optimizer steps.
+        optimizer: freshly made, over the same parameters.
+        tree: taken over, not copied.
+
+    Raises:
+        CheckpointError: another kind of optimizer, missing or unexpected parameters, other shapes or other groups.
+            Nothing was changed then.
+    """
+    names = names_of(module, [optimizer])
+    _warn_outside(module, optimizer, names)
+    _check(optimizer, names, tree)
+    groups = []
+    state: dict[Any, Any] = dict(tree.get("common", {}))
+    by_index: dict[int, tuple[Tensor, str]] = {}
+    for options, own in zip(optimizer.param_groups, optimizer.state_dict()["param_groups"], strict=True):
+        group_names = [names[parameter] for parameter in options["params"]]
+        saved = _group_of(group_names, len(groups), tree["groups"])
+        groups.append({**saved, "params": own["params"]})
+        by_index.update(zip(own["params"], zip(options["params"], group_names, strict=True), strict=True))
+    state.update({index: tree["state"][name] for index, (_, name) in by_index.items() if name in tree["state"]})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for parameter, name in by_index.values():
+        _keep_exact(optimizer.state.get(parameter, {}), tree["state"].get(name, {}))
+
+
+def _shapes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, list[int]]:
+    return {names[p]: list(p.shape) for options in optimizer.param_groups for p in options["params"]}
+
+
+def _keep_exact(loaded: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+    # torch casts state to the parameter's dtype (a float32 moment of a bfloat16 weight) and takes strings apart.
+    for key, value in saved.items():
+        if isinstance(value, str):
+            loaded[key] = value
+        elif isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor) and loaded[key].dtype != value.dtype:
+            loaded[key] = value.to(loaded[key].device)
+
+
+def _group_of(names: list[str], position: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    wanted = set(names)
+    for group in [groups[position], *groups]:  # the same place first: several groups may be empty
+        if set(group["params"]) == wanted:
+            return group
+    here = next(i for i, group in enumerate(groups) if wanted & set(group["params"]))
+    moved = sorted(wanted ^ set(groups[here]["params"]))
+    raise CheckpointError(
+        f"The optimizer's parameter groups differ from the saved ones: {_few(moved)} left or joined the group of "
+        f"{names[0]!r}. Build the groups as they were, or resume from the weights alone."
+    )
+
+
+def _check(optimizer: Optimizer, names: Mapping[Tensor, str], tree: Mapping[str, Any]) -> None:
+    kind = type(optimizer).__name__
+    if tree["optimizer"] != kind:
+        raise CheckpointError(
+            f"The checkpoint holds the state of {tree['optimizer']}, but configure_optimizers returned {kind}. "
+            "Configure the same optimizer, or resume from the weights alone."
+        )
+    shapes = _shapes(optimizer, names)
+    saved = tree["shapes"]
+    missing = [name for name in shapes if name not in saved]
+    unexpected = [name for name in saved if name not in shapes]
+    problems = []
+    if missing:
+        problems.append(f"missing in the checkpoint: {_few(missing)}")
+    if unexpected:
+        problems.append(f"in the checkpoint but not in the optimizer: {_few(unexpected)}")
+    problems += [
+        f"shape of {name!r}: {list(saved[name])} saved, {shape} now"
+        for name, shape in shapes.items()
+        if name in saved and list(saved[name]) != shape
+    ]
+    if not problems and len(tree["groups"]) != len(optimizer.param_groups):
+        problems.append(f"{len(tree['groups'])} parameter groups saved, {len(optimizer.param_groups)} now")
+    if problems:
+        raise CheckpointError(
+            f"The saved state of {kind} does not fit its parameters. {'; '.join(problems[:5])}. "
+            "Use the module and configure_optimizers of that run, or resume from the weights alone."
+        )
+
+
+def _warn_outside(module: nn.Module, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+    inside = names_of(module)
+    outside = [names[p] for options in optimizer.param_groups for p in options["params"] if p not in inside]
+    if outside:
+        warnings.warn(
+            f"{len(outside)} parameters of {type(optimizer).__name__} are not in the module: their optimizer state is "
+            f"saved by position, as {_few(outside)}. Make them parameters of the module.",
+            stacklevel=3,
+        )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
