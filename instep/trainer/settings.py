@@ -1,0 +1,331 @@
+"""The Trainer's arguments: every value and every combination is checked here, before anything is built."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from instep.callbacks.base import Callback
+from instep.errors import SettingError, one_of
+from instep.loggers.base import Logger
+from instep.state.device import find_device_kind
+from instep.strategies import Strategy, strategy_names
+from instep.trainer import checks
+
+DEFAULT_MAX_EPOCHS = 1000
+
+NOT_TAKEN_OVER: dict[str, str] = {
+    "plugins": "use precision=... and strategy=...; torchrun's environment is read by itself",
+    "profiler": "torch.profiler around fit, or in a callback's hooks",
+    "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
+    "enable_autolog_hparams": "save_hyperparameters(logger=False) keeps them out of the loggers",
+    "model_registry": "upload the checkpoint folder, or export plain safetensors from it",
+    "suggest_integrations": "instep suggests nothing; leave it out",
+    "gpus": "use accelerator='gpu', devices=...",
+    "tpu_cores": "use accelerator='xla', devices=...",
+    "num_processes": "use devices=...",
+    "resume_from_checkpoint": "use trainer.fit(..., ckpt_path=...)",
+    "checkpoint_callback": "use enable_checkpointing=... or callbacks=[ModelCheckpoint(...)]",
+    "replace_sampler_ddp": "use use_distributed_sampler=...",
+    "auto_lr_find": "try learning rates in a loop of short fits",
+    "auto_scale_batch_size": "use global_batch_size=... with a loader batch_size that fits in memory",
+    "gradient_accumulation_steps": "use accumulate_grad_batches=...",
+    "max_grad_norm": "use gradient_clip_val=...",
+    "mixed_precision": "use precision='bf16-mixed' or '16-mixed'",
+}
+"""Arguments of other trainers that instep does not have, and what to do instead."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The Trainer's arguments in their resolved form; `resolve` makes it.
+
+    Args:
+        accelerator: auto, cpu, gpu, cuda, mps, xpu, hpu, npu or xla.
+        strategy: a name or an `instep.Strategy`.
+        devices: a count, -1 for all, indices, or "auto".
+        num_nodes: machines.
+        precision: 32-true, bf16-mixed, 16-mixed, 64-true, bf16-true or 16-true.
+        logger: True for the default logger, else a tuple of loggers, which may be empty.
+        callbacks: a tuple.
+        fast_dev_run: batches of a trial run; 0 for a normal one.
+        max_epochs: -1 for no limit.
+        min_epochs: no early stop before so many epochs.
+        max_steps: in optimizer steps; -1 for no limit.
+        min_steps: no early stop before so many optimizer steps.
+        max_time: training stops after it.
+        limit_train_batches: an int counts batches, a float is a fraction: 1 is one batch, 1.0 is all.
+        limit_val_batches: the same for each validation loader; 0 turns validation off.
+        limit_test_batches: the same for each test loader.
+        limit_predict_batches: the same for each predict loader.
+        overfit_batches: train and validate on so much of the data, in a fixed order; 0.0 is off.
+        val_check_interval: validate every fraction of an epoch (float), every so many training batches (int), or
+            every so much time.
+        check_val_every_n_epoch: validate in every n-th epoch; None counts `val_check_interval` across epochs.
+        num_sanity_val_steps: validation batches before training; -1 for all.
+        log_every_n_steps: how often step metrics reach the loggers, in optimizer steps; 0 for never.
+        enable_checkpointing: whether there is a ModelCheckpoint by default.
+        enable_progress_bar: whether there is a progress bar.
+        enable_model_summary: whether the layers are listed before training.
+        accumulate_grad_batches: micro-batches per optimizer step.
+        gradient_clip_val: None clips nothing.
+        gradient_clip_algorithm: `norm` or `value`.
+        deterministic: True, False or "warn", for torch.use_deterministic_algorithms.
+        benchmark: torch.backends.cudnn.benchmark; None leaves it.
+        inference_mode: whether evaluation runs in torch.inference_mode rather than no_grad.
+        use_distributed_sampler: whether loaders are sharded over processes.
+        detect_anomaly: torch.autograd.set_detect_anomaly.
+        barebones: nothing but the loop: no logging, checkpoints, bar, summary or sanity check.
+        reload_dataloaders_every_n_epochs: 0 for never.
+        default_root_dir: the folder under which run folders are made.
+        global_batch_size: samples per optimizer step over all processes; the batch size per process and the
+            accumulation follow from it.
+        trigger_every: steps between agreements on triggers; None lets the run choose.
+        seed_samples: whether random augmentation is seeded by (seed, epoch, sample index).
+    """
+
+    accelerator: str = "auto"
+    strategy: str | Strategy = "auto"
+    devices: int | str | tuple[int, ...] = "auto"
+    num_nodes: int = 1
+    precision: str = "32-true"
+    logger: bool | tuple[Logger, ...] = True
+    callbacks: tuple[Callback, ...] = ()
+    fast_dev_run: int = 0
+    max_epochs: int = DEFAULT_MAX_EPOCHS
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_time: timedelta | None = None
+    limit_train_batches: int | float = 1.0
+    limit_val_batches: int | float = 1.0
+    limit_test_batches: int | float = 1.0
+    limit_predict_batches: int | float = 1.0
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float | timedelta = 1.0
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int = 2
+    log_every_n_steps: int = 50
+    enable_checkpointing: bool = True
+    enable_progress_bar: bool = True
+    enable_model_summary: bool = True
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str = "norm"
+    deterministic: bool | str = False
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    use_distributed_sampler: bool = True
+    detect_anomaly: bool = False
+    barebones: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+    default_root_dir: Path = field(default_factory=Path.cwd)
+    global_batch_size: int | None = None
+    trigger_every: int | None = None
+    seed_samples: bool = False
+
+
+def resolve(**given: Any) -> Settings:
+    """Check the Trainer's arguments and bring them into their resolved form.
+
+    Args:
+        given: any of the fields of `Settings`. None means the default, except for `check_val_every_n_epoch`.
+
+    Raises:
+        SettingError: an unknown name, a wrong value, or two values that contradict each other.
+
+    Example:
+        >>> settings = resolve(max_steps=100, precision="bf16", accelerator="cpu")
+        >>> settings.precision, settings.max_epochs
+        ('bf16-mixed', -1)
+    """
+    reject_unknown(given)
+    values = {name: _CHECKS[name](name, value) for name, value in given.items() if value is not None}
+    if "check_val_every_n_epoch" in given:
+        values["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
+    if "max_epochs" not in values and (values.get("max_steps", -1) != -1 or "max_time" in values):
+        values["max_epochs"] = -1
+    settings = Settings(**values)
+    _check_device(settings)
+    _check_loop(settings, values)
+    if settings.barebones:
+        settings = _bare(settings, values)
+    if settings.fast_dev_run:
+        settings = _trial(settings)
+    return settings
+
+
+def reject_unknown(given: Mapping[str, Any]) -> None:
+    """Raise for argument names that the Trainer does not have, with the replacement or the nearest name.
+
+    Raises:
+        SettingError: there is one.
+    """
+    problems = []
+    for name in given:
+        if name in NOT_TAKEN_OVER:
+            problems.append(f"{name}: not an argument of instep's Trainer; {NOT_TAKEN_OVER[name]}")
+        elif name not in _CHECKS:
+            near = get_close_matches(name, _CHECKS, n=1)
+            problems.append(f"{name}: unknown{f'; did you mean {near[0]}?' if near else ''}")
+    if problems:
+        raise SettingError(f"Trainer got arguments it does not take. {'. '.join(problems)}.", field=problems[0])
+
+
+def _check_device(s: Settings) -> None:
+    if find_device_kind(s.accelerator).name != "cpu":
+        return
+    if s.precision == "16-mixed":
+        raise SettingError(
+            f"precision='16-mixed' needs a GPU, and accelerator={s.accelerator!r} is the CPU here. Use "
+            "precision='bf16-mixed' (no gradient scaling) or '32-true'.",
+            field="precision",
+            got=s.precision,
+        )
+    if s.devices == -1 or isinstance(s.devices, tuple):
+        raise SettingError(
+            f"devices={s.devices!r}: CPU processes have no indices. Give their number, as devices=2.",
+            field="devices",
+            got=s.devices,
+        )
+
+
+def _check_loop(s: Settings, given: Mapping[str, Any]) -> None:
+    for least, most, unit in ((s.min_epochs, s.max_epochs, "epochs"), (s.min_steps, s.max_steps, "steps")):
+        if least is not None and most != -1 and least > most:
+            raise SettingError(f"min_{unit}={least} is more than max_{unit}={most}", field=f"min_{unit}", got=least)
+    if s.check_val_every_n_epoch is None and isinstance(s.val_check_interval, float):
+        raise SettingError(
+            "check_val_every_n_epoch=None counts val_check_interval across epochs, so that must be a number of "
+            f"training batches (int) or a time; got {s.val_check_interval!r}.",
+            field="val_check_interval",
+            got=s.val_check_interval,
+        )
+    if s.overfit_batches:
+        both = [name for name in ("limit_train_batches", "limit_val_batches") if name in given]
+        if both:
+            raise SettingError(
+                f"overfit_batches={s.overfit_batches!r} sets the limits of training and validation, but "
+                f"{' and '.join(both)} was given too. Use one of them.",
+                field=both[0],
+            )
+    if s.global_batch_size is not None and s.accumulate_grad_batches != 1:
+        raise SettingError(
+            f"global_batch_size={s.global_batch_size} derives the accumulation by itself, but "
+            f"accumulate_grad_batches={s.accumulate_grad_batches} was given too. Use one of them.",
+            field="accumulate_grad_batches",
+            got=s.accumulate_grad_batches,
+        )
+    if "gradient_clip_algorithm" in given and s.gradient_clip_val is None:
+        warnings.warn("gradient_clip_algorithm has no effect without gradient_clip_val", stacklevel=4)
+
+
+def _bare(s: Settings, given: Mapping[str, Any]) -> Settings:
+    off: dict[str, Any] = {
+        "logger": (),
+        "callbacks": (),
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 0,
+        "num_sanity_val_steps": 0,
+        "fast_dev_run": 0,
+        "detect_anomaly": False,
+    }
+    contradicting = [f"{name}={given[name]!r}" for name in off if name in given and given[name] != off[name]]
+    if contradicting:
+        raise SettingError(
+            f"barebones=True turns these off, but they were asked for: {', '.join(contradicting)}. Leave them out, or "
+            "barebones.",
+            field="barebones",
+        )
+    return replace(s, **off)
+
+
+def _trial(s: Settings) -> Settings:
+    n = s.fast_dev_run
+    return replace(
+        s,
+        max_steps=n,
+        max_epochs=1,
+        min_steps=None,
+        min_epochs=None,
+        limit_train_batches=n,
+        limit_val_batches=n,
+        limit_test_batches=n,
+        limit_predict_batches=n,
+        overfit_batches=0.0,
+        val_check_interval=1.0,
+        check_val_every_n_epoch=1,
+        num_sanity_val_steps=0,
+        logger=(),
+        enable_checkpointing=False,
+    )
+
+
+def _strategy(name: str, value: Any) -> str | Strategy:
+    if isinstance(value, Strategy):
+        return value
+    if isinstance(value, type):
+        raise checks.wrong(name, value, f"an object, not the class: write {value.__name__}()")
+    if value not in strategy_names():
+        raise one_of(name, value, strategy_names())
+    return value
+
+
+def _logger(name: str, value: Any) -> bool | tuple[Any, ...]:
+    if isinstance(value, bool):
+        return value or ()
+    return checks.plugins(Logger)(name, value)
+
+
+def _fast_dev_run(name: str, value: Any) -> int:
+    return int(value) if isinstance(value, bool) else checks.at_least(0, "a number of batches")(name, value)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "accelerator": checks.accelerator,
+    "strategy": _strategy,
+    "devices": checks.devices,
+    "num_nodes": checks.at_least(1),
+    "precision": checks.precision,
+    "logger": _logger,
+    "callbacks": checks.plugins(Callback),
+    "fast_dev_run": _fast_dev_run,
+    "max_epochs": checks.at_least(-1, "-1 for no limit"),
+    "min_epochs": checks.at_least(0),
+    "max_steps": checks.at_least(-1, "-1 for no limit"),
+    "min_steps": checks.at_least(0),
+    "max_time": checks.duration,
+    "limit_train_batches": checks.limit,
+    "limit_val_batches": checks.limit,
+    "limit_test_batches": checks.limit,
+    "limit_predict_batches": checks.limit,
+    "overfit_batches": checks.limit,
+    "val_check_interval": checks.val_check_interval,
+    "check_val_every_n_epoch": checks.at_least(1, "or None"),
+    "num_sanity_val_steps": checks.at_least(-1, "-1 for all"),
+    "log_every_n_steps": checks.at_least(0, "0 for never"),
+    "enable_checkpointing": checks.flag,
+    "enable_progress_bar": checks.flag,
+    "enable_model_summary": checks.flag,
+    "accumulate_grad_batches": checks.at_least(1),
+    "gradient_clip_val": checks.clip_value,
+    "gradient_clip_algorithm": checks.clip_algorithm,
+    "deterministic": checks.deterministic,
+    "benchmark": checks.flag,
+    "inference_mode": checks.flag,
+    "use_distributed_sampler": checks.flag,
+    "detect_anomaly": checks.flag,
+    "barebones": checks.flag,
+    "reload_dataloaders_every_n_epochs": checks.at_least(0, "0 for never"),
+    "default_root_dir": checks.folder,
+    "global_batch_size": checks.at_least(1),
+    "trigger_every": checks.at_least(1),
+    "seed_samples": checks.flag,
+}
