@@ -1,0 +1,161 @@
+"""`save_hyperparameters`: what an object was built with, collected from the frames of its `__init__`."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from instep.errors import UsageError
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose items are attributes too.
+
+    Example:
+        >>> hparams = AttributeDict(lr=0.1)
+        >>> hparams.lr
+        0.1
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no hyperparameter {name!r}; there are: {', '.join(self) or 'none'}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        del self[name]
+
+
+class HyperParameters:
+    """Gives a class `save_hyperparameters` and `hparams`; the base of TrainModule and DataModule.
+
+    Example:
+        >>> class Model(HyperParameters):
+        ...     def __init__(self, width: int, depth: int = 2):
+        ...         self.save_hyperparameters()
+        >>> dict(Model(64).hparams)
+        {'width': 64, 'depth': 2}
+    """
+
+    # Kept as plain attributes so that an nn.Module can have them before its own __init__ ran.
+    _log_hyperparams: bool = False
+    _hparams_name: str | None = None
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: str | Iterable[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of `__init__` as `self.hparams`; they are saved in checkpoints and sent to loggers.
+
+        Called in `__init__`, it collects the arguments of that `__init__` and of those of the subclasses that led
+        there; where a name occurs twice the outermost value counts, which is what the user passed. Values are kept as
+        they are: what cannot be written without pickle is refused by the checkpoint, before the first step.
+
+        Args:
+            args: nothing for all arguments; names of some of them; or dicts, Namespaces and dataclasses to keep as a
+                whole, whose entries become the hyperparameters.
+            ignore: names to leave out.
+            frame: the frame of `__init__` when this is called through a function of yours.
+            logger: whether loggers get them.
+
+        Raises:
+            UsageError: it was not called from `__init__`, a name is not an argument of it, or a value has no names.
+
+        Example:
+            >>> class Model(HyperParameters):
+            ...     def __init__(self, backbone, lr=0.1):
+            ...         self.save_hyperparameters(ignore="backbone")
+            >>> Model(backbone=object()).hparams.lr
+            0.1
+        """
+        caller = inspect.currentframe()
+        given = _init_arguments(self, frame or (caller and caller.f_back))
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        if not args:
+            if given is None:
+                raise UsageError(
+                    "save_hyperparameters() was not called from __init__, so there are no arguments to collect. Call it "
+                    "there, pass frame=, or pass the hyperparameters as a dict."
+                )
+            chosen = given
+        else:
+            chosen = {}
+            for arg in args:
+                chosen.update(_named(arg, given or {}))
+                if not isinstance(arg, str):
+                    self._hparams_name = next((k for k, v in (given or {}).items() if v is arg), None)
+        chosen = {name: value for name, value in chosen.items() if name not in ignored}
+        modules = [name for name, value in chosen.items() if isinstance(value, nn.Module)]
+        if modules:
+            warnings.warn(
+                f"save_hyperparameters keeps the modules {', '.join(modules)}, whose weights are in the checkpoint "
+                f"already. Leave them out: save_hyperparameters(ignore={modules!r}).",
+                stacklevel=2,
+            )
+        self._log_hyperparams = logger
+        self.hparams.update(chosen)
+        self._hparams_initial = deepcopy(self.hparams)
+
+    @property
+    def hparams(self) -> AttributeDict:
+        """The hyperparameters; changes are kept and saved."""
+        if "_hparams" not in vars(self):
+            self._hparams = AttributeDict()
+        return self._hparams
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """A copy of the hyperparameters as `save_hyperparameters` found them."""
+        return deepcopy(vars(self).get("_hparams_initial", AttributeDict()))
+
+
+def _init_arguments(obj: object, frame: FrameType | None) -> dict[str, Any] | None:
+    """The arguments of every `__init__` of `obj` that is running now, outermost last; None if there is none."""
+    found: dict[str, Any] | None = None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("__init__", "__post_init__") and code.co_argcount:
+            own, *names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            values = frame.f_locals
+            if values.get(own) is obj:
+                found = {**(found or {}), **{name: values[name] for name in names if name in values}}
+                if code.co_flags & inspect.CO_VARKEYWORDS:
+                    varargs = bool(code.co_flags & inspect.CO_VARARGS)
+                    found.update(values.get(code.co_varnames[len(names) + 1 + varargs], {}))
+        frame = frame.f_back
+    return found
+
+
+def _named(arg: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The hyperparameters that one argument of `save_hyperparameters` stands for."""
+    if isinstance(arg, str):
+        if arg not in given:
+            raise UsageError(
+                f"save_hyperparameters({arg!r}): __init__ has no such argument; it has {', '.join(given) or 'none'}."
+            )
+        return {arg: given[arg]}
+    if isinstance(arg, Mapping):
+        return arg
+    if isinstance(arg, Namespace):
+        return vars(arg)
+    if is_dataclass(arg) and not isinstance(arg, type):
+        return {field.name: getattr(arg, field.name) for field in fields(arg)}
+    raise UsageError(
+        f"save_hyperparameters got a {type(arg).__name__}. Pass names of __init__ arguments, or a dict, Namespace or "
+        "dataclass."
+    )
