@@ -51,7 +51,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave. Called before `on_fit_start`'s loops are restored, only if there was some."""
+        """Take back what `state_dict` gave. Not called if the checkpoint has no state for this key."""
 
     # ---- the run
 

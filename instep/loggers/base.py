@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.errors import InstepError, LogError
+from instep.errors import InstepError, LogError, UsageError
 from instep.types import PathLike
 
 if TYPE_CHECKING:
     from torch.nn import Module
+
+
+class NoExperiment:
+    """Stands for a logger's writer where there is none to write: every method does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
 
 
 class Logger:
@@ -30,6 +37,7 @@ class Logger:
         save_dir: the logger's own folder. None: the run folder.
         name: the run's name; with `save_dir` the folder's name.
         version: an int N for the folder `version_N`, or the folder's name; used with `save_dir` only.
+        prefix: put before every metric's name, joined by "-".
 
     Example:
         >>> class ListLogger(Logger):
@@ -55,15 +63,22 @@ class Logger:
     _is_main: bool = True
     _open: bool = False
     _finalized: bool = False
-    _kept: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    _resumed: bool = False
+    _kept: list[tuple[str, tuple[Any, ...]]] | None = None
     _last_step: int = -1
+    _prefix: str = ""
 
     def __init__(
-        self, save_dir: PathLike | None = None, name: str | None = None, version: int | str | None = None
+        self,
+        save_dir: PathLike | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        prefix: str = "",
     ) -> None:
         self._save_dir = None if save_dir is None else Path(save_dir)
         self._name = name
         self._version = version
+        self._prefix = f"{prefix}-" if prefix else ""
 
     # ---- who and where
 
@@ -107,7 +122,7 @@ class Logger:
         self._is_main = is_main
         self._run_dir = Path(run_dir)
         if not is_main:
-            self._kept = ()
+            self._kept = None
             return
         self._reopen()
 
@@ -127,6 +142,8 @@ class Logger:
         for name, value in plain.items():
             if type(value) is not float and type(value) is not int:
                 plain[name] = self._number(name, value)
+        if self._prefix:
+            plain = {self._prefix + name: value for name, value in plain.items()}
         if step > self._last_step:
             self._last_step = step
         if self._open:
@@ -175,14 +192,27 @@ class Logger:
             self._call("_finalize", status)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to append instead of starting anew: JSON values."""
+        """What a resumed run needs to append instead of starting anew: JSON values.
+
+        Flushes first, so that a checkpoint never knows more than the files do.
+        """
+        self.save()
         return {"version": self._version, "step": self._last_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the run of this state. Must come before `start`."""
+        """Continue the run of this state.
+
+        Raises:
+            UsageError: the logger is open: what it wrote may be in the wrong place already.
+        """
+        if self._open:
+            raise UsageError(
+                f"{type(self).__name__}.load_state_dict was called on an open logger. Restore loggers before start()."
+            )
         if self._version is None:
             self._version = state_dict.get("version")
         self._last_step = state_dict.get("step", -1)
+        self._resumed = True
 
     # ---- the hooks, all optional
 
@@ -222,15 +252,17 @@ class Logger:
             atexit.register(self.finalize, "success")
             self._call(hook, *args)
         else:
-            self._kept += ((hook, args),)
+            self._kept = self._kept or []
+            self._kept.append((hook, args))
 
     def _reopen(self) -> None:
         assert self._run_dir is not None
         self._log_dir = self._choose_log_dir(self._run_dir)
         self._call("_start")
         self._open = True
-        kept, self._kept = self._kept, ()
-        for hook, args in kept:
+        self._resumed = False
+        kept, self._kept = self._kept, None
+        for hook, args in kept or ():
             self._call(hook, *args)
 
     def _choose_log_dir(self, run_dir: Path) -> Path:

@@ -1,0 +1,177 @@
+"""Metrics as a table in `metrics.csv`, hyperparameters in `hparams.json`."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from instep.errors import SettingError
+from instep.loggers.base import Logger
+from instep.loggers.hparams import merge_file
+from instep.types import PathLike
+
+
+class CSVLogger(Logger):
+    """Writes metrics into `metrics.csv` of the run folder: one row per call, one column per metric.
+
+    The first column is `step`; a cell that a call did not log is empty. Numbers are written so that reading them gives
+    the same float64. A metric that appears later gets its column at the next flush, by one rewrite of the file, however
+    many rows it comes in. A resumed run goes on below the row at which its checkpoint was saved: rows that the lost
+    part of the run wrote are removed, since they are about to be written again.
+
+    Args:
+        save_dir: the logger's own folder. None: the run folder.
+        name: with `save_dir`, the folder below it.
+        version: with `save_dir`, the folder below that; see `Logger`.
+        prefix: put before every metric's name, joined by "-".
+        flush_logs_every_n_steps: rows go to the disk when the step has advanced by this many, and at a checkpoint's
+            and a run's end.
+
+    Raises:
+        SettingError: `flush_logs_every_n_steps` is not a positive number.
+
+    Example:
+        >>> import tempfile
+        >>> logger = CSVLogger()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     logger.start(folder)
+        ...     logger.log_metrics({"loss": 0.5}, step=1)
+        ...     logger.log_metrics({"loss": 0.25, "accuracy": 1.0}, step=2)
+        ...     logger.finalize()
+        ...     print((Path(folder) / "metrics.csv").read_text())
+        step,loss,accuracy
+        1,0.5,
+        2,0.25,1.0
+        <BLANKLINE>
+    """
+
+    def __init__(
+        self,
+        save_dir: PathLike | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        if flush_logs_every_n_steps < 1:
+            raise SettingError(
+                f"flush_logs_every_n_steps={flush_logs_every_n_steps!r} must be at least 1; 1 flushes at every step.",
+                field="flush_logs_every_n_steps",
+                got=flush_logs_every_n_steps,
+            )
+        self._flush_steps = flush_logs_every_n_steps
+        self._columns: dict[str, None] = {"step": None}
+        self._columns_in_file = 0
+        self._rows: list[dict[str, float]] = []
+        self._rows_in_file = 0
+        self._rows_to_keep: int | None = None
+        self._flushed_step = -1
+        self._file: IO[str] | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """The table's path; None before the start."""
+        return None if self._log_dir is None else self._log_dir / "metrics.csv"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's, and the number of rows."""
+        return {**super().state_dict(), "rows": self._rows_in_file + len(self._rows)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue below the row of this state."""
+        super().load_state_dict(state_dict)
+        self._rows_to_keep = state_dict.get("rows")
+
+    def _start(self) -> None:
+        assert self._log_dir is not None
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._columns = {"step": None}
+        self._columns_in_file = self._rows_in_file = 0
+        path = self._log_dir / "metrics.csv"
+        if path.exists():
+            self._take_over(path)
+        self._rows_to_keep = None
+        # Opened for good here, so that a folder that cannot be written is an error before the first step.
+        self._file = path.open("a", newline="", encoding="utf-8")
+
+    def _take_over(self, path: Path) -> None:
+        with path.open(newline="", encoding="utf-8") as file:
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]  # a process killed while writing leaves half a row
+        table = list(csv.reader(whole.splitlines(keepends=True)))
+        if not table:
+            path.unlink()
+            return
+        header, rows = table[0], table[1:]
+        kept = rows if self._rows_to_keep is None else rows[: self._rows_to_keep]
+        if len(kept) < len(rows) or whole != text:
+            _write_table(path, header, kept)
+        self._columns = dict.fromkeys(header)
+        self._columns_in_file = len(self._columns)
+        self._rows_in_file = len(kept)
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        # A metric called "step" wins: logging one is how users of other trainers choose their own x axis.
+        row: dict[str, float] = {"step": step, **metrics}
+        self._rows.append(row)
+        for name in row:
+            if name not in self._columns:
+                self._columns[name] = None
+        if self._flushed_step < 0:
+            self._flushed_step = step
+        if abs(step - self._flushed_step) >= self._flush_steps:
+            self._flushed_step = step
+            self._save()
+
+    def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        assert self._log_dir is not None
+        merge_file(self._log_dir / "hparams.json", params)
+        if metrics:
+            self._log_metrics(metrics, max(self._last_step, 0))
+
+    def _save(self) -> None:
+        assert self._file is not None
+        if not self._rows:
+            return
+        columns = list(self._columns)
+        if len(columns) > self._columns_in_file:
+            self._widen(columns)
+        csv.writer(self._file, lineterminator="\n").writerows(
+            [row.get(name, "") for name in columns] for row in self._rows
+        )
+        self._file.flush()
+        self._rows_in_file += len(self._rows)
+        self._rows = []
+
+    def _widen(self, columns: list[str]) -> None:
+        assert self._file is not None and self._log_dir is not None
+        path = self._log_dir / "metrics.csv"
+        rows: list[list[str]] = []
+        if self._columns_in_file:
+            with path.open(newline="", encoding="utf-8") as file:
+                rows = list(csv.reader(file))[1:]
+        _write_table(path, columns, rows)
+        self._file.close()
+        self._file = path.open("a", newline="", encoding="utf-8")
+        self._columns_in_file = len(columns)
+
+    def _finalize(self, status: str) -> None:
+        try:
+            self._save()
+        finally:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+
+def _write_table(path: Path, header: list[str], rows: list[list[str]]) -> None:
+    """Replace the file by this table in one step; short rows are filled with empty cells."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(row + [""] * (len(header) - len(row)) for row in rows)
+    os.replace(part, path)

@@ -1,0 +1,70 @@
+"""Hyperparameters of any kind as JSON values: nested for a file, flat for a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+_MAX_ITEMS = 64  # of a tensor or array: more than that is data, not a setting
+
+
+def plain(value: Any) -> Any:
+    """This value as JSON would have it.
+
+    Mappings, namespaces and dataclasses become dicts; sequences and sets lists; small tensors and arrays their values;
+    classes and functions their dotted name; anything else its text.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else repr(float(value))
+    if isinstance(value, Namespace):
+        value = vars(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return [plain(item) for item in sorted(value, key=repr)]
+    if hasattr(value, "tolist") and hasattr(value, "shape"):
+        if math.prod(value.shape) <= _MAX_ITEMS:
+            return plain(value.tolist())
+        return f"{type(value).__name__}(shape={tuple(value.shape)}, dtype={value.dtype})"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value)
+
+
+def flatten(params: Mapping[str, Any], separator: str = "/") -> dict[str, bool | int | float | str]:
+    """The same in one level: nested keys joined by `separator`, lists as text."""
+    flat: dict[str, bool | int | float | str] = {}
+    for key, value in plain(params).items():
+        if isinstance(value, dict) and value:
+            flat.update({f"{key}{separator}{name}": item for name, item in flatten(value, separator).items()})
+        else:
+            flat[key] = value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
+    return flat
+
+
+def merge_file(path: Path, params: Mapping[str, Any]) -> None:
+    """Add hyperparameters to a JSON file; the file is always whole."""
+    known: dict[str, Any] = {}
+    if path.exists():
+        known = json.loads(path.read_text(encoding="utf-8"))
+    known.update(plain(params))
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(known, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(part, path)
