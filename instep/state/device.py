@@ -1,0 +1,138 @@
+"""The kinds of device, in one small table: torch name, collective backend, what several of them are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from importlib.util import find_spec
+
+import torch
+
+from instep.errors import SettingError, one_of
+
+
+class DistributedType(str, Enum):
+    """How the processes of a run compute together."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NPU = "MULTI_NPU"
+    XLA = "XLA"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """One row of the table.
+
+    Args:
+        name: torch's device type, and instep's name for the kind.
+        backend: the collective backend of several such devices; None where torch has none.
+        distributed_type: what several processes with such a device are called.
+        count: how many this process sees; 0 where the kind cannot be used here.
+    """
+
+    name: str
+    backend: str | None
+    distributed_type: DistributedType
+    count: Callable[[], int]
+
+
+def _count(name: str) -> Callable[[], int]:
+    def count() -> int:
+        module = getattr(torch, name, None)
+        return module.device_count() if module is not None and module.is_available() else 0
+
+    return count
+
+
+def _mps_count() -> int:
+    return int(torch.backends.mps.is_available())
+
+
+def _xla_count() -> int:
+    return int(find_spec("torch_xla") is not None)
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        DeviceKind("cuda", "nccl", DistributedType.MULTI_GPU, _count("cuda")),
+        DeviceKind("xpu", "xccl", DistributedType.MULTI_XPU, _count("xpu")),
+        DeviceKind("hpu", "hccl", DistributedType.MULTI_HPU, _count("hpu")),
+        DeviceKind("npu", "hccl", DistributedType.MULTI_NPU, _count("npu")),
+        DeviceKind("mps", None, DistributedType.NO, _mps_count),
+        DeviceKind("xla", "xla", DistributedType.XLA, _xla_count),
+        DeviceKind("cpu", "gloo", DistributedType.MULTI_CPU, lambda: 1),
+    )
+}
+# xla is only used when it is asked for: an installed torch_xla does not mean that its device is wanted.
+_AUTO = ("cuda", "xpu", "hpu", "npu", "mps", "cpu")
+_GPU = ("cuda", "xpu", "mps")
+
+
+def find_device_kind(accelerator: str = "auto") -> DeviceKind:
+    """The row for an accelerator's name.
+
+    Args:
+        accelerator: "cpu", "cuda", "mps", "xpu", "hpu", "npu", "xla"; "gpu" for the first of cuda, xpu and mps that is
+            here; "auto" for the first of all but xla that is here, the CPU last.
+
+    Raises:
+        SettingError: the name is unknown, or there is no such device here.
+
+    Example:
+        >>> find_device_kind("cpu").backend
+        'gloo'
+    """
+    if accelerator in ("auto", "gpu"):
+        found = next((KINDS[name] for name in (_AUTO if accelerator == "auto" else _GPU) if KINDS[name].count()), None)
+    elif accelerator in KINDS:
+        found = KINDS[accelerator] if KINDS[accelerator].count() else None
+    else:
+        raise one_of("accelerator", accelerator, ("auto", "gpu", *KINDS))
+    if found is None:
+        here = ", ".join(name for name, kind in KINDS.items() if kind.count())
+        raise SettingError(
+            f"accelerator={accelerator!r}: this process sees no such device. It sees: {here}.",
+            field="accelerator",
+            got=accelerator,
+        )
+    return found
+
+
+def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
+    """The device of one process of a node.
+
+    Args:
+        kind: a row of the table.
+        local_rank: the process's number on its node. A process that sees a single device (its launcher hides the
+            others) takes that one.
+
+    Raises:
+        SettingError: there are fewer devices than processes on this node.
+    """
+    if kind.name in ("cpu", "mps"):
+        return torch.device(kind.name)
+    count = kind.count()
+    if count > 1 and local_rank >= count:
+        raise SettingError(
+            f"local rank {local_rank} has no {kind.name} device: this node has {count} of them. Start at most {count} "
+            f"processes on this node, or use the CPU.",
+            field="local_rank",
+            got=local_rank,
+        )
+    return torch.device(kind.name, local_rank if count > 1 else 0)
+
+
+def make_current(device: torch.device) -> None:
+    """Make a device the current one of its kind, for kinds that have a current device."""
+    module = getattr(torch, device.type, None)
+    if device.index is not None and module is not None and hasattr(module, "set_device"):
+        module.set_device(device)

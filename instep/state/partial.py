@@ -1,0 +1,302 @@
+"""`PartialState`: who this process is. One per process, set at the first construction, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from instep.state import process
+from instep.state.control import share_error
+from instep.state.device import DistributedType, make_current
+from instep.state.environment import ProcessEnvironment
+from instep.state.placement import check_index, is_index, run_where
+from instep.state.runs import clear_runs
+from instep.state.split import share_of
+
+
+class PartialState:
+    """Who this process is: its rank, its device, and how it meets the others.
+
+    The first construction reads the launcher's environment, chooses the device and, for a job of several processes,
+    joins the process group; it is then a collective. Later ones give the same state. An argument that contradicts what
+    the state holds is an error; arguments that are left out ask for nothing. If the first construction fails, nothing
+    is set.
+
+    Nothing can be assigned: what is read here holds until `destroy_process_group()`.
+
+    Args:
+        cpu: True uses the CPU although there is an accelerator. Left out: the accelerator if there is one.
+        **init_process_group_kwargs: `backend` (torch's name), `timeout` of every collective (a timedelta, or seconds;
+            torch's default is 10 minutes for nccl and 30 for others), `pg_options`, `device_id`.
+
+    Raises:
+        SettingError: the environment or an argument is wrong.
+        StateError: the state exists and holds something else than is asked for.
+
+    Example:
+        >>> state = PartialState(cpu=True)
+        >>> state.is_main_process, state.num_processes
+        (True, 1)
+
+    Source:
+        Names and meaning are those of Hugging Face Accelerate's PartialState.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, cpu: bool | None = None, **init_process_group_kwargs: Any) -> None:
+        process.ensure(cpu, init_process_group_kwargs)
+
+    # The facts.
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state holds; False after `destroy_process_group()`."""
+        return process.is_held()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return process.held().device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What the processes are together; `DistributedType.NO` for one."""
+        return process.held().distributed_type
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of the process group as torch names it; None for one process."""
+        return process.held().backend
+
+    @property
+    def num_processes(self) -> int:
+        """The world size."""
+        return process.held().environment.world_size
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process, from 0."""
+        return process.held().environment.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its node, from 0."""
+        return process.held().environment.local_rank
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return process.held().environment.num_nodes
+
+    @property
+    def node_index(self) -> int:
+        """The number of this node, from 0."""
+        return process.held().environment.node_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def debug(self) -> bool:
+        """Whether collectives are checked (`INSTEP_DEBUG=1`)."""
+        return process.held().debug
+
+    @property
+    def owns_process_group(self) -> bool:
+        """Whether instep made the process group, and may destroy it."""
+        groups = process.held().groups
+        return groups is not None and groups.owned
+
+    @property
+    def _control_group(self) -> dist.ProcessGroup | None:
+        groups = process.held().groups
+        return None if groups is None else groups.control
+
+    # Waiting for each other.
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here. A collective; the device is not synchronised."""
+        if self._control_group is not None:
+            dist.barrier(group=self._control_group)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Rank 0 runs the block, then all others do. A collective.
+
+        Raises:
+            RemoteError: on the others, if the block raised on rank 0; they do not run it.
+
+        Example:
+            >>> with PartialState().main_process_first():
+            ...     pass  # rank 0 fills a cache that the others read
+        """
+        yield from self._goes_first(self.is_main_process, "main_process_first()")
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The first process of every node runs the block, then all others do. A collective over all nodes.
+
+        Raises:
+            RemoteError: on every other process, if the block raised on the first process of any node.
+        """
+        yield from self._goes_first(self.is_local_main_process, "local_main_process_first()")
+
+    def _goes_first(self, first: bool, name: str) -> Iterator[None]:
+        doing = f"the block under {name}"
+        if not first:
+            share_error(None, doing, self._control_group)
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            share_error(error, doing, self._control_group)
+            raise
+        share_error(None, doing, self._control_group)
+
+    # Running a function on some processes only. Decided when the function is called, so that a decorated function can
+    # stand in a module that is imported before the state is built.
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Make a function run on rank 0 only; elsewhere the call gives None.
+
+        Example:
+            >>> @PartialState().on_main_process
+            ... def announce():
+            ...     return "here"
+            >>> announce()
+            'here'
+        """
+        return run_where(function, lambda: PartialState().is_main_process)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Make a function run on the first process of every node only; elsewhere the call gives None."""
+        return run_where(function, lambda: PartialState().is_local_main_process)
+
+    def on_last_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Make a function run on the last rank only; elsewhere the call gives None."""
+        return run_where(function, lambda: PartialState().is_last_process)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Make a function run on one rank only; elsewhere the call gives None. A process alone always runs it.
+
+        Args:
+            function: the function; left out when used as `@on_process(process_index=...)`.
+            process_index: the rank.
+
+        Raises:
+            SettingError: there is no index, or, when the function is called, no such rank.
+        """
+        check_index("on_process", "process_index", process_index)
+        return run_where(function, lambda: is_index(_environment(), "process_index", process_index, local=False))
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Make a function run on one process of every node only; elsewhere the call gives None.
+
+        A process alone always runs it.
+
+        Args:
+            function: the function; left out when used as `@on_local_process(local_process_index=...)`.
+            local_process_index: the process's number on its node.
+
+        Raises:
+            SettingError: there is no index, or, when the function is called, no such process.
+        """
+        check_index("on_local_process", "local_process_index", local_process_index)
+        return run_where(
+            function, lambda: is_index(_environment(), "local_process_index", local_process_index, local=True)
+        )
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give this process its part of an input. No communication: every process holds the whole input.
+
+        Args:
+            inputs: a list, a tuple, a tensor, a numpy array, a dataset with `select`, or a dict of these (nested too)
+                whose leaves have one length. It is never changed.
+            apply_padding: repeat the last element so that all parts are of one length, as `gather` needs them.
+
+        Raises:
+            TypeError: the input is of another type.
+            DataError: the leaves of a dict differ in length, or a tensor has no first dimension.
+
+        Example:
+            >>> with PartialState().split_between_processes(["a", "b", "c"]) as part:
+            ...     part
+            ['a', 'b', 'c']
+        """
+        yield share_of(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process of every node."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201 (this is what the method is for)
+
+    # The device and the group.
+
+    def set_device(self) -> None:
+        """Make this process's device the current one again, should the user's code have changed it."""
+        make_current(self.device)
+
+    def destroy_process_group(self, abort: bool = False) -> None:
+        """Leave the process group; the state then says so, and can be built again.
+
+        A process alone has no group and keeps its state. A group that was there before the state is left as it is.
+
+        Args:
+            abort: wait for nobody and drop what is under way, in every group: the way to end after an error, while
+                the others may still sit in a collective.
+        """
+        process.leave_group(abort)
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget everything, the runs too, and leave the group if instep made it. For tests."""
+        process.reset()
+        clear_runs()
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__}.{name} cannot be assigned: {self._writer}. It can only be read (tried to assign "
+            f"{value!r})."
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted")
+
+    @property
+    def _writer(self) -> str:
+        return "the process state is set once, when it is built from the launcher's environment"
+
+    def __repr__(self) -> str:
+        if not self.initialized:
+            return f"{type(self).__name__}(not initialized)"
+        return (
+            f"{type(self).__name__}(process_index={self.process_index}, num_processes={self.num_processes}, "
+            f"local_process_index={self.local_process_index}, node_index={self.node_index}, "
+            f"distributed_type={self.distributed_type}, backend={self.backend}, device={str(self.device)!r})"
+        )
+
+
+def _environment() -> ProcessEnvironment:
+    PartialState()
+    return process.held().environment

@@ -1,0 +1,157 @@
+"""The record behind `PartialState`: built at once or not at all, replaced as a whole, never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from instep.errors import SettingError, StateError, one_of
+from instep.state import process_group
+from instep.state.device import DeviceKind, DistributedType, device_of, find_device_kind, make_current
+from instep.state.environment import ProcessEnvironment, read_debug, read_environment
+
+_OPTIONS = ("backend", "timeout", "pg_options", "device_id")
+
+
+@dataclass(frozen=True)
+class Process:
+    """What the state holds.
+
+    Args:
+        environment: the place of this process in its job.
+        device: its device.
+        distributed_type: what the processes are together.
+        backend: the process group's, as torch names it; None for one process.
+        debug: whether collectives are checked.
+        groups: the process groups; None for one process.
+        asked: the arguments that were given, to compare later ones with.
+    """
+
+    environment: ProcessEnvironment
+    device: torch.device
+    distributed_type: DistributedType
+    backend: str | None
+    debug: bool
+    groups: process_group.Groups | None
+    asked: dict[str, Any]
+
+
+_process: Process | None = None
+_gone = "no PartialState() was built in this process yet"
+_DESTROYED = "its process group was destroyed"
+
+
+def ensure(cpu: bool | None, kwargs: dict[str, Any]) -> None:
+    """Build the record, or hold what is asked for against the one there is."""
+    global _process
+    asked = _checked(cpu, kwargs)
+    if _process is None or not _is_whole(_process):
+        _process = None
+        _process = _build(asked)
+    else:
+        _compare(asked, _process)
+
+
+def is_held() -> bool:
+    """Whether there is a record whose process group still exists."""
+    return _process is not None and _is_whole(_process)
+
+
+def held() -> Process:
+    """The record; StateError where there is none."""
+    if _process is None:
+        raise StateError(f"the process state holds nothing: {_gone}. Build PartialState() (again) first.")
+    if not _is_whole(_process):
+        raise StateError(f"the process state holds nothing: {_DESTROYED}. Build PartialState() again first.")
+    return _process
+
+
+def leave_group(abort: bool) -> None:
+    """Leave the process group, if there is one, and hold nothing any more."""
+    global _process, _gone
+    if _process is not None and _process.groups is not None:
+        groups = _process.groups
+        _process, _gone = None, _DESTROYED
+        process_group.leave(groups, abort=abort)
+
+
+def reset() -> None:
+    """Hold nothing any more, whatever there was."""
+    global _process, _gone
+    leave_group(abort=True)
+    _process, _gone = None, "it was reset"
+
+
+def _is_whole(process: Process) -> bool:
+    return process.groups is None or process_group.is_current(process.groups)
+
+
+def _checked(cpu: bool | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What the caller asks for, without what is left out."""
+    for name in kwargs:
+        if name not in _OPTIONS:
+            raise one_of("PartialState's argument", name, ("cpu", *_OPTIONS))
+    asked = {name: value for name, value in kwargs.items() if value is not None}
+    timeout = asked.get("timeout")
+    if timeout is not None:
+        asked["timeout"] = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        if asked["timeout"] <= timedelta(0):
+            raise SettingError(f"timeout={timeout} must be longer than nothing", field="timeout", got=timeout)
+    if cpu is not None:
+        asked["cpu"] = bool(cpu)
+    return asked
+
+
+def _build(asked: dict[str, Any]) -> Process:
+    environment = read_environment()
+    process_group.check_existing(environment)
+    debug = read_debug()
+    kind = find_device_kind("cpu" if asked.get("cpu") else "auto")
+    device = device_of(kind, environment.local_rank)
+    if environment.world_size == 1:
+        make_current(device)
+        return Process(environment, device, DistributedType.NO, None, debug, None, asked)
+    make_current(device)
+    backend, groups = _join(environment, kind, asked)
+    return Process(environment, device, kind.distributed_type, backend, debug, groups, asked)
+
+
+def _join(environment: ProcessEnvironment, kind: DeviceKind, asked: dict[str, Any]) -> tuple[str, process_group.Groups]:
+    options = {name: asked[name] for name in _OPTIONS if name in asked}
+    if process_group.exists():
+        if options:
+            raise SettingError(
+                f"{', '.join(options)}: the process group exists already, so this cannot be set any more. Give it to "
+                f"init_process_group, or let instep make the group."
+            )
+        return process_group.adopt()
+    backend = options.pop("backend", None) or kind.backend
+    if backend is None:
+        raise SettingError(
+            f"WORLD_SIZE={environment.world_size}, but torch has no collectives for {kind.name}. Use the CPU "
+            f"(PartialState(cpu=True), Trainer(accelerator='cpu')) or one process."
+        )
+    if backend == kind.backend and kind.name != "cpu":
+        # The default group serves CPU tensors as well, so that a reduced metric need not visit the device.
+        backend = f"cpu:gloo,{kind.name}:{backend}"
+    return backend, process_group.join(environment, backend, options)
+
+
+def _compare(asked: dict[str, Any], process: Process) -> None:
+    for name, value in asked.items():
+        if name == "cpu":
+            got: Any = process.asked.get("cpu", process.device.type == "cpu" if value else False)
+        elif name == "backend" and process.backend is not None:
+            got = value if value in (process.backend, process.backend.rpartition(":")[2]) else process.backend
+        else:
+            got = process.asked.get(name)
+        if got != value:
+            shown = f"{name}={got!r}" if got is not None else f"torch's default {name}"
+            raise StateError(
+                f"PartialState was asked for {name}={value!r}, but this process already holds {shown}. Give the "
+                f"argument where the state is first built (the first PartialState, Trainer or Accelerator of the "
+                f"program), or call destroy_process_group() before."
+            )

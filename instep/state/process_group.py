@@ -1,0 +1,156 @@
+"""Joining and leaving the process group.
+
+Two groups are made at once: torch's default group for the data path, and a CPU (gloo) group of its own for control
+messages, so that these never queue behind, or pair with, what a training step sends.
+
+A rank that failed has to be able to end while the others still sit in a collective. So pending operations are aborted
+after an error and at exit: otherwise gloo's destructor waits for them until their time-out, and destroying the group
+kills the process with SIGABRT.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group
+from torch.distributed.rendezvous import rendezvous
+
+from instep.errors import SettingError
+from instep.state.environment import ProcessEnvironment
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a job with more than one process.
+
+    Args:
+        default: torch's default group.
+        control: a gloo group of the same ranks for control messages.
+        owned: False where the user had made the default group before.
+    """
+
+    default: ProcessGroup
+    control: ProcessGroup
+    owned: bool
+
+
+# One store per process: a group that is built again meets its peers under a new prefix, never under the addresses that
+# its predecessor left behind.
+_store: Store | None = None
+_generation = 0
+
+
+def exists() -> bool:
+    """Whether this process has a default group already."""
+    return dist.is_initialized()
+
+
+def adopt() -> tuple[str, Groups]:
+    """Use the default group that the user made; its backend and the groups. A collective of all its processes."""
+    return dist.get_backend(), Groups(_world(), _new_control_group(None), owned=False)
+
+
+def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any]) -> Groups:
+    """Make the job's process groups. A collective of all its processes.
+
+    Args:
+        environment: this process's place.
+        backend: torch's name for the backend, such as "gloo" or "cpu:gloo,cuda:nccl".
+        options: `timeout` of every operation, `pg_options` and `device_id`, for `init_process_group`.
+
+    Raises:
+        SettingError: the address to meet at is not known.
+    """
+    timeout: timedelta | None = options.get("timeout")
+    dist.init_process_group(
+        backend,
+        store=_next_store(environment, {} if timeout is None else {"timeout": timeout}),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        **options,
+    )
+    try:
+        groups = Groups(_world(), _new_control_group(timeout), owned=True)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    # Only now, not at import: a process that never joined a group has nothing to leave.
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit, groups)
+    return groups
+
+
+def check_existing(environment: ProcessEnvironment) -> None:
+    """Refuse a default group that is there already and contradicts the environment.
+
+    Raises:
+        SettingError: the group has this process in another place.
+    """
+    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (environment.rank, environment.world_size):
+        raise SettingError(
+            f"a process group exists already, in which this process is rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}, but the environment says rank {environment.rank} of {environment.world_size}. "
+            f"Set RANK, WORLD_SIZE and LOCAL_RANK to match, or let instep make the group."
+        )
+
+
+def leave(groups: Groups, abort: bool = False) -> None:
+    """End this process's part in the groups. Twice is once.
+
+    Args:
+        groups: what `join` returned. A default group that the user had made stays.
+        abort: drop what is still under way in the default group as well, and every other group, without waiting for
+            anybody: after an error, and at exit.
+    """
+    atexit.unregister(_leave_at_exit)
+    if not is_current(groups):
+        return
+    groups.control.abort()  # control messages nobody waits for any more
+    if not groups.owned:
+        dist.destroy_process_group(groups.control)
+    elif abort:
+        _abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+def is_current(groups: Groups) -> bool:
+    """Whether torch's default group is still the one that was joined."""
+    return _world() is groups.default
+
+
+def _leave_at_exit(groups: Groups) -> None:
+    leave(groups, abort=True)
+
+
+def _world() -> Any:
+    return dist.group.WORLD
+
+
+def _new_control_group(timeout: timedelta | None) -> ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportReturnType]
+
+
+def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Store:
+    global _store, _generation
+    if _store is None:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise SettingError(
+                f"WORLD_SIZE={environment.world_size}, but {' and '.join(missing)} is not set: the processes do not "
+                f"know where to meet. Start them with torchrun, or set it to a free port of rank 0's machine.",
+                field=missing[0],
+            )
+        _store = next(rendezvous("env://", environment.rank, environment.world_size, **kwargs))[0]
+    # On one node all ranks count the same restarts; agents of several nodes do not.
+    attempt = environment.restart_count if environment.num_nodes == 1 else 0
+    _generation += 1
+    return PrefixStore(f"instep/{attempt}/{_generation}", _store)

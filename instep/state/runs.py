@@ -1,0 +1,120 @@
+"""The active run: which precision, plugin and accumulation hold right now.
+
+A Trainer pushes a run for fit, validate, test and predict and pops it at their end; an Accelerator holds one. The run
+on top is the active one. The loop writes `run.gradient`; everybody else reads it through `GradientState`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from instep.errors import SettingError, one_of
+
+MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
+
+
+class GradientRecord:
+    """What the loop says about gradients; read through `GradientState`.
+
+    Args:
+        num_steps: micro-batches of one accumulation window.
+
+    Attributes:
+        sync_gradients: the running micro-batch ends its window: gradients are reduced, the optimizer steps.
+        end_of_dataloader: the running micro-batch is the last of the active loader.
+        remainder: samples of the last global batch that are no padding; -1 where that is not known.
+        active_dataloader: the loader that is iterated now, the innermost one; None outside.
+        dataloader_references: all loaders that are iterated now, the outermost first.
+        adjust_scheduler: whether schedulers step once per window (True) or are left to the user.
+        sync_with_dataloader: whether a window ends with its loader.
+        is_xla_gradients_synced: whether XLA has reduced the gradients of this window.
+    """
+
+    __slots__ = (
+        "active_dataloader",
+        "adjust_scheduler",
+        "dataloader_references",
+        "end_of_dataloader",
+        "is_xla_gradients_synced",
+        "num_steps",
+        "remainder",
+        "sync_gradients",
+        "sync_with_dataloader",
+    )
+
+    def __init__(self, num_steps: int = 1) -> None:
+        self.sync_gradients = True
+        self.num_steps = num_steps
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.active_dataloader: Any = None
+        self.dataloader_references: list[Any] = []
+        self.adjust_scheduler = True
+        self.sync_with_dataloader = True
+        self.is_xla_gradients_synced = False
+
+
+class Run:
+    """One fit, validate, test or predict of a Trainer, or one Accelerator.
+
+    Args:
+        name: what it is called in errors, such as "Trainer.fit".
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
+        plugin: the strategy's settings, whatever they are.
+        num_steps: micro-batches of one accumulation window.
+
+    Attributes:
+        gradient: the record that the owner of the run writes.
+    """
+
+    __slots__ = ("gradient", "mixed_precision", "name", "plugin")
+
+    def __init__(self, name: str, mixed_precision: str = "no", plugin: Any = None, num_steps: int = 1) -> None:
+        if mixed_precision not in MIXED_PRECISIONS:
+            raise one_of("mixed_precision", mixed_precision, MIXED_PRECISIONS)
+        if num_steps < 1:
+            raise SettingError(f"num_steps={num_steps} must be at least 1", field="num_steps", got=num_steps)
+        self.name = name
+        self.mixed_precision = mixed_precision
+        self.plugin = plugin
+        self.gradient = GradientRecord(num_steps)
+
+    def __repr__(self) -> str:
+        return f"Run({self.name!r}, mixed_precision={self.mixed_precision!r}, num_steps={self.gradient.num_steps})"
+
+
+_runs: list[Run] = []
+
+
+def push_run(run: Run) -> Run:
+    """Make a run the active one, and return it.
+
+    Example:
+        >>> run = push_run(Run("Trainer.fit", mixed_precision="bf16"))
+        >>> try:
+        ...     active_run() is run
+        ... finally:
+        ...     pop_run(run)
+        True
+    """
+    _runs.append(run)
+    return run
+
+
+def pop_run(run: Run) -> None:
+    """End a run; the one that was active before it is active again.
+
+    A run that is not on top (an Accelerator freed inside a fit) leaves the ones above it alone. A run that has ended
+    already stays ended.
+    """
+    _runs[:] = [other for other in _runs if other is not run]
+
+
+def active_run() -> Run | None:
+    """The run on top, or None outside any run."""
+    return _runs[-1] if _runs else None
+
+
+def clear_runs() -> None:
+    """End all runs; for tests."""
+    _runs.clear()

@@ -1,0 +1,166 @@
+"""`AcceleratorState` and `GradientState`: read-only views of the active run."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from instep.errors import StateError, one_of
+from instep.state.partial import PartialState
+from instep.state.runs import MIXED_PRECISIONS, GradientRecord, Run, active_run
+
+
+class AcceleratorState(PartialState):
+    """The process state, and how the active run computes.
+
+    It is a view: a Trainer sets what is seen here for the time of its fit, validate, test or predict, an Accelerator
+    for its life. So two of them in one program never disturb each other.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8": an error if the active run has another. Left out: asks nothing.
+        cpu: as for `PartialState`.
+        **init_process_group_kwargs: as for `PartialState`.
+
+    Raises:
+        SettingError: an argument is wrong.
+        StateError: something else is held than is asked for, or there is no active run to ask about.
+
+    Example:
+        >>> AcceleratorState().initialized  # outside any run
+        False
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self, mixed_precision: str | None = None, cpu: bool | None = None, **init_process_group_kwargs: Any
+    ) -> None:
+        if mixed_precision is not None and mixed_precision not in MIXED_PRECISIONS:
+            raise one_of("mixed_precision", mixed_precision, MIXED_PRECISIONS)
+        super().__init__(cpu, **init_process_group_kwargs)
+        if mixed_precision is not None and mixed_precision != self.mixed_precision:
+            raise StateError(
+                f"AcceleratorState was asked for mixed_precision={mixed_precision!r}, but the active run "
+                f"({_run().name}) holds mixed_precision={self.mixed_precision!r}. Set it where that run is made."
+            )
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is an active run in a process whose state holds."""
+        return active_run() is not None and super().initialized
+
+    @property
+    def mixed_precision(self) -> str:
+        """The active run's: "no", "fp16", "bf16" or "fp8"."""
+        return _run().mixed_precision
+
+    @property
+    def plugin(self) -> Any:
+        """The settings of the active run's strategy; None where it has none."""
+        return _run().plugin
+
+    @property
+    def _writer(self) -> str:
+        return "the Trainer or the Accelerator sets it for its run"
+
+
+class GradientState:
+    """Where the active run stands in its accumulation window and its loader.
+
+    A view that everybody can read and only the run's loop can write. Outside any run it says what holds there: every
+    backward is its own window, no loader is active.
+
+    Example:
+        >>> GradientState().sync_gradients
+        True
+
+    Source:
+        Names and meaning are those of Hugging Face Accelerate's GradientState.
+    """
+
+    __slots__ = ()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is an active run."""
+        return active_run() is not None
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the running micro-batch ends its window."""
+        return _gradient().sync_gradients
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of one window."""
+        return _gradient().num_steps
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the running micro-batch is the last of the active loader."""
+        return _gradient().end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last global batch that are no padding; -1 where that is not known."""
+        return _gradient().remainder
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost loader that is iterated now; None outside."""
+        return _gradient().active_dataloader
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """All loaders that are iterated now, the outermost first: a copy."""
+        return list(_gradient().dataloader_references)
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a loader is iterated now."""
+        return _gradient().active_dataloader is not None
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedulers step once per window."""
+        return _gradient().adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether a window ends with its loader."""
+        return _gradient().sync_with_dataloader
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Whether XLA has reduced the gradients of this window."""
+        return _gradient().is_xla_gradients_synced
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        run = active_run()
+        writer = f"the loop of {run.name} writes it" if run else "the loop of a Trainer or an Accelerator writes it"
+        raise AttributeError(
+            f"GradientState.{name} cannot be assigned: {writer}. It can only be read (tried to assign {value!r})."
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"GradientState(sync_gradients={self.sync_gradients}, num_steps={self.num_steps}, "
+            f"end_of_dataloader={self.end_of_dataloader}, remainder={self.remainder})"
+        )
+
+
+_IDLE = GradientRecord()
+
+
+def _run() -> Run:
+    run = active_run()
+    if run is None:
+        raise StateError(
+            "there is no active run: precision and plugin belong to a Trainer's fit, validate, test or predict, or to "
+            "an Accelerator. Read them there; PartialState has what belongs to the process."
+        )
+    return run
+
+
+def _gradient() -> GradientRecord:
+    run = active_run()
+    return _IDLE if run is None else run.gradient
