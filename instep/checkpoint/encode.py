@@ -1,0 +1,318 @@
+"""States as strict JSON and tensors, without pickle, and back with every type as it was.
+
+JSON values stand for themselves. Anything else becomes an object with the key `$` that names its type. Tensors and
+plain numpy arrays go into a dict beside the tree, under a key made of their path, to be written as safetensors.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.checkpoint.tensors import dtype_from_name, dtype_name, why_unsavable
+from instep.errors import CorruptCheckpointError, UnsavableStateError
+
+TAG = "$"
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
+_PURE_PATHS: dict[str, type[PurePath]] = {"posix": PurePosixPath, "windows": PureWindowsPath}
+_ARRAY_KINDS = "biufc"  # arrays that become tensors where torch has their dtype
+_RAW_KINDS = "biufcUSMm"  # arrays and scalars whose bytes are their value
+
+
+def _to_text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _from_text(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _float_out(value: float) -> Any:
+    if math.isfinite(value):
+        return value
+    sign = "-" if math.copysign(1.0, value) < 0 else ""  # str(-nan) has none
+    return {TAG: "float", "v": f"{sign}{abs(value)}"}
+
+
+def _float_in(value: Any) -> float:
+    return float(value["v"]) if isinstance(value, dict) else float(value)
+
+
+# Types without anything inside that needs encoding: tag, type, value out, value in.
+_LEAVES: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    ("bytes", bytes, _to_text, _from_text),
+    ("bytearray", bytearray, _to_text, lambda v: bytearray(_from_text(v))),
+    ("complex", complex, lambda z: [_float_out(z.real), _float_out(z.imag)], lambda v: complex(*map(_float_in, v))),
+    ("timedelta", timedelta, lambda d: [d.days, d.seconds, d.microseconds], lambda v: timedelta(*v)),
+    ("range", range, lambda r: [r.start, r.stop, r.step], lambda v: range(*v)),
+    ("torch.dtype", torch.dtype, dtype_name, dtype_from_name),
+    ("torch.device", torch.device, str, torch.device),
+    ("torch.Size", torch.Size, list, torch.Size),
+)
+_LEAF_BY_TYPE = {kind: (tag, out) for tag, kind, out, _ in _LEAVES}
+_LEAF_BY_TAG = {tag: back for tag, _, _, back in _LEAVES}
+
+# Containers by the list of their items.
+_SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+_SEQUENCE_BY_TAG: dict[str, Any] = {tag: kind for kind, tag in _SEQUENCES.items()}
+
+
+def encode(tree: Any, where: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """Turn a state into a JSON tree and the tensors it holds.
+
+    Exact by type: None, bool, int, float (nan and inf too), complex, str, bytes, bytearray, list, tuple, dict with any
+    keys, OrderedDict, defaultdict of a builtin type, Counter, set, frozenset, deque, range, timedelta, paths, torch's
+    dtype, device, Size and Tensor, numpy arrays and scalars. A Parameter comes back as the Tensor it is; an Enum that
+    is also a str or int comes back as that str or int, which compares equal.
+
+    Args:
+        tree: the state.
+        where: how errors name the tree, such as "callbacks['EMA']".
+
+    Returns:
+        The JSON tree (strict: no nan or inf in it) and the tensors by key. The tensors are those of the state, not
+        copies.
+
+    Raises:
+        UnsavableStateError: something cannot be encoded; the text has its path and what to do.
+
+    Example:
+        >>> encode({"betas": (0.9, 0.999), "step": torch.tensor(3)})
+        ({'betas': {'$': 'tuple', 'v': [0.9, 0.999]}, 'step': {'$': 'tensor', 'v': 'step'}}, {'step': tensor(3)})
+    """
+    encoder = _Encoder(where)
+    return encoder.node(tree, ()), encoder.tensors
+
+
+def decode(json_tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Turn what `encode` returned into the state again.
+
+    Only the types that `encode` lists are made, whatever the tree says: no code of a checkpoint runs.
+
+    Args:
+        json_tree: the JSON tree.
+        tensors: the tensors by key.
+
+    Returns:
+        The state; its tensors are those of `tensors`.
+
+    Raises:
+        CorruptCheckpointError: the tree or the tensors are not what `encode` makes.
+
+    Example:
+        >>> decode({"$": "tuple", "v": [1, None]}, {})
+        (1, None)
+    """
+    try:
+        return _decode(json_tree, tensors)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise CorruptCheckpointError(
+            f"a saved state cannot be decoded ({type(error).__name__}: {error}); "
+            "it is damaged, or a newer instep wrote it"
+        ) from error
+
+
+class _Encoder:
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.tensors: dict[str, Tensor] = {}
+        self._open: set[int] = set()
+        self._inside = ""  # "a set" or "a dict key" while no tensor may occur
+
+    def node(self, obj: Any, path: tuple[Any, ...]) -> Any:
+        kind = type(obj)
+        if obj is None or kind is bool or kind is str:
+            return obj
+        if kind is int:  # other readers of JSON round what 64 bits do not hold
+            return obj if obj.bit_length() <= 64 else {TAG: "int", "v": hex(obj)}
+        if kind is float:
+            return _float_out(obj)
+        if kind in _LEAF_BY_TYPE:
+            tag, out = _LEAF_BY_TYPE[kind]
+            return {TAG: tag, "v": out(obj)}
+        if isinstance(obj, Tensor):
+            problem = why_unsavable(obj)
+            if problem is not None:
+                raise self._refuse(path, problem)
+            return {TAG: "tensor", "v": self._keep(obj.detach(), path)}
+        if isinstance(obj, PurePath):
+            return {TAG: "path", "v": str(obj), "pure": _pure_flavour(obj)}
+        if isinstance(obj, Enum) and isinstance(obj, (str, int)):
+            return str.__str__(obj) if isinstance(obj, str) else self.node(int(obj), path)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and (kind is numpy.ndarray or isinstance(obj, numpy.generic)):
+            return self._numpy(obj, path)
+        return self._container(obj, kind, path)
+
+    def _container(self, obj: Any, kind: type, path: tuple[Any, ...]) -> Any:
+        if id(obj) in self._open:
+            raise self._refuse(path, "a container that contains itself; break the cycle")
+        self._open.add(id(obj))
+        try:
+            if kind is list:
+                return [self.node(item, (*path, i)) for i, item in enumerate(obj)]
+            if kind is dict:
+                return self._dict(obj, path)
+            if kind is tuple:
+                return {TAG: "tuple", "v": [self.node(item, (*path, i)) for i, item in enumerate(obj)]}
+            if kind is set or kind is frozenset:
+                return {TAG: _SEQUENCES[kind], "v": self._without_tensors("a set", obj, path)}
+            if kind is deque:
+                items = [self.node(item, (*path, i)) for i, item in enumerate(obj)]
+                return {TAG: "deque", "v": items, "maxlen": obj.maxlen}
+            if kind is OrderedDict or kind is Counter:
+                return {TAG: kind.__name__, "v": self._pairs(obj, path)}
+            if kind is defaultdict:
+                factory = obj.default_factory
+                name = None if factory is None else getattr(factory, "__name__", "")
+                if name is not None and _FACTORIES.get(name) is not factory:
+                    raise self._refuse(path, f"a defaultdict of {factory!r}, which is no builtin; save dict(...)")
+                return {TAG: "defaultdict", "v": self._pairs(obj, path), "of": name}
+        finally:
+            self._open.discard(id(obj))
+        raise self._refuse(path, _describe(obj))
+
+    def _dict(self, obj: dict[Any, Any], path: tuple[Any, ...]) -> Any:
+        if all(type(key) is str for key in obj) and TAG not in obj:
+            return {key: self.node(value, (*path, key)) for key, value in obj.items()}
+        return {TAG: "dict", "v": self._pairs(obj, path)}
+
+    def _pairs(self, obj: Mapping[Any, Any], path: tuple[Any, ...]) -> list[Any]:
+        keys = self._without_tensors("a dict key", obj, path)
+        return [[key, self.node(value, (*path, name))] for key, (name, value) in zip(keys, obj.items(), strict=True)]
+
+    def _without_tensors(self, inside: str, items: Any, path: tuple[Any, ...]) -> list[Any]:
+        outer, self._inside = self._inside, self._inside or inside
+        try:
+            return [self.node(item, (*path, item)) for item in items]
+        finally:
+            self._inside = outer
+
+    def _keep(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
+        if self._inside:
+            raise self._refuse(path, f"a tensor in {self._inside}; use a number or a string there")
+        name = ".".join(str(part) for part in path).encode("utf-8", "backslashreplace").decode()
+        key, copies = name or "value", 1
+        while key in self.tensors or key == "__metadata__":
+            copies += 1
+            key = f"{name}~{copies}"
+        self.tensors[key] = tensor
+        return key
+
+    def _numpy(self, obj: Any, path: tuple[Any, ...]) -> Any:
+        import numpy as np  # late: only a process that has loaded it comes here
+
+        dtype = obj.dtype
+        if isinstance(obj, np.ndarray) and dtype.kind in _ARRAY_KINDS and dtype.isnative and not self._inside:
+            ready = obj if obj.flags.c_contiguous and obj.flags.writeable else obj.copy(order="C")
+            try:
+                tensor = torch.from_numpy(ready)
+            except TypeError:  # torch has no such dtype: longdouble
+                pass
+            else:
+                return {TAG: "array", "v": self._keep(tensor, path)}
+        if dtype.kind not in _RAW_KINDS:
+            raise self._refuse(path, f"a numpy {type(obj).__name__} of dtype {dtype}; save plain arrays of numbers")
+        raw = _to_text(np.asarray(obj).tobytes())
+        if isinstance(obj, np.ndarray):
+            return {TAG: "raw array", "v": raw, "dtype": dtype.str, "shape": list(obj.shape)}
+        return {TAG: "scalar", "v": raw, "dtype": dtype.str}
+
+    def _refuse(self, path: tuple[Any, ...], what: str) -> UnsavableStateError:
+        place = (self.where or "the state") + "".join(f"[{part!r}]" for part in path)
+        return UnsavableStateError(f"{place} is {what}. Checkpoints hold no pickles, so it cannot be saved as it is.")
+
+
+def _describe(obj: Any) -> str:
+    """What an object of an unknown type is, and what can be saved instead."""
+    kind = type(obj)
+    name = f"a {kind.__module__}.{kind.__qualname__}"
+    if isinstance(obj, type) or (callable(obj) and hasattr(obj, "__qualname__")):
+        return f"{obj!r}, which is code; save its name and look it up when loading"
+    if isinstance(obj, tuple) and hasattr(obj, "_asdict"):
+        return f"{name}, a namedtuple; save {kind.__name__}._asdict()"
+    if isinstance(obj, Enum):
+        return f"{name}, an Enum; save its name or value"
+    if hasattr(obj, "state_dict"):
+        return f"{name}; save its state_dict()"
+    if is_dataclass(obj):
+        return f"{name}, a dataclass; save dataclasses.asdict(...)"
+    if isinstance(obj, torch.Generator):
+        return f"{name}; save its get_state()"
+    if hasattr(obj, "getstate"):
+        return f"{name}; save its getstate()"
+    if hasattr(obj, "bit_generator"):
+        return f"{name}; save its bit_generator.state"
+    base = next((plain for plain in (str, int, float, dict, list, tuple, set) if isinstance(obj, plain)), None)
+    if base is not None:
+        return f"{name}, a subclass of {base.__name__}; save {base.__name__}(...)"
+    return f"{name}; save tensors, numbers, strings and containers of them"
+
+
+def _pure_flavour(path: PurePath) -> str | None:
+    if isinstance(path, Path):
+        return None
+    return "windows" if isinstance(path, PureWindowsPath) else "posix"
+
+
+def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_decode(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if TAG not in node:
+        return {key: _decode(value, tensors) for key, value in node.items()}
+    tag, value = node[TAG], node["v"]
+    if tag == "tensor":
+        return tensors[value]
+    if tag in _LEAF_BY_TAG:
+        return _LEAF_BY_TAG[tag](value)
+    if tag == "int":
+        return int(value, 16)
+    if tag == "float":
+        return float(value)
+    if tag == "path":
+        return Path(value) if node["pure"] is None else _PURE_PATHS[node["pure"]](value)
+    if tag in ("array", "raw array", "scalar"):
+        return _decode_numpy(tag, value, node, tensors)
+    if tag in _SEQUENCE_BY_TAG:
+        return _SEQUENCE_BY_TAG[tag](_decode(item, tensors) for item in value)
+    if tag == "deque":
+        return deque((_decode(item, tensors) for item in value), maxlen=node["maxlen"])
+    if tag in ("dict", "OrderedDict", "Counter", "defaultdict"):
+        return _decode_mapping(tag, [(_decode(k, tensors), _decode(v, tensors)) for k, v in value], node)
+    raise ValueError(f"unknown type {tag!r}")
+
+
+def _decode_mapping(tag: str, pairs: list[tuple[Any, Any]], node: dict[str, Any]) -> Any:
+    if tag == "dict":
+        return dict(pairs)
+    if tag == "OrderedDict":
+        return OrderedDict(pairs)
+    if tag == "Counter":
+        return Counter(dict(pairs))
+    return defaultdict(None if node["of"] is None else _FACTORIES[node["of"]], pairs)
+
+
+def _decode_numpy(tag: str, value: str, node: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    import numpy as np  # late: needed only where a state holds numpy values
+
+    if tag == "array":
+        return tensors[value].numpy()
+    dtype = np.dtype(node["dtype"])
+    if dtype.kind not in _RAW_KINDS:
+        raise ValueError(f"numpy dtype {node['dtype']!r} is not allowed in a checkpoint")
+    shape = node["shape"] if tag == "raw array" else ()
+    array = np.ndarray(shape, dtype, buffer=_from_text(value)).copy()
+    return array if tag == "raw array" else array[()]

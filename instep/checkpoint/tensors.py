@@ -1,0 +1,211 @@
+"""Tensors in one safetensors file: written here, to hash while writing, and read by the `safetensors` library.
+
+The file is an ordinary safetensors file. Two entries of its metadata are ours: `instep.aliases` (a JSON object: other
+name -> name under which a shared tensor is stored) and `instep.dtypes` (name -> torch dtype of a tensor that is stored
+as raw bytes, because the format has no such dtype).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from instep.checkpoint.files import Data, FileRecord, LocalFiles
+from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
+
+ALIASES = "instep.aliases"
+DTYPES = "instep.dtypes"
+_RESERVED = "__metadata__"
+
+# By name: an older torch lacks some of them.
+_FORMAT_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_RAW_NAMES = {"complex128", "complex32", "float4_e2m1fn_x2"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The dtype of that name; ValueError where this torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
+    return dtype
+
+
+def why_unsavable(tensor: Tensor) -> str | None:
+    """What keeps a tensor out of a file, and what to do about it; None where nothing does."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return f"a tensor subclass, {type(tensor).__name__}; save the plain tensors it is made of"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout}; save its indices and values"
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no values; give it values first"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype}); save int_repr() with its scale and zero point"
+    if dtype_name(tensor.dtype) not in _FORMAT_NAMES.keys() | _RAW_NAMES:
+        return f"a tensor of dtype {tensor.dtype}; save it as view(torch.uint8)"
+    return None
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    files: LocalFiles | None = None,
+) -> FileRecord:
+    """Write a safetensors file, and wait until the disk has it.
+
+    One tensor at a time is copied to the host. A tensor that several names share (tied weights) is stored once, under
+    its first name. Tensors that merely overlap are stored apart, each one whole.
+
+    Args:
+        path: the file; it must not exist.
+        tensors: name -> tensor of any shape and strides, on any device.
+        metadata: strings to keep in the header.
+        files: the file operations; the default is the local disk.
+
+    Returns:
+        Size and checksums of what was written.
+
+    Raises:
+        UnsavableStateError: a tensor has no values or no plain layout, or a name cannot be used.
+        CheckpointError: the file could not be written; it names path and bytes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_tensors(Path(folder, "x.safetensors"), {"a": torch.ones(2)}).bytes
+        104
+
+    Source: the format's description in the safetensors README.
+    """
+    stored, aliases = _split_shared(tensors)
+    # Wide elements first keeps every tensor aligned to its own element size.
+    order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
+    raw = {name: dtype_name(tensor.dtype) for name, tensor in stored.items() if _is_raw(tensor)}
+    notes = {"format": "pt", **(metadata or {})}
+    if aliases:
+        notes[ALIASES] = json.dumps(aliases)
+    if raw:
+        notes[DTYPES] = json.dumps(raw)
+    header: dict[str, object] = {_RESERVED: notes}
+    end = 0
+    for name in order:
+        tensor = stored[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        if name in raw:
+            dtype, shape = "U8", [*tensor.shape, tensor.element_size()]
+        else:
+            dtype, shape = _FORMAT_NAMES[dtype_name(tensor.dtype)], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with (files or LocalFiles()).create(path, 8 + len(text) + end) as out:
+        out.write(len(text).to_bytes(8, "little"))
+        out.write(text)
+        for name in order:
+            out.write(_content(stored[name]))
+        return out.close()
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, on the CPU.
+
+    Shared names get the same tensor object. The tensors own their memory: the library maps the file, and a mapped file
+    that is cut short later kills the process that touches it.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Name -> tensor.
+
+    Raises:
+        CorruptCheckpointError: the file is not a whole safetensors file.
+    """
+    tensors, metadata = _read_stored(path)
+    try:
+        for name, dtype in json.loads(metadata.get(DTYPES, "{}")).items():
+            raw = tensors[name]
+            flat = raw.reshape(-1).view(dtype_from_name(dtype))
+            tensors[name] = flat.reshape(raw.shape[:-1])
+        for alias, name in json.loads(metadata.get(ALIASES, "{}")).items():
+            tensors[alias] = tensors[name]
+    except (ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"{path}: its metadata does not fit its tensors: {error}", path=path) from error
+    return tensors
+
+
+def _read_stored(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open  # late: needed only where something is read
+
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CorruptCheckpointError(f"{path} is not a whole safetensors file: {error}", path=path) from error
+    except OSError as error:
+        raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error
+
+
+def _is_raw(tensor: Tensor) -> bool:
+    return dtype_name(tensor.dtype) in _RAW_NAMES
+
+
+def _split_shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[object, ...], str] = {}
+    for name, tensor in tensors.items():
+        if name == _RESERVED:
+            raise UnsavableStateError(f"a tensor cannot be named {name!r}: the safetensors format keeps it for itself")
+        problem = why_unsavable(tensor)
+        if problem is not None:
+            raise UnsavableStateError(f"{name} is {problem}")
+        view = tensor.detach()
+        if view.numel() == 0:  # empty tensors have no memory to share
+            stored[name] = view
+            continue
+        where = view.data_ptr() or id(tensor)  # some backends give no address
+        same = (view.device, where, view.dtype, view.shape, view.stride(), view.is_conj(), view.is_neg())
+        owner = first.setdefault(same, name)
+        if owner == name:
+            stored[name] = view
+        else:
+            aliases[name] = owner
+    return stored, aliases
+
+
+def _content(tensor: Tensor) -> Data:
+    if tensor.numel() == 0:
+        return b""
+    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
