@@ -1,0 +1,311 @@
+"""Who gets which samples: a rank's share of an epoch as a pure function of (seed, epoch, cursor).
+
+Invariants, for any length, batch size and world size:
+
+- every rank runs the same number of steps;
+- every sample of the epoch belongs to exactly one rank of one step (a rank without one replays a sample with weight 0);
+- a step takes consecutive samples of the epoch's order, so that an optimizer window holds the same samples at every
+  world size, as long as the global batch is the same;
+- a pass may begin at any cursor, under another world size and batch size than the samples before it.
+
+Positions are counted in units: samples where instep makes the batches, whole batches where somebody else does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any
+
+import torch
+
+from instep.errors import SettingError
+from instep.utils.seed import derive_seed
+
+_ROWS = 1024  # batches turned into lists at once: enough to make it cheap, few enough to start quickly
+
+
+class ShardedSampler(ABC):
+    """What this rank takes in each step of an epoch.
+
+    Iterating gives the steps from `cursor` to the end; it does not move the cursor.
+
+    Args:
+        seed: what the order is derived from, alike on all ranks.
+        rank: this rank.
+        world_size: number of ranks that share the data.
+        per_step: units that all ranks together take in a full step.
+        drop_last: leave out a last step that is not full.
+
+    Attributes:
+        cursor: units of the epoch that were consumed before the pass.
+        limit_steps: use no more than that many steps of an epoch, counted from its start; None for all.
+    """
+
+    def __init__(self, *, seed: int, rank: int, world_size: int, per_step: int, drop_last: bool) -> None:
+        if not 0 <= rank < world_size:
+            raise SettingError(f"rank={rank} is not within world_size={world_size}", field="rank", got=rank)
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.per_step = per_step
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.cycle = 0
+        self.cursor = 0
+        self.limit_steps: int | None = None
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Units in the epoch."""
+
+    @property
+    def end(self) -> int:
+        """Units of the epoch that are used: all, or fewer with `limit_steps`."""
+        length = self.length
+        return length if self.limit_steps is None else min(length, self.limit_steps * self.per_step)
+
+    def set_epoch(self, epoch: int, cycle: int = 0) -> None:
+        """Go to the beginning of an epoch.
+
+        Args:
+            epoch: the epoch, from 0.
+            cycle: how often the data was started again within the epoch (`max_size_cycle` does).
+        """
+        self.epoch = epoch
+        self.cycle = cycle
+        self.cursor = 0
+
+    def __len__(self) -> int:
+        left = max(0, self.end - self.cursor)
+        return left // self.per_step if self.drop_last else -(-left // self.per_step)
+
+    @property
+    def full_steps(self) -> int:
+        """Leading steps from the cursor in which every rank takes everything it can."""
+        return max(0, self.end - self.cursor) // self.per_step
+
+    @property
+    @abstractmethod
+    def even_steps(self) -> int:
+        """Leading steps from the cursor that have the same number of samples in every step and on every rank."""
+
+    @abstractmethod
+    def samples(self, step: int) -> tuple[int, int]:
+        """True sample numbers of a step.
+
+        Args:
+            step: counted from the cursor.
+
+        Returns:
+            Those of this rank (0 for a replay) and those of all ranks. Where the sizes of foreign batches are not
+            known, batches are counted instead (`counted` tells).
+        """
+
+    @property
+    def counted(self) -> bool:
+        """Whether `samples` counts samples, not batches."""
+        return True
+
+    @abstractmethod
+    def indices(self, step: int) -> Any:
+        """What this rank loads in a step, counted from the cursor."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class ShardedBatchSampler(ShardedSampler):
+    """Batches of sample indices for this rank, from one order that all ranks share.
+
+    Step t takes the next `world_size * batch_size` samples of the order; rank i gets the i-th slice of `batch_size`.
+    A tail of fewer is spread evenly. The order of a shuffled epoch is a permutation drawn under (seed, epoch, cycle).
+
+    Args:
+        length: number of samples.
+        batch_size: samples per rank and step.
+        shuffle: permute the samples in every epoch.
+        seed: what the order is derived from, alike on all ranks.
+        rank: this rank.
+        world_size: number of ranks that share the data.
+        drop_last: leave out a last step that is not full on every rank.
+        order: draws the order of (epoch, cycle) instead, alike on all ranks; it replaces `length` and `shuffle`.
+
+    Example:
+        >>> sampler = ShardedBatchSampler(7, 2, shuffle=False, seed=0, rank=1, world_size=2)
+        >>> list(sampler), sampler.samples(1)
+        ([[2, 3], [6]], (1, 3))
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        order: Callable[[int, int], Sequence[Any] | torch.Tensor] | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise SettingError(f"batch_size={batch_size} is too small: give at least 1", field="batch_size")
+        super().__init__(
+            seed=seed, rank=rank, world_size=world_size, per_step=world_size * batch_size, drop_last=drop_last
+        )
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self._length = length
+        self._draw = order
+        self._order: Sequence[Any] | torch.Tensor | None = None
+        self._drawn_for: tuple[int, int, int] | None = None
+
+    @property
+    def length(self) -> int:
+        return self._length if self._draw is None else len(self.order)
+
+    @property
+    def order(self) -> Sequence[Any] | torch.Tensor:
+        """The epoch's order: a range, an int64 tensor, or a list where a sampler gives other keys than integers."""
+        wanted = (self.seed, self.epoch, self.cycle)
+        if self._order is None or self._drawn_for != wanted:
+            if self._draw is not None:
+                self._order = self._draw(self.epoch, self.cycle)
+            elif self.shuffle:
+                generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch, self.cycle))
+                self._order = torch.randperm(self._length, generator=generator)
+            else:
+                self._order = range(self._length)
+            self._drawn_for = wanted
+        return self._order
+
+    def _slice(self, step: int) -> tuple[int, int]:
+        """Begin and end of this rank's samples in the order; empty for a replay."""
+        start = self.cursor + step * self.per_step
+        have = min(self.per_step, self.end - start)
+        if have == self.per_step:
+            begin = start + self.rank * self.batch_size
+            return begin, begin + self.batch_size
+        share, extra = divmod(have, self.world_size)
+        begin = start + self.rank * share + min(self.rank, extra)
+        return begin, begin + share + (self.rank < extra)
+
+    @property
+    def even_steps(self) -> int:
+        return self.full_steps
+
+    def samples(self, step: int) -> tuple[int, int]:
+        begin, end = self._slice(step)
+        return end - begin, min(self.per_step, self.end - self.cursor - step * self.per_step)
+
+    def indices(self, step: int) -> list[Any]:
+        begin, end = self._slice(step)
+        if begin == end:  # nothing left for this rank: it replays the step's first sample with weight 0
+            begin = self.cursor + step * self.per_step
+            end = begin + 1
+        return _as_list(self.order[begin:end])
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        order, cursor, size = self.order, self.cursor, self.batch_size
+        full, steps = self.full_steps, len(self)
+        if isinstance(order, torch.Tensor):
+            rows = order[cursor : cursor + full * self.per_step].view(full, self.world_size, size)[:, self.rank]
+            for chunk in rows.split(_ROWS):
+                yield from chunk.tolist()
+        else:
+            start = cursor + self.rank * size
+            for begin in range(start, start + full * self.per_step, self.per_step):
+                yield list(order[begin : begin + size])
+        if full < steps:
+            yield self.indices(full)
+
+
+class ShardedBatches(ShardedSampler):
+    """Whole batches for this rank, from a list of batches that somebody else made.
+
+    In step t rank i takes batch `t * world_size + i`. In a last step with fewer batches than ranks, those without one
+    replay the step's first batch with weight 0.
+
+    Args:
+        draw: draws the batches of (epoch, cycle), alike on all ranks.
+        seed: what the draw is derived from.
+        rank: this rank.
+        world_size: number of ranks that share the batches.
+        drop_last: leave out a last step with fewer batches than ranks.
+        single: the items are single keys, not batches of keys: their sizes are unknown.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[int, int], Sequence[Any] | torch.Tensor],
+        *,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        single: bool = False,
+    ) -> None:
+        super().__init__(seed=seed, rank=rank, world_size=world_size, per_step=world_size, drop_last=drop_last)
+        self._draw = draw
+        self._single = single
+        self._batches: Sequence[Any] | None = None
+        self._sizes: list[int] | None = None
+        self._drawn_for: tuple[int, int, int] | None = None
+
+    @property
+    def order(self) -> Sequence[Any]:
+        """The epoch's batches."""
+        wanted = (self.seed, self.epoch, self.cycle)
+        if self._batches is None or self._drawn_for != wanted:
+            self._batches = batches = _as_list(self._draw(self.epoch, self.cycle))
+            known = not self._single and all(isinstance(batch, Sized) for batch in batches)
+            self._sizes = [len(batch) for batch in batches] if known else None
+            self._drawn_for = wanted
+        return self._batches
+
+    @property
+    def length(self) -> int:
+        return len(self.order)
+
+    @property
+    def counted(self) -> bool:
+        return bool(self.order) and self._sizes is not None
+
+    @property
+    def even_steps(self) -> int:
+        full = self.full_steps
+        if not full or self._sizes is None:
+            return full
+        size = self._sizes[self.cursor]
+        same = 0
+        for other in self._sizes[self.cursor : self.cursor + full * self.world_size]:
+            if other != size:
+                break
+            same += 1
+        return same // self.world_size
+
+    def samples(self, step: int) -> tuple[int, int]:
+        start = self.cursor + step * self.world_size
+        stop = min(start + self.world_size, self.end)
+        mine = start + self.rank
+        if not self.counted or self._sizes is None:
+            return int(mine < stop), stop - start
+        return (self._sizes[mine] if mine < stop else 0), sum(self._sizes[start:stop])
+
+    def indices(self, step: int) -> Any:
+        start = self.cursor + step * self.world_size
+        mine = start + self.rank
+        return self.order[mine if mine < self.end else start]
+
+    def __iter__(self) -> Iterator[Any]:
+        full, steps = self.full_steps, len(self)
+        start = self.cursor + self.rank
+        yield from self.order[start : self.cursor + full * self.world_size : self.world_size]
+        if full < steps:
+            yield self.indices(full)
+
+
+def _as_list(items: Any) -> list[Any]:
+    return items.tolist() if isinstance(items, torch.Tensor) else list(items)
