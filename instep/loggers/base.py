@@ -286,7 +286,7 @@ class Logger:
         if isinstance(error, InstepError):
             return error
         return InstepError(
-            f"{type(self).__name__} failed in {doing}: {type(error).__name__}: {error}. "
+            f"{type(self).__name__} failed in {doing}: {type(error).__name__}: {str(error).rstrip('.')}. "
             f"It writes into {self.log_dir!r}. Repair the cause, or leave this logger out of Trainer(logger=...)."
         )
 

@@ -1,0 +1,224 @@
+"""Weights & Biases, online and offline."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from instep.errors import InstepError, SettingError, one_of
+from instep.loggers.base import Logger, NoExperiment
+from instep.loggers.hparams import plain
+from instep.types import PathLike
+from instep.utils.imports import require
+
+_STEP = "trainer/global_step"
+_MODES = ("online", "offline", "disabled", "shared")
+
+# What W&B's service and Go's network stack say when there is no way to the server. Anything else that the server
+# answers (a wrong key, an unknown entity) is the user's to repair and not hidden by going offline.
+_NO_NETWORK = (
+    "timed out",
+    "timeout",
+    "no such host",
+    "connection refused",
+    "connection reset",
+    "network is unreachable",
+    "no route to host",
+    "temporary failure in name resolution",
+    "dial tcp",
+)
+
+_OPEN: set[str] = set()
+"""Ids of the runs that loggers of this process opened: `wandb.run` is the script's own if it is not among them."""
+
+
+class WandbLogger(Logger):
+    """Writes metrics to Weights & Biases: online, or offline into `<log_dir>/wandb` for a later `wandb sync`.
+
+    Training never waits for a network that is not there: connecting is tried for `init_timeout_s`, before the first
+    step, then the run goes on offline with a warning (or ends with an error, by `fall_back_offline=False`); during the
+    run W&B's own process sends in the background; at the end at most `finish_timeout_s` are waited, and what was not
+    sent stays in the folder for `wandb sync`. A missing API key is an error before the first step.
+
+    The x axis of every metric is `trainer/global_step`. The run's id travels in `state_dict`, so a resumed run
+    continues the same W&B run: offline as a further folder with the same id, which `wandb sync` joins. A run that the
+    user's script opened by `wandb.init` is used as it is, and left open. `finalize` closes the run; logging or testing
+    after that continues it.
+
+    Args:
+        name: the run's display name.
+        save_dir: the logger's own folder. None: the run folder.
+        version: the run's id; the same as `id`.
+        offline: the same as `mode="offline"`.
+        id: the run's id, up to 128 letters, digits, `-` and `_`; drawn anew if None.
+        project: the project. None: WANDB_PROJECT, else W&B's default.
+        experiment: a run made by `wandb.init`, used as it is and left open.
+        prefix: put before every metric's name, joined by "-".
+        mode: "online", "offline", "disabled" or "shared". None: WANDB_MODE, else online.
+        init_timeout_s: seconds to wait for the server at the start.
+        finish_timeout_s: seconds to wait for uploads at the end.
+        fall_back_offline: what a server that cannot be reached leads to: True a warning and an offline run, False an
+            error.
+        **init: further arguments of `wandb.init`: entity, group, tags, notes, job_type, settings as a dict, ...
+
+    Raises:
+        SettingError: a mode is unknown, or two settings contradict each other.
+
+    Example:
+        >>> logger = WandbLogger(project="digits", mode="offline", tags=["baseline"])
+        >>> logger.version is None  # until the start
+        True
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: PathLike | None = None,
+        version: str | None = None,
+        offline: bool = False,
+        id: str | None = None,
+        project: str | None = None,
+        experiment: Any = None,
+        prefix: str = "",
+        *,
+        mode: Literal["online", "offline", "disabled", "shared"] | None = None,
+        init_timeout_s: float = 20.0,
+        finish_timeout_s: float = 120.0,
+        fall_back_offline: bool = True,
+        **init: Any,
+    ) -> None:
+        super().__init__(save_dir, name, id if id is not None else version, prefix)
+        if mode is not None and mode not in _MODES:
+            raise one_of("mode", mode, _MODES)
+        if offline and mode not in (None, "offline"):
+            raise SettingError(f"offline=True contradicts mode={mode!r}. Give one of them.", field="mode", got=mode)
+        if id is not None and version is not None and id != version:
+            raise SettingError(f"id={id!r} and version={version!r} are two names of one thing.", field="id", got=id)
+        for field, seconds in (("init_timeout_s", init_timeout_s), ("finish_timeout_s", finish_timeout_s)):
+            if not seconds > 0:
+                raise SettingError(f"{field}={seconds!r} must be a positive number.", field=field, got=seconds)
+        self._mode = "offline" if offline else mode
+        self._project = project
+        self._init_timeout_s = init_timeout_s
+        self._finish_timeout_s = finish_timeout_s
+        self._fall_back = fall_back_offline
+        self._init_kwargs = init
+        self._given = experiment
+        self._run: Any = None
+        self._ours = False
+
+    @property
+    def experiment(self) -> Any:
+        """The `wandb.Run`, for images, tables and artifacts; where the logger does not write, one that does nothing."""
+        return self._run if self._run is not None else NoExperiment()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's, whose `version` is the run's id, and the project's name."""
+        return {**super().state_dict(), "project": self._project}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the run of this id, unless the logger was given another."""
+        super().load_state_dict(state_dict)
+        if self._project is None:
+            self._project = state_dict.get("project")
+
+    def _choose_log_dir(self, run_dir: Path) -> Path:
+        # W&B makes a folder per run by itself, below `<folder>/wandb`.
+        return run_dir if self._save_dir is None else self._save_dir
+
+    def _start(self) -> None:
+        wandb = require("wandb", extra=None, purpose="WandbLogger")  # a slow import, 0.3 s and more
+        assert self._log_dir is not None
+        self._run, self._ours = self._given, False
+        if self._run is None and wandb.run is not None and wandb.run.id not in _OPEN:
+            self._run = wandb.run
+            if self._version is not None and self._version != self._run.id:
+                warnings.warn(
+                    f"WandbLogger uses the run {self._run.id!r} that the script opened by wandb.init; its own "
+                    f"id {self._version!r} is ignored. Call wandb.finish() first, or pass that id to wandb.init.",
+                    stacklevel=2,
+                )
+        if self._run is None:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._run, self._ours = self._open_run(wandb), True
+            _OPEN.add(self._run.id)
+        self._version = self._run.id
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP, step_sync=True)
+
+    def _open_run(self, wandb: Any) -> Any:
+        mode = self._mode or os.environ.get("WANDB_MODE") or "online"
+        try:
+            return self._init(wandb, mode)
+        except wandb.errors.AuthenticationError as error:
+            raise self._no_access(error) from error
+        except wandb.errors.CommError as error:
+            if not any(sign in str(error).lower() for sign in _NO_NETWORK):
+                raise
+            reason = str(error).split("\n", 1)[0]
+            if not self._fall_back:
+                raise InstepError(
+                    f"WandbLogger could not reach the W&B server within {self._init_timeout_s:g} s: {reason}. "
+                    'Use WandbLogger(mode="offline") or WANDB_MODE=offline and `wandb sync` later, '
+                    "or a longer init_timeout_s."
+                ) from error
+            warnings.warn(
+                f"WandbLogger could not reach the W&B server within {self._init_timeout_s:g} s and goes on offline: "
+                f"the run is written to {self._log_dir}/wandb; upload it later with `wandb sync`. ({reason})",
+                stacklevel=2,
+            )
+            return self._init(wandb, "offline")
+        except wandb.errors.UsageError as error:
+            if "api key" in str(error).lower() or "api_key" in str(error).lower():
+                raise self._no_access(error) from error
+            raise
+
+    def _init(self, wandb: Any, mode: str) -> Any:
+        known = wandb.Settings.model_fields if hasattr(wandb.Settings, "model_fields") else {}
+        # Fields by version of W&B: what an older one does not know is left out.
+        limits = {
+            "init_timeout": self._init_timeout_s,
+            "login_timeout": self._init_timeout_s,
+            "finish_timeout": self._finish_timeout_s,
+        }
+        settings = {name: value for name, value in limits.items() if name == "init_timeout" or name in known}
+        given = dict(self._init_kwargs)
+        settings.update(given.pop("settings", None) or {})
+        if wandb.run is not None:
+            given.setdefault("reinit", "create_new")  # another logger's run stays open beside this one
+        return wandb.init(
+            name=self._name,
+            project=self._project,
+            id=None if self._version is None else str(self._version),
+            dir=str(self._log_dir),
+            mode=mode,
+            resume=given.pop("resume", None if self._version is None else "allow"),
+            settings=wandb.Settings(**settings),
+            **given,
+        )
+
+    def _no_access(self, error: Exception) -> InstepError:
+        return InstepError(
+            f"WandbLogger has no valid API key: {error} Run `wandb login`, set WANDB_API_KEY, or write offline with "
+            'WandbLogger(mode="offline") or WANDB_MODE=offline.'
+        )
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        # Not `step=`: W&B drops what comes with a smaller step than the last call's.
+        self._run.log({**metrics, _STEP: step})
+
+    def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        self._run.config.update(plain(params), allow_val_change=True)
+        if metrics:
+            self._run.summary.update(metrics)
+
+    def _log_graph(self, module: Any, example_input: Any) -> None:
+        self._run.watch(module, log=None, log_graph=True)
+
+    def _finalize(self, status: str) -> None:
+        run, self._run = self._run, None
+        if self._ours:
+            _OPEN.discard(run.id)
+            run.finish(exit_code=0 if status == "success" else 1)
