@@ -166,15 +166,16 @@ def reject_unknown(given: Mapping[str, Any]) -> None:
     Raises:
         SettingError: there is one.
     """
-    problems = []
+    problems = {}
     for name in given:
         if name in NOT_TAKEN_OVER:
-            problems.append(f"{name}: not an argument of instep's Trainer; {NOT_TAKEN_OVER[name]}")
+            problems[name] = f"not an argument of instep's Trainer; {NOT_TAKEN_OVER[name]}"
         elif name not in _CHECKS:
             near = get_close_matches(name, _CHECKS, n=1)
-            problems.append(f"{name}: unknown{f'; did you mean {near[0]}?' if near else ''}")
+            problems[name] = f"unknown{f'; did you mean {near[0]}?' if near else ''}"
     if problems:
-        raise SettingError(f"Trainer got arguments it does not take. {'. '.join(problems)}.", field=problems[0])
+        listed = ". ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise SettingError(f"Trainer got arguments that it does not take. {listed}.", field=next(iter(problems)))
 
 
 def _check_device(s: Settings) -> None:

@@ -89,8 +89,8 @@ class HyperParameters:
         if not args:
             if given is None:
                 raise UsageError(
-                    "save_hyperparameters() was not called from __init__, so there are no arguments to collect. Call it "
-                    "there, pass frame=, or pass the hyperparameters as a dict."
+                    "save_hyperparameters() was not called from __init__, so there are no arguments to collect. Call "
+                    "it in __init__, pass frame=, or pass the hyperparameters as a dict."
                 )
             chosen = given
         else:

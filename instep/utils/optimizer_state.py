@@ -54,8 +54,12 @@ def names_of(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[Te
     Returns:
         parameter -> name. A tied parameter has the first of its names.
     """
-    while isinstance(module, DataParallel | DistributedDataParallel):
-        module = module.module
+    while True:  # a compiled DDP, or a DDP of a compiled module
+        wraps = isinstance(module, DataParallel | DistributedDataParallel)
+        inner = module.module if wraps else module._modules.get("_orig_mod")
+        if inner is None:
+            break
+        module = inner
     names: dict[Tensor, str] = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
     for optimizer in optimizers:
         for group, options in enumerate(optimizer.param_groups):

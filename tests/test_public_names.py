@@ -1,0 +1,116 @@
+"""What users may import. A change here is a change of the interface: it belongs in the changelog."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import instep
+
+PUBLIC = {
+    "instep": [
+        "AcceleratorState",
+        "Callback",
+        "DataModule",
+        "GradientState",
+        "Logger",
+        "PartialState",
+        "Strategy",
+        "TrainModule",
+        "Trainer",
+        "__version__",
+        "seed_everything",
+    ],
+    "instep.callbacks": [
+        "Callback",
+        "EarlyStopping",
+        "EarlyStoppingReason",
+        "LambdaCallback",
+        "LearningRateMonitor",
+        "ModelCheckpoint",
+        "ModelSummary",
+        "ProgressBar",
+        "Timer",
+        "summarize",
+    ],
+    "instep.loggers": ["CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger"],
+    "instep.strategies": [
+        "DDPStrategy",
+        "PRECISIONS",
+        "Precision",
+        "Strategy",
+        "register_strategy",
+        "resolve_strategy",
+        "strategy_names",
+    ],
+    "instep.errors": [
+        "CheckpointError",
+        "CheckpointNotFoundError",
+        "CorruptCheckpointError",
+        "DataError",
+        "DistributedError",
+        "HookError",
+        "InstepError",
+        "LogError",
+        "MissingPackageError",
+        "NonFiniteError",
+        "Preempted",
+        "RemoteError",
+        "SettingError",
+        "StateError",
+        "UnsavableStateError",
+        "UsageError",
+    ],
+}
+
+
+def in_new_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("package", [name for name in PUBLIC if name != "instep.errors"])
+def test_public_names_are_pinned(package):
+    assert sorted(import_module(package).__all__) == PUBLIC[package]
+
+
+def test_error_classes_are_pinned():
+    module = import_module("instep.errors")
+    classes = [
+        name for name, value in vars(module).items() if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    assert sorted(classes) == PUBLIC["instep.errors"]
+
+
+@pytest.mark.parametrize("package", list(PUBLIC))
+def test_every_public_name_loads(package):
+    module = import_module(package)
+    for name in PUBLIC[package]:
+        assert getattr(module, name) is not None
+
+
+def test_import_loads_no_torch():
+    loaded = json.loads(in_new_process("import instep, json, sys; dir(instep); print(json.dumps(sorted(sys.modules)))"))
+    assert not {"torch", "numpy"} & set(loaded)
+    assert [name for name in loaded if name.startswith("instep")] == ["instep"]
+
+
+def test_heavy_packages_load_on_use():
+    code = "from instep import Trainer, TrainModule; import json, sys; print(json.dumps(sorted(sys.modules)))"
+    loaded = set(json.loads(in_new_process(code)))
+    assert not {"tensorboard", "wandb", "rich", "deepspeed", "torch.distributed.checkpoint"} & loaded
+
+
+def test_unknown_name():
+    with pytest.raises(AttributeError, match="public names are"):
+        _ = instep.Trainor
+
+
+def test_names_are_listed():
+    assert dir(instep) == sorted(instep.__all__)
+    assert "Trainer" in dir(instep)
