@@ -82,7 +82,8 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
             monitor, or several optimizers with automatic optimization.
 
     Example:
-        >>> model = nn.Linear(2, 1)
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> decay = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.9)
         >>> setup = configure({"optimizer": sgd, "lr_scheduler": {"scheduler": decay, "interval": "step"}}, model)

@@ -54,12 +54,11 @@ def names_of(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[Te
     Returns:
         parameter -> name. A tied parameter has the first of its names.
     """
-    while True:  # a compiled DDP, or a DDP of a compiled module
-        wraps = isinstance(module, DataParallel | DistributedDataParallel)
-        inner = module.module if wraps else module._modules.get("_orig_mod")
-        if inner is None:
-            break
+    inner: nn.Module | None = module
+    while inner is not None:  # a compiled DDP, or a DDP of a compiled module
         module = inner
+        key = "module" if isinstance(module, DataParallel | DistributedDataParallel) else "_orig_mod"
+        inner = module._modules.get(key)
     names: dict[Tensor, str] = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
     for optimizer in optimizers:
         for group, options in enumerate(optimizer.param_groups):
@@ -79,7 +78,8 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         The tree of this file's docstring. Its tensors are the live ones, not copies.
 
     Example:
-        >>> model = nn.Linear(2, 1)
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
         >>> tree = optimizer_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> tree["groups"][0]["params"]
         ['weight', 'bias']
