@@ -1,0 +1,149 @@
+"""Run a command as N ranks on this machine, and know how to run this program again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from instep.errors import SettingError, UsageError
+from instep.state.environment import read_environment
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What one agent runs.
+
+    Args:
+        nproc: ranks on this node.
+        command: the arguments after the Python executable, e.g. `("train.py", "--lr", "0.1")`.
+        num_nodes: nodes in the job; each runs one agent.
+        node_rank: this node's number; node 0 hosts the rendezvous.
+        master_addr: node 0's address.
+        master_port: the port on node 0 where agents meet; needed for more than one node, else a free one is taken.
+        max_restarts: how often all ranks are started again after a failure or a hang. A preempted job never is.
+        shutdown_s: seconds the ranks get to save after a signal, or once one of them was preempted.
+        run_id: the same on all nodes; by default a random one.
+        env: more environment variables for the ranks.
+    """
+
+    nproc: int
+    command: tuple[str, ...]
+    num_nodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    max_restarts: int = 0
+    shutdown_s: float = 35.0
+    run_id: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, low in (("nproc", 1), ("num_nodes", 1), ("node_rank", 0), ("max_restarts", 0), ("shutdown_s", 0)):
+            got = getattr(self, name)
+            if got < low:
+                raise SettingError(f"{name}={got} must be at least {low}", field=name, got=got)
+        if self.node_rank >= self.num_nodes:
+            raise SettingError(
+                f"node_rank={self.node_rank} is not one of num_nodes={self.num_nodes}; nodes are numbered from 0",
+                field="node_rank",
+                got=self.node_rank,
+            )
+        if self.num_nodes > 1 and self.master_port is None:
+            raise SettingError(
+                f"num_nodes={self.num_nodes} needs master_port: a free port of {self.master_addr}, equal on all nodes",
+                field="master_port",
+            )
+        if not self.command:
+            raise SettingError(
+                "command is empty: give the arguments that follow the Python executable", field="command"
+            )
+
+
+def run(spec: LaunchSpec) -> int:
+    """Be the agent: run the command as `spec.nproc` ranks, and return when all have ended.
+
+    Every rank gets torchrun's variables. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on to the ranks, which then
+    have `spec.shutdown_s` seconds to save and end; a second signal cuts that short. When a rank fails the others end
+    within seconds and its traceback is printed last. On Linux the ranks are killed when the agent dies.
+
+    Call it from the main thread, so that signals can be handled.
+
+    Args:
+        spec: what to run.
+
+    Returns:
+        The exit code for this process: 0 done, 75 preempted (all ranks saved and can be resumed), 76 hung, else 1.
+
+    Raises:
+        UsageError: this process is a rank itself.
+
+    Example:
+        >>> sys.exit(run(LaunchSpec(nproc=2, command=("train.py",))))  # doctest: +SKIP
+    """
+    if is_worker():
+        raise UsageError("this process is a rank of a running job; a rank does not start ranks of its own")
+    # Late: torch.distributed.elastic takes a quarter of a second to import, and ranks never need it.
+    from instep.launch.agent import run_agent
+
+    return run_agent(spec)
+
+
+def is_worker() -> bool:
+    """Whether this process is a rank that a launcher started: this engine, torchrun, or RANK and kin set by hand."""
+    return read_environment().launcher != "none"
+
+
+def this_command() -> tuple[str, ...]:
+    """The arguments after the Python executable that run this program again.
+
+    Interpreter options such as `-W` and `-X` are kept; `python -m module` keeps its module; the script's own path is
+    made absolute. The program's arguments are those it was started with, also where it has changed `sys.argv` since.
+
+    Returns:
+        For example `("/home/me/train.py", "--lr", "0.1")` or `("-m", "package.train")`.
+
+    Raises:
+        UsageError: there is no program to run again: a notebook, an interactive session, `python -c`, a test, or a
+            child process of multiprocessing.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if multiprocessing.parent_process() is not None:
+        raise _cannot_run_again("it is a child process of multiprocessing")
+    if "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ:
+        raise _cannot_run_again("it runs under pytest")
+    if "get_ipython" in vars(main):
+        raise _cannot_run_again("it is a notebook or an IPython session")
+    if file is None or not Path(file).exists():
+        raise _cannot_run_again("it has no main file (an interactive session, or python -c)")
+
+    # What multiprocessing hands to the processes it spawns: -W, -X, -O and the like.
+    flags = tuple(subprocess._args_from_interpreter_flags())  # pyright: ignore[reportAttributeAccessIssue]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":
+        module = spec.name.removesuffix(".__main__")
+        return (*flags, "-m", module, *_arguments_after(module))
+    if spec is not None:  # a folder or a zip file with a __main__.py
+        return (*flags, os.path.abspath(sys.argv[0]), *_arguments_after(os.path.basename(sys.argv[0])))
+    return (*flags, os.path.abspath(file), *_arguments_after(os.path.basename(file)))
+
+
+def _arguments_after(program: str) -> tuple[str, ...]:
+    """The arguments that followed the program's name, from the command line as the interpreter got it."""
+    for index, word in enumerate(sys.orig_argv):
+        if index > 0 and os.path.basename(word.rstrip("/")) == program:
+            return tuple(sys.orig_argv[index + 1 :])
+    return tuple(sys.argv[1:])
+
+
+def _cannot_run_again(why: str) -> UsageError:
+    return UsageError(
+        f"several devices were asked for, but this process cannot be started again as ranks: {why}. Use "
+        "instep.notebook_launcher in a notebook, instep.debug_launcher in a test, put the code into a script, start "
+        "it with torchrun, or set devices=1."
+    )

@@ -1,0 +1,105 @@
+"""How a rank's uncaught exception reaches the end of the agent's stderr.
+
+Each rank has a file of its own (`TORCHELASTIC_ERROR_FILE`, set by the elastic agent, also by plain torchrun). The rank
+writes the exception there; the agent finds the first one that is not a consequence of another rank's and prints it
+last, so that it is not buried under what the other ranks say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from instep.errors import RemoteError
+
+AGENT_PID = "INSTEP_AGENT_PID"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """An exception that ended a rank.
+
+    Args:
+        message: its type and text.
+        traceback: its traceback as text.
+        remote: it only says that another rank failed.
+        time_ns: when it was reported, on the machine's monotonic clock; 0 when unknown.
+    """
+
+    message: str
+    traceback: str
+    remote: bool = False
+    time_ns: int = 0
+
+
+def report_failures() -> None:
+    """In a rank: report an uncaught exception to the agent. Anywhere else, and the second time, it does nothing.
+
+    Under instep's own agent the rank does not print the traceback, because the agent does; under plain torchrun it
+    appears in torchrun's report as well. A `SystemExit` or an interrupt is not a failure.
+    """
+    path = os.environ.get(_ERROR_FILE)
+    if not path or isinstance(sys.excepthook, _ReportingHook):
+        return
+    sys.excepthook = _ReportingHook(Path(path))
+
+
+class _ReportingHook:
+    """An excepthook that writes the report, then leaves the rest to the hook that was there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pid = os.getpid()
+        self._previous = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        reported = False
+        if os.getpid() == self._pid and not issubclass(kind, KeyboardInterrupt):
+            reported = self._write(error)
+        if reported and self._previous is sys.__excepthook__ and _agent_lives():
+            return
+        self._previous(kind, error, trace)
+
+    def _write(self, error: BaseException) -> bool:
+        # The form that torchrun's own report reads, and two facts more.
+        extra = {
+            "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            "timestamp": str(int(time.time())),
+            "time_ns": time.monotonic_ns(),
+            "remote": isinstance(error, RemoteError),
+        }
+        try:
+            message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+            self._path.write_text(json.dumps({"message": message}), encoding="utf-8")
+        except OSError as problem:
+            sys.stderr.write(f"instep: could not write {self._path} ({problem}); the traceback follows here\n")
+            return False
+        return True
+
+
+def _agent_lives() -> bool:
+    return os.environ.get(AGENT_PID) == str(os.getppid())
+
+
+def read_report(path: str | os.PathLike[str]) -> FailureReport | None:
+    """The report in a rank's error file; None when the rank wrote none, or not to its end."""
+    try:
+        message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
+        if isinstance(message, str):
+            return FailureReport(message, message)
+        extra = message.get("extraInfo", {})
+        return FailureReport(
+            message=message["message"],
+            traceback=extra.get("py_callstack", message["message"]),
+            remote=bool(extra.get("remote", False)),
+            time_ns=int(extra.get("time_ns", 0)),
+        )
+    except (OSError, ValueError, KeyError, TypeError):  # killed while writing it: the exit code still speaks
+        return None

@@ -1,0 +1,409 @@
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.errors import SettingError, UsageError
+from instep.launch.agent import job_code
+from instep.launch.engine import LaunchSpec, is_worker, run, this_command
+from tests.helpers.spawn import Finished, finish, free_port, run_command, start_command
+
+pytestmark = pytest.mark.dist
+
+LAUNCHED: dict[str, str | None] = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTEST_CURRENT_TEST"))
+HEAD = """
+import os, signal, sys, threading
+rank = int(os.environ["RANK"])
+wait = lambda seconds: threading.Event().wait(seconds)
+"""
+
+
+def _agent(folder: Path, rank_code: str, nproc: int = 2, **spec: Any) -> list[str]:
+    """A program that runs `rank_code` as ranks and ends with the job's code."""
+    script = folder / "rank.py"
+    script.write_text(HEAD + textwrap.dedent(rank_code))
+    code = f"""
+        import sys
+        from instep.launch.agent import job_code
+from instep.launch.engine import LaunchSpec, run
+        sys.exit(run(LaunchSpec(nproc={nproc}, command=({str(script)!r},), **{spec!r})))
+    """
+    return [sys.executable, "-c", textwrap.dedent(code)]
+
+
+def _job(folder: Path, rank_code: str, nproc: int = 2, timeout_s: float = 60.0, **spec: Any) -> Finished:
+    return run_command(_agent(folder, rank_code, nproc, **spec), env=LAUNCHED, timeout_s=timeout_s)
+
+
+def _lines(process: subprocess.Popen[str], pattern: str, count: int, timeout_s: float = 30.0) -> list[str]:
+    """Read the program's stdout until `count` lines match; fails after `timeout_s` seconds."""
+    assert process.stdout is not None
+    timer = threading.Timer(timeout_s, process.kill)
+    timer.start()
+    try:
+        found: list[str] = []
+        while len(found) < count:
+            line = process.stdout.readline()
+            assert line, f"the output ended with {found} of {count} lines like {pattern!r}"
+            if re.search(pattern, line):
+                found.append(line.strip())
+        return found
+    finally:
+        timer.cancel()
+
+
+# --- exit codes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_done_gives_0_and_the_ranks_their_variables(tmp_path: Path) -> None:
+    done = _job(
+        tmp_path,
+        """
+        names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS A_VALUE".split()
+        print(__name__, *(os.environ[name] for name in names), os.environ["MASTER_PORT"].isdigit())
+        """,
+        env={"A_VALUE": "$x ${local_rank}"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "__main__ 0 0 2 2 127.0.0.1 1 $x ${local_rank} True",
+        "__main__ 1 1 2 2 127.0.0.1 1 $x ${local_rank} True",
+    ]
+    assert done.stderr == ""
+
+
+def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
+    words = ("a b", "$HOME", "$$", "${local_rank}", "-x")
+    code = (
+        f"import sys\nfrom instep.launch.engine import *\nsys.exit(run(LaunchSpec(1, ('-c', {PRINT!r}, *{words!r}))))"
+    )
+    assert run_command([sys.executable, "-c", code], env=LAUNCHED).stdout.splitlines() == [repr(list(words))]
+
+
+PRINT = "import sys; print(sys.argv[1:])"
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((75, 75), 75), ((76, 75), 76), ((3, 0), 1), ((75, 0), 75)])
+def test_exit_codes_are_kept_apart(tmp_path: Path, codes: tuple[int, int], expected: int) -> None:
+    done = _job(tmp_path, f"sys.exit({codes}[rank])", max_restarts=0)
+    assert done.returncode == expected, done.stderr
+
+
+def test_after_a_preempted_rank_the_others_get_the_time_to_save_and_nothing_restarts(tmp_path: Path) -> None:
+    done = _job(
+        tmp_path,
+        """
+        print("started", flush=True)
+        if rank == 1:
+            wait(2)
+            print("saved", flush=True)
+        sys.exit(75)
+        """,
+        max_restarts=3,
+    )
+    assert done.returncode == 75, done.stderr
+    assert sorted(done.stdout.split()) == ["saved", "started", "started"]
+
+
+def test_a_rank_that_never_saves_is_killed_and_the_job_failed(tmp_path: Path) -> None:
+    done = _job(tmp_path, "sys.exit(75) if rank == 0 else wait(60)", shutdown_s=0.5, timeout_s=30)
+    assert done.returncode == 1
+    assert "rank 1" in done.stderr
+    assert "did not end in its time" in done.stderr
+
+
+def test_a_failed_job_is_restarted_and_its_ranks_can_meet_again(tmp_path: Path) -> None:
+    done = _job(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print(f"{attempt}:{int(total)}", flush=True)
+        if attempt == "0" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        """,
+        max_restarts=1,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["0:2", "0:2", "1:2", "1:2"]
+    assert "SIGKILL (if nobody sent it: out of memory)" in done.stderr
+    assert "restart 1 of 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "killed", "expected"),
+    [
+        ([], [0, 0], False, 0),
+        ([], [75, 75], False, 75),
+        ([75], [75, 0], False, 75),
+        ([75], [75, 1], False, 1),
+        ([75], [75, -9], True, 1),
+        ([], [75, -15], False, 1),
+        ([76, 1], [76, 1], True, 76),
+        ([1], [1, 76], False, 1),
+        ([-11], [-11, -15], False, 1),
+    ],
+)
+def test_the_job_code(first: list[int], last: list[int], killed: bool, expected: int) -> None:
+    assert job_code(first, last, killed) == expected
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_rank_ends_the_others_and_its_traceback_comes_last_and_once(tmp_path: Path) -> None:
+    done = _job(
+        tmp_path,
+        """
+        from instep.launch.report import report_failures
+        report_failures()
+        if rank == 1:
+            raise ValueError("only here")
+        wait(60)
+        """,
+        timeout_s=20,
+    )
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ValueError: only here")
+    assert done.stderr.count("Traceback") == 1
+    assert "rank 1 failed with exit code 1:\nTraceback" in done.stderr
+
+
+def test_who_only_says_that_another_rank_failed_is_not_blamed(tmp_path: Path) -> None:
+    done = _job(
+        tmp_path,
+        """
+        from instep.errors import RemoteError
+        from instep.launch.report import report_failures
+        report_failures()
+        if rank == 0:
+            raise RemoteError("saving", rank=1, traceback="...")
+        wait(0.3)
+        raise ValueError("the cause")
+        """,
+    )
+    assert done.returncode == 1
+    assert "rank 0 ended with exit code 1: RemoteError: saving" in done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: the cause")
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+
+
+def test_a_rank_without_a_report_prints_for_itself(tmp_path: Path) -> None:
+    done = _job(tmp_path, "raise ValueError('plain')", nproc=1)
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: plain") == 1
+    assert "rank 0 failed with exit code 1; what it said stands above" in done.stderr
+
+
+def test_a_report_without_an_agent_is_still_printed(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    code = "from instep.launch.report import report_failures; report_failures(); 1 / 0"
+    done = run_command([sys.executable, "-c", code], env={"TORCHELASTIC_ERROR_FILE": str(file)})
+    assert "ZeroDivisionError" in done.stderr
+    assert "ZeroDivisionError" in file.read_text()
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+SAVES_ON_SIGNAL = """
+import subprocess
+got = []
+event = threading.Event()
+for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(signum, lambda signum, frame: got.append(signum))
+child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait(60)"])
+print("ready", flush=True)
+while not got:
+    wait(0.01)
+wait(0.5)
+print(rank, "got", *got, "child", child.poll(), flush=True)
+child.kill()
+child.wait()
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "passed_on"),
+    [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGTERM")],
+)
+def test_a_signal_reaches_each_rank_once_and_nothing_below_it(tmp_path: Path, sent: str, passed_on: str) -> None:
+    number = getattr(signal, passed_on).value
+    with start_command(_agent(tmp_path, SAVES_ON_SIGNAL), env=LAUNCHED) as process:
+        _lines(process, "ready", 2)
+        process.send_signal(getattr(signal, sent))
+        done = finish(process, 30)
+    assert sorted(done.stdout.splitlines()) == [f"{rank} got {number} child None" for rank in (0, 1)]
+    assert done.returncode == 75, done.stderr
+    assert done.stderr.count("passed on") == 1
+
+
+def test_a_rank_that_dies_of_the_signal_has_not_saved(tmp_path: Path) -> None:
+    with start_command(_agent(tmp_path, "print('ready', flush=True); wait(60)"), env=LAUNCHED) as process:
+        _lines(process, "ready", 2)
+        process.terminate()
+        done = finish(process, 20)
+    assert done.returncode == 1
+    assert "SIGTERM" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_second_signal_cuts_the_wait_short(tmp_path: Path) -> None:
+    stubborn = """
+        signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
+        print("ready", flush=True)
+        while True:
+            wait(1)
+    """
+    with start_command(_agent(tmp_path, stubborn, shutdown_s=100.0), env=LAUNCHED) as process:
+        _lines(process, "ready", 2)
+        process.terminate()
+        _lines(process, "heard", 2)
+        process.terminate()
+        done = finish(process, 20)
+    assert done.returncode == 1
+    assert done.stderr.count("did not end in its time") == 2
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    command = _agent(tmp_path, "print('ready', flush=True); wait(2)", nproc=1)
+    command[2] = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + command[2]
+    with start_command(command, env=LAUNCHED) as process:
+        _lines(process, "ready", 1)
+        process.send_signal(signal.SIGHUP)
+        assert finish(process, 20).returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_ranks_die_with_their_agent(tmp_path: Path) -> None:
+    code = """
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, signal.SIG_IGN)
+        print("pid", os.getpid(), flush=True)
+        wait(60)
+    """
+    with start_command(_agent(tmp_path, code), env=LAUNCHED) as process, ExitStack() as stack:
+        ranks = [os.pidfd_open(int(line.split()[1])) for line in _lines(process, "pid", 2)]
+        for rank in ranks:
+            stack.callback(os.close, rank)
+        process.kill()
+        for rank in ranks:
+            ready, _, _ = select.select([rank], [], [], 2.0)  # readable once the process has ended
+            assert ready, "a rank outlived its agent by 2 s"
+
+
+# --- several nodes ----------------------------------------------------------------------------------------------------
+
+
+def test_two_agents_form_one_job_and_restart_together(tmp_path: Path) -> None:
+    code = f"""
+        here = {str(tmp_path)!r} + f"/began-{{rank}}"
+        again = os.path.exists(here)
+        open(here, "w").close()
+        print("rank", rank, "of", os.environ["WORLD_SIZE"], "node", os.environ["GROUP_RANK"], again, flush=True)
+        if not again:
+            sys.exit(1) if rank == 1 else wait(60)
+    """
+    both = {"num_nodes": 2, "master_port": free_port(), "max_restarts": 1, "run_id": "job"}
+    with ExitStack() as stack:
+        nodes = []
+        for node in (0, 1):
+            command = _agent(tmp_path, code, nproc=1, node_rank=node, **both)
+            nodes.append(stack.enter_context(start_command(command, env=LAUNCHED)))
+        done = [finish(process, 60) for process in nodes]
+    assert [job.returncode for job in done] == [0, 0], done
+    assert [job.stdout.splitlines() for job in done] == [
+        [f"rank {node} of 2 node {node} {again}" for again in (False, True)] for node in (0, 1)
+    ]
+
+
+# --- who am I, and what was I started as ------------------------------------------------------------------------------
+
+
+def test_a_rank_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_worker()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert is_worker()
+    with pytest.raises(UsageError, match="a rank does not start ranks"):
+        run(LaunchSpec(nproc=1, command=("x.py",)))
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("nproc", {"nproc": 0}),
+        ("node_rank", {"num_nodes": 2, "node_rank": 2, "master_port": 1}),
+        ("master_port", {"num_nodes": 2}),
+        ("max_restarts", {"max_restarts": -1}),
+        ("command", {"command": ()}),
+    ],
+)
+def test_wrong_settings_are_named(field: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match=field) as caught:
+        LaunchSpec(**{"nproc": 1, "command": ("x.py",), **settings})
+    assert caught.value.field == field
+
+
+def test_under_pytest_the_program_cannot_be_run_again() -> None:
+    with pytest.raises(UsageError, match=r"pytest.*notebook_launcher.*debug_launcher.*devices=1"):
+        this_command()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """A package with a main file that says how it would be run again, after changing folder and arguments."""
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    body = """
+        import os, sys
+        from instep.launch.engine import this_command
+        sys.argv[1:] = []
+        os.chdir("/")
+        print(this_command())
+    """
+    for name in ("train.py", "__main__.py"):
+        (package / name).write_text(textwrap.dedent(body))
+    return package
+
+
+def test_the_command_that_runs_this_program_again(program: Path) -> None:
+    def said(*words: str, cwd: Path = program.parent) -> tuple[str, ...]:
+        env = {**LAUNCHED, "PYTHONDONTWRITEBYTECODE": None}  # it would come back as -B
+        done = run_command([sys.executable, *words], env=env, cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        return eval(done.stdout)
+
+    script = str(program / "train.py")
+    assert said("train.py", "--lr", "0.1 0", cwd=program) == (script, "--lr", "0.1 0")
+    assert said("-W", "error", "pack/train.py", "x") == ("-Werror", script, "x")
+    assert said("-m", "pack.train", "a", "b") == ("-m", "pack.train", "a", "b")
+    assert said("-m", "pack", "a") == ("-m", "pack", "a")
+
+
+@pytest.mark.parametrize("how", ["-c", "stdin"])
+def test_a_program_without_a_main_file_cannot_be_run_again(how: str) -> None:
+    code = "from instep.launch.engine import this_command; this_command()"
+    words = ["-c", code] if how == "-c" else ["-c", f"import code; code.InteractiveConsole().runcode({code!r})"]
+    done = run_command([sys.executable, *words], env=LAUNCHED)
+    assert "UsageError" in done.stderr
+    assert "devices=1" in done.stderr
