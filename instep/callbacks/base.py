@@ -41,6 +41,9 @@ class Callback:
         'CountBatches'
     """
 
+    monitoring: bool = False
+    """True: `on_train_epoch_end` and `on_validation_end` run after the module's own, whose metrics they watch."""
+
     @property
     def state_key(self) -> str:
         """The key of this callback's state in a checkpoint: the class's name unless overridden."""

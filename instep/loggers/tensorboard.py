@@ -60,7 +60,9 @@ class TensorBoardLogger(Logger):
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
         if not flush_s > 0:
-            raise SettingError(f"flush_s={flush_s!r} must be a positive number of seconds.", field="flush_s", got=flush_s)
+            raise SettingError(
+                f"flush_s={flush_s!r} must be a positive number of seconds.", field="flush_s", got=flush_s
+            )
         self._sub_dir = sub_dir
         self._graph = log_graph
         self._flush_s = flush_s

@@ -1,0 +1,259 @@
+"""Stop training when a metric stops improving."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from instep.callbacks.base import Callback
+from instep.errors import SettingError, UsageError, one_of
+
+if TYPE_CHECKING:
+    from instep.trainer import Trainer, TrainModule
+
+
+class EarlyStoppingReason(Enum):
+    """Why `EarlyStopping` ended the training."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
+
+@dataclass(frozen=True)
+class StoppingPolicy:
+    """When to stop: pure, from one value to the next.
+
+    NaN compares false with everything, so it is never better than the best value; it counts as a check without
+    improvement. 0.0 and -0.0 are equal. An infinity is a value like any other where `check_finite` is off.
+    """
+
+    mode: Literal["min", "max"] = "min"
+    min_delta: float = 0.0
+    patience: int = 3
+    check_finite: bool = True
+    stopping_threshold: float | None = None
+    divergence_threshold: float | None = None
+
+    @property
+    def worst(self) -> float:
+        """The best value before the first one."""
+        return math.inf if self.mode == "min" else -math.inf
+
+    def better(self, value: float, other: float) -> bool:
+        """Is `value` strictly better than `other`?"""
+        return value < other if self.mode == "min" else value > other
+
+    def judge(self, value: float, best: float, waited: int) -> tuple[EarlyStoppingReason, float, int]:
+        """Take one value.
+
+        Args:
+            value: the metric now.
+            best: its best value so far.
+            waited: checks since then.
+
+        Returns:
+            The reason to stop or NOT_STOPPED, the new best value and the new number of checks since.
+        """
+        if self.check_finite and not math.isfinite(value):
+            return EarlyStoppingReason.NON_FINITE_METRIC, best, waited
+        if self.stopping_threshold is not None and (
+            value == self.stopping_threshold or self.better(value, self.stopping_threshold)
+        ):
+            return EarlyStoppingReason.STOPPING_THRESHOLD, value if self.better(value, best) else best, waited
+        if self.divergence_threshold is not None and self.better(self.divergence_threshold, value):
+            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, best, waited
+        worsened = value + self.min_delta if self.mode == "min" else value - self.min_delta
+        if self.better(worsened, best):
+            return EarlyStoppingReason.NOT_STOPPED, value, 0
+        waited += 1
+        exhausted = waited >= self.patience
+        return EarlyStoppingReason.PATIENCE_EXHAUSTED if exhausted else EarlyStoppingReason.NOT_STOPPED, best, waited
+
+
+class EarlyStopping(Callback):
+    """Stop training when a monitored metric stops improving.
+
+    The metric is read from `trainer.callback_metrics` at the end of every validation, or of every training epoch. The
+    stop is a trigger, so all ranks leave the loop at the same step whichever of them decided; `min_epochs` and
+    `min_steps` of the Trainer are kept.
+
+    NaN never becomes the best value and never resets the patience. The best value, the count of checks and the reason
+    survive a restart; the options are those of the new run.
+
+    Args:
+        monitor: the metric's name.
+        min_delta: an improvement must be larger than this, in the metric's unit.
+        patience: stop after this many checks in a row without improvement.
+        verbose: print every improvement, and the reason of a stop.
+        mode: "min" or "max": which way is better.
+        strict: a missing metric is an error; False: the check is left out, with a warning if `verbose`.
+        check_finite: NaN or infinity stops at once.
+        stopping_threshold: stop at once when the metric reaches this value or is better.
+        divergence_threshold: stop at once when the metric is worse than this value.
+        check_on_train_epoch_end: check at the end of training epochs (True) or of validations (False). None: of
+            training epochs where each ends with one validation or there is none, else of validations.
+        log_rank_zero_only: print on global rank 0 only.
+
+    Attributes:
+        stopping_reason: an `EarlyStoppingReason`.
+        stopping_reason_message: the same in words; None while not stopped.
+        stopped_epoch: the epoch of the stop; 0 while not stopped.
+        wait_count: checks since the last improvement.
+
+    Raises:
+        SettingError: an option is wrong.
+
+    Example:
+        >>> stopping = EarlyStopping("val_loss", patience=2)
+        >>> stopping.stopping_reason.name
+        'NOT_STOPPED'
+    """
+
+    monitoring = True
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: Literal["min", "max"] = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise one_of("mode", mode, ("min", "max"))
+        if not min_delta >= 0:
+            raise SettingError(
+                f"min_delta={min_delta!r} must be a number of at least 0; which way is better is said by mode.",
+                field="min_delta",
+                got=min_delta,
+            )
+        if patience < 0:
+            raise SettingError(f"patience={patience!r} must be at least 0 checks.", field="patience", got=patience)
+        self.monitor = monitor
+        self.min_delta = min_delta
+        self.patience = patience
+        self.verbose = verbose
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.log_rank_zero_only = log_rank_zero_only
+        self.policy = StoppingPolicy(mode, min_delta, patience, check_finite, stopping_threshold, divergence_threshold)
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
+        self.stopped_epoch = 0
+        self.wait_count = 0
+        self._best = self.policy.worst
+        self._fitting = True
+
+    @property
+    def best_score(self) -> torch.Tensor:
+        """The best value so far: a 0-dim float64 tensor on the CPU; infinite before the first check."""
+        return torch.tensor(self._best, dtype=torch.float64)
+
+    @property
+    def state_key(self) -> str:
+        """Another key for every metric and mode, so that several can be used together."""
+        return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, the checks since, and whether and why it stopped."""
+        return {
+            "best_score": self._best,
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._best = float(state_dict["best_score"])
+        self.wait_count = state_dict["wait_count"]
+        self.stopped_epoch = state_dict["stopped_epoch"]
+        self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
+        self.stopping_reason_message = state_dict["stopping_reason_message"]
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._fitting = stage == "fit"
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._fitting and not trainer.sanity_checking and not self._at_epoch_end(trainer):
+            self._check(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._at_epoch_end(trainer):
+            self._check(trainer)
+
+    def _at_epoch_end(self, trainer: Trainer) -> bool:
+        if self.check_on_train_epoch_end is not None:
+            return self.check_on_train_epoch_end
+        if sum(trainer.num_val_batches) == 0:
+            return True
+        return trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
+
+    def _check(self, trainer: Trainer) -> None:
+        if trainer.fast_dev_run:
+            return
+        metrics = trainer.callback_metrics
+        if self.monitor not in metrics:
+            self._missing(list(metrics))
+            return
+        value = float(metrics[self.monitor])
+        before = self._best
+        reason, self._best, self.wait_count = self.policy.judge(value, self._best, self.wait_count)
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
+            self.stopping_reason = reason
+            self.stopping_reason_message = self._words(reason, value)
+            self.stopped_epoch = trainer.current_epoch
+            trainer.set_trigger("stop", reason=f"EarlyStopping: {self.stopping_reason_message}")
+            self._say(trainer, f"{self.stopping_reason_message} Stopping.")
+        elif self.wait_count == 0:
+            by = f", better by {abs(before - value):.4g} than {before:.6g}" if math.isfinite(before) else ""
+            self._say(trainer, f"{self.monitor} = {value:.6g}{by}.")
+
+    def _missing(self, available: list[str]) -> None:
+        text = (
+            f"EarlyStopping watches {self.monitor!r}, which was not logged. "
+            f"Available: {', '.join(sorted(available)) or 'nothing yet'}. "
+            "Log it by self.log in a hook that runs before the check, or give another monitor"
+        )
+        if self.strict:
+            raise UsageError(f"{text}, or strict=False to leave the check out.")
+        if self.verbose:
+            warnings.warn(f"{text}. The check was left out.", stacklevel=4)
+
+    def _words(self, reason: EarlyStoppingReason, value: float) -> str:
+        now = f"{self.monitor} = {value:.6g}"
+        best = f"best was {self._best:.6g}"
+        if reason is EarlyStoppingReason.NON_FINITE_METRIC:
+            return f"{now} is not finite; {best}."
+        if reason is EarlyStoppingReason.STOPPING_THRESHOLD:
+            return f"{now} reached the stopping threshold {self.stopping_threshold:.6g}."
+        if reason is EarlyStoppingReason.DIVERGENCE_THRESHOLD:
+            return f"{now} is worse than the divergence threshold {self.divergence_threshold:.6g}; {best}."
+        return f"{self.monitor} did not improve in the last {self.wait_count} checks; {best}."
+
+    def _say(self, trainer: Trainer, text: str) -> None:
+        if not self.verbose:
+            return
+        if self.log_rank_zero_only or trainer.world_size == 1:
+            trainer.print(text)
+        else:
+            print(f"[rank {trainer.global_rank}] {text}")

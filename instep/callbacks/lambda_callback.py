@@ -1,0 +1,46 @@
+"""A callback out of plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from instep.callbacks.base import HOOKS, Callback
+from instep.errors import SettingError, one_of
+
+
+class LambdaCallback(Callback):
+    """A callback whose hooks are given as functions.
+
+    Args:
+        **hooks: functions by the hook's name, called with the hook's arguments: `trainer, module, ...`.
+
+    Raises:
+        SettingError: there is no such hook, or what was given cannot be called.
+
+    Example:
+        >>> callback = LambdaCallback(on_train_end=lambda trainer, module: print("done"))
+        >>> callback.on_train_end(None, None)
+        done
+    """
+
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
+        for name, function in hooks.items():
+            if name not in HOOKS:
+                raise one_of("LambdaCallback's hook", name, HOOKS)
+            if not callable(function):
+                raise SettingError(
+                    f"LambdaCallback({name}=...) must be a function, got {function!r}.", field=name, got=function
+                )
+        # Methods of a class of its own: the Trainer looks at classes to see which hooks are overridden.
+        methods = {name: _method(name, function) for name, function in hooks.items()}
+        self.__class__ = type("LambdaCallback", (type(self),), {**methods, "__module__": __name__})
+
+
+def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(self: Callback, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    hook.__name__ = name
+    hook.__qualname__ = f"LambdaCallback.{name}"
+    return hook

@@ -1,0 +1,390 @@
+"""The progress bar: a thread of its own that reads counters, so that a training step pays nothing for it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+from instep.callbacks.base import Callback
+from instep.callbacks.progress_view import Line, Speed, clock, showable, title
+from instep.errors import SettingError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from instep.trainer import Trainer, TrainModule
+
+_JOIN_S = 2.0  # a thread that is stuck in a stopped terminal is left behind
+_BAR_WIDTH = 24  # columns
+
+
+class ProgressBar(Callback):
+    """Shows epoch, batches, speed, time left and metrics while the run goes on.
+
+    There is no hook per step: a daemon thread reads `trainer.progress` and `trainer.progress_bar_metrics` four times a
+    second and draws with rich, on the terminal that stderr or else stdout is connected to. Where neither is a terminal,
+    and in notebooks, it writes plain lines to stderr: one every few seconds and one per epoch. Only global rank 0 shows
+    anything. Metrics that are on a device are left out: reading them would make the training wait.
+
+    What the run prints meanwhile appears above the bar. A failure of the bar never reaches the training: it is shown
+    once on stderr and kept in `error`.
+
+    Args:
+        refreshes_per_s: redraws per second; each costs the training about a millisecond.
+        plain_every_s: seconds between plain lines.
+        leave: True: the last line of every epoch stays on the terminal.
+
+    Raises:
+        SettingError: a rate is not positive.
+
+    Example:
+        >>> class Short(ProgressBar):
+        ...     def get_metrics(self, trainer, module):
+        ...         shown = super().get_metrics(trainer, module)
+        ...         return {name: value for name, value in shown.items() if not name.endswith("_step")}
+    """
+
+    def __init__(self, refreshes_per_s: float = 4.0, plain_every_s: float = 5.0, leave: bool = False) -> None:
+        for name, value in (("refreshes_per_s", refreshes_per_s), ("plain_every_s", plain_every_s)):
+            if not value > 0:
+                raise SettingError(
+                    f"{name}={value!r} must be a positive number. Trainer(enable_progress_bar=False) shows no bar.",
+                    field=name,
+                    got=value,
+                )
+        self.refreshes_per_s = refreshes_per_s
+        self.plain_every_s = plain_every_s
+        self.leave = leave
+        self.error: Exception | None = None
+        self._run = "fit"
+        self._screen: _Screen | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._speeds: dict[str, Speed] = {}
+        self._loop: tuple[Any, ...] = ()
+        self._loop_start_s = 0.0
+        self._train_start_s = 0.0
+        self._epoch_done: Line | None = None
+
+    def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, float | int | str]:
+        """The metrics to show; override to hide or to rename some. Runs in the bar's thread: it must not touch a device."""
+        return showable(trainer.progress_bar_metrics)
+
+    # ---- when it runs
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._run = stage
+
+    def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._start(trainer, module)
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._start(trainer, module)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._close_epoch(trainer, module)
+        self._train_start_s = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._guard(self._note_epoch, trainer)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._close_epoch(trainer, module)
+        self._stop()
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._run == "validate":
+            self._start(trainer, module)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._run == "validate":
+            self._stop()
+
+    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._start(trainer, module)
+
+    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._stop()
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._start(trainer, module)
+
+    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self._stop()
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._stop()
+
+    # ---- the thread
+
+    def _guard(self, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:  # the bar must never end the training; it says once that it is gone
+            if self.error is None:
+                self.error = error
+                self._say(f"The progress bar stopped: {type(error).__name__}: {error}")
+            self._stopping.set()
+            return None
+
+    def _say(self, text: str) -> None:
+        try:
+            print(text, file=sys.__stderr__, flush=True)
+        except (OSError, ValueError, AttributeError):
+            return  # there is no stderr to say it on; `error` has it
+
+    def _start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._thread is None and trainer.is_global_zero:
+            self.error = None
+            self._guard(self._open, trainer, module)
+
+    def _open(self, trainer: Trainer, module: TrainModule) -> None:
+        self._stopping = threading.Event()
+        self._speeds, self._loop, self._epoch_done = {}, (), None
+        self._loop_start_s = self._train_start_s = time.monotonic()
+        self._screen = _Screen()
+        self._thread = threading.Thread(
+            target=self._guard,
+            args=(self._watch, trainer, module, self._screen, self._stopping),
+            name="instep-progress",
+            daemon=True,
+        )
+        self._thread.start()
+        atexit.register(self._stop)
+
+    def _watch(self, trainer: Trainer, module: TrainModule, screen: _Screen, stopping: threading.Event) -> None:
+        # Plain lines are rare, but the speed is read more often than it is shown.
+        period_s = 1 / self.refreshes_per_s if screen.live else min(1.0, self.plain_every_s)
+        shown_s = time.monotonic()
+        try:
+            while not stopping.wait(period_s):
+                lines = self._read(trainer, module)
+                if screen.live or time.monotonic() - shown_s >= self.plain_every_s:
+                    shown_s = time.monotonic()
+                    screen.show(lines)
+            if screen.live and self.error is None:
+                screen.show(self._read(trainer, module))
+        finally:
+            screen.close()
+
+    def _stop(self) -> None:
+        thread, self._thread = self._thread, None
+        screen, self._screen = self._screen, None
+        if thread is None or screen is None:
+            return
+        self._stopping.set()
+        if thread is not threading.current_thread():
+            thread.join(_JOIN_S)
+        screen.give_back_streams()
+        atexit.unregister(self._stop)
+
+    # ---- what it shows
+
+    def _read(self, trainer: Trainer, module: TrainModule) -> list[Line]:
+        progress = trainer.progress
+        stage = progress.stage
+        if stage is None:
+            return []
+        now_s = time.monotonic()
+        loop = (stage, progress.epoch, progress.dataloader_idx)
+        if loop != self._loop:
+            if stage == "train" and (not self._loop or self._loop[0] != "train"):
+                # Back from validation: its time is not the training's speed.
+                self._speed("train").pause()
+            if stage != "train":
+                self._speeds.pop(stage, None)
+                self._loop_start_s = now_s
+            self._loop = loop
+        metrics = self.get_metrics(trainer, module)
+        lines: list[Line] = []
+        if self._run == "fit" and stage != "sanity":
+            training = stage == "train"
+            batch = progress.batch if training else progress.outer_batch
+            total = progress.total if training else progress.outer_total
+            speed = self._speed("train")
+            lines.append(self._train_line(trainer, batch, total, speed.read(now_s, batch) if training else speed.value))
+            lines[0].elapsed_s = now_s - self._train_start_s
+            lines[0].metrics = metrics
+            if training:
+                return lines
+        name = title(stage, progress.epoch, None, progress.dataloader_idx)
+        speed = self._speed(stage).read(now_s, progress.batch)
+        lines.append(Line(name, progress.batch, progress.total, now_s - self._loop_start_s, speed))
+        if len(lines) == 1:
+            lines[0].metrics = metrics
+        return lines
+
+    def _train_line(self, trainer: Trainer, batch: int, total: int | None, speed: float | None) -> Line:
+        max_steps = trainer.max_steps if trainer.max_steps is not None and trainer.max_steps > 0 else None
+        note = f"step {trainer.global_step}/{max_steps}" if max_steps else ""
+        name = title("train", trainer.progress.epoch, trainer.max_epochs, 0)
+        return Line(name, batch, total, 0.0, speed, note)
+
+    def _speed(self, stage: str) -> Speed:
+        return self._speeds.setdefault(stage, Speed())
+
+    # ---- the line of a finished epoch: written at the next one's start, when its metrics are complete
+
+    def _note_epoch(self, trainer: Trainer) -> None:
+        if self._screen is not None and (self.leave or not self._screen.live):
+            progress = trainer.progress
+            training = progress.stage == "train"
+            batch = progress.batch if training else progress.outer_batch
+            total = progress.total if training else progress.outer_total
+            self._epoch_done = self._train_line(trainer, batch, total, None)
+            self._epoch_done.elapsed_s = time.monotonic() - self._train_start_s
+
+    def _close_epoch(self, trainer: Trainer, module: TrainModule) -> None:
+        line, self._epoch_done = self._epoch_done, None
+        screen = self._screen
+        if line is not None and screen is not None:
+            self._guard(self._print_epoch, trainer, module, line, screen)
+
+    def _print_epoch(self, trainer: Trainer, module: TrainModule, line: Line, screen: _Screen) -> None:
+        line.metrics = self.get_metrics(trainer, module)
+        batches = f"{line.done} batches in {clock(line.elapsed_s)}"
+        if line.elapsed_s > 0:
+            batches += f" ({line.done / line.elapsed_s:.1f} it/s)"
+        screen.print("  ".join(filter(None, [line.title, batches, line.note, line.metric_text()])))
+
+
+class _Screen:
+    """Where lines go: a rich live display on a terminal, plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._out, self._err = sys.stdout, sys.stderr
+        # Held while drawing, so that a process that is forked meanwhile does not inherit rich's locks in use.
+        self.lock = threading.Lock()
+        self._console: Console | None = None
+        self._live: Live | None = None
+        stream = next((stream for stream in (self._err, self._out) if _is_terminal(stream)), None)
+        if stream is not None:
+            self._open_live(stream)
+        self.live = self._live is not None
+
+    def _open_live(self, stream: TextIO) -> None:
+        from rich.console import Console  # slow to import, and only needed on a terminal
+        from rich.live import Live
+
+        console = Console(file=stream)
+        if not console.is_terminal or console.is_dumb_terminal or console.is_jupyter:
+            return
+        self._console = console
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            # Only what goes to a terminal may be drawn above the bar: a redirected stream keeps its way.
+            redirect_stdout=_is_terminal(self._out),
+            redirect_stderr=_is_terminal(self._err),
+        )
+        _watch_forks(self)
+        self._live.start()
+
+    def show(self, lines: list[Line]) -> None:
+        if not lines:
+            return
+        if self._live is None:
+            self.print(" | ".join(line.plain() for line in lines))
+            return
+        text = self._draw(lines)
+        with self.lock:
+            self._live.update(text, refresh=True)
+
+    def print(self, text: str) -> None:
+        if self._console is not None:
+            with self.lock:
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._err, flush=True)
+
+    def _draw(self, lines: list[Line]) -> Text:
+        from rich.text import Text  # loaded already
+
+        assert self._console is not None
+        width = self._console.width
+        text = Text(no_wrap=True, overflow="ellipsis", end="")
+        longest = max(len(line.title) for line in lines)
+        for number, line in enumerate(lines):
+            if number:
+                text.append("\n")
+            text.append(line.title.ljust(longest))
+            fraction = line.fraction
+            used = longest
+            if fraction is not None:
+                bar = min(_BAR_WIDTH, max(8, width // 4))
+                full = int(fraction * bar)
+                text.append(" " + "━" * full, "green" if full == bar else "cyan")
+                text.append("━" * (bar - full), "bright_black")
+                used += bar + 1
+            tail = " " + "  ".join(line.parts())
+            text.append(tail, "default")
+            used += len(tail)
+            metrics = line.metric_text()
+            if metrics:
+                text.append("  " if used + 2 + len(metrics) <= width else "\n")
+                text.append(metrics)
+        return text
+
+    def close(self) -> None:
+        if self._live is not None:
+            with self.lock:
+                self._live.stop()
+
+    def give_back_streams(self) -> None:
+        """Undo the redirection if the thread could not: it is stuck, or this is a forked process."""
+        if self._live is not None:
+            if type(sys.stdout).__module__ == "rich.file_proxy":
+                sys.stdout = self._out
+            if type(sys.stderr).__module__ == "rich.file_proxy":
+                sys.stderr = self._err
+        if _forks.screen is self:
+            _forks.screen = None
+
+
+class _Forks:
+    """The screen that is drawn now. A data loader's worker, forked from here, must not inherit a lock that is held."""
+
+    def __init__(self) -> None:
+        self.screen: _Screen | None = None
+        self.registered = False
+        self.held: threading.Lock | None = None
+
+    def before(self) -> None:
+        if self.screen is not None and self.screen.lock.acquire(timeout=1.0):
+            self.held = self.screen.lock
+
+    def in_parent(self) -> None:
+        held, self.held = self.held, None
+        if held is not None:
+            held.release()
+
+    def in_child(self) -> None:
+        self.in_parent()
+        if self.screen is not None:
+            self.screen.give_back_streams()
+
+
+_forks = _Forks()
+
+
+def _watch_forks(screen: _Screen) -> None:
+    _forks.screen = screen
+    if not _forks.registered and hasattr(os, "register_at_fork"):
+        _forks.registered = True
+        os.register_at_fork(before=_forks.before, after_in_parent=_forks.in_parent, after_in_child=_forks.in_child)
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # no stream, or a closed one
+        return False

@@ -1,0 +1,178 @@
+"""Stop training after a given time, and know how long the stages took."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from instep.callbacks.base import Callback
+from instep.errors import SettingError, one_of
+
+if TYPE_CHECKING:
+    from instep.trainer import Trainer, TrainModule
+
+_STAGES = ("train", "validate", "test")
+_AGAIN_S = 1.0  # a stop that the Trainer may not follow yet (min_steps) is asked for again, but not at every step
+
+
+def parse_duration(duration: str | timedelta | dict[str, float], field: str = "duration") -> float:
+    """Seconds of a duration.
+
+    Args:
+        duration: "DD:HH:MM:SS", a timedelta, or its keyword arguments as a dict.
+        field: the argument's name, for the error's text.
+
+    Returns:
+        Seconds, at least 0.
+
+    Raises:
+        SettingError: it is none of these, or negative.
+
+    Example:
+        >>> parse_duration("00:01:30:00"), parse_duration({"minutes": 2})
+        (5400.0, 120.0)
+    """
+    error = SettingError(
+        f'{field}={duration!r} is not a duration. Give "DD:HH:MM:SS", a datetime.timedelta, '
+        'or a dict of its arguments such as {"hours": 12}.',
+        field=field,
+        got=duration,
+    )
+    if isinstance(duration, str):
+        parts = duration.strip().split(":")
+        if len(parts) != 4 or not all(part.isdigit() for part in parts):
+            raise error
+        days, hours, minutes, seconds = map(int, parts)
+        duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    elif isinstance(duration, dict):
+        try:
+            duration = timedelta(**duration)
+        except TypeError:
+            raise error from None
+    if not isinstance(duration, timedelta) or duration < timedelta(0):
+        raise error
+    return duration.total_seconds()
+
+
+class Timer(Callback):
+    """Stop training after a given time.
+
+    Only rank 0's clock counts: it sets the stop trigger, and all ranks leave the loop at the same step. The time of
+    earlier runs is added after a restart.
+
+    Args:
+        duration: the time to train, as "DD:HH:MM:SS", a timedelta, or a dict of its arguments. None: only measure.
+        interval: look at the clock after every "step" or every "epoch".
+        verbose: say so when the time is up.
+
+    Raises:
+        SettingError: an argument is wrong.
+
+    Example:
+        >>> timer = Timer(duration="00:12:00:00")
+        >>> timer.time_remaining("train")
+        43200.0
+    """
+
+    def __init__(
+        self,
+        duration: str | timedelta | dict[str, float] | None = None,
+        interval: Literal["step", "epoch"] = "step",
+        verbose: bool = True,
+    ) -> None:
+        if interval not in ("step", "epoch"):
+            raise one_of("interval", interval, ("step", "epoch"))
+        self.duration_s = None if duration is None else parse_duration(duration)
+        self.interval = interval
+        self.verbose = verbose
+        self._start: dict[str, float] = {}
+        self._end: dict[str, float] = {}
+        self._before: dict[str, float] = dict.fromkeys(_STAGES, 0.0)
+        self._deadline = float("inf")
+        self._said = False
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """When this stage last began, on the clock of `time.monotonic`, in seconds; None if it did not."""
+        return self._start.get(_stage(stage))
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """When this stage last ended, on the same clock; None if it did not."""
+        return self._end.get(_stage(stage))
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Seconds spent in this stage, in earlier runs too."""
+        stage = _stage(stage)
+        start = self._start.get(stage)
+        if start is None:
+            return self._before[stage]
+        return self._before[stage] + self._end.get(stage, time.monotonic()) - start
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Seconds left for this stage; None without a duration."""
+        return None if self.duration_s is None else self.duration_s - self.time_elapsed(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seconds spent in every stage."""
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting from there."""
+        self._before.update(state_dict["time_elapsed"])
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("train")
+        self._said = False
+        remaining = self.time_remaining()
+        decides = remaining is not None and trainer.is_global_zero
+        self._deadline = time.monotonic() + remaining if decides and remaining is not None else float("inf")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.interval == "step" and time.monotonic() >= self._deadline:
+            self._stop(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if time.monotonic() >= self._deadline:
+            self._stop(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._finish("train")
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("validate")
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._finish("validate")
+
+    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("test")
+
+    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._finish("test")
+
+    def _begin(self, stage: str) -> None:
+        if stage in self._end:
+            self._before[stage] = self.time_elapsed(stage)
+        self._start[stage] = time.monotonic()
+        self._end.pop(stage, None)
+
+    def _finish(self, stage: str) -> None:
+        self._end[stage] = time.monotonic()
+
+    def _stop(self, trainer: Trainer) -> None:
+        self._deadline = time.monotonic() + _AGAIN_S
+        trainer.set_trigger("stop", reason=f"Timer: {self.duration_s:g} s are over")
+        if self.verbose and not self._said:
+            self._said = True
+            trainer.print(
+                f"Timer: the {timedelta(seconds=self.duration_s or 0)} given for training are over. Stopping."
+            )
+
+
+def _stage(stage: str) -> str:
+    name = str(getattr(stage, "value", stage))
+    if name not in _STAGES:
+        raise one_of("stage", stage, _STAGES)
+    return name
