@@ -125,7 +125,8 @@ class PartialState:
         return groups is not None and groups.owned
 
     @property
-    def _control_group(self) -> dist.ProcessGroup | None:
+    def control_group(self) -> dist.ProcessGroup | None:
+        """A CPU (gloo) group of all processes for control messages; None for one process."""
         groups = process.held().groups
         return None if groups is None else groups.control
 
@@ -133,8 +134,8 @@ class PartialState:
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here. A collective; the device is not synchronised."""
-        if self._control_group is not None:
-            dist.barrier(group=self._control_group)
+        if self.control_group is not None:
+            dist.barrier(group=self.control_group)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -161,15 +162,15 @@ class PartialState:
     def _goes_first(self, first: bool, name: str) -> Iterator[None]:
         doing = f"the block under {name}"
         if not first:
-            share_error(None, doing, self._control_group)
+            share_error(None, doing, self.control_group)
             yield
             return
         try:
             yield
         except BaseException as error:
-            share_error(error, doing, self._control_group)
+            share_error(error, doing, self.control_group)
             raise
-        share_error(None, doing, self._control_group)
+        share_error(None, doing, self.control_group)
 
     # Running a function on some processes only. Decided when the function is called, so that a decorated function can
     # stand in a module that is imported before the state is built.

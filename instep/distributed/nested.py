@@ -1,0 +1,131 @@
+"""Nested data: tensors inside lists, tuples, dicts, other mappings and dataclasses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from instep.errors import DataError
+
+
+def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
+    """Apply a function to every leaf and build the same structure from the results.
+
+    Lists, tuples, namedtuples, mappings and dataclasses are entered; everything else is a leaf. Nothing is changed in
+    place.
+
+    Example:
+        >>> map_leaves(lambda leaf: leaf + 1, {"a": [1, 2], "b": (3,)})
+        {'a': [2, 3], 'b': (4,)}
+    """
+    kind = type(data)
+    if kind is torch.Tensor:
+        return function(data)
+    if kind is dict:
+        return {key: map_leaves(function, value) for key, value in data.items()}
+    if kind is list:
+        return [map_leaves(function, value) for value in data]
+    if kind is tuple:
+        return tuple([map_leaves(function, value) for value in data])
+    if isinstance(data, (list, tuple)):
+        values = [map_leaves(function, value) for value in data]
+        return kind(*values) if hasattr(data, "_fields") else kind(values)
+    if isinstance(data, Mapping):
+        # A copy keeps what the class holds besides its items (a default factory, attributes).
+        mapping: Any = copy.copy(data)
+        for key, value in data.items():
+            mapping[key] = map_leaves(function, value)
+        return mapping
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        instance = copy.copy(data)
+        for field in dataclasses.fields(data):
+            # object's own setter: the class may be frozen
+            object.__setattr__(instance, field.name, map_leaves(function, getattr(data, field.name)))
+        return instance
+    return function(data)
+
+
+def iter_leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its path, such as `['a'][0]`, in the order of `map_leaves`."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from iter_leaves(value, f"{where}[{key!r}]")
+    elif isinstance(data, (list, tuple)):
+        for index, value in enumerate(data):
+            yield from iter_leaves(value, f"{where}[{index}]")
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        for field in dataclasses.fields(data):
+            yield from iter_leaves(getattr(data, field.name), f"{where}.{field.name}")
+    else:
+        yield where, data
+
+
+def send_to_device(data: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
+    """Nested data with every tensor on a device.
+
+    Whatever has a `to` method (tensors, packed sequences, tokenizer batches) moves itself; the rest stays as it is.
+
+    Args:
+        data: nested data; not changed.
+        device: where to.
+        non_blocking: do not wait for copies from pinned memory.
+
+    Returns:
+        The same structure; tensors that are there already are the same objects.
+
+    Example:
+        >>> send_to_device({"x": torch.ones(2), "name": "a"}, "cpu")["name"]
+        'a'
+    """
+    kind = type(data)
+    if kind is torch.Tensor:
+        return data.to(device, non_blocking=non_blocking)
+    if kind is dict:
+        return {key: send_to_device(value, device, non_blocking) for key, value in data.items()}
+    if kind is list:
+        return [send_to_device(value, device, non_blocking) for value in data]
+    if kind is tuple:
+        return tuple([send_to_device(value, device, non_blocking) for value in data])
+    if hasattr(data, "to") and not isinstance(data, type):
+        try:
+            return data.to(device, non_blocking=non_blocking)
+        except TypeError:  # a `to` of the user's own, without torch's second argument
+            return data.to(device)
+    if isinstance(data, (list, tuple, Mapping)) or dataclasses.is_dataclass(data):
+        return map_leaves(lambda leaf: send_to_device(leaf, device, non_blocking), data)
+    return data
+
+
+def find_batch_size(data: Any) -> int | None:
+    """The size of dimension 0 of the first tensor that has one; None where there is no such tensor.
+
+    Example:
+        >>> find_batch_size({"x": torch.ones(4, 2), "y": torch.ones(4)})
+        4
+    """
+    for _, leaf in iter_leaves(data):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
+            return leaf.shape[0]
+    return None
+
+
+def tensor_leaves(data: Any, operation: str) -> list[tuple[str, torch.Tensor]]:
+    """Every tensor with its path; None is skipped.
+
+    Raises:
+        DataError: a leaf is neither a tensor nor None.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    for where, leaf in iter_leaves(data):
+        if isinstance(leaf, torch.Tensor):
+            found.append((where, leaf))
+        elif leaf is not None:
+            raise DataError(
+                f"{operation} takes tensors, but got a {type(leaf).__name__}{' at ' + where if where else ''}. Make it "
+                f"a tensor, or use {'broadcast_object' if operation == 'broadcast' else 'gather_object'} for it."
+            )
+    return found

@@ -1,0 +1,90 @@
+"""Python objects, errors and waiting: what processes tell each other besides tensors, over the CPU control group.
+
+Objects travel as pickles, between the processes of one job only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from instep.state import PartialState
+from instep.state.control import exchange, share_error
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def control_group() -> ProcessGroup | None:
+    """The CPU (gloo) group of all processes for control messages; None for one process."""
+    return PartialState().control_group
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process is here. A collective; the device is not synchronised."""
+    PartialState().wait_for_everyone()
+
+
+def gather_object(obj: Any) -> list[Any]:
+    """Every rank's object, in rank order, on every rank. A collective.
+
+    Args:
+        obj: anything that can be pickled. It is one entry of the list, whatever it is: a dict is not taken apart.
+
+    Example:
+        >>> gather_object({"rank": 0})
+        [{'rank': 0}]
+    """
+    return exchange(obj, control_group())
+
+
+def broadcast_object(obj: Any, from_process: int = 0) -> Any:
+    """One rank's object on every rank. A collective.
+
+    Args:
+        obj: anything that can be pickled; read on `from_process` only.
+        from_process: the rank that gives it.
+
+    Returns:
+        The object itself on `from_process`, copies elsewhere.
+    """
+    return broadcast_object_list([obj], from_process)[0]
+
+
+def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace a list's items by those of one rank, in place. A collective.
+
+    Args:
+        objects: a list of the same length on every rank.
+        from_process: the rank whose items are taken.
+
+    Returns:
+        The list itself.
+    """
+    group = control_group()
+    if group is not None:
+        dist.broadcast_object_list(objects, src=from_process, group=group)
+    return objects
+
+
+def raise_together(error: BaseException | None, doing: str) -> None:
+    """Raise on every rank when any rank has an error; do nothing when none has. A collective.
+
+    Args:
+        error: this rank's error, or None.
+        doing: what was being done, for the text of the others: "saving the checkpoint".
+
+    Raises:
+        BaseException: `error` itself, on the ranks that have one.
+        RemoteError: on the others, with the first failing rank and its traceback.
+
+    Example:
+        >>> error = None
+        >>> try:
+        ...     pass  # this rank's part
+        ... except Exception as caught:
+        ...     error = caught
+        >>> raise_together(error, "saving the checkpoint")
+    """
+    share_error(error, doing, control_group())

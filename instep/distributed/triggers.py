@@ -1,0 +1,262 @@
+"""Triggers: what any process may set and all processes then see at the same step.
+
+A trigger is a name with a reason: "stop", "save", "preempted", or a user's own. Setting one is local and free; the
+processes agree on it while they train, without waiting for each other:
+
+- At a boundary step k every rank notes what is set there and starts one asynchronous MAX all-reduce, on CPU, of two
+  numbers: whether it has anything, and how far away the next boundary should be.
+- At the next boundary that all-reduce is read; it has long finished. If any rank had something, the ranks exchange what
+  they noted at step k (names, reasons) and all return the same triggers, at the same step.
+
+Invariants: all ranks have the same boundaries, since the distance between them is itself agreed; every collective here
+happens at a step that all ranks reach; a process alone keeps the same schedule. After an error nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from instep.errors import DistributedError, SettingError
+from instep.state import PartialState
+from instep.state.control import exchange
+
+BOUNDARY_S = 0.05
+MAX_EVERY = 10_000
+LOOP_TRIGGERS = ("stop", "save", "preempted")
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """A trigger that all processes agreed on.
+
+    Args:
+        name: its name.
+        reason: why it was set, for people.
+        rank: who set it; the lowest rank of several.
+    """
+
+    name: str
+    reason: str
+    rank: int
+
+
+class Triggers:
+    """The triggers of one fit.
+
+    Args:
+        every: optimizer steps between two boundaries. By default as many as take about 50 ms, agreed by all ranks; the
+            distance starts at 1 and at most doubles from boundary to boundary, so that a few first steps that return
+            early from the device cannot put the next agreement far away.
+        reserved: names that belong to the loop: `check` reports them but leaves them to `tick` and `sync`.
+
+    Raises:
+        SettingError: `every` is below 1.
+
+    Example:
+        >>> triggers = Triggers(every=1)
+        >>> triggers.set("stop", "enough")
+        >>> triggers.tick(1)
+        ()
+        >>> triggers.tick(2)
+        (Trigger(name='stop', reason='enough', rank=0),)
+    """
+
+    def __init__(self, every: int | None = None, reserved: Collection[str] = LOOP_TRIGGERS) -> None:
+        if every is not None and every < 1:
+            raise SettingError(f"trigger_every={every} must be at least 1 step", field="trigger_every", got=every)
+        self._group = PartialState().control_group
+        self._reserved = frozenset(reserved)
+        self._fixed = every
+        self._every = every or 1
+        self._set: dict[str, str] = {}
+        self._agreed: dict[str, Trigger] = {}
+        self._next = 0
+        self._outstanding: _Outstanding | None = None
+        self._last: tuple[int, float] | None = None
+        self._abandoned = False
+
+    # Local, without any communication.
+
+    def set(self, name: str, reason: str = "") -> None:
+        """Set a trigger on this process. Safe in a signal handler and in any thread.
+
+        Args:
+            name: any name; setting it again before it was agreed on changes nothing.
+            reason: why, for people.
+        """
+        self._set.setdefault(name, reason)
+
+    @property
+    def pending(self) -> bool:
+        """Whether this process has set something that was not agreed on yet."""
+        return bool(self._set)
+
+    @property
+    def every(self) -> int:
+        """Optimizer steps from one boundary to the next, as agreed last."""
+        return self._every
+
+    @property
+    def agreed(self) -> Mapping[str, Trigger]:
+        """Everything agreed on so far, by name; the last one of each."""
+        return MappingProxyType(self._agreed)
+
+    def seen(self, name: str) -> bool:
+        """Whether a trigger was agreed on so far."""
+        return name in self._agreed
+
+    # Collective: every process calls these at the same step.
+
+    def tick(self, step: int) -> tuple[Trigger, ...]:
+        """Take part in the agreement; called once after every optimizer step.
+
+        Args:
+            step: the number of optimizer steps so far, the same on all ranks.
+
+        Returns:
+            The triggers agreed on at this step, the same on all ranks; nearly always none.
+
+        Raises:
+            DistributedError: another process is gone.
+        """
+        if step < self._next:
+            return ()
+        return self._at_boundary(step)
+
+    def sync(self) -> tuple[Trigger, ...]:
+        """Agree now on everything that is set on any process: at an epoch's end, before a save, at the end of fit.
+
+        Waits for the outstanding agreement first.
+
+        Returns:
+            The triggers, the same on all ranks.
+
+        Raises:
+            DistributedError: another process is gone.
+        """
+        if self._abandoned:
+            return ()
+        if self._outstanding is not None:
+            self._every = self._read(self._outstanding)[1]
+            self._outstanding = None
+        self._last = None  # what follows (validation, a save) is no step time
+        snapshot = dict(self._set)
+        pending, _ = self._read(self._start(snapshot))
+        return self._consume(self._exchange(snapshot)) if pending else ()
+
+    def check(self, name: str | None = None) -> bool:
+        """Whether any process has set a trigger. Blocking.
+
+        If so, all processes get True and it is reset on all of them. A name of the loop's own is not reset: the loop
+        has yet to see it.
+
+        Args:
+            name: the trigger; None for any that is not the loop's.
+
+        Raises:
+            DistributedError: another process is gone.
+        """
+        if self._abandoned:
+            return False
+        snapshot = dict(self._set)
+        asked = {
+            key: why for key, why in snapshot.items() if (key not in self._reserved if name is None else key == name)
+        }
+        if not self._read(self._start(asked))[0]:
+            return False
+        if name not in self._reserved:
+            self._consume(self._exchange(asked))
+        return True
+
+    def abandon(self) -> None:
+        """After an error: forget the outstanding agreement without waiting; from now on nothing is agreed any more."""
+        self._abandoned = True
+        self._outstanding = None
+        self._next = _NEVER
+
+    def _at_boundary(self, step: int) -> tuple[Trigger, ...]:
+        now = time.perf_counter()
+        triggers: tuple[Trigger, ...] = ()
+        outstanding = self._outstanding
+        if outstanding is not None:
+            pending, self._every = self._read(outstanding)
+            if pending:
+                # What a `check` has consumed since then is not reported a second time.
+                noted = {name: reason for name, reason in outstanding.snapshot.items() if name in self._set}
+                triggers = self._consume(self._exchange(noted))
+        self._outstanding = self._start(dict(self._set), self._proposal(step, now))
+        self._last = (step, time.perf_counter())
+        self._next = step + self._every
+        return triggers
+
+    def _proposal(self, step: int, now: float) -> int:
+        if self._fixed is not None:
+            return self._fixed
+        if self._last is None:
+            return self._every
+        last_step, last_time = self._last
+        step_s = (now - last_time) / max(1, step - last_step)
+        wanted = math.ceil(BOUNDARY_S / step_s) if step_s > BOUNDARY_S / MAX_EVERY else MAX_EVERY
+        return max(1, min(wanted, 2 * self._every, MAX_EVERY))
+
+    def _start(self, snapshot: dict[str, str], proposal: int = 1) -> _Outstanding:
+        message = torch.tensor([bool(snapshot), proposal], dtype=torch.int64)
+        work = None
+        if self._group is not None:
+            try:
+                work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            except RuntimeError as error:
+                raise _gone(error) from error
+        return _Outstanding(snapshot, message, work)
+
+    def _read(self, outstanding: _Outstanding) -> tuple[int, int]:
+        if outstanding.work is not None:
+            try:
+                outstanding.work.wait()
+            except RuntimeError as error:
+                raise _gone(error) from error
+        pending, every = outstanding.message.tolist()
+        return pending, every
+
+    def _exchange(self, snapshot: dict[str, str]) -> list[dict[str, str]]:
+        try:
+            return exchange(snapshot, self._group)
+        except RuntimeError as error:
+            raise _gone(error) from error
+
+    def _consume(self, by_rank: list[dict[str, str]]) -> tuple[Trigger, ...]:
+        found: dict[str, Trigger] = {}
+        for rank, snapshot in enumerate(by_rank):
+            for name, reason in snapshot.items():
+                found.setdefault(name, Trigger(name, reason, rank))
+        for name in found:
+            self._set.pop(name, None)
+        self._agreed.update(found)
+        return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class _Outstanding:
+    """An all-reduce under way, and what this rank had set when it was started."""
+
+    snapshot: dict[str, str]
+    message: torch.Tensor
+    work: Any
+
+
+_NEVER = 2**63
+
+
+def _gone(error: RuntimeError) -> DistributedError:
+    return DistributedError(
+        f"another process is gone, or did not come within the time-out: triggers could not be agreed on ({error}). Its "
+        f"own output says why it ended."
+    )
