@@ -35,8 +35,7 @@ def _agent(folder: Path, rank_code: str, nproc: int = 2, **spec: Any) -> list[st
     script.write_text(HEAD + textwrap.dedent(rank_code))
     code = f"""
         import sys
-        from instep.launch.agent import job_code
-from instep.launch.engine import LaunchSpec, run
+        from instep.launch.engine import LaunchSpec, run
         sys.exit(run(LaunchSpec(nproc={nproc}, command=({str(script)!r},), **{spec!r})))
     """
     return [sys.executable, "-c", textwrap.dedent(code)]
@@ -96,8 +95,9 @@ PRINT = "import sys; print(sys.argv[1:])"
 
 @pytest.mark.parametrize(("codes", "expected"), [((75, 75), 75), ((76, 75), 76), ((3, 0), 1), ((75, 0), 75)])
 def test_exit_codes_are_kept_apart(tmp_path: Path, codes: tuple[int, int], expected: int) -> None:
-    done = _job(tmp_path, f"sys.exit({codes}[rank])", max_restarts=0)
+    done = _job(tmp_path, f"sys.exit({codes}[rank])")
     assert done.returncode == expected, done.stderr
+    assert (f"rank 0 failed with exit code {codes[0]};" in done.stderr) == (expected in (1, 76))
 
 
 def test_after_a_preempted_rank_the_others_get_the_time_to_save_and_nothing_restarts(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+# The Python that makes the environment; everything else happens inside it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
+RUNS ?= runs/digits
+
+.PHONY: help venv quickstart test check bench clean
+
+help:  ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.torch  ## make the virtual environment, with torch
+
+# One stamp file for each set of packages: made again when what it lists has changed.
+$(VENV)/.torch: constraints-dev.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	@touch $@
+
+$(VENV)/.examples $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml $(VENV)/.torch
+	$(PIP) -e '.[$*]'
+	@touch $@
+
+quickstart: $(VENV)/.examples  ## train the digits example, then say where its dashboard is
+	$(BIN)/python examples/digits.py --root $(RUNS)
+	@echo
+	@echo 'The dashboard, with this run and earlier ones:'
+	@echo '  $(BIN)/tensorboard --logdir $(RUNS)'
+
+test: $(VENV)/.dev  ## run the tests
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/.dev  ## lint, formatting, types, import floors
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.bench  ## microseconds per step, import time, memory
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/memory.py
+
+clean:  ## remove the environment and what tools have left
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
