@@ -1,6 +1,29 @@
 """The on-disk format: atomic, verified, without pickle. README.md says why and what can fail."""
 
+from instep.checkpoint.catalog import find_checkpoint, is_checkpoint
+from instep.checkpoint.choose import CheckpointInfo
 from instep.checkpoint.encode import decode, encode
+from instep.checkpoint.files import FileRecord, LocalFiles
+from instep.checkpoint.manifest import Manifest
+from instep.checkpoint.reader import Reader
+from instep.checkpoint.store import CheckpointStore
 from instep.checkpoint.tensors import read_tensors, write_tensors
+from instep.checkpoint.weights import load_weights
+from instep.checkpoint.writer import Writer
 
-__all__ = ["decode", "encode", "read_tensors", "write_tensors"]
+__all__ = [
+    "CheckpointInfo",
+    "CheckpointStore",
+    "FileRecord",
+    "LocalFiles",
+    "Manifest",
+    "Reader",
+    "Writer",
+    "decode",
+    "encode",
+    "find_checkpoint",
+    "is_checkpoint",
+    "load_weights",
+    "read_tensors",
+    "write_tensors",
+]

@@ -6,7 +6,6 @@ import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -229,7 +228,7 @@ class Fraction:
 
 
 @pytest.mark.parametrize(
-    "value, hint",
+    ("value", "hint"),
     [
         (Point(1, 2), "save Point._asdict()"),
         (Record(), "dataclasses.asdict"),

@@ -13,10 +13,15 @@ from instep.checkpoint import read_tensors, write_tensors
 from instep.checkpoint.files import hash_file
 from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
 
-DTYPES = (
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu complex64 "
-    "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex128 complex32 float4_e2m1fn_x2"
-).split()
+# fmt: off
+DTYPES = [
+    "float64", "float32", "float16", "bfloat16",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "complex64",
+    "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
+    "complex128", "complex32", "float4_e2m1fn_x2",
+]
+# fmt: on
 RAW = {"complex128", "complex32", "float4_e2m1fn_x2"}
 
 

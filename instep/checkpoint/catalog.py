@@ -1,0 +1,101 @@
+"""What lies in a folder of checkpoints, seen by scanning it: there is no index that could be wrong."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from instep.checkpoint import names
+from instep.checkpoint.choose import CheckpointInfo
+from instep.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from instep.errors import CheckpointError, CheckpointNotFoundError
+from instep.types import PathLike
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A folder that was a checkpoint, or a part of one, and cannot be taken.
+
+    Args:
+        path: the folder.
+        problem: what is wrong with it.
+    """
+
+    path: Path
+    problem: str
+
+
+def folder_names(root: Path) -> list[str]:
+    """The folders in a folder, hidden ones too; none where it does not exist."""
+    try:
+        return sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"could not list {root}: {error.strerror or error}", path=root) from error
+
+
+def look(root: Path) -> list[CheckpointInfo | Broken]:
+    """The checkpoints of a folder and what is left of broken ones, by (step, attempt), the highest first.
+
+    A broken one is ordered by its name; one whose name does not say its step comes first, since it may be the newest.
+    """
+    found: list[tuple[tuple[float, int, str], CheckpointInfo | Broken]] = []
+    for name in folder_names(root):
+        path = root / name
+        if name.startswith("."):
+            continue
+        manifest, problem = read_or_say(path)
+        if manifest is not None:
+            order = (manifest.step, manifest.attempt, name)
+            found.append((order, CheckpointInfo(path, manifest.step, manifest.attempt, manifest)))
+        elif names.step_of(name) is not None or (path / MANIFEST).exists() or any(path.glob("*.safetensors")):
+            step, attempt = names.step_of(name) or (math.inf, 0)
+            found.append(((step, attempt, name), Broken(path, problem)))
+    return [what for _, what in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def read_or_say(folder: Path) -> tuple[Manifest | None, str]:
+    """The manifest of a folder, or what is wrong with it."""
+    try:
+        return read_manifest(folder), ""
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def is_checkpoint(path: PathLike) -> bool:
+    """Whether a path is a folder with a manifest that can be read. `verify` reads the rest."""
+    return read_or_say(Path(path))[0] is not None
+
+
+def find_checkpoint(path: PathLike) -> Path:
+    """The checkpoint that a path means: the folder itself, or the latest attempt where the path leaves the number out.
+
+    Args:
+        path: such as "runs/best-2", or "runs/best" for the highest "runs/best-<attempt>".
+
+    Returns:
+        A folder whose manifest can be read.
+
+    Raises:
+        CheckpointNotFoundError: there is none; the text says what lies there.
+    """
+    path = Path(path).absolute()
+    manifest, problem = read_or_say(path)
+    if manifest is not None:
+        return path
+    attempts = [
+        what for what in look(path.parent) if _base(what.path) == path.name and isinstance(what, CheckpointInfo)
+    ]
+    if attempts:
+        return max(attempts, key=lambda info: info.attempt).path
+    if path.exists():
+        raise CheckpointNotFoundError(problem, path=path)
+    there = ", ".join(what.path.name for what in look(path.parent)[:5]) or "no checkpoints"
+    raise CheckpointNotFoundError(f"there is no checkpoint {path}. Its folder holds {there}.", path=path)
+
+
+def _base(path: Path) -> str | None:
+    parts = names.split_name(path.name)
+    return None if parts is None else parts[0]

@@ -1,0 +1,144 @@
+"""The manifest: what a checkpoint is and what each of its files must be. It is written last.
+
+The file is one JSON object. Its last entry is the checksum of all bytes before it, so that a flipped bit in the
+manifest itself is found too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from instep.checkpoint.encode import decode, encode
+from instep.checkpoint.files import FileRecord, digest
+from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UnsavableStateError
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+_END = "\n}\n"
+_SEAL = ',\n "xxh3": "'
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is.
+
+    Args:
+        step: the global step it was saved at.
+        attempt: counts the saves of one step, from 1.
+        run_id: the run that wrote it.
+        world_size: the number of ranks that wrote it.
+        created: UTC time in ISO 8601, for people; no decision reads it.
+        versions: of instep, torch and Python.
+        files: what each file must be, by name.
+        info: what the writer says of it, such as kind ("full" or "weights"), epoch, monitor, mode and score.
+        format_version: of the layout.
+    """
+
+    step: int
+    attempt: int
+    run_id: str
+    world_size: int
+    created: str
+    versions: Mapping[str, str]
+    files: Mapping[str, FileRecord]
+    info: Mapping[str, Any] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_bytes(self) -> bytes:
+        """The content of manifest.json.
+
+        Raises:
+            UnsavableStateError: `info` holds something else than JSON values.
+        """
+        info, tensors = encode(dict(self.info), "the checkpoint's info")
+        if tensors:
+            raise UnsavableStateError(
+                f"the checkpoint's info holds a tensor at {next(iter(tensors))!r}; give numbers, such as .item()"
+            )
+        body = {
+            "format_version": self.format_version,
+            "step": self.step,
+            "attempt": self.attempt,
+            "run_id": self.run_id,
+            "world_size": self.world_size,
+            "created": self.created,
+            "versions": dict(self.versions),
+            "info": info,
+            "files": {name: _record_out(record) for name, record in sorted(self.files.items())},
+        }
+        text = json.dumps(body, indent=1, allow_nan=False).removesuffix("\n}")
+        return f'{text}{_SEAL}{digest(text.encode())}"{_END}'.encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: Path) -> Manifest:
+        """Read the content of manifest.json.
+
+        Args:
+            data: the bytes.
+            path: where they are from, for the text of errors.
+
+        Raises:
+            CorruptCheckpointError: the bytes are not those that were written.
+            CheckpointError: a newer instep wrote them.
+        """
+        text, seal, rest = data.rpartition(_SEAL.encode())
+        if not seal or rest != f'{digest(text)}"{_END}'.encode():
+            raise CorruptCheckpointError(f"{path} is cut short or damaged: its checksum differs", path=path)
+        try:
+            body = json.loads(text + b"\n}")
+            if body["format_version"] > FORMAT_VERSION:
+                raise CheckpointError(
+                    f"{path} has format version {body['format_version']}; this instep reads up to {FORMAT_VERSION}. "
+                    "Upgrade instep to read it.",
+                    path=path,
+                )
+            body["info"] = decode(body["info"], {})
+            body["files"] = {_plain(name): _record_in(record) for name, record in body["files"].items()}
+            return cls(**body)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CorruptCheckpointError(f"{path} is not a manifest: {error!r}", path=path) from error
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder.
+
+    Raises:
+        CheckpointNotFoundError: the folder has none: it is not a checkpoint, or only a part of one.
+        CorruptCheckpointError: it is damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(
+            f"{folder} is not a checkpoint: it has no {MANIFEST}, which a save writes last", path=folder
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error
+    return Manifest.from_bytes(data, path)
+
+
+def _record_out(record: FileRecord) -> dict[str, Any]:
+    out: dict[str, Any] = {"bytes": record.bytes, "xxh3": record.xxh3}
+    if record.chunks:
+        out["chunks"] = list(record.chunks)
+    return out
+
+
+def _record_in(record: Mapping[str, Any]) -> FileRecord:
+    return FileRecord(int(record["bytes"]), str(record["xxh3"]), tuple(record.get("chunks", ())))
+
+
+def _plain(name: str) -> str:
+    if not is_plain_name(name):
+        raise ValueError(f"the file name {name!r} leads out of the folder")
+    return name
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name is that of a visible file in the folder itself, and not the manifest's."""
+    return name == Path(name).name and not name.startswith(".") and name != MANIFEST and "\0" not in name and name != ""

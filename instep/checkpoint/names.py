@@ -1,0 +1,63 @@
+"""The names of folders in a store."""
+
+from __future__ import annotations
+
+import re
+
+from instep.errors import SettingError
+
+SAVING = ".saving-"  # being written by the process that the name ends with
+DELETING = ".deleting-"  # given up, and not removed in full
+_NUMBERED = re.compile(r"(?P<base>.+)-(?P<attempt>\d+)", re.DOTALL)
+_STEP = re.compile(r"step-(?P<step>\d+)")
+_MAX_BYTES = 150  # file systems allow 255; the prefix and the owner need the rest
+
+
+def base_name(step: int, name: str | None) -> str:
+    """The name of a checkpoint without its attempt.
+
+    Raises:
+        SettingError: the name cannot be that of one visible folder, or the step is not a count.
+    """
+    if type(step) is not int or step < 0:
+        raise SettingError(f"step={step!r} is no count of steps. Give an int from 0 on.", field="step", got=step)
+    if name is None:
+        return f"step-{step:08d}"
+    if (
+        not name
+        or name.startswith(".")
+        or "/" in name
+        or "\\" in name
+        or "\0" in name
+        or len(name.encode()) > _MAX_BYTES
+    ):
+        raise SettingError(
+            f"name={name!r} cannot name a checkpoint. Give a folder name without separators that does not start with a "
+            f"dot and has at most {_MAX_BYTES} bytes.",
+            field="name",
+            got=name,
+        )
+    return name
+
+
+def split_name(folder: str) -> tuple[str, int] | None:
+    """Base and attempt of a folder's name; None where it is not a checkpoint's name."""
+    match = _NUMBERED.fullmatch(folder)
+    return None if match is None else (match["base"], int(match["attempt"]))
+
+
+def step_of(folder: str) -> tuple[int, int] | None:
+    """Step and attempt by the name alone, for a folder whose manifest cannot be read; None where it does not say."""
+    parts = split_name(folder)
+    match = None if parts is None else _STEP.fullmatch(parts[0])
+    return None if match is None or parts is None else (int(match["step"]), parts[1])
+
+
+def saving_name(final: str, owner: str) -> str:
+    """The hidden sibling that a save is written to."""
+    return f"{SAVING}{final}@{owner}"
+
+
+def saving_owner(folder: str) -> str:
+    """The process that writes to a hidden sibling."""
+    return folder.rpartition("@")[2]

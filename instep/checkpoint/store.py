@@ -1,0 +1,348 @@
+"""A folder of checkpoints: saved at one instant or not at all, found by scanning, taken only where they verify."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from instep import __version__
+from instep.checkpoint import names
+from instep.checkpoint.catalog import Broken, folder_names, look, read_or_say
+from instep.checkpoint.choose import CheckpointInfo, best_first, check_keyword
+from instep.checkpoint.files import FileRecord, LocalFiles
+from instep.checkpoint.manifest import MANIFEST, Manifest
+from instep.checkpoint.owner import is_gone, this_process
+from instep.checkpoint.reader import Reader, file_problem, folder_problems
+from instep.checkpoint.together import fail_together, from_every_rank, on_rank_zero, place
+from instep.checkpoint.writer import Writer
+from instep.errors import CheckpointError, CheckpointNotFoundError, DistributedError
+from instep.types import PathLike
+
+
+class CheckpointStore:
+    """The checkpoints of one folder.
+
+    Methods marked *collective* are called by all ranks and do or return the same on each: rank 0 looks at the disk and
+    tells the others. The rest are local. With several nodes the folder is on a file system that all of them share.
+
+    Args:
+        root: the folder; made by the first save.
+        files: the file operations; a test puts its faults there. Default: the local disk.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     store = CheckpointStore(folder)
+        ...     path = store.save(1200, lambda writer: writer.state("trainer", {"epoch": 3}))
+        ...     (path.name, store.verify(path), store.read(path).state("trainer"))
+        ('step-00001200-1', [], {'epoch': 3})
+    """
+
+    def __init__(self, root: PathLike, files: LocalFiles | None = None) -> None:
+        self.root = Path(root).absolute()  # a later chdir must not move it
+        self.files = files if files is not None else LocalFiles()
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Writer], None],
+        *,
+        info: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        run_id: str = "",
+    ) -> Path:
+        """Save a checkpoint: all of it is on the disk when this returns, or nothing of it is left. Collective.
+
+        Every rank calls `write`, which must not wait for another rank. If it raises on any rank, or the disk is full,
+        the save fails on all of them, what was written is removed, and the older checkpoints are untouched.
+
+        Args:
+            step: the global step; the same on every rank.
+            write: writes this rank's files.
+            info: JSON values to keep in the manifest: kind ("full" or "weights"), epoch, monitor, mode, score, ...
+                Rank 0's are taken.
+            name: the folder's name before "-<attempt>"; default "step-<8 digits>".
+            run_id: the run that saves.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: it could not be written; names path and bytes.
+            UnsavableStateError: a state holds something that cannot be encoded.
+            RemoteError: another rank failed; has that rank's traceback.
+        """
+        temp, final, attempt = on_rank_zero(lambda: self._begin(step, name), "starting a checkpoint")
+        rank, world_size = place()
+        error: BaseException | None = None
+        writer = Writer(temp, self.files, rank, world_size)
+        try:
+            write(writer)
+        except BaseException as caught:  # noqa: BLE001  raised again below, together with the other ranks
+            error = caught
+        parts = from_every_rank((step, writer.records, error is not None))
+        if any(failed for _, _, failed in parts):
+            if rank == 0:
+                self._remove_quietly(temp)
+            fail_together(error, f"saving {final}")
+        on_rank_zero(lambda: self._commit(temp, final, attempt, parts, info or {}, run_id), f"saving {final}")
+        return final
+
+    def scan(self) -> list[CheckpointInfo]:
+        """The checkpoints whose manifest can be read, the highest (step, attempt) first. Local; reads no other file.
+
+        Returns:
+            What was found; empty where the folder does not exist.
+
+        Raises:
+            CheckpointError: the folder cannot be listed.
+        """
+        return [found for found in look(self.root) if isinstance(found, CheckpointInfo)]
+
+    def verify(self, path: PathLike) -> list[str]:
+        """What is wrong with a checkpoint: empty where every byte of it is what was written. Local."""
+        return folder_problems(self._inside(path))
+
+    def verify_together(self, path: PathLike) -> list[str]:
+        """The same as `verify`, each file read by one rank. Collective."""
+        folder = self._inside(path)
+        rank, world_size = place()
+        if world_size == 1:
+            return folder_problems(folder)
+        manifest, problem = on_rank_zero(lambda: read_or_say(folder), f"verifying {folder}")
+        if manifest is None:
+            return [problem]
+        by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
+        mine = [file_problem(folder / name, record) for name, record in by_size[rank::world_size]]
+        found = from_every_rank([problem for problem in mine if problem is not None])
+        return [problem for of_rank in found for problem in of_rank]
+
+    def newest_verified(self, kind: str | None = None) -> CheckpointInfo | None:
+        """The newest checkpoint that verifies. Collective.
+
+        A newer one that does not is passed over with a warning that says what is wrong with it.
+
+        Args:
+            kind: "full" or "weights"; None takes both.
+
+        Returns:
+            The checkpoint, or None where there is none.
+        """
+        candidates = on_rank_zero(lambda: look(self.root), f"looking for checkpoints in {self.root}")
+        return self._first_verified([c for c in candidates if isinstance(c, Broken) or kind in (None, c.kind)])
+
+    def resolve(self, keyword: str, *, kind: str | None = None, monitor: str | None = None) -> Path | None:
+        """The checkpoint that a keyword means; always one that verifies. Collective.
+
+        Args:
+            keyword: "last": the highest (step, attempt). "best": by the score in the manifests; nan is never the best.
+                "auto": like "last", and None where there is nothing to continue from.
+            kind: "full" or "weights"; None takes both, and only "full" for "auto".
+            monitor: the metric for "best", where the checkpoints were scored by several.
+
+        Returns:
+            Its folder; None only for "auto".
+
+        Raises:
+            SettingError: the keyword is not known.
+            CheckpointNotFoundError: there is no such checkpoint ("last" and "best").
+        """
+        check_keyword(keyword)
+        if keyword == "best":
+            ordered = on_rank_zero(lambda: best_first(self.scan(), monitor), f"looking for the best in {self.root}")
+            chosen = self._first_verified([info for info in ordered if kind in (None, info.kind)])
+        else:
+            chosen = self.newest_verified("full" if keyword == "auto" and kind is None else kind)
+        if chosen is not None:
+            return chosen.path
+        if keyword == "auto":
+            return None
+        what = "with a score" if keyword == "best" else f"of kind {kind!r}" if kind else "that verifies"
+        raise CheckpointNotFoundError(f"{keyword!r}: {self.root} has no checkpoint {what}", path=self.root)
+
+    def read(self, path: PathLike, verify: bool = True) -> Reader:
+        """Open a checkpoint. Local: each file is verified by the process that reads it, when it first does.
+
+        Args:
+            path: the folder, or its name in this store.
+            verify: False where the job has verified it already.
+
+        Raises:
+            CheckpointNotFoundError: it has no manifest.
+            CorruptCheckpointError: its manifest is damaged.
+        """
+        return Reader(self._inside(path), verify)
+
+    def delete(self, path: PathLike) -> None:
+        """Delete a checkpoint: gone at one instant, then removed. Collective; nothing happens where it is gone.
+
+        Raises:
+            CheckpointError: it is not in this store, or could not be removed.
+        """
+        folder = self._inside(path)
+        on_rank_zero(lambda: self._delete(folder), f"deleting {folder}")
+
+    def sweep(self, of_other_hosts: bool = False) -> list[Path]:
+        """Remove what dead processes have left behind. Collective.
+
+        Args:
+            of_other_hosts: also what processes of other hosts left, of whom it is not known whether they still write.
+                For the owner of a folder that nobody else can be writing to.
+
+        Returns:
+            What was removed.
+
+        Raises:
+            CheckpointError: something could not be removed.
+        """
+        return on_rank_zero(lambda: self._sweep(of_other_hosts), f"sweeping {self.root}")
+
+    # Rank 0 only, from here on.
+
+    def _begin(self, step: int, name: str | None) -> tuple[Path, Path, int]:
+        base = names.base_name(step, name)
+        try:
+            self.files.make_root(self.root)
+            # One number for all saves of a step, so that the order of two folders with other names is certain too.
+            used = [info.attempt for info in self.scan() if info.step == step]
+            used += [parts[1] for parts in map(names.split_name, folder_names(self.root)) if parts and parts[0] == base]
+            attempt = max(used, default=0) + 1
+            final = self.root / f"{base}-{attempt}"
+            temp = self.root / names.saving_name(final.name, this_process())
+            if temp.exists():  # left by a save of this process that could not clean up
+                self.files.remove_tree(temp)
+            self.files.make_folder(temp)
+        except OSError as error:
+            raise CheckpointError(
+                f"could not start a checkpoint in {self.root}: {error.strerror or error} ({error.filename}). "
+                "Make the folder writable, or choose another.",
+                path=self.root,
+            ) from error
+        return temp, final, attempt
+
+    def _commit(
+        self,
+        temp: Path,
+        final: Path,
+        attempt: int,
+        parts: Sequence[tuple[int, dict[str, FileRecord], bool]],
+        info: Mapping[str, Any],
+        run_id: str,
+    ) -> None:
+        renamed = False
+        try:
+            manifest = Manifest(
+                step=parts[0][0],
+                attempt=attempt,
+                run_id=run_id,
+                world_size=len(parts),
+                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                versions={"instep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+                files=_joined(parts, temp),
+                info=info,
+            )
+            self.files.write_file(temp / MANIFEST, manifest.to_bytes())
+            self.files.sync_folder(temp)
+            self.files.rename(temp, final)
+            renamed = True
+            self.files.sync_folder(self.root)
+        except BaseException as error:
+            self._remove_quietly(temp)
+            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+                if renamed:  # nobody knows whether the disk has it
+                    self._remove_quietly(final)
+                raise CheckpointError(
+                    f"could not commit {final}: {error.strerror or error}. The older checkpoints are intact.",
+                    path=final,
+                ) from error
+            raise
+
+    def _delete(self, folder: Path) -> None:
+        if folder.parent != self.root or names.split_name(folder.name) is None:
+            raise CheckpointError(f"{folder} is not a checkpoint of {self.root}; it is left alone", path=folder)
+        if not folder.exists():
+            return
+        doomed = self.root / f"{names.DELETING}{folder.name}"
+        try:
+            self.files.remove_tree(doomed)
+            self.files.rename(folder, doomed)
+            self.files.sync_folder(self.root)
+            self.files.remove_tree(doomed)
+        except OSError as error:
+            raise CheckpointError(f"could not delete {folder}: {error.strerror or error}", path=folder) from error
+
+    def _sweep(self, of_other_hosts: bool) -> list[Path]:
+        removed: list[Path] = []
+        for name in folder_names(self.root):
+            dead = name.startswith(names.DELETING)
+            if name.startswith(names.SAVING):
+                gone = is_gone(names.saving_owner(name))
+                dead = of_other_hosts if gone is None else gone
+            if dead:
+                try:
+                    self.files.remove_tree(self.root / name)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"could not remove {self.root / name}: {error.strerror or error}", path=self.root / name
+                    ) from error
+                removed.append(self.root / name)
+        return removed
+
+    def _remove_quietly(self, folder: Path) -> None:
+        """Remove a folder while another error is on its way, which must not be hidden by a second one."""
+        try:
+            if folder.exists() and not folder.name.startswith("."):
+                hidden = self.root / f"{names.DELETING}{folder.name}"
+                self.files.rename(folder, hidden)
+                folder = hidden
+            self.files.remove_tree(folder)
+        except OSError as error:
+            warnings.warn(f"could not remove {folder}, which a failed save left: {error}. The next sweep() removes it.")
+
+    # Everyone.
+
+    def _first_verified(self, candidates: Sequence[CheckpointInfo | Broken]) -> CheckpointInfo | None:
+        for candidate in candidates:
+            if isinstance(candidate, Broken):
+                problems = [candidate.problem]
+            else:
+                problems = self.verify_together(candidate.path)
+                if not problems:
+                    return candidate
+            if place()[0] == 0:
+                warnings.warn(f"the checkpoint {candidate.path} is passed over: {'; '.join(problems)}", stacklevel=3)
+        return None
+
+    def _inside(self, path: PathLike) -> Path:
+        path = Path(path)
+        return self.root / path if len(path.parts) == 1 else path.absolute()
+
+
+def _joined(parts: Sequence[tuple[int, dict[str, FileRecord], bool]], folder: Path) -> dict[str, FileRecord]:
+    """The records of all ranks, held against what rank 0 sees."""
+    steps = {step for step, _, _ in parts}
+    if len(steps) > 1:
+        each = ", ".join(f"rank {rank}: {step}" for rank, (step, _, _) in enumerate(parts))
+        raise DistributedError(f"the ranks save different steps ({each}); save() is called by all ranks at one step")
+    records: dict[str, FileRecord] = {}
+    for rank, (_, of_rank, _) in enumerate(parts):
+        for name, record in of_rank.items():
+            try:
+                size = (folder / name).stat().st_size
+            except FileNotFoundError:
+                size = None
+            if size != record.bytes:
+                raise CheckpointError(
+                    f"rank {rank} wrote {name} with {record.bytes:,} bytes and rank 0 sees "
+                    f"{'no such file' if size is None else f'{size:,} bytes'}. All ranks must see one file system: put "
+                    f"the checkpoints on a shared one.",
+                    path=folder / name,
+                )
+            records[name] = record
+    return records

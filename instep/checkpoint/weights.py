@@ -1,0 +1,85 @@
+"""Weights alone, from a checkpoint, a safetensors file, or a file that another trainer wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from instep.checkpoint.catalog import find_checkpoint
+from instep.checkpoint.reader import Reader
+from instep.checkpoint.tensors import read_tensors
+from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from instep.types import PathLike
+
+_FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
+_NESTED = ("state_dict", "model", "model_state_dict")  # where Lightning and common scripts keep the weights
+
+
+def load_weights(path: PathLike) -> dict[str, Tensor]:
+    """Read a model's weights.
+
+    A file written by torch.save is read with `weights_only=True`: one that would run code is refused.
+
+    Args:
+        path: a checkpoint folder (with or without "-<attempt>"), a .safetensors file, or a .pt, .pth, .ckpt or .bin
+            file that holds a state dict, by itself or under "state_dict", "model" or "model_state_dict".
+
+    Returns:
+        Parameter or buffer name -> tensor on the CPU; tied ones under every name.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing, or no weights in it.
+        CorruptCheckpointError: it is damaged.
+        CheckpointError: it cannot be read without running code, or holds no state dict.
+
+    Example:
+        >>> model.load_state_dict(load_weights("runs/checkpoints/best"))  # doctest: +SKIP
+    """
+    path = Path(path)
+    if path.is_file():
+        return _load_foreign(path) if path.suffix in _FOREIGN else read_tensors(path)
+    reader = Reader(find_checkpoint(path))
+    parts = [
+        name for name in sorted(reader.manifest.files) if name.startswith("model") and name.endswith(".safetensors")
+    ]
+    if not parts:
+        raise CheckpointNotFoundError(f"{reader.path} holds no model*.safetensors", path=reader.path)
+    weights: dict[str, Tensor] = {}
+    for name in parts:
+        weights.update(reader.tensors(name))
+    return weights
+
+
+def _load_foreign(path: Path) -> dict[str, Tensor]:
+    import pickle  # late: for the type of an error only
+
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} cannot be read without running code that it names: {str(error).splitlines()[0]} "
+            "If you trust it, load it yourself with torch.load(weights_only=False) and save its state dict.",
+            path=path,
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise CorruptCheckpointError(f"{path} is not a whole file of torch.save: {error}", path=path) from error
+    except OSError as error:
+        raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error
+    nested = [loaded.get(key) for key in _NESTED] if isinstance(loaded, Mapping) else []
+    for candidate in (*nested, loaded):
+        if _is_state_dict(candidate):
+            return dict(candidate)
+    keys = ", ".join(map(str, list(loaded)[:8])) if isinstance(loaded, Mapping) else type(loaded).__name__
+    raise CheckpointError(
+        f"{path} holds no state dict: expected names with tensors, by themselves or under {', '.join(_NESTED)}; "
+        f"got {keys}",
+        path=path,
+    )
+
+
+def _is_state_dict(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
+    return isinstance(value, Mapping) and len(value) > 0 and all(isinstance(v, Tensor) for v in value.values())

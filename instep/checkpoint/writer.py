@@ -1,0 +1,90 @@
+"""What a save writes with: every file of a checkpoint goes through here and is recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from instep.checkpoint.encode import encode
+from instep.checkpoint.files import FileRecord, LocalFiles
+from instep.checkpoint.manifest import is_plain_name
+from instep.checkpoint.tensors import write_tensors
+from instep.errors import SettingError, UnsavableStateError
+
+
+class Writer:
+    """Writes the files of one rank into a checkpoint that is being saved.
+
+    File names are shared by all ranks: put the rank into those of per-rank files.
+
+    Args:
+        folder: the folder being written.
+        files: the file operations.
+        rank: this process.
+        world_size: the number of ranks that save.
+    """
+
+    def __init__(self, folder: Path, files: LocalFiles, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.records: dict[str, FileRecord] = {}
+        self._folder = folder
+        self._files = files
+
+    def tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+        """Write a safetensors file.
+
+        Args:
+            name: the file name, such as "model.safetensors".
+            tensors: name -> tensor; shared tensors are stored once.
+            metadata: strings for the file's header.
+
+        Raises:
+            UnsavableStateError: a tensor cannot be stored.
+            CheckpointError: the disk is full, or the like.
+        """
+        self.records[name] = write_tensors(self._path(name), tensors, metadata, files=self._files)
+
+    def json(self, name: str, value: Any) -> None:
+        """Write plain JSON; for anything else than JSON values use `state`, which keeps every type.
+
+        Args:
+            name: the file name, such as "data.json".
+            value: JSON values; nan and inf are refused, tuples become lists.
+
+        Raises:
+            UnsavableStateError: the value is not JSON.
+            CheckpointError: the disk is full, or the like.
+        """
+        try:
+            text = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UnsavableStateError(
+                f"{name} is not JSON: {error}. Save it with writer.state(...) instead."
+            ) from error
+        self.records[name] = self._files.write_file(self._path(name), text.encode())
+
+    def state(self, base: str, tree: Any) -> None:
+        """Write a state: `<base>.json`, and `<base>.safetensors` where it holds tensors.
+
+        Args:
+            base: the file name without an ending, such as "optimizer".
+            tree: what `encode` takes.
+
+        Raises:
+            UnsavableStateError: something in it cannot be encoded; the text has its path.
+            CheckpointError: the disk is full, or the like.
+        """
+        json_tree, tensors = encode(tree, base)
+        if tensors:
+            self.tensors(f"{base}.safetensors", tensors)
+        self.json(f"{base}.json", json_tree)
+
+    def _path(self, name: str) -> Path:
+        if not is_plain_name(name):
+            raise SettingError(f"{name!r} cannot name a file of a checkpoint: give a plain, visible name", got=name)
+        return self._folder / name

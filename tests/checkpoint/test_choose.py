@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.checkpoint import CheckpointInfo, Manifest
+from instep.checkpoint.choose import best_first, check_keyword, newest_first
+from instep.errors import CheckpointError, SettingError
+
+
+def checkpoint(step: int, attempt: int = 1, created: str = "", **info: Any) -> CheckpointInfo:
+    manifest = Manifest(step, attempt, "", 1, created, {}, {}, info)
+    return CheckpointInfo(Path(f"step-{step:08d}-{attempt}"), step, attempt, manifest)
+
+
+def scored(mode: str, *scores: float | None) -> list[CheckpointInfo]:
+    return [checkpoint(step, score=score, monitor="loss", mode=mode) for step, score in enumerate(scores)]
+
+
+def test_the_clock_has_no_say() -> None:
+    found = [checkpoint(2, 1, "2024"), checkpoint(1, 9, "2999"), checkpoint(2, 2, "1970"), checkpoint(10, 1, "1980")]
+    assert [(c.step, c.attempt) for c in newest_first(found)] == [(10, 1), (2, 2), (2, 1), (1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "scores", "order"),
+    [
+        ("min", [0.3, 0.1, 0.2], [1, 2, 0]),
+        ("max", [0.3, 0.1, 0.2], [0, 2, 1]),
+        ("min", [0.0, -0.0], [1, 0]),
+        ("max", [0.0, -0.0, 0.0], [2, 1, 0]),
+        ("min", [math.nan, 5.0, math.nan], [1]),
+        ("max", [math.nan], []),
+        ("min", [math.inf, 1.0, -math.inf], [2, 1, 0]),
+        ("max", [math.inf, 1.0, -math.inf], [0, 1, 2]),
+        ("min", [None, 0.0], [1]),
+        ("min", [1, 2], [0, 1]),
+        ("min", [], []),
+    ],
+)
+def test_the_best(mode: str, scores: list[float | None], order: list[int]) -> None:
+    assert [c.step for c in best_first(scored(mode, *scores))] == order
+
+
+def test_checkpoints_without_a_monitor_are_left_out() -> None:
+    assert best_first([checkpoint(1), checkpoint(2, score=1.0)]) == []
+
+
+def test_two_metrics_need_a_choice() -> None:
+    found = [checkpoint(1, score=0.5, monitor="loss", mode="min"), checkpoint(2, score=0.9, monitor="acc", mode="max")]
+    with pytest.raises(CheckpointError, match=r"acc \(max\), loss \(min\)"):
+        best_first(found)
+    assert [c.step for c in best_first(found, "acc")] == [2]
+    assert best_first(found, "other") == []
+
+
+def test_an_unknown_mode_and_keyword() -> None:
+    with pytest.raises(CheckpointError, match="neither 'min' nor 'max'"):
+        best_first(scored("lowest", 1.0))
+    with pytest.raises(SettingError, match="names no checkpoint"):
+        check_keyword("latest")
+
+
+def test_kind() -> None:
+    assert checkpoint(1).kind == "full"
+    assert checkpoint(1, kind="weights").kind == "weights"

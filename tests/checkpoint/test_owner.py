@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from instep.checkpoint import owner
+
+
+def test_this_process_is_not_gone() -> None:
+    assert owner.is_gone(owner.this_process()) is False
+
+
+def test_an_ended_process_is_gone_and_a_running_one_is_not() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        name = owner.this_process().replace(f"-{os.getpid()}-", f"-{child.pid}-").rpartition("-")[0]
+        running = f"{name}-{owner._life(child.pid)}"
+        assert owner.is_gone(running) is False
+        child.communicate(b"\n", timeout=20)
+    assert owner.is_gone(running) is True
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc to tell two lives of a process id apart")
+def test_a_process_id_given_to_another_process_is_gone() -> None:
+    host, pid, _ = owner.this_process().rsplit("-", 2)
+    assert owner.is_gone(f"{host}-{pid}-0123abcd") is True
+
+
+def test_other_hosts_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = owner.this_process()
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert owner.is_gone(name) is None
+    assert owner.is_gone("") is None
+
+
+def test_strange_host_names_make_plain_folder_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "a/b-c@d" + "x" * 300)
+    name = owner.this_process()
+    assert "/" not in name
+    assert "@" not in name
+    assert len(name) < 70
+    assert owner.is_gone(name) is False
