@@ -1,4 +1,4 @@
-"""Callbacks: one file each over `Callback`. A name is loaded when it is first used, so rich costs nothing until then."""
+"""Callbacks: one file each over `Callback`. A name is loaded when it is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

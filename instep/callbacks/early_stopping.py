@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from dataclasses import dataclass
 from enum import Enum
@@ -256,4 +257,4 @@ class EarlyStopping(Callback):
         if self.log_rank_zero_only or trainer.world_size == 1:
             trainer.print(text)
         else:
-            print(f"[rank {trainer.global_rank}] {text}")
+            sys.stdout.write(f"[rank {trainer.global_rank}] {text}\n")

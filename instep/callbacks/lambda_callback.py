@@ -34,7 +34,8 @@ class LambdaCallback(Callback):
                 )
         # Methods of a class of its own: the Trainer looks at classes to see which hooks are overridden.
         methods = {name: _method(name, function) for name, function in hooks.items()}
-        self.__class__ = type("LambdaCallback", (type(self),), {**methods, "__module__": __name__})
+        own = type("LambdaCallback", (type(self),), {**methods, "__module__": __name__})
+        object.__setattr__(self, "__class__", own)
 
 
 def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,7 +59,8 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:
             raise SettingError(
-                "LearningRateMonitor has no logger to write to. Give Trainer(logger=...) one, or leave the callback out.",
+                "LearningRateMonitor has no logger to write to. "
+                "Give Trainer(logger=...) one, or leave the callback out.",
                 field="logger",
             )
         for optimizer in trainer.optimizers:

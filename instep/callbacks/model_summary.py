@@ -118,8 +118,8 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
         rows=tuple(rows),
         total_params=sum(elements for _, elements in params),
         trainable_params=sum(elements for parameter, elements in params if parameter.requires_grad),
-        params_bytes=sum(elements * parameter.element_size() for parameter, elements in params),
-        buffers_bytes=sum(_elements(buffer) * buffer.element_size() for buffer in module.buffers()),
+        params_bytes=sum(_bytes(parameter) for parameter in module.parameters()),
+        buffers_bytes=sum(_bytes(buffer) for buffer in module.buffers()),
         has_lazy=any(nn.parameter.is_lazy(parameter) for parameter, _ in params),
     )
 
@@ -182,15 +182,18 @@ def count(number: int) -> str:
         >>> count(124_439_808)
         '124 M'
     """
-    value = float(number)
-    for unit in ("", " K", " M", " B"):
-        if value < 999.5:
-            break
+    if number < 1000:
+        return str(number)
+    value, units = number / 1000, ["T", "B", "M", "K"]
+    while value >= 999.5 and len(units) > 1:
         value /= 1000
-    else:
-        unit = " T"
-    return f"{number}" if not unit else f"{value:.1f}{unit}" if value < 99.95 else f"{value:.0f}{unit}"
+        units.pop()
+    return f"{value:.1f} {units[-1]}" if value < 99.95 else f"{value:.0f} {units[-1]}"
 
 
 def _elements(tensor: torch.Tensor) -> int:
     return 0 if nn.parameter.is_lazy(tensor) else tensor.numel()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return 0 if nn.parameter.is_lazy(tensor) else tensor.numel() * tensor.element_size()

@@ -73,7 +73,7 @@ class ProgressBar(Callback):
         self._epoch_done: Line | None = None
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, float | int | str]:
-        """The metrics to show; override to hide or to rename some. Runs in the bar's thread: it must not touch a device."""
+        """The metrics to show; override to hide or rename some. Runs in the bar's thread: must not touch a device."""
         return showable(trainer.progress_bar_metrics)
 
     # ---- when it runs
@@ -129,7 +129,7 @@ class ProgressBar(Callback):
     def _guard(self, function: Any, *args: Any) -> Any:
         try:
             return function(*args)
-        except Exception as error:  # the bar must never end the training; it says once that it is gone
+        except Exception as error:  # noqa: BLE001 - the bar must never end the training; it says that it is gone
             if self.error is None:
                 self.error = error
                 self._say(f"The progress bar stopped: {type(error).__name__}: {error}")

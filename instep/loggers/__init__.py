@@ -1,4 +1,4 @@
-"""Loggers: one file each over `Logger`. A name is loaded when it is first used; tensorboard and wandb when they start."""
+"""Loggers: one file each over `Logger`. A name is loaded when first used; tensorboard and wandb when they start."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -295,6 +295,7 @@ class Logger:
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise LogError(
-                f"{type(self).__name__}: the metric {name!r} must be a number, got {type(value).__name__}: {value!r:.80}. "
+                f"{type(self).__name__}: the metric {name!r} must be a number, "
+                f"got {type(value).__name__}: {repr(value)[:80]}. "
                 "Log one scalar per name; texts and settings go to log_hyperparams."
             ) from error

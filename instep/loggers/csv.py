@@ -147,7 +147,8 @@ class CSVLogger(Logger):
         self._rows = []
 
     def _widen(self, columns: list[str]) -> None:
-        assert self._file is not None and self._log_dir is not None
+        assert self._file is not None
+        assert self._log_dir is not None
         path = self._log_dir / "metrics.csv"
         rows: list[list[str]] = []
         if self._columns_in_file:

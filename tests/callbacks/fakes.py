@@ -1,0 +1,68 @@
+"""A trainer with the attributes that callbacks read, and nothing behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+@dataclass
+class FakeProgress:
+    stage: str | None = "train"
+    batch: int = 0
+    total: int | None = 100
+    epoch: int = 0
+    dataloader_idx: int = 0
+    outer_batch: int = 0
+    outer_total: int | None = None
+
+
+@dataclass
+class FakeSchedulerConfig:
+    scheduler: Any
+    name: str | None = None
+    interval: str = "epoch"
+
+
+@dataclass
+class FakeLogger:
+    records: list[tuple[dict[str, float], int]] = field(default_factory=list)
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.records.append((dict(metrics), step))
+
+
+@dataclass
+class FakeTrainer:
+    callback_metrics: dict[str, Any] = field(default_factory=dict)
+    progress_bar_metrics: dict[str, Any] = field(default_factory=dict)
+    progress: FakeProgress = field(default_factory=FakeProgress)
+    global_step: int = 0
+    current_epoch: int = 0
+    global_rank: int = 0
+    world_size: int = 1
+    max_epochs: int | None = 2
+    max_steps: int = -1
+    fast_dev_run: bool | int = False
+    sanity_checking: bool = False
+    val_check_interval: float | int | None = 1.0
+    check_val_every_n_epoch: int | None = 1
+    num_val_batches: list[int] = field(default_factory=lambda: [4])
+    log_every_n_steps: int = 50
+    optimizers: list[Optimizer] = field(default_factory=list)
+    lr_scheduler_configs: list[FakeSchedulerConfig] = field(default_factory=list)
+    loggers: list[Any] = field(default_factory=lambda: [FakeLogger()])
+    triggers: list[tuple[str, str]] = field(default_factory=list)
+    printed: list[str] = field(default_factory=list)
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def set_trigger(self, name: str, reason: str = "") -> None:
+        self.triggers.append((name, reason))
+
+    def print(self, *values: object) -> None:
+        self.printed.append(" ".join(map(str, values)))

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from instep.callbacks import ModelSummary, summarize
+from instep.callbacks import model_summary as module
+from instep.errors import SettingError
+from tests.callbacks.fakes import FakeTrainer
+
+
+def model() -> nn.Module:
+    net = nn.Sequential()
+    net.add_module("body", nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20)))
+    net.add_module("head", nn.Linear(20, 5))
+    for parameter in net.head.parameters():
+        parameter.requires_grad_(False)
+    return net
+
+
+def test_counts_and_sizes():
+    summary = summarize(model())
+    assert [(row.name, row.type, row.params, row.trainable) for row in summary.rows] == [
+        ("body", "Sequential", 260, 260),
+        ("head", "Linear", 105, 0),
+    ]
+    assert (summary.total_params, summary.trainable_params, summary.frozen_params) == (365, 260, 105)
+    assert summary.params_bytes == 365 * 4
+    assert summary.buffers_bytes == 2 * 20 * 4 + 8
+    assert summary.size_mb == pytest.approx((365 * 4 + 168) / 1e6)
+
+
+@pytest.mark.parametrize(("depth", "names"), [(0, []), (1, ["body", "head"]), (-1, ["body", "body.0", "body.1", "head"])])
+def test_depth(depth, names):
+    assert [row.name for row in summarize(model(), depth).rows] == names
+
+
+def test_tied_parameters_count_once_and_dtypes_tell_the_size():
+    net = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)]).half()
+    net[1].weight = net[0].weight
+    summary = summarize(net)
+    assert summary.total_params == 16
+    assert summary.params_bytes == 32
+
+
+def test_lazy_and_meta_parameters():
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(2, 2, device="meta"))
+    summary = summarize(lazy)
+    assert summary.has_lazy
+    assert summary.total_params == 6
+    assert "not counted" in str(summary)
+
+
+def test_plain_text(capsys):
+    trainer = FakeTrainer()
+    ModelSummary().on_fit_start(trainer, model())
+    (text,) = trainer.printed
+    assert text.splitlines()[0].split() == ["Name", "Type", "Params", "Trainable", "Mode"]
+    assert "365 parameters, 260 trainable, 105 frozen" in text
+    assert capsys.readouterr().out == ""
+
+
+def test_a_rich_table_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(module.sys.stdout, "isatty", lambda: True, raising=False)
+    trainer = FakeTrainer()
+    ModelSummary(max_depth=-1).on_fit_start(trainer, model())
+    shown = capsys.readouterr().out
+    assert trainer.printed == []
+    assert "body.1" in shown
+    assert "365 parameters" in shown
+
+
+def test_only_rank_zero_prints():
+    trainer = FakeTrainer(global_rank=1)
+    ModelSummary().on_fit_start(trainer, model())
+    assert trainer.printed == []
+
+
+def test_wrong_depth():
+    with pytest.raises(SettingError, match="max_depth"):
+        ModelSummary(max_depth=-2)
+    with pytest.raises(SettingError, match="max_depth"):
+        summarize(torch.nn.Linear(1, 1), -2)

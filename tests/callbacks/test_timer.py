@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+import pytest
+
+from instep.callbacks import Timer
+from instep.callbacks import timer as module
+from instep.callbacks.timer import parse_duration
+from instep.errors import SettingError
+from tests.callbacks.fakes import FakeTrainer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module.time, "monotonic", clock.monotonic)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("duration", "seconds"),
+    [
+        ("00:00:00:00", 0),
+        ("01:02:03:04", 93784),
+        (timedelta(minutes=1.5), 90),
+        ({"hours": 1, "minutes": 1}, 3660),
+    ],
+)
+def test_parse_duration(duration, seconds):
+    assert parse_duration(duration) == seconds
+
+
+@pytest.mark.parametrize("duration", ["12:00:00", "1:2:3:x", "", 60, None, {"hour": 1}, timedelta(seconds=-1)])
+def test_parse_duration_refuses(duration):
+    with pytest.raises(SettingError, match=r"max_time=.*DD:HH:MM:SS"):
+        parse_duration(duration, field="max_time")
+
+
+def step(timer: Timer, trainer: FakeTrainer) -> int:
+    timer.on_train_batch_end(trainer, None, None, None, 0)
+    return len(trainer.triggers)
+
+
+def test_stops_by_trigger_when_the_time_is_up(clock):
+    timer, trainer = Timer(duration="00:00:00:10"), FakeTrainer()
+    timer.on_train_start(trainer, None)
+    clock.now += 9.9
+    assert step(timer, trainer) == 0
+    assert timer.time_remaining() == pytest.approx(0.1)
+    clock.now += 0.1
+    assert step(timer, trainer) == 1
+    assert trainer.triggers == [("stop", "Timer: 10 s are over")]
+    clock.now += 0.5
+    assert step(timer, trainer) == 1  # asked again, but not at every step
+    clock.now += 0.6
+    assert step(timer, trainer) == 2
+    assert len(trainer.printed) == 1
+    timer.on_train_end(trainer, None)
+    clock.now += 100
+    assert timer.time_elapsed() == pytest.approx(11.1)
+    assert timer.end_time() - timer.start_time() == pytest.approx(11.1)
+
+
+def test_other_ranks_never_decide(clock):
+    timer, trainer = Timer(duration={"seconds": 1}), FakeTrainer(global_rank=1, world_size=2)
+    timer.on_train_start(trainer, None)
+    clock.now += 100
+    assert step(timer, trainer) == 0
+    timer.on_train_epoch_end(trainer, None)
+    assert trainer.triggers == []
+
+
+def test_epoch_interval(clock):
+    timer, trainer = Timer(duration={"seconds": 1}, interval="epoch", verbose=False), FakeTrainer()
+    timer.on_train_start(trainer, None)
+    clock.now += 2
+    assert step(timer, trainer) == 0
+    timer.on_train_epoch_end(trainer, None)
+    assert len(trainer.triggers) == 1
+    assert trainer.printed == []
+
+
+def test_earlier_runs_count(clock):
+    timer, trainer = Timer(duration={"seconds": 10}), FakeTrainer()
+    timer.on_train_start(trainer, None)
+    clock.now += 7
+    state = json.loads(json.dumps(timer.state_dict()))
+    resumed = Timer(duration={"seconds": 10})
+    resumed.load_state_dict(state)
+    clock.now += 1000
+    resumed.on_train_start(trainer, None)
+    assert resumed.time_elapsed() == 7
+    clock.now += 3
+    assert step(resumed, trainer) == 1
+
+
+def test_stages_are_measured_and_a_second_fit_adds(clock):
+    timer, trainer = Timer(), FakeTrainer()
+    for _ in range(2):
+        timer.on_train_start(trainer, None)
+        timer.on_validation_start(trainer, None)
+        clock.now += 2
+        timer.on_validation_end(trainer, None)
+        clock.now += 3
+        timer.on_train_end(trainer, None)
+        clock.now += 50
+    assert timer.time_elapsed("validate") == 4
+    assert timer.time_elapsed("train") == 10
+    assert timer.time_elapsed("test") == 0
+    assert timer.time_remaining() is None
+    assert timer.start_time("test") is None
+
+
+def test_wrong_options():
+    with pytest.raises(SettingError, match="interval"):
+        Timer(interval="batch")
+    with pytest.raises(SettingError, match="stage"):
+        Timer().time_elapsed("fit")
