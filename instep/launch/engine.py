@@ -147,3 +147,37 @@ def _cannot_run_again(why: str) -> UsageError:
         "instep.notebook_launcher in a notebook, instep.debug_launcher in a test, put the code into a script, start "
         "it with torchrun, or set devices=1."
     )
+
+
+def spec_for_nodes(
+    nproc: int, num_nodes: int, command: tuple[str, ...], env: Mapping[str, str] | None = None
+) -> LaunchSpec:
+    """The spec of this node's agent, for a program that is started once on each node.
+
+    With several nodes the environment says who this one is and where they meet: `NODE_RANK`, `MASTER_ADDR` and
+    `MASTER_PORT`, as torchrun's users know them.
+
+    Args:
+        nproc: ranks on each node.
+        num_nodes: nodes in the job.
+        command: the arguments after the Python executable.
+        env: more environment variables for the ranks.
+    """
+    if num_nodes == 1:
+        return LaunchSpec(nproc, command, env=env or {})
+    missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"num_nodes={num_nodes}: start the program once on each node with NODE_RANK, MASTER_ADDR and MASTER_PORT in "
+            f"the environment, or under torchrun; {', '.join(missing)} is missing."
+        )
+    return LaunchSpec(
+        nproc,
+        command,
+        num_nodes=num_nodes,
+        node_rank=int(os.environ["NODE_RANK"]),
+        master_addr=os.environ["MASTER_ADDR"],
+        master_port=int(os.environ["MASTER_PORT"]),
+        run_id=f"instep-{os.environ['MASTER_PORT']}",
+        env=env or {},
+    )

@@ -1,0 +1,188 @@
+"""The base class of all strategies: the only place that knows how a module is spread over processes and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.errors import SettingError
+from instep.state import PartialState
+from instep.strategies.precision import Precision
+
+
+class Strategy:
+    """How a module is spread, how its steps run, and how its state goes out and in.
+
+    The base class is complete for one device. A strategy of several processes overrides what differs; the Trainer
+    never asks which strategy it has.
+
+    Example:
+        A strategy that trains a frozen-backbone model with gradients averaged by hand::
+
+            class AveragedGradients(Strategy):
+                name = "averaged_gradients"
+                multi_process = True
+
+                def optimizer_step(self, optimizer):
+                    for group in optimizer.param_groups:
+                        for p in group["params"]:
+                            if p.grad is not None:
+                                all_reduce_(p.grad, "mean")  # of instep.distributed
+                    super().optimizer_step(optimizer)
+
+            register_strategy("averaged_gradients", AveragedGradients)
+            Trainer(strategy="averaged_gradients", devices=2)
+    """
+
+    name = "single_device"
+    multi_process = False
+    """Whether it can run with more than one process."""
+
+    module: nn.Module
+    precision: Precision
+    device: torch.device
+
+    # ---- life
+
+    def connect(self, device: torch.device, precision: Precision) -> None:
+        """Called once per run, before the module exists on its device."""
+        self.device = device
+        self.precision = precision
+        self._unscaled: set[int] = set()
+
+    def place(self, module: nn.Module) -> None:
+        """Move the module to its device in its dtype. The optimizers are made after this."""
+        self.module = module
+        self.precision.convert_module(module)
+        module.to(self.device)
+
+    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Spread the placed module; called before the first training step and after weights were loaded.
+
+        Args:
+            module: what `place` got.
+            optimizers: the optimizers over its parameters; empty for evaluation.
+        """
+
+    def teardown(self) -> None:
+        """Give back what `setup` took. May be called twice, and after an error."""
+
+    # ---- the step
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        """The callable behind `run_step`, resolved once by the loop. With one process it is the bound method itself."""
+        return getattr(self.module, name)
+
+    def run_step(self, name: str, *args: Any) -> Any:
+        """Run a step method of the module. Calling the method directly would miss what the strategy adds to it.
+
+        Args:
+            name: `training_step`, `validation_step`, `test_step`, `predict_step`.
+            args: its arguments.
+        """
+        return self.step_function(name)(*args)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backpropagate, scaled where the precision scales gradients.
+
+        Args:
+            loss: 0-dim floating tensor.
+            args: passed to `Tensor.backward`, as are `kwargs`.
+        """
+        self.scale(loss).backward(*args, **kwargs)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the gradient scaler's factor; the loss itself where the precision does not scale."""
+        return loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
+
+    def prepare_backward(self, loss: Tensor) -> None:
+        """Called before each backward of manual optimization, where the loss does not leave through the step."""
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """A context for the forward and backward of a micro-batch whose gradients need not be reduced yet."""
+        return nullcontext()
+
+    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
+        """Clip the gradients of one optimizer in place.
+
+        Args:
+            optimizer: whose gradients.
+            value: the largest norm (`norm`) or the largest absolute value of an element (`value`).
+            algorithm: `norm` or `value`.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, value)
+        else:
+            nn.utils.clip_grad_norm_(parameters, value)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Take the gradient scaler's factor out, before clipping or looking at gradients; once per step counts."""
+        if self.precision.scaler is not None and id(optimizer) not in self._unscaled:
+            self.precision.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
+        """Step one optimizer.
+
+        Args:
+            optimizer: the bare optimizer.
+            closure: computes the gradients, and the loss that it returns.
+            kwargs: passed to the optimizer's `step`.
+
+        Returns:
+            False when the gradient scaler skipped the step because a gradient was not finite.
+        """
+        scaler = self.precision.scaler
+        if scaler is None:
+            optimizer.step(closure, **kwargs) if closure is not None else optimizer.step(**kwargs)
+            return True
+        if closure is not None:
+            closure()  # the scaler takes no closure
+        before = scaler.get_scale()
+        scaler.step(optimizer, **kwargs)
+        scaler.update()
+        self._unscaled.discard(id(optimizer))
+        return scaler.get_scale() >= before
+
+    # ---- state
+
+    def model_state(self) -> dict[str, Any] | None:
+        """The whole module's `state_dict()` on the ranks that write it, None on the others. Collective."""
+        return self.module.state_dict() if self.is_writer else None
+
+    def load_model_state(self, state: dict[str, Any], strict: bool = True) -> Any:
+        """Load what `model_state` gave; every rank passes the same."""
+        return self.module.load_state_dict(state, strict=strict)
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the shared part of a checkpoint."""
+        return PartialState().process_index == 0
+
+    # ---- data parallelism
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this rank reads."""
+        return PartialState().process_index
+
+    @property
+    def data_world_size(self) -> int:
+        """Into how many parts the data is cut."""
+        return PartialState().num_processes
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise a `SettingError` when this strategy cannot run with so many processes."""
+        if world_size > 1 and not self.multi_process:
+            raise SettingError(
+                f"strategy={self.name!r} runs in one process, and this run has {world_size}. "
+                "Use strategy='ddp' or devices=1.",
+                field="strategy",
+                got=self.name,
+            )

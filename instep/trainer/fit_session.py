@@ -1,0 +1,266 @@
+"""What `Trainer.fit` does around its loop: epochs, validation, triggers, saving, stopping."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from instep.callbacks.base import Callback
+from instep.data import BatchSource
+from instep.distributed import Trigger, Triggers
+from instep.errors import Preempted, SettingError
+from instep.trainer import snapshot
+from instep.trainer.evaluation import evaluate
+from instep.trainer.hooks import Hook, is_overridden
+from instep.trainer.loaders import batches_of
+from instep.trainer.log import LogBook
+from instep.trainer.module import TrainModule
+from instep.trainer.optimizers import step_schedulers
+from instep.trainer.session import Session
+
+
+class FitSession(Session):
+    """The session of one `fit`."""
+
+    source: BatchSource
+    triggers: Triggers
+    _inside_epoch = False  # a checkpoint was loaded that is in the middle of an epoch
+
+    # ---- before the first step
+
+    def prepare(self) -> None:
+        """Loaders and the log book; after this, `source` is the training data."""
+        self.book = LogBook("train", self.world_size)
+        self.source = self.loaders.train
+        self._validates = self.loaders.validates
+        self._epochs_end = {
+            "others": self.hooks.of_callbacks("on_train_epoch_end", lambda c: not c.monitoring),
+            "monitoring": self.hooks.of_callbacks("on_train_epoch_end", lambda c: c.monitoring),
+        }
+        self._next_time_validation = math.inf
+        if isinstance(self.settings.val_check_interval, timedelta):
+            self._next_time_validation = time.monotonic() + self.settings.val_check_interval.total_seconds()
+        scheduler_hook = is_overridden(self.module, "lr_scheduler_step", TrainModule)
+        self._scheduler_hook = self.module.lr_scheduler_step if scheduler_hook else None
+
+    def resume(self) -> None:
+        """Take up a checkpoint's optimizers, position, data and random generators."""
+        if self.resumed is not None:
+            snapshot.resume(self, self.resumed)
+            self._inside_epoch = not self.position.epoch_ended
+
+    def sanity_check(self) -> None:
+        """A few validation batches, so that a broken validation shows before hours of training."""
+        limit = self.settings.num_sanity_val_steps
+        if not self._validates or limit == 0 or self.resumed is not None:
+            return
+        rng = snapshot.rng_state()
+        self.hooks.call("on_sanity_check_start")
+        evaluate(self, "sanity_check", self.loaders.evaluation("val"), None if limit == -1 else limit)
+        self.hooks.call("on_sanity_check_end")
+        snapshot.set_rng_state(rng)  # training does not depend on whether it ran
+        self.agree_on_triggers()
+
+    def start_training(self) -> None:
+        """Everything is ready: from here on the position is the loop's."""
+        self.trainer.state.stage = self.trainer.progress.stage = "train"
+        self.set_book(self.book)
+        self.module.train()
+        torch.set_grad_enabled(True)
+
+    def check_saving(self) -> None:
+        """What cannot be saved is found now, not in hour ten."""
+        if self._savers():
+            snapshot.dry_run(self)
+
+    # ---- epochs
+
+    @property
+    def finished(self) -> bool:
+        """Whether training is over."""
+        at, s = self.position, self.settings
+        if s.max_steps != -1 and at.global_step >= s.max_steps:
+            return True
+        if s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs:
+            return True
+        return s.limit_train_batches == 0 or self.stopping
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a stop was agreed and the minimum of steps and epochs is reached."""
+        at, s = self.position, self.settings
+        if not self.trainer._stop_agreed:
+            return False
+        return at.global_step >= (s.min_steps or 0) and at.epoch + at.epoch_ended >= (s.min_epochs or 0)
+
+    def begin_epoch(self) -> None:
+        """Go to the next epoch, or on with the one that a checkpoint was in."""
+        at = self.position
+        inside, self._inside_epoch = self._inside_epoch, False
+        if at.epoch_ended:
+            at.next_epoch()
+        every = self.settings.reload_dataloaders_every_n_epochs
+        if every and at.epoch and at.epoch % every == 0 and not at.batch:
+            self.loaders.reload_train()
+            self.loaders.reload_evaluation("val")
+            self.source = self.loaders.train
+        self.source.set_epoch(at.epoch)
+        if at.batch and not inside:
+            self.source.start_at(at.batch)  # a second fit of this Trainer goes on where the first one stopped
+        self.trainer.progress.outer_total = self.source.num_batches
+        self._plan_validation()
+        self.hooks.call("on_train_epoch_start")
+        self.book.enter("training_step")
+        if inside and at.batch >= self.next_validation and not at.validated:
+            self.validate()
+
+    def batches(self) -> Iterator[Any]:
+        """The rest of the epoch's batches, on the device."""
+        return batches_of(self.source, self.transfer(), self.device.type)
+
+    def end_epoch(self, complete: bool) -> None:
+        """Validation that waits for the epoch's end, epoch metrics, hooks, schedulers, agreement.
+
+        Args:
+            complete: whether all batches were done; a run that stops in the middle stays in the epoch.
+        """
+        at, trainer = self.position, self.trainer
+        if complete and self._validates_at_end and not at.validated:
+            self.validate()
+        self.book.leave("")
+        self.book.batch = self.book.weight = None
+        arrived, metrics = self.book.reduce(at.global_step, reset=False)
+        trainer.metrics.log_steps(arrived)
+        trainer.metrics.put_epoch(metrics, final=False)
+        for hook in (*self._epochs_end["others"], *self.hooks.of_module("on_train_epoch_end")):
+            hook()
+        arrived, metrics = self.book.reduce(at.global_step, reset=complete)
+        trainer.metrics.log_steps(arrived)
+        trainer.metrics.put_epoch(metrics)
+        if complete:
+            step_schedulers(self.schedulers, "epoch", at.epoch + 1, trainer.callback_metrics, self._scheduler_hook)
+            at.epoch_ended = True
+        for hook in self._epochs_end["monitoring"]:
+            hook()
+        self.agree_on_triggers()
+
+    def skips(self, hooks: tuple[Hook, ...], batch: Any, batch_idx: int) -> bool:
+        """Call `on_train_batch_start`; True when one of them returned -1."""
+        return -1 in [hook(batch, batch_idx) for hook in hooks]
+
+    # ---- validation
+
+    def _plan_validation(self) -> None:
+        """When to validate in this epoch: `next_validation` is a batch count, infinity for never."""
+        s, at, batches = self.settings, self.position, self.source.num_batches
+        self._validation_every: int | None = None
+        self._validates_at_end = False
+        self.next_validation: float = math.inf
+        self.has_clock = False
+        if not self._validates:
+            return
+        if isinstance(s.val_check_interval, timedelta):
+            self.has_clock = self.rank == 0
+            return
+        if s.check_val_every_n_epoch is not None and (at.epoch + 1) % s.check_val_every_n_epoch:
+            return
+        if isinstance(s.val_check_interval, int):
+            self._validation_every = s.val_check_interval
+            if batches is not None and self._validation_every > batches and s.check_val_every_n_epoch is not None:
+                warnings.warn(
+                    f"val_check_interval={self._validation_every} is more than the {batches} batches of an epoch, so "
+                    "nothing is validated. check_val_every_n_epoch=None counts across epochs.",
+                    stacklevel=2,
+                )
+        elif s.val_check_interval == 1.0:
+            self._validates_at_end = True
+        elif batches is None:
+            raise SettingError(
+                f"val_check_interval={s.val_check_interval} is a fraction of an epoch, but the training data has no "
+                "length. Use a number of batches, a time, or 1.0.",
+                field="val_check_interval",
+            )
+        else:
+            self._validation_every = max(1, int(batches * s.val_check_interval))
+        self._plan_next()
+
+    def _plan_next(self) -> None:
+        every, at = self._validation_every, self.position
+        if every is not None:
+            before = at.total_batches - at.batch if self.settings.check_val_every_n_epoch is None else 0
+            done = before + at.batch
+            due_now = done > 0 and done % every == 0 and not at.validated
+            self.next_validation = (done if due_now else (done // every + 1) * every) - before
+
+    def look_at_clock(self) -> None:
+        """On the main process: ask for the validation that is due by time."""
+        if time.monotonic() >= self._next_time_validation:
+            assert isinstance(self.settings.val_check_interval, timedelta)
+            self._next_time_validation = time.monotonic() + self.settings.val_check_interval.total_seconds()
+            self.triggers.set("validate", "val_check_interval")
+
+    def validate(self) -> None:
+        """Run the validation loaders, then agree on what was asked for in the meantime."""
+        at = self.position
+        at.validated = True
+        self.book.leave("training_step")
+        evaluate(self, "validate", self.loaders.evaluation("val"))
+        self._plan_next()
+        self.agree_on_triggers()
+
+    # ---- triggers
+
+    def hand_over(self) -> None:
+        """Pass on the values that were logged since the last time."""
+        trainer = self.trainer
+        arrived = self.book.hand_over(self.position.global_step)
+        if self.settings.log_every_n_steps and self.position.global_step % self.settings.log_every_n_steps == 0:
+            trainer.metrics.log_steps(arrived)
+
+    def agree_on_triggers(self) -> None:
+        """Blocking: agree with all ranks on what was set so far, and act."""
+        self.act_on(self.triggers.sync())
+
+    def act_on(self, agreed: tuple[Trigger, ...]) -> None:
+        """Do what the ranks agreed on, all at the same step."""
+        for trigger in agreed:
+            if trigger.name == "stop":
+                self.trainer._stop_agreed = True
+                self.trainer.stop_reason = trigger.reason or self.trainer.stop_reason
+            elif trigger.name == "save":
+                self._save_now(trigger.reason)
+            elif trigger.name == "validate":
+                self.validate()
+            elif trigger.name == "preempted":
+                self._preempt(trigger)
+
+    def _savers(self) -> list[Callback]:
+        return [callback for callback in self.callbacks if hasattr(callback, "save_now")]
+
+    def _save_now(self, reason: str) -> Any:
+        path = None
+        for callback in self._savers()[:1]:
+            path = callback.save_now(self.trainer, reason)  # pyright: ignore[reportAttributeAccessIssue]
+        return path
+
+    def _preempt(self, trigger: Trigger) -> None:
+        if not self._savers():
+            # Nothing can be saved, so nothing can be resumed: end as the signal would have.
+            if trigger.reason == "SIGINT":
+                raise KeyboardInterrupt
+            raise SystemExit(143)
+        path = self._save_now(trigger.reason)
+        self.trainer.interrupted = True
+        message = (
+            f"Stopped by {trigger.reason or 'the preempted trigger'} (rank {trigger.rank}) at step "
+            f"{self.position.global_step} of epoch {self.position.epoch}. Saved {path}. "
+            'Run the same command with ckpt_path="auto" to go on.'
+        )
+        self.trainer.print(message)
+        raise Preempted(message, path)

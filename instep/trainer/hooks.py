@@ -1,0 +1,260 @@
+"""The hooks of a TrainModule, and the table of those that are really overridden.
+
+A hook that nobody overrides costs nothing: `HookTable` finds the overridden ones once, before the loop, and the loop
+iterates tuples that are mostly empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from instep.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from instep.trainer.log import LogBook
+    from instep.trainer.module import TrainModule
+    from instep.trainer.trainer import Trainer
+
+Hook = Callable[..., Any]
+
+
+class ModuleHooks:
+    """Every hook that a `TrainModule` may override, with Lightning's names and signatures.
+
+    The docstring of `Trainer.fit` shows when each is called.
+    """
+
+    # ---- set-up
+
+    def configure_callbacks(self) -> Callback | list[Callback]:
+        """Callbacks of the module's own; one of a type that the Trainer has too replaces the Trainer's."""
+        return []
+
+    def configure_model(self) -> None:
+        """Create layers here that are too large to create in `__init__`. Called once per run; may be called again."""
+
+    def prepare_data(self) -> None:
+        """Download and prepare on disk; called on one process (per node with `prepare_data_per_node`)."""
+
+    def setup(self, stage: str) -> None:
+        """Called on every process at the start of `fit`, `validate`, `test` or `predict`, named by `stage`."""
+
+    def teardown(self, stage: str) -> None:
+        """Called on every process at the end of a run, after an error too."""
+
+    # ---- fit
+
+    def on_fit_start(self) -> None:
+        """At the start of fit, when the optimizers exist."""
+
+    def on_fit_end(self) -> None:
+        """At the end of fit."""
+
+    def on_train_start(self) -> None:
+        """Before the first epoch, after the sanity check."""
+
+    def on_train_end(self) -> None:
+        """After the last epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """At the start of a training epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """At the end of a training epoch, after its validation."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Before each training batch. Return -1 to skip the rest of the epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After each training batch and its optimizer step. `outputs` is what `training_step` returned, detached."""
+
+    # ---- optimization
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Before the gradients are zeroed."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Before backward; `loss` is already weighted for accumulation."""
+
+    def on_after_backward(self) -> None:
+        """After backward."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Before the optimizer step; gradients are complete, unscaled and not clipped yet."""
+
+    # ---- evaluation
+
+    def on_validation_start(self) -> None:
+        """At the start of validation."""
+
+    def on_validation_end(self) -> None:
+        """At the end of validation, when its metrics are final."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Before the first validation batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        """After the last validation batch."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each validation batch."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After each validation batch."""
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Called at the start of a validation inside fit, to free gradients while it runs. Does nothing by default:
+        gradients of a window that is still open must survive.
+        """
+
+    def on_validation_model_eval(self) -> None:
+        """Puts the module into eval mode for validation."""
+        self.trainer.model.eval()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def on_validation_model_train(self) -> None:
+        """After validation, when every submodule is back in the mode it had before: change modes here if you must."""
+
+    def on_test_start(self) -> None:
+        """At the start of test."""
+
+    def on_test_end(self) -> None:
+        """At the end of test, when its metrics are final."""
+
+    def on_test_epoch_start(self) -> None:
+        """Before the first test batch."""
+
+    def on_test_epoch_end(self) -> None:
+        """After the last test batch."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each test batch."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After each test batch."""
+
+    def on_test_model_eval(self) -> None:
+        """Puts the module into eval mode for test."""
+        self.trainer.model.eval()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def on_test_model_train(self) -> None:
+        """After test, when every submodule is back in the mode it had before."""
+
+    def on_predict_start(self) -> None:
+        """At the start of predict."""
+
+    def on_predict_end(self) -> None:
+        """At the end of predict."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Before the first predict batch."""
+
+    def on_predict_epoch_end(self) -> None:
+        """After the last predict batch."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each predict batch."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After each predict batch."""
+
+    def on_predict_model_eval(self) -> None:
+        """Puts the module into eval mode for predict."""
+        self.trainer.model.eval()  # pyright: ignore[reportAttributeAccessIssue]
+
+    # ---- loaders, used where neither the Trainer's method nor a DataModule gives them
+
+    def train_dataloader(self) -> Any:
+        """The training loader, or a dict or list of them."""
+
+    def val_dataloader(self) -> Any:
+        """The validation loader, or a list of them."""
+
+    def test_dataloader(self) -> Any:
+        """The test loader, or a list of them."""
+
+    def predict_dataloader(self) -> Any:
+        """The predict loader, or a list of them."""
+
+    # ---- batches and checkpoints
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch before it goes to the device."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        """Move a batch of a type that instep does not know to the device."""
+        from instep.distributed import send_to_device  # late: only who calls super() pays for it
+
+        return send_to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the device, for instance to augment it there."""
+        return batch
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add keys of your own (tensors and JSON values) or change `checkpoint["state_dict"]`."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read back what `on_save_checkpoint` added, or change `checkpoint["state_dict"]`, before weights are loaded."""
+
+
+def is_overridden(owner: object, name: str, base: type) -> bool:
+    """Whether `owner` has a `name` of its own, by subclass or by instance attribute."""
+    if name in getattr(owner, "__dict__", {}):
+        return True
+    mine = getattr(type(owner), name, None)
+    return mine is not None and mine is not getattr(base, name, None)
+
+
+class HookTable:
+    """The overridden hooks of one run: `table["on_train_batch_end"]` is a tuple of callables, callbacks' first.
+
+    Args:
+        trainer: passed to callbacks' hooks.
+        module: the module, whose hooks run after the callbacks'.
+        callbacks: in their order.
+    """
+
+    def __init__(self, trainer: Trainer, module: TrainModule, callbacks: Iterable[Callback]) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._callbacks = tuple(callbacks)
+
+    def of_callbacks(self, name: str, only: Callable[[Callback], bool] = lambda _: True) -> tuple[Hook, ...]:
+        """The callbacks' overridden hooks, for those callbacks that `only` accepts."""
+        chosen = [c for c in self._callbacks if only(c) and is_overridden(c, name, Callback)]
+        return tuple(self._noted(name, partial(getattr(c, name), self._trainer, self._module)) for c in chosen)
+
+    def of_module(self, name: str) -> tuple[Hook, ...]:
+        """The module's overridden hook, or nothing."""
+        if not is_overridden(self._module, name, ModuleHooks):
+            return ()
+        return (self._noted(name, getattr(self._module, name)),)
+
+    def __getitem__(self, name: str) -> tuple[Hook, ...]:
+        return self.of_callbacks(name) + self.of_module(name)
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call the hooks of a name in order; for places outside the step loop."""
+        for hook in self[name]:
+            hook(*args)
+
+    def _noted(self, name: str, hook: Hook) -> Hook:
+        """`hook`, telling the log book in which hook a `self.log` is made and collecting what it logged."""
+
+        def noted(*args: Any) -> Any:
+            book: LogBook | None = self._trainer._book
+            if book is None:
+                return hook(*args)
+            before = book.enter(name)
+            try:
+                return hook(*args)
+            finally:
+                book.leave(before)
+
+        return noted

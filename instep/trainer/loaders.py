@@ -1,0 +1,198 @@
+"""Which loaders a run uses, prepared: sharded, limited, resumable."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from instep.data import BatchSource, CombinedLoader, prepare_loader
+from instep.errors import DataError, HookError, SettingError
+from instep.trainer.global_batch import derive
+from instep.trainer.hooks import ModuleHooks, is_overridden
+from instep.trainer.module import TrainModule
+
+if TYPE_CHECKING:
+    from instep.trainer.session import Session
+
+_METHODS = {
+    "train": "train_dataloader",
+    "val": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
+class Loaders:
+    """The loaders of one run, prepared when they are first asked for.
+
+    Args:
+        run: the session.
+        given: what the user passed to the Trainer's method, by stage.
+    """
+
+    def __init__(self, run: Session, given: dict[str, Any]) -> None:
+        self._run = run
+        self._given = given
+        self._train: BatchSource | None = None
+        self._eval: dict[str, list[BatchSource]] = {}
+
+    def _raw(self, stage: str) -> Any:
+        """The user's loader or loaders: passed in, from the datamodule, or from the module."""
+        if self._given.get(stage) is not None:
+            return self._given[stage]
+        name, module, datamodule = _METHODS[stage], self._run.module, self._run.datamodule
+        if datamodule is not None:
+            return getattr(datamodule, name)()
+        return getattr(module, name)() if is_overridden(module, name, ModuleHooks) else None
+
+    # ---- training
+
+    @property
+    def train(self) -> BatchSource:
+        """The training data."""
+        if self._train is None:
+            self._train = self._prepare_train()
+        return self._train
+
+    def _prepare_train(self) -> BatchSource:
+        run, settings = self._run, self._run.settings
+        raw = self._raw("train")
+        if raw is None:
+            raise HookError(
+                "fit needs training data: pass train_dataloaders or datamodule to trainer.fit, or give "
+                f"{type(run.module).__name__} a train_dataloader method."
+            )
+        micro_batch = None
+        if settings.global_batch_size is not None:
+            micro_batch, run.accumulate = derive(
+                settings.global_batch_size, run.strategy.data_world_size, _batch_size(raw)
+            )
+        limit = settings.overfit_batches or settings.limit_train_batches
+        if isinstance(raw, (dict, list, tuple, CombinedLoader)) and not _is_batches(raw):
+            combined = raw if isinstance(raw, CombinedLoader) else CombinedLoader(raw, "max_size_cycle")
+            source = combined.map(lambda loader: self._prepare(loader, "train", 1.0, None))
+            source.limit(limit)
+        else:
+            source = self._prepare(raw, "train", limit, micro_batch)
+        run.state.gradient.num_steps = run.accumulate
+        if source.num_batches == 0 and limit != 0:
+            raise DataError("the training loader gives no batch; is the dataset empty, or drop_last with few samples?")
+        return source
+
+    def reload_train(self) -> None:
+        """Ask the user for the training loader again."""
+        self.close_train()
+        self._train = None
+
+    # ---- evaluation
+
+    def evaluation(self, stage: str) -> list[BatchSource]:
+        """The loaders of `val`, `test` or `predict`; empty where there are none or they are limited to nothing."""
+        if stage not in self._eval:
+            self._eval[stage] = self._prepare_evaluation(stage)
+        return self._eval[stage]
+
+    def _prepare_evaluation(self, stage: str) -> list[BatchSource]:
+        settings = self._run.settings
+        limit = {
+            "val": settings.overfit_batches or settings.limit_val_batches,
+            "test": settings.limit_test_batches,
+            "predict": settings.limit_predict_batches,
+        }[stage]
+        raw = self._raw(stage)
+        if raw is None or limit == 0:
+            return []
+        if isinstance(raw, dict):
+            raw = list(raw.values())
+        loaders = list(raw) if isinstance(raw, (list, tuple)) and not _is_batches(raw) else [raw]
+        return [self._prepare(loader, stage, limit, None) for loader in loaders]
+
+    @property
+    def validates(self) -> bool:
+        """Whether fit has a validation to run."""
+        module = self._run.module
+        if not self.evaluation("val"):
+            return False
+        if not is_overridden(module, "validation_step", TrainModule):
+            warnings.warn(
+                f"there is a validation loader, but {type(module).__name__} has no validation_step: nothing is validated",
+                stacklevel=2,
+            )
+            self._eval["val"] = []
+            return False
+        return True
+
+    def reload_evaluation(self, stage: str) -> None:
+        """Ask the user for the evaluation loaders again."""
+        self._eval.pop(stage, None)
+
+    # ---- both
+
+    def _prepare(self, loader: Any, stage: str, limit: int | float, micro_batch: int | None) -> BatchSource:
+        run, settings = self._run, self._run.settings
+        if isinstance(loader, type) or loader is None or not hasattr(loader, "__iter__"):
+            raise DataError(f"the {stage} loader must be iterable, such as a DataLoader; got {loader!r}")
+        return prepare_loader(
+            loader,
+            rank=run.strategy.data_rank,
+            world_size=run.strategy.data_world_size,
+            seed=run.trainer.seed,
+            shuffle_allowed=not settings.overfit_batches,
+            use_distributed_sampler=settings.use_distributed_sampler,
+            seed_samples=settings.seed_samples,
+            batch_size=micro_batch,
+            limit=limit,
+            stage=stage,
+        )
+
+    def close_train(self) -> None:
+        if self._train is not None:
+            self._train.close()
+
+    def close(self) -> None:
+        """End loader workers."""
+        self.close_train()
+        for sources in self._eval.values():
+            for source in sources:
+                source.close()
+        self._train, self._eval = None, {}
+
+
+def _is_batches(raw: Any) -> bool:
+    """A list that is itself the data (ready batches), not a list of loaders."""
+    if isinstance(raw, (dict, CombinedLoader)) or not raw:
+        return False
+    return not all(_is_loader(item) for item in raw)
+
+
+def _is_loader(item: Any) -> bool:
+    from torch import Tensor
+
+    if isinstance(item, (Tensor, str, bytes, int, float)) or item is None:
+        return False
+    if isinstance(item, dict):
+        return all(_is_loader(value) for value in item.values())
+    if isinstance(item, (list, tuple)):
+        return all(not isinstance(part, (Tensor, int, float, str)) for part in item)
+    return hasattr(item, "__iter__")
+
+
+def _batch_size(raw: Any) -> int:
+    size = getattr(raw, "batch_size", None)
+    if size is None:
+        raise SettingError(
+            "global_batch_size needs one training DataLoader with a batch_size, from which the batch per process and "
+            f"the accumulation are derived; got {type(raw).__name__}. Use accumulate_grad_batches instead.",
+            field="global_batch_size",
+        )
+    return size
+
+
+def batches_of(source: BatchSource, transfer: Any, device_type: str) -> Iterator[Any]:
+    """The source's batches on the device; on a GPU the next one is copied while the current step runs."""
+    if device_type == "cuda" and transfer is not None:
+        from instep.data.prefetch import prefetch  # late: only a GPU run pays for it
+
+        return prefetch(source, transfer)
+    return iter(source) if transfer is None else map(transfer, source)

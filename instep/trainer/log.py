@@ -1,0 +1,491 @@
+"""What becomes of `self.log`.
+
+`TrainModule.log` only copies its value into `LogBook.buffer`. The loop drains that list outside any compiled region
+into slots, one for each name and hook; values stay where they are (on the device) until `hand_over`, which packs all of
+them into one transfer. Sums are kept in float64 and added in the order of the batches, so that a mean is exact, the
+same for every world size, and bit-identical after a resume.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from instep.distributed import find_batch_size, gather_object
+from instep.errors import LogError
+
+
+class Options(NamedTuple):
+    """The arguments of one `self.log` call, less name, value and batch size; they must not change for a name."""
+
+    prog_bar: bool = False
+    logger: bool | None = None
+    on_step: bool | None = None
+    on_epoch: bool | None = None
+    reduce_fx: str = "mean"
+    sync_dist: bool | None = None
+    add_dataloader_idx: bool = True
+    rank_zero_only: bool = False
+
+
+Entry = tuple[str, Any, Options, "int | None"]
+
+_REDUCTIONS: dict[Any, str] = {
+    **{name: name for name in ("mean", "sum", "min", "max")},
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.min: "min",
+    torch.max: "max",
+}
+_BATCH_HOOKS_OF_TRAINING = {
+    "training_step",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "backward",
+}
+_BATCH_HOOKS_OF_EVALUATION = {
+    f"{prefix}_{suffix}"
+    for stage in ("validation", "test")
+    for prefix, suffix in ((stage, "step"), (f"on_{stage}", "batch_start"), (f"on_{stage}", "batch_end"))
+}
+_EPOCH_HOOKS = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end"} | {
+    f"on_{stage}_{when}" for stage in ("validation", "test") for when in ("start", "epoch_start", "epoch_end")
+}
+
+
+def reduction(name: str, reduce_fx: Any) -> str:
+    """The name of a `reduce_fx`, which may be given as `"mean"` or as `torch.mean`."""
+    try:
+        return _REDUCTIONS[reduce_fx]
+    except (KeyError, TypeError):
+        raise LogError(
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}): use 'mean', 'sum', 'min' or 'max'; for anything else "
+            "log an object with update() and compute(), such as a torchmetrics Metric."
+        ) from None
+
+
+class NullBuffer(list[Entry]):
+    """Forgets what is logged: `barebones` has no log."""
+
+    def append(self, entry: Entry) -> None:
+        pass
+
+
+@dataclass
+class _Slot:
+    name: str
+    options: Options
+    on_step: bool
+    on_epoch: bool
+    op: str
+    order: int
+    metric: Any = None
+    last: Any = None
+    fresh: bool = False
+    values: list[Any] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    total: float | None = None
+    weight: float = 0.0
+
+    @property
+    def step_name(self) -> str:
+        return f"{self.name}_step" if self.on_epoch else self.name
+
+    @property
+    def epoch_name(self) -> str:
+        return f"{self.name}_epoch" if self.on_step else self.name
+
+    def add(self, value: float, weight: float) -> None:
+        amount = value * weight if self.op == "mean" else value
+        self.total = amount if self.total is None else _COMBINE[self.op](self.total, amount)
+        self.weight += weight
+
+    def clear(self) -> None:
+        self.values, self.weights, self.total, self.weight = [], [], None, 0.0
+
+
+def _smaller(a: float, b: float) -> float:
+    return a if a <= b or math.isnan(a) else b
+
+
+def _larger(a: float, b: float) -> float:
+    return a if a >= b or math.isnan(a) else b
+
+
+_COMBINE: dict[str, Callable[[float, float], float]] = {
+    "mean": lambda a, b: a + b,
+    "sum": lambda a, b: a + b,
+    "min": _smaller,
+    "max": _larger,
+}
+
+
+class PackedCopy:
+    """Scalars on their way to the host: one stacked transfer per dtype and device, not waited for on a GPU.
+
+    Args:
+        values: 0-dim tensors, and numbers, which pass through.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = list(values)
+        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, value in enumerate(self._values):
+            if isinstance(value, Tensor):
+                groups.setdefault((value.dtype, value.device), []).append(i)
+        self._copies: list[tuple[list[int], Tensor]] = []
+        self._event: torch.cuda.Event | None = None
+        for (_, device), places in groups.items():
+            packed = torch.stack([self._values[i] for i in places])
+            if device.type == "cuda":
+                packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record(torch.cuda.current_stream(device))
+            self._copies.append((places, packed))
+
+    @property
+    def ready(self) -> bool:
+        """Whether `floats` returns without waiting."""
+        return self._event is None or self._event.query()
+
+    def floats(self) -> list[float]:
+        """The values in their order; waits for the transfer."""
+        if self._event is not None:
+            self._event.synchronize()
+        for places, packed in self._copies:
+            for i, value in zip(places, packed.tolist(), strict=True):
+                self._values[i] = value
+        self._copies = []
+        return [float(value) for value in self._values]
+
+
+class StepMetrics(NamedTuple):
+    """Step values on their way to the loggers."""
+
+    metrics: dict[str, float]
+    step: int
+
+
+class LogBook:
+    """All that one stage (train, validate, test) logs.
+
+    Args:
+        stage: `train`, `validate`, `sanity_check`, `test`.
+        world_size: processes that the epoch values are reduced over.
+        num_loaders: with more than one, names get `/dataloader_idx_<i>`.
+    """
+
+    def __init__(self, stage: str, world_size: int = 1, num_loaders: int = 1) -> None:
+        self.stage = stage
+        self.buffer: list[Entry] = []
+        self.batch: Any = None
+        self.weight: float | None = None
+        """Samples of this batch on this rank: 0 for a replayed one, None when the batch must be asked."""
+        self._world_size = world_size
+        self._num_loaders = num_loaders
+        self._dataloader_idx: int | None = None
+        self._hook = ""
+        self._slots: dict[tuple[str, int | None], dict[str, _Slot]] = {}
+        self._current: dict[str, _Slot] = {}
+        self._order = 0
+        self._outstanding: tuple[PackedCopy, list[tuple[_Slot, int]], list[_Slot], int] | None = None
+        self._held_weights: list[float] = []
+        self.step_values: dict[str, Any] = {}
+        """The last step values by name (numbers or device tensors), for whoever shows them."""
+
+    # ---- where we are
+
+    def enter(self, hook: str) -> str:
+        """Say that `hook` runs from here on; returns the one before, for `leave`."""
+        before = self._hook
+        if self.buffer:
+            self.drain()
+        self._hook = hook
+        self._select()
+        return before
+
+    def leave(self, before: str) -> None:
+        """Collect what the hook logged and go back to the one before."""
+        if self.buffer:
+            self.drain()
+        self._hook = before
+        self._select()
+
+    def set_loader(self, index: int) -> None:
+        """Say which of several evaluation loaders the batches come from."""
+        if self._num_loaders > 1:
+            self._dataloader_idx = index
+            self._select()
+
+    def _select(self) -> None:
+        self._current = self._slots.setdefault((self._hook, self._dataloader_idx), {})
+
+    # ---- from the buffer into slots
+
+    def drain(self) -> None:
+        """Move the buffer's entries into their slots. Nothing is computed and the device is not asked."""
+        current, weight = self._current, self.weight
+        for name, value, options, batch_size in self.buffer:
+            slot = current.get(name)
+            if slot is None or slot.options != options:
+                slot = self._slot(name, value, options)
+            if weight == 0:
+                continue
+            if slot.metric is not None:
+                value = getattr(value, "_forward_cache", None)
+                if value is None:
+                    continue
+            elif slot.on_epoch:
+                slot.values.append(value)
+                slot.weights.append(self._weight(batch_size))
+            slot.last = value
+            slot.fresh = True
+            if slot.on_step:
+                self.step_values[slot.step_name] = value
+        self.buffer.clear()
+
+    def _weight(self, batch_size: int | None) -> float:
+        if batch_size is not None:
+            return float(batch_size)
+        if self.weight is not None:
+            return self.weight
+        if self.batch is None:
+            return 1.0
+        size = find_batch_size(self.batch)
+        return 1.0 if size is None else float(size)
+
+    def _slot(self, name: str, value: Any, options: Options) -> _Slot:
+        known = self._current.get(name)
+        if known is not None:
+            changed = [
+                f"{key}={old!r} then {new!r}"
+                for key, old, new in zip(Options._fields, known.options, options, strict=True)
+                if old != new
+            ]
+            raise LogError(
+                f"self.log({name!r}) was called twice in {self._hook} with different arguments ({', '.join(changed)}). "
+                "Use one set of arguments, or two names."
+            )
+        _check_value(name, value)
+        on_step, on_epoch = self._defaults(name, options)
+        full_name = name
+        if self._dataloader_idx is not None and options.add_dataloader_idx:
+            full_name = f"{name}/dataloader_idx_{self._dataloader_idx}"
+        metric = value if _is_metric(value) else None
+        slot = _Slot(full_name, options, on_step, on_epoch, options.reduce_fx, self._order, metric)
+        self._order += 1
+        self._current[name] = slot
+        return slot
+
+    def _defaults(self, name: str, options: Options) -> tuple[bool, bool]:
+        hook, on_step, on_epoch = self._hook, options.on_step, options.on_epoch
+        if hook in _BATCH_HOOKS_OF_TRAINING:
+            step = True if on_step is None else on_step
+            return step, False if on_epoch is None else on_epoch
+        if hook in _BATCH_HOOKS_OF_EVALUATION:
+            return bool(on_step), True if on_epoch is None else on_epoch
+        if hook in _EPOCH_HOOKS:
+            if on_step:
+                raise LogError(f"self.log({name!r}, on_step=True) in {hook}: there is no step here; leave on_step out.")
+            return False, True if on_epoch is None else on_epoch
+        raise LogError(
+            f"self.log({name!r}) was called in {hook or 'a place outside the hooks'}, where nothing can be logged. "
+            "Log in a step, in a batch hook, or in an *_epoch_start / *_epoch_end hook."
+        )
+
+    def bar_values(self) -> dict[str, Any]:
+        """The last step values that were logged with `prog_bar=True`. Read by the progress bar's thread."""
+        return {
+            slot.step_name: slot.last
+            for slot in self._all()
+            if slot.options.prog_bar and slot.on_step and slot.last is not None
+        }
+
+    # ---- out of the slots
+
+    def _all(self) -> Iterable[_Slot]:
+        return [slot for slots in list(self._slots.values()) for slot in list(slots.values())]
+
+    def hand_over(self, step: int, wait: bool = False) -> list[StepMetrics]:
+        """Start the transfer of all that is held, and return the step values of transfers that arrived.
+
+        On a CPU that is this one; on a GPU the one before, so that the host does not wait, unless `wait` asks for all.
+
+        Args:
+            step: the step that the step values belong to.
+            wait: return only when everything has arrived.
+        """
+        arrived = self._arrive()
+        held: list[tuple[_Slot, int]] = []
+        fresh: list[_Slot] = []
+        values: list[Any] = []
+        weights: list[float] = []
+        for slot in self._all():
+            if slot.values:
+                held.append((slot, len(slot.values)))
+                values += slot.values
+                weights += slot.weights
+                slot.values, slot.weights = [], []
+        for slot in self._all():
+            if slot.fresh and slot.on_step:
+                fresh.append(slot)
+                values.append(slot.last)
+            slot.fresh = False
+        if values:
+            self._outstanding = (PackedCopy(values), held, fresh, step)
+            self._held_weights = weights
+            if wait or self._outstanding[0].ready:
+                arrived += self._arrive()
+        return arrived
+
+    def _arrive(self) -> list[StepMetrics]:
+        if self._outstanding is None:
+            return []
+        copy, held, fresh, step = self._outstanding
+        self._outstanding = None
+        floats = copy.floats()
+        at = 0
+        for slot, count in held:
+            for value, weight in zip(floats[at : at + count], self._held_weights[at : at + count], strict=True):
+                slot.add(value, weight)
+            at += count
+        metrics = {slot.step_name: value for slot, value in zip(fresh, floats[at:], strict=True)}
+        synced = [slot.step_name for slot in fresh if slot.options.sync_dist]
+        if synced and self._world_size > 1:
+            for name, values in _by_name(gather_object({name: metrics[name] for name in synced})).items():
+                metrics[name] = sum(values) / len(values)
+        self.step_values.update(metrics)
+        unlogged = {slot.step_name for slot in fresh if slot.options.logger is False}
+        return [StepMetrics({k: v for k, v in metrics.items() if k not in unlogged}, step)] if metrics else []
+
+    def reduce(self, step: int, reset: bool) -> tuple[list[StepMetrics], list[EpochMetric]]:
+        """The epoch values so far, reduced over ranks. Collective.
+
+        Args:
+            step: the step that outstanding step values belong to.
+            reset: begin a new epoch afterwards.
+
+        Returns:
+            Step values that were still held, and the epoch values in the order of their first `self.log`.
+        """
+        arrived = self.hand_over(step, wait=True)
+        slots = sorted((slot for slot in self._all() if slot.on_epoch), key=lambda slot: slot.order)
+        local = {
+            slot.epoch_name: (slot.op, slot.total, slot.weight)
+            for slot in slots
+            if slot.metric is None and slot.options.sync_dist is not False and not slot.options.rank_zero_only
+        }
+        everywhere = gather_object(local) if self._world_size > 1 else [local]
+        shared = {name: _merge(parts) for name, parts in _by_name(everywhere).items()}
+        result: list[EpochMetric] = []
+        for slot in slots:
+            if slot.metric is not None:
+                value: float | None = float(slot.metric.compute())
+                if reset:
+                    slot.metric.reset()
+            elif slot.epoch_name in shared:
+                value = shared.pop(slot.epoch_name)
+            else:
+                value = _final(slot.op, slot.total, slot.weight)
+            if value is not None:
+                result.append(EpochMetric(slot.epoch_name, value, slot.options))
+            if reset:
+                slot.clear()
+        # A name that only other ranks logged is still one decision for all.
+        result += [EpochMetric(name, value, Options()) for name, value in shared.items() if value is not None]
+        return arrived, result
+
+    # ---- resume
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """This rank's open sums; call after `hand_over(wait=True)`."""
+        return [
+            {
+                "hook": hook,
+                "dataloader_idx": dataloader_idx,
+                "key": key,
+                "name": slot.name,
+                "options": list(slot.options),
+                "total": slot.total,
+                "weight": slot.weight,
+            }
+            for (hook, dataloader_idx), slots in self._slots.items()
+            for key, slot in slots.items()
+            if slot.on_epoch and slot.total is not None
+        ]
+
+    def load_state_dict(self, state_dict: list[dict[str, Any]]) -> None:
+        """Take up the sums of an epoch that was interrupted."""
+        for saved in state_dict:
+            self._hook, self._dataloader_idx = saved["hook"], saved["dataloader_idx"]
+            self._select()
+            slot = self._slot(saved["key"], 0.0, Options(*saved["options"]))
+            slot.name, slot.total, slot.weight = saved["name"], saved["total"], saved["weight"]
+        self._hook, self._dataloader_idx = "", None
+        self._select()
+
+
+class EpochMetric(NamedTuple):
+    """One reduced epoch value."""
+
+    name: str
+    value: float
+    options: Options
+
+
+def _is_metric(value: Any) -> bool:
+    return not isinstance(value, Tensor) and callable(getattr(value, "compute", None))
+
+
+def _check_value(name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise LogError(
+                f"self.log({name!r}) got a tensor of shape {tuple(value.shape)}; it takes one number. "
+                "Reduce it first, for instance with .mean()."
+            )
+    elif isinstance(value, dict):
+        raise LogError(f"self.log({name!r}) got a dict; use self.log_dict for several values at once.")
+    elif not isinstance(value, (int, float)) and not _is_metric(value):
+        raise LogError(
+            f"self.log({name!r}) got {type(value).__name__} {value!r}; it takes a number, a tensor with one element, "
+            "or a metric object with compute()."
+        )
+
+
+def _by_name(parts: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    names: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, value in part.items():
+            names.setdefault(name, []).append(value)
+    return names
+
+
+def _merge(parts: Sequence[tuple[str, float | None, float]]) -> float | None:
+    op = parts[0][0]
+    total: float | None = None
+    for _, amount, _ in parts:
+        if amount is not None:
+            total = amount if total is None else _COMBINE[op](total, amount)
+    return _final(op, total, sum(weight for _, _, weight in parts))
+
+
+def _final(op: str, total: float | None, weight: float) -> float | None:
+    if total is None:
+        return None
+    if op == "mean":
+        return total / weight if weight else None
+    return total

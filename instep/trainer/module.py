@@ -1,0 +1,411 @@
+"""`TrainModule`: the base class of users' models."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.distributed import gather
+from instep.errors import HookError, UsageError
+from instep.trainer.hooks import ModuleHooks, is_overridden
+from instep.trainer.log import Entry, Options, reduction
+from instep.trainer.optimizers import TrainOptimizer
+from instep.types import PathLike
+from instep.utils.hparams import HyperParameters
+
+if TYPE_CHECKING:
+    from instep.trainer.trainer import Trainer
+
+M = TypeVar("M", bound="TrainModule")
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class TrainModule(HyperParameters, ModuleHooks, nn.Module):
+    """A model with its training: an `nn.Module` with step hooks.
+
+    Override `training_step` and `configure_optimizers`, and of the rest what you need. Names and meaning are those of
+    a LightningModule.
+
+    Example:
+        >>> class Classifier(TrainModule):
+        ...     def __init__(self, width: int = 32, lr: float = 1e-3) -> None:
+        ...         super().__init__()
+        ...         self.save_hyperparameters()
+        ...         self.net = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+        ...
+        ...     def training_step(self, batch, batch_idx):
+        ...         x, y = batch
+        ...         loss = nn.functional.cross_entropy(self.net(x), y)
+        ...         self.log("train_loss", loss, prog_bar=True)
+        ...         return loss
+        ...
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+    """
+
+    automatic_optimization = True
+    """False: `training_step` calls `manual_backward` and the optimizers' `step` itself."""
+
+    strict_loading = True
+    """Whether a checkpoint must hold exactly this module's weights."""
+
+    example_input_array: Any = None
+    """An input of `forward`, for loggers that draw the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Plain attributes of the instance: nn.Module's own look-ups are slow, and `log` reads this in every step.
+        self._log_buffer: list[Entry] | None = None
+        self._trainer: Trainer | None = None
+
+    # ---- steps
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Compute the loss of one batch.
+
+        Args:
+            batch: what the training loader gave, on the module's device.
+            batch_idx: its index in the epoch, from 0. May be left out of the signature.
+
+        Returns:
+            The loss as a 0-dim tensor, a dict with the loss under "loss", or None to skip the batch (one process only).
+        """
+        raise HookError(f"{type(self).__name__} has no training_step; fit needs one")
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Evaluate one validation batch; what is returned goes to `on_validation_batch_end`."""
+        raise HookError(f"{type(self).__name__} has no validation_step; validate needs one")
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Evaluate one test batch; what is returned goes to `on_test_batch_end`."""
+        raise HookError(f"{type(self).__name__} has no test_step; test needs one")
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Predict one batch; by default the module's `forward`."""
+        return self(batch)
+
+    # ---- optimization
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizers and schedulers.
+
+        Returns:
+            An optimizer; a list of them; two lists, of optimizers and of schedulers; a dict with "optimizer" and,
+            if wanted, "lr_scheduler" (a scheduler or a dict with "scheduler", "interval", "frequency", "monitor",
+            "strict", "name"); a list of such dicts; or None to train without one.
+        """
+        raise HookError(f"{type(self).__name__} has no configure_optimizers; fit needs one")
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Any = None) -> None:
+        """Step the optimizer. When you override it, call `optimizer_closure()` once, or pass it to `optimizer.step`."""
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Zero the gradients before backward."""
+        optimizer.zero_grad()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backpropagate `loss`, already weighted (and scaled) by the Trainer."""
+        loss.backward(*args, **kwargs)
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients; by default as the Trainer's arguments say."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def clip_gradients(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients of an optimizer through the strategy.
+
+        Args:
+            optimizer: whose gradients.
+            gradient_clip_val: largest norm or value; None clips nothing.
+            gradient_clip_algorithm: "norm" (default) or "value".
+        """
+        if gradient_clip_val is not None:
+            self.trainer.strategy.clip_gradients(_bare(optimizer), gradient_clip_val, gradient_clip_algorithm or "norm")
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step one scheduler; `metric` is the monitored value, or None."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of them, for manual optimization.
+
+        Args:
+            use_pl_optimizer: False gives the bare optimizers, whose `step` the Trainer does not see.
+        """
+        wrapped = self.trainer._wrapped_optimizers if use_pl_optimizer else self.trainer.optimizers
+        return wrapped[0] if len(wrapped) == 1 else list(wrapped)
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, the list of them, or None, for manual optimization."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backpropagate in manual optimization, with the precision's scaling and the strategy's gradient reduction."""
+        if self.automatic_optimization:
+            raise UsageError("manual_backward is for manual optimization: set self.automatic_optimization = False")
+        self.trainer._manual_backward(loss, *args, **kwargs)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let gradients reach only this optimizer's parameters, until `untoggle_optimizer`."""
+        mine = {id(p) for group in _bare(optimizer).param_groups for p in group["params"]}
+        state: dict[Tensor, bool] = {}
+        for other in self.trainer.optimizers:
+            for group in other.param_groups:
+                for p in group["params"]:
+                    state[p] = p.requires_grad
+                    p.requires_grad = p.requires_grad and id(p) in mine
+        self._toggled: dict[Tensor, bool] = state
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Undo `toggle_optimizer`."""
+        for p, requires_grad in getattr(self, "_toggled", {}).items():
+            p.requires_grad = requires_grad
+        self._toggled = {}
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """`toggle_optimizer` for the length of a with block."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    # ---- logging
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        sync_dist: bool | None = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log one value. It is copied and stays on its device; nothing waits.
+
+        Args:
+            name: keys with a "/" group in dashboards.
+            value: a number, a tensor with one element, or a metric object with `compute()`.
+            prog_bar: show it in the progress bar.
+            logger: send it to the loggers; default yes.
+            on_step: hand over the value of the step, every `log_every_n_steps`. Default: in training's batch hooks.
+            on_epoch: hand over the epoch's value. Default: in evaluation, and in epoch hooks.
+            reduce_fx: "mean" (weighted by batch size), "sum", "min" or "max", over the epoch's batches and ranks.
+            sync_dist: None (default): epoch values reduce exactly over ranks, step values stay local. True: step values
+                are averaged over ranks too, when they are handed over. False: nothing is reduced.
+            add_dataloader_idx: append the loader's index to the name when there are several.
+            batch_size: samples behind the value (its weight); by default known from the sampler or the batch.
+            rank_zero_only: only the main process logs it; nothing is reduced.
+
+        Raises:
+            LogError: a wrong value, a hook where nothing can be logged, or contradicting arguments for one name. Raised
+                when the loop collects the value, right after the step or hook.
+        """
+        buffer = self._log_buffer
+        if buffer is None:
+            self._nothing_logs(name)
+            return
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+            if value.ndim:
+                value = value.squeeze()
+        if type(reduce_fx) is not str:
+            reduce_fx = reduction(name, reduce_fx)
+        buffer.append(
+            (
+                name,
+                value,
+                Options(prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only),
+                batch_size,
+            )
+        )
+
+    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+        """`log` for each item of a dict; takes the same keyword arguments."""
+        for name, value in dictionary.items():
+            self.log(name, value, **kwargs)
+
+    def _nothing_logs(self, name: str) -> None:
+        if self._trainer is None or self._trainer.state.fn is None:
+            warnings.warn(f"self.log({name!r}) outside a Trainer's run is not recorded", stacklevel=3)
+        else:
+            raise UsageError(
+                f"self.log({name!r}) was called where nothing can be logged (predict, or a hook outside the stages). "
+                "Log in a step, a batch hook, or an *_epoch_start / *_epoch_end hook."
+            )
+
+    # ---- the Trainer
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer that runs, or last ran, this module."""
+        if self._trainer is None:
+            raise UsageError(f"{type(self).__name__} is not attached to a Trainer; this works inside fit/validate/test")
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        self._trainer = trainer
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, from 0."""
+        return 0 if self._trainer is None else self._trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done."""
+        return 0 if self._trainer is None else self._trainer.global_step
+
+    @property
+    def global_rank(self) -> int:
+        return 0 if self._trainer is None else self._trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return 0 if self._trainer is None else self._trainer.local_rank
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return None if self._trainer is None else self._trainer.logger
+
+    @property
+    def loggers(self) -> list[Any]:
+        return [] if self._trainer is None else self._trainer.loggers
+
+    @property
+    def batch_weight(self) -> float:
+        """What this batch's mean loss must be multiplied by in manual optimization, so that the average over ranks is
+        the mean over all samples: n_rank * world / n_global. 1.0 but in the tail of an epoch.
+        """
+        return self.trainer._batch_weight()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter lives."""
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The first floating parameter's dtype."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print` on the main process only, above the progress bar."""
+        if self._trainer is None:
+            print(*args, **kwargs)
+        else:
+            self._trainer.print(*args, **kwargs)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Gather tensors of all ranks, stacked in a new first dimension. Collective.
+
+        Args:
+            data: a tensor, or a nest of them, alike in shape on all ranks.
+            sync_grads: let gradients flow back to the ranks the tensors came from.
+        """
+        from lightning_utilities.core.apply_func import apply_to_collection  # late: rarely used
+
+        if self.trainer.world_size == 1:
+            return data
+        if sync_grads:
+            from torch.distributed.nn.functional import all_gather  # late: slow to import
+
+            return apply_to_collection(data, Tensor, lambda t: torch.stack(all_gather(t)))
+        return apply_to_collection(data, Tensor, lambda t: gather(t.unsqueeze(0)))
+
+    # ---- weights
+
+    def freeze(self) -> None:
+        """Stop gradients of all parameters and go to eval mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Undo `freeze`."""
+        self.requires_grad_(True)
+        self.train()
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[M],
+        checkpoint_path: PathLike,
+        map_location: Any = None,
+        hparams_file: PathLike | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> M:
+        """Make a module from a checkpoint: `__init__` gets the saved hyperparameters, then the weights are loaded.
+
+        Args:
+            checkpoint_path: a checkpoint folder.
+            map_location: device to move the module to.
+            hparams_file: a JSON file of hyperparameters that take the saved ones' place.
+            strict: whether names must match exactly; default the module's `strict_loading`.
+            **kwargs: arguments of `__init__`, before the saved ones.
+
+        Raises:
+            CheckpointError: it is not a checkpoint, or does not verify.
+        """
+        from instep.trainer.snapshot import load_module  # late: the checkpoint room is loaded when used
+
+        return load_module(cls, checkpoint_path, map_location, hparams_file, strict, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile `forward` and the step methods in place, with the arguments of `torch.compile`.
+
+        Call it before `fit`. Logging stays outside the compiled graph.
+        """
+        super().compile(*args, **kwargs)
+        for name in STEPS:
+            if is_overridden(self, name, TrainModule):
+                self.__dict__[name] = torch.compile(getattr(self, name), *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and saved modules must not carry the Trainer, nor steps compiled for another object.
+        left_out = {"_trainer": None, "_log_buffer": None}
+        return {key: left_out.get(key, value) for key, value in self.__dict__.items() if key not in STEPS}
+
+
+def _bare(optimizer: Any) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, TrainOptimizer) else optimizer
+
+
+def accepted_arguments(step: Any, offered: tuple[str, ...]) -> int:
+    """How many of the offered positional arguments a step method takes.
+
+    Args:
+        step: the bound method.
+        offered: their names in order, such as ("batch", "batch_idx", "dataloader_idx").
+    """
+    parameters = inspect.signature(step).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return len(offered)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not positional:
+        raise HookError(f"{getattr(step, '__qualname__', step)} takes no batch; its first argument must be the batch")
+    return min(len(positional), len(offered))

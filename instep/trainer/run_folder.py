@@ -1,0 +1,145 @@
+"""The run folder: `<default_root_dir>/instep_runs/version_<n>/`, with logs, `checkpoints/` and `status.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, CheckpointNotFoundError, InstepError, Preempted
+
+if TYPE_CHECKING:
+    from instep.checkpoint import CheckpointStore
+    from instep.trainer.session import Session
+    from instep.trainer.trainer import Trainer
+
+_VERSION = re.compile(r"version_(\d+)")
+
+
+class RunFolder:
+    """Where one Trainer writes. Chosen once, by the main process, at the first run that writes or resumes.
+
+    Args:
+        root: the Trainer's `default_root_dir`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.base = root / "instep_runs"
+        self.path: Path | None = None
+
+    @property
+    def checkpoints(self) -> Path | None:
+        """Where checkpoints go unless ModelCheckpoint has a `dirpath`; None before the folder is chosen."""
+        return None if self.path is None else self.path / "checkpoints"
+
+    # ---- choosing; both are collective
+
+    def find_checkpoint(self, run: Session, ckpt_path: Any) -> Path | None:
+        """The checkpoint that `ckpt_path` means, verified.
+
+        Args:
+            run: the session.
+            ckpt_path: a path, "last", "best", "auto" or None.
+
+        Returns:
+            Its folder or file; None for None, and for "auto" where there is nothing to resume.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CorruptCheckpointError: a path was given and what is there does not verify.
+        """
+        from instep.checkpoint import CheckpointStore  # late: only a run with checkpoints pays for it
+
+        if ckpt_path is None:
+            return None
+        if ckpt_path not in ("last", "best", "auto"):
+            return _at_path(Path(ckpt_path))
+        kind = "full" if run.fn == "fit" else None
+        callback = run.trainer.checkpoint_callback
+        monitor = callback.monitor if callback is not None and ckpt_path == "best" else None
+        if callback is not None and callback.dirpath is not None:
+            return CheckpointStore(callback.dirpath).resolve(ckpt_path, kind=kind, monitor=monitor)
+        for version in run.agree([str(path) for path in self._versions()]) if self.path is None else [str(self.path)]:
+            found = CheckpointStore(Path(version) / "checkpoints").resolve("auto", kind=kind)
+            if found is None:
+                continue
+            if self.path is None and ckpt_path == "auto" and run.fn == "fit":
+                self.path = Path(version)  # the same command goes on in the same folder
+            if ckpt_path == "best":
+                return CheckpointStore(Path(version) / "checkpoints").resolve("best", kind=kind, monitor=monitor)
+            return found
+        if ckpt_path == "auto":
+            return None
+        raise CheckpointNotFoundError(
+            f"ckpt_path={ckpt_path!r}: there is no checkpoint in {self.path or self.base}. Give a path, or 'auto' to "
+            "start fresh where there is none.",
+            path=self.base,
+        )
+
+    def choose(self, run: Session) -> Path:
+        """The folder, made with the next free number the first time."""
+        if self.path is None:
+            self.path = Path(run.agree(str(self._make()) if run.rank == 0 else None))
+        return self.path
+
+    def _make(self) -> Path:
+        number = max((int(path.name.removeprefix("version_")) for path in self._versions()), default=-1) + 1
+        while True:
+            path = self.base / f"version_{number}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:  # another run took it in the meantime
+                number += 1
+            except OSError as error:
+                raise InstepError(
+                    f"cannot make the run folder {path}: {error.strerror or error}. Make it writable, or choose another "
+                    "with Trainer(default_root_dir=...)."
+                ) from error
+            else:
+                return path.absolute()
+
+    def _versions(self) -> list[Path]:
+        """The run folders, the newest first."""
+        if not self.base.is_dir():
+            return []
+        found = [(int(m[1]), path) for path in self.base.iterdir() if (m := _VERSION.fullmatch(path.name))]
+        return [path.absolute() for _, path in sorted(found, reverse=True)]
+
+    # ---- how it ended
+
+    def write_status(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Say in `status.json` how the run ended, since plain torchrun turns every exit code into 1."""
+        if self.path is None or not trainer.is_global_zero:
+            return
+        if error is None:
+            status, code = "done", 0
+        elif isinstance(error, Preempted):
+            status, code = "preempted", EXIT_PREEMPTED
+        else:
+            status, code = "failed", EXIT_FAILED
+        content: dict[str, Any] = {
+            "status": status,
+            "exit_code": code,
+            "global_step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "checkpoint": str(error.checkpoint) if isinstance(error, Preempted) else None,
+            "error": None if error is None or status == "preempted" else f"{type(error).__name__}: {error}",
+        }
+        temporary = self.path / ".status.json"
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(temporary, self.path / "status.json")
+
+
+def _at_path(path: Path) -> Path:
+    """The checkpoint at a path, or the newest of those that `save_checkpoint(path)` saved under this name."""
+    from instep.checkpoint import CheckpointStore  # late, as above
+
+    if path.is_file() or (path / "manifest.json").exists():
+        return path
+    store: CheckpointStore = CheckpointStore(path.parent)
+    for info in store.scan():
+        if re.fullmatch(re.escape(path.name) + r"-\d+", info.path.name):
+            return info.path
+    raise CheckpointNotFoundError(f"there is no checkpoint at {path}", path=path)

@@ -1,0 +1,322 @@
+"""One call of fit, validate, test or predict: everything that is resolved before its first step, and undone after.
+
+A `Session` is a context. Entering it attaches the module, makes the run the active one and opens the run folder and
+loggers; leaving it, on an error too, puts everything back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from traceback import print_exception
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep.callbacks.base import Callback
+from instep.data import DataModule
+from instep.distributed import Triggers, broadcast_object, wait_for_everyone
+from instep.errors import HookError, UsageError
+from instep.state import PartialState, Run, pop_run, push_run
+from instep.strategies import Precision
+from instep.trainer import snapshot
+from instep.trainer.hooks import Hook, HookTable, ModuleHooks, is_overridden
+from instep.trainer.loaders import Loaders
+from instep.trainer.log import LogBook, NullBuffer
+from instep.trainer.module import TrainModule, accepted_arguments
+from instep.trainer.optimizers import LRSchedulerConfig, TrainOptimizer, configure
+from instep.trainer.signals import SignalGuard
+from instep.trainer.transfer import batch_transfer
+from instep.utils.seed import derive_seed, seed_process
+
+if TYPE_CHECKING:
+    from instep.checkpoint import Reader
+    from instep.trainer.trainer import Trainer
+
+
+LOOP_TRIGGERS = ("stop", "save", "preempted", "validate")
+
+
+class Session:
+    """See the module.
+
+    Args:
+        trainer: whose arguments hold.
+        fn: `fit`, `validate`, `test` or `predict`.
+        module: the user's module.
+        datamodule: or None.
+        loaders: what the user passed, by stage: `train`, `val`, `test`, `predict`.
+        ckpt_path: as passed to the Trainer.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        fn: str,
+        module: TrainModule,
+        datamodule: DataModule | None,
+        loaders: dict[str, Any],
+        ckpt_path: Any = None,
+    ) -> None:
+        self.trainer = trainer
+        self.settings = trainer.settings
+        self.fn = fn
+        self.module = module
+        self.datamodule = datamodule
+        self.ckpt_path = ckpt_path
+        self.strategy = trainer.strategy
+        self.position = trainer.position
+        self.callbacks: list[Callback] = []
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[LRSchedulerConfig] = []
+        self.wrapped_optimizers: list[TrainOptimizer] = []
+        self.manual_steps = 0
+        self.triggers: Triggers | None = None
+        self.resumed: Reader | None = None
+        self.accumulate = self.settings.accumulate_grad_batches
+        self.book = LogBook("train")
+        self.loaders = Loaders(self, loaders)
+        self._stack = ExitStack()
+
+    # ---- entering and leaving
+
+    def __enter__(self) -> Session:
+        try:
+            self._open()
+        except BaseException as error:
+            self._leave(error)
+            raise
+        return self
+
+    def _open(self) -> None:
+        trainer = self.trainer
+        process = trainer._connect()
+        self.world_size, self.rank = process.num_processes, process.process_index
+        self.device = trainer._device(process)
+        self.triggers = Triggers(self.settings.trigger_every, reserved=LOOP_TRIGGERS)
+        self.precision = Precision(self.settings.precision, self.device)
+        self.strategy.connect(self.device, self.precision)
+        self.state = push_run(Run(f"Trainer.{self.fn}", self.precision.mixed_precision, num_steps=self.accumulate))
+        self._stack.callback(pop_run, self.state)
+        self._stack.enter_context(_torch_flags(trainer))
+        trainer._session = self
+        trainer.state.begin(self.fn)
+        self.module.trainer = trainer
+        if self.datamodule is not None:
+            self.datamodule.trainer = trainer
+        if self.fn == "fit":
+            self._stack.enter_context(SignalGuard(self.triggers))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Undo everything, each thing even if another fails; the first error of all is the one that is raised."""
+        undo: list[Callable[[], None]] = [
+            self._call_teardown,
+            lambda: self._finish(error),
+            self._detach,
+            self._stack.close,
+        ]
+        if error is not None:
+            undo = [self._abandon, lambda: self._call_on_exception(error), *undo]
+        first = error
+        for step in undo:
+            try:
+                step()
+            except Exception as another:
+                if first is None:
+                    first = another
+                else:
+                    print_exception(another)
+        if first is not None and error is None:
+            raise first
+
+    def _abandon(self) -> None:
+        """Wait for nobody from here on: the other ranks may never come."""
+        if self.triggers is not None:
+            self.triggers.abandon()
+
+    def _finish(self, error: BaseException | None) -> None:
+        trainer = self.trainer
+        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
+        trainer.state.status = "finished" if error is None else "interrupted" if stopped else "failed"
+        for logger in trainer.loggers:
+            logger.finalize({"finished": "success"}.get(trainer.state.status, trainer.state.status))
+        if self.fn == "fit":
+            trainer.run_folder.write_status(trainer, error)
+
+    def _call_on_exception(self, error: BaseException) -> None:
+        for hook in HookTable(self.trainer, self.module, self.callbacks).of_callbacks("on_exception"):
+            hook(error)
+        if self.datamodule is not None:
+            self.datamodule.on_exception(error)
+
+    def _call_teardown(self) -> None:
+        self.set_book(None)
+        if self.datamodule is not None:
+            self.datamodule.teardown(self.fn)
+        HookTable(self.trainer, self.module, self.callbacks).call("teardown", self.fn)
+
+    def _detach(self) -> None:
+        trainer = self.trainer
+        self.set_book(None)
+        self.strategy.teardown()
+        self.loaders.close()
+        trainer._session, trainer._last = None, self
+        trainer.progress.stage = None
+        trainer.state.end()
+
+    # ---- set-up, in the order of Lightning's hooks
+
+    def set_up(self) -> None:
+        """configure_callbacks › prepare_data › setup › configure_model › weights; the module is on its device then."""
+        trainer, module = self.trainer, self.module
+        self.callbacks = trainer._resolve_callbacks(module)
+        self.hooks = HookTable(trainer, module, self.callbacks)
+        self._check_hooks()
+        path = trainer.run_folder.find_checkpoint(self, self.ckpt_path)
+        self.resumed = snapshot.open_checkpoint(self, path) if path is not None and path.is_dir() else None
+        self._prepare_data()
+        if self.datamodule is not None:
+            self.datamodule.setup(self.fn)
+        self.hooks.call("setup", self.fn)
+        if self.resumed is not None and self.fn == "fit":
+            snapshot.resume_plugins(self, self.resumed)
+        trainer._start_loggers(module, self.datamodule)
+        if is_overridden(module, "configure_model", ModuleHooks):
+            module.configure_model()
+        self.strategy.place(module)
+        if path is not None:
+            snapshot.load_weights(self, path, self.resumed)
+
+    def _check_hooks(self) -> None:
+        needed = {
+            "fit": ("training_step", "configure_optimizers"),
+            "validate": ("validation_step",),
+            "test": ("test_step",),
+        }
+        for name in needed.get(self.fn, ()):
+            if not is_overridden(self.module, name, TrainModule):
+                raise HookError(f"{type(self.module).__name__} has no {name}; trainer.{self.fn} needs it")
+        if self.fn == "fit" and not self.module.automatic_optimization:
+            for name in ("gradient_clip_val", "global_batch_size"):
+                if getattr(self.settings, name) is not None:
+                    raise UsageError(
+                        f"Trainer({name}=...) has no effect in manual optimization, where training_step does it itself: "
+                        "leave it out, and use self.clip_gradients or your own accumulation there."
+                    )
+            if self.accumulate != 1:
+                raise UsageError(
+                    "Trainer(accumulate_grad_batches=...) has no effect in manual optimization: leave it out and step "
+                    "every N batches in training_step."
+                )
+
+    def _prepare_data(self) -> None:
+        process = PartialState()
+        per_node = getattr(self.datamodule or self.module, "prepare_data_per_node", True)
+        if process.is_local_main_process if per_node else process.is_main_process:
+            if self.datamodule is not None:
+                self.datamodule.prepare_data()
+            if is_overridden(self.module, "prepare_data", ModuleHooks):
+                self.module.prepare_data()
+        wait_for_everyone()
+
+    def configure_optimizers(self) -> None:
+        """Call the module's `configure_optimizers`, then spread the module."""
+        self.optimizers, self.schedulers = configure(self.module.configure_optimizers(), self.module)
+        on_step = self._manual_step if not self.module.automatic_optimization else self.strategy.optimizer_step
+        self.wrapped_optimizers = [
+            TrainOptimizer(optimizer, self.module, on_step=on_step, no_sync=self.strategy.no_sync)
+            for optimizer in self.optimizers
+        ]
+        self.strategy.setup(self.module, self.optimizers)
+        self.state.gradient.num_steps = self.accumulate
+        self._separate_random_streams()
+
+    def _separate_random_streams(self) -> None:
+        """Ranks draw different dropout masks and augmentations; the first rank keeps the user's stream."""
+        if self.rank:
+            seed = derive_seed(self.trainer.seed, "rank", self.rank)
+            if torch.initial_seed() != seed:
+                seed_process(seed)
+
+    # ---- what the loops ask for
+
+    def step_function(self, name: str, *offered: str) -> Callable[..., Any]:
+        """A step method through the strategy, taking all `offered` arguments even if the user's takes fewer."""
+        count = accepted_arguments(getattr(self.module, name), offered)
+        run_step = self.strategy.step_function(name)
+        if count == len(offered):
+            return run_step
+        return lambda *args: run_step(*args[:count])
+
+    def transfer(self, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
+        """What brings a batch to the device, or None where there is nothing to do."""
+        return batch_transfer(self.module, self.datamodule, self.device, self.precision, dataloader_idx)
+
+    def clip_function(self, optimizer: Optimizer | None) -> Callable[[], None] | None:
+        """What clips before each step, or None."""
+        value, algorithm = self.settings.gradient_clip_val, self.settings.gradient_clip_algorithm
+        if optimizer is None:
+            return None
+        if is_overridden(self.module, "configure_gradient_clipping", TrainModule):
+            return lambda: self.module.configure_gradient_clipping(optimizer, value, algorithm)
+        if value is None:
+            return None
+        return lambda: self.strategy.clip_gradients(optimizer, value, algorithm)
+
+    def _manual_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """`optimizer.step()` of manual optimization."""
+        self.manual_steps += 1
+        hooks: Iterable[Hook] = self.hooks["on_before_optimizer_step"]
+        if hooks:
+            self.strategy.unscale_gradients(optimizer)
+            for hook in hooks:
+                hook(optimizer)
+        return self.strategy.optimizer_step(optimizer, closure, **kwargs)
+
+    def set_book(self, book: LogBook | None) -> LogBook | None:
+        """Let `self.log` write into a book (None: nowhere), and return the one before."""
+        before = self.trainer._book
+        self.trainer._book = book
+        if self.settings.barebones:
+            self.module._log_buffer = NullBuffer()
+        else:
+            self.module._log_buffer = None if book is None else book.buffer
+        return before
+
+    def agree(self, value: Any) -> Any:
+        """The main process's value, on every rank."""
+        return broadcast_object(value) if self.world_size > 1 else value
+
+
+class _torch_flags:
+    """The Trainer's switches of torch, set for a run and put back after it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._settings = trainer.settings
+
+    def __enter__(self) -> None:
+        settings = self._settings
+        self._deterministic = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        self._benchmark = torch.backends.cudnn.benchmark
+        self._anomaly = torch.is_anomaly_enabled()
+        if settings.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=settings.deterministic == "warn")
+        if settings.benchmark is not None:
+            torch.backends.cudnn.benchmark = settings.benchmark
+        if settings.detect_anomaly:
+            torch.autograd.set_detect_anomaly(True)
+
+    def __exit__(self, *_: object) -> None:
+        torch.use_deterministic_algorithms(self._deterministic[0], warn_only=self._deterministic[1])
+        torch.backends.cudnn.benchmark = self._benchmark
+        torch.autograd.set_detect_anomaly(self._anomaly)

@@ -1,0 +1,383 @@
+"""What a checkpoint holds of a run, and how a run takes it up again.
+
+model.safetensors           weights and buffers, under clean names
+model_extra.json            what the module's state_dict has beside tensors
+optimizer.json/.safetensors the optimizers' states by parameter name
+trainer.json                position, schedulers, callbacks, loggers, data cursor, metrics, hyperparameters
+rank-00000.json/.safetensors   random generators and open log sums of each rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from instep import __version__
+from instep.errors import CheckpointError, UnsavableStateError
+from instep.trainer.hooks import ModuleHooks, is_overridden
+from instep.trainer.optimizers import clean_name, load_optimizer_state, optimizer_state
+from instep.types import PathLike
+from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
+
+if TYPE_CHECKING:
+    from instep.checkpoint import CheckpointStore, Reader, Writer
+    from instep.trainer.fit_session import FitSession
+    from instep.trainer.module import TrainModule
+    from instep.trainer.session import Session
+
+M = TypeVar("M", bound="TrainModule")
+
+__all__ = ["Snapshot", "dry_run", "load_module", "open_checkpoint", "resume", "rng_state", "save", "set_rng_state"]
+
+
+class Snapshot:
+    """The state of a run, collected on every rank and then written without waiting for another.
+
+    Args:
+        run: the session.
+        weights_only: leave out all that only a resumed run needs.
+    """
+
+    def __init__(self, run: Session, weights_only: bool = False) -> None:
+        self.weights_only = weights_only
+        self._rank = run.rank
+        trainer = run.trainer
+        checkpoint = self.user_view(run)
+        tensors, extra = _split(checkpoint.pop("state_dict"))
+        self.model: dict[str, Tensor] = tensors
+        self.shared: dict[str, Any] = {
+            "instep_version": __version__,
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "world_size": run.world_size,
+            "hyper_parameters": checkpoint.pop("hyper_parameters"),
+            "user": {key: value for key, value in checkpoint.items() if key not in _VIEW},
+        }
+        self.extra = extra
+        self.optimizers: list[Any] = []
+        self.own: dict[str, Any] = {}
+        if weights_only:
+            return
+        self.optimizers = [optimizer_state(run.module, optimizer) for optimizer in run.optimizers]
+        self.shared |= {
+            "run_id": trainer.run_id,
+            "seed": trainer.seed,
+            "precision": run.precision.name,
+            "strategy": run.strategy.name,
+            "position": run.position.state_dict(),
+            "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
+            "scaler": run.precision.state_dict(),
+            "callbacks": {callback.state_key: state for callback in run.callbacks if (state := callback.state_dict())},
+            "loggers": [logger.state_dict() for logger in trainer.loggers],
+            "datamodule": None if run.datamodule is None else run.datamodule.state_dict(),
+            "metrics": trainer.metrics.state_dict(),
+        }
+        self.own = {"rng": rng_state()}
+        source = getattr(run, "source", None)
+        if source is not None:
+            (self.own if source.rank_state else self.shared)["data"] = source.state_dict(run.position.window_batch)
+            trainer.metrics.log_steps(run.book.hand_over(run.position.global_step, wait=True))
+            self.own["log"] = run.book.state_dict()
+
+    @staticmethod
+    def user_view(run: Session) -> dict[str, Any]:
+        """The dict that `on_save_checkpoint` hooks see and change."""
+        trainer = run.trainer
+        checkpoint: dict[str, Any] = {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "instep_version": __version__,
+            "state_dict": run.strategy.model_state(),
+            "hyper_parameters": dict(run.module.hparams),
+        }
+        for hook in run.hooks.of_callbacks("on_save_checkpoint"):
+            hook(checkpoint)
+        if is_overridden(run.module, "on_save_checkpoint", ModuleHooks):
+            run.module.on_save_checkpoint(checkpoint)
+        return checkpoint
+
+    def write(self, writer: Writer) -> None:
+        """Write this rank's files."""
+        if self._rank == 0:
+            writer.tensors("model.safetensors", self.model, {"format": "pt"})
+            if self.extra:
+                writer.state("model_extra", self.extra)
+            if self.optimizers:
+                writer.state("optimizer", self.optimizers)
+            writer.state("trainer", self.shared)
+        if not self.weights_only:
+            writer.state(f"rank-{self._rank:05d}", self.own)
+
+
+_VIEW = {"epoch", "global_step", "instep_version", "state_dict", "hyper_parameters"}
+
+
+def _split(state_dict: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors, and what else `get_extra_state` put there; names are cleaned of wrappers."""
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        (tensors if isinstance(value, Tensor) else extra)[clean_name(name)] = value
+    return tensors, extra
+
+
+def save(
+    run: Session, store: CheckpointStore, *, name: str | None = None, weights_only: bool = False, **info: Any
+) -> Path:
+    """Save a checkpoint of the run. Collective.
+
+    Args:
+        run: the session.
+        store: where to.
+        name: the folder's name, without its attempt.
+        weights_only: leave out all that only a resumed run needs.
+        info: what the manifest says beside: monitor, mode, score.
+    """
+    snapshot = Snapshot(run, weights_only)
+    path = store.save(
+        run.position.global_step,
+        snapshot.write,
+        info={"kind": "weights" if weights_only else "full", "epoch": run.position.epoch, **info},
+        name=name,
+        run_id=run.trainer.run_id,
+    )
+    for logger in run.trainer.loggers:
+        logger.after_save_checkpoint(path)
+    return path
+
+
+def dry_run(run: FitSession) -> None:
+    """Find state that cannot be saved before the first step, not in hour ten.
+
+    Raises:
+        UnsavableStateError: names the owner and the key.
+    """
+    from instep.checkpoint import encode  # late: only a run with checkpoints pays for it
+
+    snapshot = Snapshot(run)
+    for owner, tree in (("", snapshot.shared), ("model_extra", snapshot.extra), ("optimizer", snapshot.optimizers)):
+        try:
+            encode(tree, owner)
+        except UnsavableStateError as error:
+            hint = ""
+            if "hyper_parameters" in str(error):
+                hint = " Leave it out: self.save_hyperparameters(ignore=[...])."
+            raise UnsavableStateError(f"this run could not be saved, so it is not started: {error}{hint}") from error
+
+
+# ---- reading
+
+
+def open_checkpoint(run: Session, path: Path) -> Reader:
+    """Open a checkpoint folder that was verified. Every rank reads the same."""
+    from instep.checkpoint import CheckpointStore  # late: only a run with checkpoints pays for it
+
+    store = CheckpointStore(path.parent)
+    problems = store.verify_together(path)
+    if problems:
+        from instep.errors import CorruptCheckpointError
+
+        raise CorruptCheckpointError(f"{path} does not verify: {'; '.join(problems)}", path=path)
+    return store.read(path, verify=False)
+
+
+def load_weights(run: Session, path: Path, reader: Reader | None) -> None:
+    """Load the module's weights, through `on_load_checkpoint`.
+
+    Args:
+        run: the session; its module is on its device.
+        path: a checkpoint folder, or a file of weights.
+        reader: the opened folder; None for a file.
+    """
+    if reader is None:
+        from instep.checkpoint import load_weights as load_file  # late, as above
+
+        checkpoint: dict[str, Any] = {"state_dict": load_file(path)}
+    else:
+        checkpoint = _view_of(reader)
+    if is_overridden(run.module, "on_load_checkpoint", ModuleHooks):
+        run.module.on_load_checkpoint(checkpoint)
+    for hook in run.hooks.of_callbacks("on_load_checkpoint"):
+        hook(checkpoint)
+    _load_into(
+        lambda state, strict: run.strategy.load_model_state(state, strict),
+        run.module,
+        checkpoint["state_dict"],
+        run.module.strict_loading,
+        path,
+    )
+
+
+def _view_of(reader: Reader) -> dict[str, Any]:
+    trainer = reader.state("trainer")
+    state_dict: dict[str, Any] = dict(reader.tensors("model.safetensors"))
+    if reader.has("model_extra.json"):
+        state_dict |= reader.state("model_extra")
+    kept = {key: trainer[key] for key in ("epoch", "global_step", "instep_version", "hyper_parameters")}
+    return {**kept, **trainer["user"], "state_dict": state_dict}
+
+
+def _load_into(
+    load: Callable[[dict[str, Any], bool], Any], module: nn.Module, state: dict[str, Any], strict: bool, path: Path
+) -> None:
+    # The module may be wrapped where the checkpoint is clean: match by clean names.
+    own = {clean_name(name): name for name in module.state_dict()}
+    renamed = {own.get(name, name): value for name, value in state.items()}
+    try:
+        load(renamed, strict)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the weights of {path} do not fit {type(module).__name__}: {error}. "
+            "Set strict_loading = False on the module (or strict=False) to load what fits by name.",
+            path=path,
+        ) from error
+
+
+def resume_plugins(run: Session, reader: Reader) -> None:
+    """The seed, the run's identity, loggers, callbacks and the datamodule; before loaders and optimizers are made."""
+    _check_kind(reader)
+    state, trainer = reader.state("trainer"), run.trainer
+    trainer._seed, trainer.run_id = state["seed"], state["run_id"]
+    for logger, saved in zip(trainer.loggers, state["loggers"], strict=False):
+        logger.load_state_dict(saved)
+    if run.datamodule is not None and state["datamodule"] is not None:
+        run.datamodule.load_state_dict(state["datamodule"])
+    for callback in run.callbacks:
+        if callback.state_key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][callback.state_key])
+
+
+def _check_kind(reader: Reader) -> None:
+    if reader.manifest.info.get("kind") == "weights":
+        raise CheckpointError(
+            f"{reader.path} holds weights only, so a run cannot be resumed from it. Load it with "
+            "load_from_checkpoint and start a new fit, or resume from a full checkpoint.",
+            path=reader.path,
+        )
+
+
+def resume(run: FitSession, reader: Reader) -> None:
+    """Optimizers, schedulers, position, data, metrics and, last, the random generators."""
+    state, trainer = reader.state("trainer"), run.trainer
+    optimizers = reader.state("optimizer") if reader.has("optimizer.json") else []
+    for what, mine, saved in (
+        ("optimizers", run.optimizers, optimizers),
+        ("learning-rate schedulers", run.schedulers, state["schedulers"]),
+    ):
+        if len(mine) != len(saved):
+            raise CheckpointError(
+                f"{reader.path} has {len(saved)} {what}, and configure_optimizers returned {len(mine)}. Resume with the "
+                "same set, or load the weights alone with load_from_checkpoint.",
+                path=reader.path,
+            )
+    for optimizer, tree in zip(run.optimizers, optimizers, strict=True):
+        load_optimizer_state(run.module, optimizer, tree)
+    for config, saved in zip(run.schedulers, state["schedulers"], strict=True):
+        config.scheduler.load_state_dict(saved)
+    run.precision.load_state_dict(state["scaler"])
+    run.position.load_state_dict(state["position"])
+    trainer.metrics.load_state_dict(state["metrics"])
+    name = f"rank-{run.rank:05d}"
+    own = reader.state(name) if reader.has(f"{name}.json") else None
+    same_world = state["world_size"] == run.world_size
+    _resume_data(run, state, own if same_world else None, reader)
+    if own is not None and same_world:
+        run.book.load_state_dict(own["log"])
+    elif run.rank == 0:
+        _merge_logs(run, reader, state["world_size"])
+    if own is not None:
+        set_rng_state(own["rng"])
+    else:
+        seed_process(derive_seed(trainer.seed, "rank", run.rank, "step", run.position.global_step))
+
+
+def _resume_data(run: FitSession, state: dict[str, Any], own: dict[str, Any] | None, reader: Reader) -> None:
+    data = state.get("data", None if own is None else own.get("data"))
+    if run.position.epoch_ended:
+        return  # the next epoch starts at its beginning
+    if data is None:
+        raise CheckpointError(
+            f"{reader.path} was saved in the middle of an epoch by {state['world_size']} processes, each with its own "
+            f"place in the data, and this run has {run.world_size}. Resume with {state['world_size']} processes, or "
+            "from a checkpoint at an epoch's end.",
+            path=reader.path,
+        )
+    run.source.load_state_dict(data)
+    at = run.position
+    at.total_batches += run.source.first_batch - at.batch
+    at.batch = at.window_batch = run.source.first_batch
+
+
+def _merge_logs(run: FitSession, reader: Reader, world_size: int) -> None:
+    """At another world size the first rank takes over the open sums of all."""
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for rank in range(world_size):
+        for slot in reader.state(f"rank-{rank:05d}")["log"]:
+            key = (slot["hook"], slot["dataloader_idx"], slot["key"])
+            if key not in merged:
+                merged[key] = dict(slot)
+                continue
+            known = merged[key]
+            op = slot["options"][4]
+            known["weight"] += slot["weight"]
+            known["total"] = (
+                {"min": min, "max": max}[op](known["total"], slot["total"])
+                if op in ("min", "max")
+                else known["total"] + slot["total"]
+            )
+    run.book.load_state_dict(list(merged.values()))
+
+
+def load_module(
+    cls: type[M],
+    path: PathLike,
+    map_location: Any,
+    hparams_file: PathLike | None,
+    strict: bool | None,
+    arguments: dict[str, Any],
+) -> M:
+    """What `TrainModule.load_from_checkpoint` does."""
+    import inspect
+    import json
+
+    from instep.checkpoint import CheckpointStore  # late, as above
+    from instep.checkpoint import load_weights as load_file
+    from instep.trainer.run_folder import _at_path
+
+    folder = _at_path(Path(path))
+    if folder.is_file():
+        checkpoint: dict[str, Any] = {"state_dict": load_file(folder), "hyper_parameters": {}}
+    else:
+        checkpoint = _view_of(CheckpointStore(folder.parent).read(folder))
+    saved = checkpoint["hyper_parameters"]
+    if hparams_file is not None:
+        saved = {**saved, **json.loads(Path(hparams_file).read_text())}
+    parameters = inspect.signature(cls.__init__).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    merged = {key: value for key, value in saved.items() if takes_all or key in parameters} | arguments
+    try:
+        module = cls(**merged)
+    except TypeError as error:
+        raise CheckpointError(
+            f"cannot make {cls.__name__} from {path}: {error}. Pass the missing arguments to load_from_checkpoint, or "
+            "call self.save_hyperparameters() in __init__ before saving.",
+            path=path,
+        ) from error
+    if is_overridden(module, "configure_model", ModuleHooks):
+        module.configure_model()
+    if is_overridden(module, "on_load_checkpoint", ModuleHooks):
+        module.on_load_checkpoint(checkpoint)
+    _load_into(
+        lambda state, strict: module.load_state_dict(state, strict=strict),
+        module,
+        checkpoint["state_dict"],
+        module.strict_loading if strict is None else strict,
+        folder,
+    )
+    if map_location is not None:
+        module.to(torch.device(map_location))
+    return module

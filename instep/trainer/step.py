@@ -1,0 +1,225 @@
+"""The training step: forward, backward, clip, optimizer, scheduler.
+
+`automatic_step` and `manual_step` resolve everything once and return one function that the loop calls per batch. The
+order of hooks is Lightning's: the gradients are zeroed between forward and backward of a window's first micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from instep.errors import HookError
+from instep.trainer.hooks import is_overridden
+from instep.trainer.module import TrainModule
+from instep.trainer.optimizers import step_schedulers
+
+if TYPE_CHECKING:
+    from instep.trainer.session import Session
+
+Step = Callable[[Any, int], Any]
+
+
+def make_step(run: Session) -> Step:
+    """The function that trains on one batch: `step(batch, batch_idx) -> what training_step returned`."""
+    return automatic_step(run) if run.module.automatic_optimization else manual_step(run)
+
+
+def automatic_step(run: Session) -> Step:
+    """The step of automatic optimization."""
+    module, strategy, at, source, book = run.module, run.strategy, run.position, run.source, run.book
+    gradient = run.state.gradient
+    training_step = run.step_function("training_step", "batch", "batch_idx")
+    optimizer: Optimizer | None = run.optimizers[0] if run.optimizers else None
+    context = strategy.precision.context()
+    schedules = [config for config in run.schedulers if config.interval == "step"]
+    scheduler_hook = module.lr_scheduler_step if is_overridden(module, "lr_scheduler_step", TrainModule) else None
+    clip = run.clip_function(optimizer)
+    before_zero_grad, before_backward = run.hooks["on_before_zero_grad"], run.hooks["on_before_backward"]
+    after_backward, before_step = run.hooks["on_after_backward"], run.hooks["on_before_optimizer_step"]
+    own_zero_grad = is_overridden(module, "optimizer_zero_grad", TrainModule)
+    own_backward = module.backward if is_overridden(module, "backward", TrainModule) else None
+    own_step = is_overridden(module, "optimizer_step", TrainModule) or _wants_closure(optimizer)
+    scaled = strategy.precision.scaler is not None
+    plain_backward = own_backward is None and not scaled
+    accumulate = run.accumulate
+    full_batches = source.full_batches(accumulate)
+    weight_of_full = 1.0 / accumulate
+    buffer = book.buffer
+    opened = 0  # micro-batches in the open window
+
+    def forward_backward(batch: Any, batch_idx: int) -> Any:
+        if context is None:
+            output = training_step(batch, batch_idx)
+        else:
+            with context:
+                output = training_step(batch, batch_idx)
+        if buffer:
+            book.drain()
+        loss = output if type(output) is Tensor and output.requires_grad and not output.ndim else _loss_of(output, run)
+        if loss is None:
+            return None
+        weight = weight_of_full if batch_idx < full_batches else source.window_scale(batch_idx, accumulate)
+        if opened == 0 and optimizer is not None:
+            for hook in before_zero_grad:
+                hook(optimizer)
+            if own_zero_grad:
+                module.optimizer_zero_grad(at.epoch, batch_idx, optimizer)
+            else:
+                optimizer.zero_grad()
+        if optimizer is None:
+            return output
+        if weight != 1.0:
+            loss = loss * weight
+        for hook in before_backward:
+            hook(loss)
+        if plain_backward:
+            loss.backward()
+        elif own_backward is not None:
+            own_backward(strategy.scale(loss))
+        else:
+            strategy.backward(loss)
+        for hook in after_backward:
+            hook()
+        return output
+
+    def before_optimizer() -> None:
+        assert optimizer is not None
+        strategy.unscale_gradients(optimizer)
+        rescale = source.rescale(at.batch, accumulate)
+        if rescale != 1.0:
+            _multiply_gradients(optimizer, rescale)
+        for hook in before_step:
+            hook(optimizer)
+        if clip is not None:
+            clip()
+
+    must_prepare = bool(scaled or before_step or clip is not None or (accumulate > 1 and source.num_batches is None))
+
+    # ------------------------------------------------------------------ the step
+    def step(batch: Any, batch_idx: int) -> Any:
+        nonlocal opened
+        at.validated = False
+        if accumulate > 1 and (batch_idx + 1) % accumulate and not source.is_last:
+            gradient.sync_gradients = False
+            with strategy.no_sync():
+                output = forward_backward(batch, batch_idx)
+            opened += 1
+            at.batch = batch_idx + 1
+            return output
+        gradient.sync_gradients = True
+        stepped = True
+        if own_step and optimizer is not None:
+            output = run_own_step(batch, batch_idx)
+        else:
+            output = forward_backward(batch, batch_idx)
+            if optimizer is not None and output is not None:
+                if must_prepare:
+                    before_optimizer()
+                if scaled:
+                    stepped = strategy.optimizer_step(optimizer)
+                else:
+                    optimizer.step()
+        opened = 0
+        at.batch = at.window_batch = batch_idx + 1
+        at.global_step += 1
+        if schedules and stepped:
+            step_schedulers(schedules, "step", at.global_step, run.trainer.callback_metrics, scheduler_hook)
+        return output
+
+    # ------------------------------------------------------------------
+
+    def run_own_step(batch: Any, batch_idx: int) -> Any:
+        """`TrainModule.optimizer_step` is overridden, or the optimizer needs a closure."""
+        outputs: list[Any] = []
+
+        def closure() -> Any:
+            output = forward_backward(batch, batch_idx)
+            outputs.append(output)
+            if output is None:
+                return None
+            before_optimizer()
+            return _loss_of(output, run)
+
+        module.optimizer_step(at.epoch, batch_idx, run.trainer._wrapped_optimizers[0], closure)
+        if not outputs:
+            raise HookError(
+                f"{type(module).__name__}.optimizer_step did not run its closure, so nothing was computed. Call "
+                "optimizer_closure() once, or pass it on: optimizer.step(closure=optimizer_closure)."
+            )
+        return outputs[-1]
+
+    return step
+
+
+def manual_step(run: Session) -> Step:
+    """The step of manual optimization: the module does everything; a batch that stepped an optimizer counts."""
+    strategy, at, book = run.strategy, run.position, run.book
+    training_step = run.step_function("training_step", "batch", "batch_idx")
+    context = strategy.precision.context()
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        at.validated = False
+        run.manual_steps = 0
+        with context or nullcontext():
+            output = training_step(batch, batch_idx)
+        if book.buffer:
+            book.drain()
+        at.batch = at.window_batch = batch_idx + 1
+        if run.manual_steps:
+            at.global_step += 1
+        return output
+
+    return step
+
+
+def _loss_of(output: Any, run: Session) -> Tensor | None:
+    """The loss in what `training_step` returned."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if loss is None:
+        if isinstance(output, dict):
+            raise HookError(f"training_step returned a dict without 'loss'; its keys are {sorted(map(str, output))}")
+        if run.world_size > 1:
+            raise HookError(
+                "training_step returned None to skip a batch. With several processes the others would wait for this "
+                "rank's gradients: return a loss multiplied by 0 instead."
+            )
+        return None
+    if not isinstance(loss, Tensor):
+        raise HookError(
+            f"training_step returned {type(loss).__name__}; return the loss as a tensor, a dict with it under 'loss', "
+            "or None to skip the batch."
+        )
+    if loss.numel() != 1:
+        raise HookError(f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to one number")
+    if run.optimizers and not loss.requires_grad:
+        raise HookError(
+            "training_step returned a loss without a graph (requires_grad is False). Compute it from the module's "
+            "parameters, without .detach(), .item() or torch.no_grad()."
+        )
+    return loss
+
+
+def detached_outputs(output: Any) -> Any:
+    """What `on_train_batch_end` gets: a dict with the loss detached, so that no graph is kept alive."""
+    if isinstance(output, Tensor):
+        return {"loss": output.detach()}
+    if isinstance(output, dict):
+        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+    return output
+
+
+def _wants_closure(optimizer: Optimizer | None) -> bool:
+    """Whether the optimizer evaluates the loss several times in a step, as L-BFGS does."""
+    return type(optimizer).__name__ == "LBFGS"
+
+
+def _multiply_gradients(optimizer: Optimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.mul_(factor)
