@@ -1,0 +1,194 @@
+"""What the benchmarks share: children on a pseudo-terminal, CPU pinning, the machine's description, results and tables.
+
+Each measurement runs in a fresh process (`run_child`), whose standard output and error are a pseudo-terminal, so that a
+progress bar draws as it does for a person. With several CPUs the child is pinned to one of them, with all its threads,
+and this process, which drains the terminal, to the others: what a framework does in background threads counts too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results")
+PACKAGES = ("torch", "instep", "lightning", "accelerate", "pytorch-ignite", "numpy", "rich", "tqdm", "tensorboard")
+ROWS, COLUMNS = 40, 120  # of the pseudo-terminal
+
+
+def run_child(script: str, request: dict[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
+    """Run `python script --child REQUEST` on a pseudo-terminal and return what its `answer` wrote.
+
+    Args:
+        script: the benchmark's file.
+        request: JSON values for its measuring function.
+        timeout_s: after that the child is killed.
+
+    Returns:
+        The measuring function's result, and `terminal_bytes`: how much it wrote to the terminal.
+
+    Raises:
+        RuntimeError: the child failed or took too long; the text ends with what it printed last.
+    """
+    import fcntl  # late: these three are missing on Windows, where import_time.py works all the same
+    import pty
+    import termios
+
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        asked = Path(folder, "request.json")
+        asked.write_text(json.dumps({**request, "root": folder, "cpu": pin_parent()}))
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+        env = {**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        child = subprocess.Popen(
+            [sys.executable, script, "--child", str(asked)],
+            stdin=subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=theirs,
+            env=env,
+            cwd=folder,
+        )
+        os.close(theirs)
+        deadline = threading.Timer(timeout_s, child.kill)
+        deadline.start()
+        written, tail = _drain(ours)
+        status = child.wait()
+        deadline.cancel()
+        os.close(ours)
+        answer = Path(folder, "answer.json")
+        if status or not answer.exists():
+            raise RuntimeError(f"{script} {request} ended with status {status}; it printed last:\n{tail}")
+        return {**json.loads(answer.read_text()), "terminal_bytes": written}
+
+
+def _drain(terminal: int) -> tuple[int, str]:
+    """Read until all writers are gone; the number of bytes and the last of them as text."""
+    written, tail = 0, b""
+    while True:
+        try:
+            chunk = os.read(terminal, 65536)
+        except OSError:  # Linux reports the other end's closing as EIO
+            chunk = b""
+        if not chunk:
+            return written, tail.decode(errors="replace")
+        written += len(chunk)
+        tail = (tail + chunk)[-6000:]
+
+
+def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """In the child: pin it, measure, write the result."""
+    asked = Path(sys.argv[2])
+    request = json.loads(asked.read_text())
+    if request["cpu"] is not None:
+        os.sched_setaffinity(0, {request["cpu"]})
+    result = measure(request)
+    asked.with_name("answer.json").write_text(json.dumps(result))
+
+
+def pin_parent() -> int | None:
+    """Keep this process off one CPU and return that CPU; None where there is only one or pinning is not supported."""
+    if not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2:
+        return None
+    if _pinned:
+        return _pinned[0]
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        return None
+    os.sched_setaffinity(0, set(usable[:-1]))
+    _pinned.append(usable[-1])
+    return usable[-1]
+
+
+_pinned: list[int] = []
+
+
+def machine() -> dict[str, Any]:
+    """Processor, system and versions; nothing that names the machine or the day."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "pinned_to_one_cpu": pin_parent() is not None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or "unknown"
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import psutil  # late: only where there is no /proc
+
+        return psutil.Process().memory_info().rss
+
+
+def spread(values: Sequence[float], digits: int = 2) -> dict[str, Any]:
+    """Median, extremes and the values themselves."""
+    return {
+        "median": round(statistics.median(values), digits),
+        "min": round(min(values), digits),
+        "max": round(max(values), digits),
+        "values": [round(value, digits) for value in values],
+    }
+
+
+def write_results(name: str, results: dict[str, Any]) -> Path:
+    """Write `results/<name>.json` and say where."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), **results}, indent=1) + "\n")
+    print(f"\nwritten: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    return path
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print a Markdown table, aligned."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    cells.insert(1, ["-" * width for width in widths])
+    for row in cells:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+
+
+class Progress:
+    """A line on standard error per measurement, with the time that is left."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._started = time.monotonic()
+
+    def step(self, what: str) -> None:
+        """One more is done."""
+        self._done += 1
+        left_s = (time.monotonic() - self._started) / self._done * (self._total - self._done)
+        print(f"[{self._done}/{self._total}, {left_s:.0f} s left] {what}", file=sys.stderr, flush=True)

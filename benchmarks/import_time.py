@@ -1,0 +1,102 @@
+"""Seconds that importing a trainer costs over `import torch`.
+
+    python benchmarks/import_time.py           # about a minute
+
+Each statement runs in a fresh interpreter that times it from inside. Rounds are paired: each runs `import torch` and
+every other statement once, and a statement's cost is its time minus that of `import torch` in the same round; the
+median over 7 rounds is reported. `in one process` is the time of the statement in an interpreter that has imported
+torch already, which shuts out the noise of two separate imports of torch. One round before warms the disk's cache and
+writes bytecode. It also asserts that `import instep` alone does not load torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from typing import Any
+
+import contenders
+import harness
+
+TORCH = "import torch"
+STATEMENTS = {
+    "instep": "from instep import Trainer, TrainModule",
+    "lightning": "from lightning.pytorch import Trainer, LightningModule",
+    "accelerate": "from accelerate import Accelerator",
+    "ignite": "from ignite.engine import Engine, Events",
+}
+LIMIT_S = 0.1
+TIMED = """
+import sys, time
+{first}
+start = time.perf_counter()
+{statement}
+print(time.perf_counter() - start)
+"""
+
+
+def seconds(statement: str, first: str = "") -> float:
+    """Time a statement in a fresh interpreter, after another one."""
+    return float(_python(TIMED.format(first=first, statement=statement)))
+
+
+def _python(code: str) -> str:
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def main() -> int:
+    """Run all rounds, print the table, write the JSON; status 1 if instep costs more than the limit."""
+    args = parse_arguments()
+    loaded = _python("import sys, instep; print([name for name in ('torch', 'numpy') if name in sys.modules])")
+    assert loaded.strip() == "[]", f"`import instep` loads {loaded}"
+    print("`import instep` alone loads neither torch nor numpy")
+    names = contenders.installed(list(STATEMENTS))
+    torch_s: list[float] = []
+    over_s: dict[str, list[float]] = {name: [] for name in names}
+    added_s: dict[str, list[float]] = {name: [] for name in names}
+    progress = harness.Progress(args.rounds + 1)
+    for round_ in range(args.rounds + 1):
+        base = seconds(TORCH)
+        own = {name: seconds(STATEMENTS[name]) for name in names}
+        added = {name: seconds(STATEMENTS[name], first=TORCH) for name in names}
+        progress.step(f"torch {base:.2f} s, " + ", ".join(f"{name} {own[name] - base:+.3f} s" for name in names))
+        if round_:
+            torch_s.append(base)
+            for name in names:
+                over_s[name].append(own[name] - base)
+                added_s[name].append(added[name])
+    results: dict[str, Any] = {
+        name: {
+            "statement": STATEMENTS[name],
+            "over_torch_s": harness.spread(over_s[name], 4),
+            "in_one_process_s": harness.spread(added_s[name], 4),
+        }
+        for name in names
+    }
+    rows = [
+        (
+            f"`{STATEMENTS[name]}`",
+            f"{r['over_torch_s']['median']:+.3f}",
+            f"{r['over_torch_s']['min']:+.3f} .. {r['over_torch_s']['max']:+.3f}",
+            f"{r['in_one_process_s']['median']:.3f}",
+        )
+        for name, r in results.items()
+    ]
+    print(f"`import torch`: {harness.spread(torch_s)['median']:.2f} s")
+    harness.print_table(("statement", "s over import torch", "min .. max", "in one process s"), rows)
+    setting = {"rounds": args.rounds, "limit_s": LIMIT_S, "import_torch_s": harness.spread(torch_s, 4)}
+    harness.write_results("import_time", {**setting, "import_instep_loads_torch": False, "results": results})
+    return 1 if results["instep"]["over_torch_s"]["median"] > LIMIT_S else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Seconds that importing a trainer costs over import torch.")
+    parser.add_argument("--rounds", type=int, default=7, help="(default: 7)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
