@@ -102,6 +102,17 @@ def test_empty_tensors_share_nothing(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_of_a_gpu_are_read_on_the_cpu(tmp_path: Path) -> None:
+    weight = torch.randn(100, 10, device="cuda").bfloat16()
+    write_tensors(tmp_path / "x", {"a": weight, "tied": weight, "t": weight.t(), "host": torch.ones(2)})
+    back = read_tensors(tmp_path / "x")
+    assert all(tensor.device.type == "cpu" for tensor in back.values())
+    assert back["a"] is back["tied"]
+    assert torch.equal(back["t"], weight.t().cpu())
+
+
 def test_no_tensors_is_a_file_too(tmp_path: Path) -> None:
     write_tensors(tmp_path / "x", {})
     assert read_tensors(tmp_path / "x") == {}

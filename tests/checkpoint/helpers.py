@@ -1,0 +1,69 @@
+"""States, stores and damage for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from instep.checkpoint import CheckpointStore, Reader, Writer
+
+
+def writes(value: float) -> Callable[[Writer], None]:
+    """A small but complete checkpoint; every file of it depends on the value."""
+
+    def write(writer: Writer) -> None:
+        if writer.rank == 0:
+            weight = torch.full((40,), value)
+            writer.tensors("model.safetensors", {"weight": weight, "tied": weight})
+            writer.state("optimizer", {"state": {0: {"exp_avg": torch.full((4,), value)}}, "betas": (0.9, value)})
+            writer.json("trainer.json", {"value": value})
+        writer.state(f"rank-{writer.rank}", {"rng": torch.full((8,), value), "rank": writer.rank})
+
+    return write
+
+
+def value_of(reader: Reader) -> float:
+    """The value that `writes` was given; fails where the files do not agree on it."""
+    values = {
+        float(reader.tensors("model.safetensors")["tied"][7]),
+        float(reader.state("optimizer")["state"][0]["exp_avg"][0]),
+        reader.state("optimizer")["betas"][1],
+        reader.json("trainer.json")["value"],
+        float(reader.state("rank-0")["rng"][3]),
+    }
+    assert len(values) == 1, f"a mix of checkpoints: {values}"
+    return values.pop()
+
+
+def left_over(store: CheckpointStore) -> list[str]:
+    """The hidden folders in a store."""
+    return sorted(path.name for path in store.root.iterdir() if path.name.startswith("."))
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(bytes(data))
+
+
+class Log:
+    """A trace that remembers every operation, and may raise or act at one of them.
+
+    Args:
+        at: the number of the operation, from 0; None: never.
+        act: what to do there.
+    """
+
+    def __init__(self, at: int | None = None, act: Callable[[], Any] | None = None) -> None:
+        self.operations: list[tuple[str, Path]] = []
+        self._at = at
+        self._act = act
+
+    def __call__(self, operation: str, path: Path, detail: Any) -> None:
+        self.operations.append((operation, path))
+        if self._act is not None and len(self.operations) - 1 == self._at:
+            self._act()
