@@ -7,6 +7,7 @@ and this process, which drains the terminal, to the others: what a framework doe
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -161,13 +162,17 @@ def spread(values: Sequence[float], digits: int = 2) -> dict[str, Any]:
     }
 
 
-def write_results(name: str, results: dict[str, Any]) -> Path:
-    """Write `results/<name>.json` and say where."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write_results(folder: Path, name: str, results: dict[str, Any]) -> None:
+    """Write `<folder>/<name>.json` and say where."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **results}, indent=1) + "\n")
     print(f"\nwritten: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
-    return path
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """The option that says where the JSON goes."""
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="for the JSON (default: results/)")
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

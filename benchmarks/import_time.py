@@ -87,7 +87,7 @@ def main() -> int:
     print(f"`import torch`: {harness.spread(torch_s)['median']:.2f} s")
     harness.print_table(("statement", "s over import torch", "min .. max", "in one process s"), rows)
     setting = {"rounds": args.rounds, "limit_s": LIMIT_S, "import_torch_s": harness.spread(torch_s, 4)}
-    harness.write_results("import_time", {**setting, "import_instep_loads_torch": False, "results": results})
+    harness.write_results(args.out, "import_time", {**setting, "import_instep_loads_torch": False, "results": results})
     return 1 if results["instep"]["over_torch_s"]["median"] > LIMIT_S else 0
 
 
@@ -95,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Seconds that importing a trainer costs over import torch.")
     parser.add_argument("--rounds", type=int, default=7, help="(default: 7)")
+    harness.add_out(parser)
     return parser.parse_args()
 
 

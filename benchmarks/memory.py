@@ -74,7 +74,7 @@ def main() -> int:
     ]
     harness.print_table(("loop", "case", f"growth MB, step {first:,} to {last:,}", "min .. max", "resident MB"), rows)
     setting = {"first_step": first, "last_step": last, "log_every_n_steps": 1, "limit_mb": LIMIT_MB}
-    harness.write_results("memory_quick" if args.quick else "memory", {**setting, "results": results})
+    harness.write_results(args.out, "memory_quick" if args.quick else "memory", {**setting, "results": results})
     over = [r for r in results if r["contender"] == "instep" and r["growth_mb"]["median"] >= LIMIT_MB]
     return 1 if over else 0
 
@@ -87,6 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--contenders", nargs="+", choices=contenders.NAMES, default=["handwritten", "instep", "lightning"]
     )
+    harness.add_out(parser)
     return parser.parse_args()
 
 

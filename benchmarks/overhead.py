@@ -92,7 +92,7 @@ def main() -> None:
     report(results)
     setting = {"data": args.data, "steps": steps, "repetitions": repetitions}
     name = "overhead" if args.data == "loader" else f"overhead_{args.data}"
-    harness.write_results(args.name or (f"{name}_quick" if args.quick else name), {**setting, "results": results})
+    harness.write_results(args.out, f"{name}_quick" if args.quick else name, {**setting, "results": results})
 
 
 def summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", choices=("loader", "ready"), default="loader", help="(default: loader)")
     parser.add_argument("--contenders", nargs="+", choices=contenders.NAMES, default=list(contenders.NAMES))
     parser.add_argument("--cases", nargs="+", choices=contenders.CASES, default=list(contenders.CASES))
-    parser.add_argument("--name", help="of the file in results/ (default: overhead)")
+    harness.add_out(parser)
     return parser.parse_args()
 
 

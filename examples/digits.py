@@ -147,7 +147,7 @@ def main() -> None:
         global_batch_size=GLOBAL_BATCH,
         default_root_dir=args.root,
         log_every_n_steps=5,
-        logger=[TensorBoardLogger(), CSVLogger()],
+        logger=[TensorBoardLogger(), CSVLogger(flush_logs_every_n_steps=20)],
         callbacks=[ModelCheckpoint(monitor="val_accuracy", mode="max", save_last=True), LearningRateMonitor()],
     )
     model, data = Digits(), DigitsData(args.workers)

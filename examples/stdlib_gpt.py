@@ -192,7 +192,7 @@ def main() -> None:
         val_check_interval=min(250, args.max_steps),
         default_root_dir=args.root,
         log_every_n_steps=10,
-        logger=[TensorBoardLogger(), CSVLogger()],
+        logger=[TensorBoardLogger(), CSVLogger(flush_logs_every_n_steps=20)],
         callbacks=[ModelCheckpoint(monitor="val_bits_per_byte", save_last=True), LearningRateMonitor()],
     )
     model, data = StdlibGPT(), StdlibText(args.workers)

@@ -1,0 +1,54 @@
+"""The benchmarks run from end to end, in miniature; their numbers mean nothing here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.spawn import run_command
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(name: str, out: Path, *args: str) -> dict[str, Any]:
+    """Run a benchmark and return its JSON."""
+    done = run_command([sys.executable, str(BENCHMARKS / name), "--out", str(out), *args], timeout_s=150.0)
+    [path] = out.iterdir()
+    assert done.stdout, f"{done.returncode}\n{done.stderr}"
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["loader", "ready"])
+def test_overhead(tmp_path: Path, data: str) -> None:
+    args = ("--steps", "200", "--repetitions", "1", "--contenders", "handwritten", "instep", "--data", data)
+    result = run("overhead.py", tmp_path, *args)
+    rows = {(row["contender"], row["case"]): row for row in result["results"]}
+    assert list(rows) == [
+        ("handwritten", "bare"),
+        ("instep", "bare"),
+        ("instep", "log"),
+        ("instep", "everything"),
+    ]
+    assert all(row["handwritten_wall_us"]["median"] > 0 for row in rows.values())
+    assert rows["instep", "everything"]["terminal_bytes"] > 500  # the bar was drawn
+    assert rows["instep", "everything"]["save_ms"]["median"] > 0
+    assert {"processor", "versions", "python"} <= result["machine"].keys()
+
+
+@pytest.mark.slow
+def test_memory(tmp_path: Path) -> None:
+    result = run("memory.py", tmp_path, "--quick", "--repetitions", "1", "--contenders", "handwritten", "instep")
+    growth = {(row["contender"], row["case"]): row["growth_mb"]["median"] for row in result["results"]}
+    assert growth["instep", "everything"] < result["limit_mb"]
+
+
+@pytest.mark.slow
+def test_import_time(tmp_path: Path) -> None:
+    result = run("import_time.py", tmp_path, "--rounds", "1")
+    assert result["results"]["instep"]["in_one_process_s"]["median"] > 0
+    assert result["import_instep_loads_torch"] is False

@@ -1,0 +1,224 @@
+"""The examples as programs: what they learn, on one process and two, and that an interrupted run loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.spawn import Finished, finish, free_port, run_command, start_command
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LENGTH = {"digits.py": ("--max-epochs", "15"), "stdlib_gpt.py": ("--max-steps", "120")}
+TIMEOUT_S = 150.0
+
+
+def command(example: str, root: Path, *args: str, devices: int = 1, workers: int = 0) -> list[str]:
+    """The command line of an example on CPUs."""
+    common = ["--accelerator", "cpu", "--devices", str(devices), "--workers", str(workers), "--root", str(root)]
+    return [sys.executable, str(EXAMPLES / example), *common, *args]
+
+
+def run(example: str, root: Path, *args: str, devices: int = 1, workers: int = 0) -> str:
+    """Run an example to its end and return what it printed."""
+    done = run_command(command(example, root, *args, devices=devices, workers=workers), timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def number(pattern: str, text: str) -> float:
+    """The first group of the pattern, which the text must have."""
+    match = re.search(pattern, text)
+    assert match, f"{pattern!r} is not in\n{text}"
+    return float(match[1].replace(",", ""))
+
+
+def last_checkpoint(root: Path) -> Path:
+    """The newest checkpoint under an example's root."""
+    found = [path.parent for path in root.rglob("checkpoints/*/manifest.json") if not path.parent.name.startswith(".")]
+    assert found, f"no checkpoint in {sorted(map(str, root.rglob('*')))}"
+    return max(found, key=lambda path: (json.loads((path / "manifest.json").read_text())["step"], path.name))
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state."""
+    files = [*checkpoint.glob("model*.safetensors"), *checkpoint.glob("optimizer*.safetensors")]
+    assert len(files) >= 2, sorted(checkpoint.iterdir())
+    return {f"{file.name}:{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_bit_identical(one: Path, other: Path) -> None:
+    """Both roots' last checkpoints are of the same step and hold the same bits."""
+    a, b = last_checkpoint(one), last_checkpoint(other)
+    steps = [json.loads((path / "manifest.json").read_text())["step"] for path in (a, b)]
+    assert steps[0] == steps[1]
+    first, second = tensors(a), tensors(b)
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen[str], what: str) -> None:
+    """Wait for a condition that a program brings about; fail when it ends or is late instead."""
+    deadline = time.monotonic() + TIMEOUT_S
+    clock = threading.Event()
+    while not condition():
+        if process.poll() is not None:
+            done = finish(process, 10.0)
+            raise AssertionError(f"ended with {done.returncode} before {what}\n{done.stdout}\n{done.stderr}")
+        assert time.monotonic() < deadline, f"no {what} within {TIMEOUT_S} s"
+        clock.wait(0.01)
+
+
+def has_logged(root: Path, step: int) -> bool:
+    """Whether the run's metrics file has a row at this step or later."""
+    for path in root.rglob("metrics.csv"):
+        rows = path.read_text().splitlines()[1:]
+        if rows and int(rows[-1].split(",")[0]) >= step:
+            return True
+    return False
+
+
+def status(root: Path) -> dict[str, Any]:
+    """The run's own account of how it ended."""
+    [path] = root.rglob("status.json")
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, int], Path]:
+    """Roots of runs that were left alone, made once each."""
+    done: dict[tuple[str, int, int], Path] = {}
+
+    def get(example: str, devices: int, workers: int) -> Path:
+        key = (example, devices, workers)
+        if key not in done:
+            root = tmp_path_factory.mktemp("uninterrupted")
+            run(example, root, *LENGTH[example], devices=devices, workers=workers)
+            done[key] = root
+        return done[key]
+
+    return get
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [pytest.param(1), pytest.param(2, marks=pytest.mark.dist)])
+def test_digits_learns(tmp_path: Path, devices: int) -> None:
+    said = run("digits.py", tmp_path, devices=devices)
+    assert number(r"test accuracy ([\d.]+)%", said) >= 97.0
+    assert number(r": (\d+) of 297 correct", said) >= 0.97 * 297
+    assert number(r"training took ([\d.]+) s", said) < 60.0
+    assert number(r"trained (\d+) steps", said) == 15 * 19
+    assert f"on {devices} process(es)" in said
+    dashboard = re.search(r"tensorboard --logdir (.+)", said)
+    assert dashboard
+    assert list(Path(dashboard[1].strip()).glob("events.out.tfevents.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_one_checkpoint_has_the_same_counts_on_one_process_and_on_two(tmp_path: Path) -> None:
+    run("digits.py", tmp_path / "train", "--max-epochs", "2")
+    checkpoint = str(last_checkpoint(tmp_path / "train"))
+    counts, losses = [], []
+    for devices in (1, 2):
+        said = run("digits.py", tmp_path / str(devices), "--evaluate", checkpoint, devices=devices)
+        counts.append(number(r": (\d+) of 297 correct", said))
+        losses.append(number(r"test loss ([\d.e-]+)", said))
+    assert counts[0] == counts[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "example, args", [("digits.py", ("--max-epochs", "1")), ("stdlib_gpt.py", ("--max-steps", "4"))]
+)
+def test_examples_run_under_torchrun(tmp_path: Path, example: str, args: tuple[str, ...]) -> None:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    python, *rest = command(example, tmp_path, *args, devices=2)
+    done = run_command([python, *launcher, *rest], timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.count("on 2 process(es)") == 1
+
+
+@pytest.mark.slow
+def test_the_gpt_learns(tmp_path: Path) -> None:
+    said = run("stdlib_gpt.py", tmp_path, "--max-steps", "400")
+    assert number(r"validation bits per byte ([\d.]+)", said) < 3.2
+    assert number(r"model: ([\d,]+) parameters", said) == 437_760
+    assert number(r"trained 400 steps, ([\d,]+) tokens", said) == 400 * 16 * 64
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_gpt_means_the_same_on_two_processes(tmp_path: Path) -> None:
+    said = [run("stdlib_gpt.py", tmp_path / str(n), "--max-steps", "40", devices=n) for n in (1, 2)]
+    one, two = (number(r"validation bits per byte ([\d.]+)", text) for text in said)
+    assert one < 6.0
+    assert one == pytest.approx(two, rel=0.02)  # dropout draws differ per rank
+
+
+INTERRUPTIONS = [
+    ("digits.py", 1, 0, signal.SIGINT),
+    ("digits.py", 1, 2, signal.SIGTERM),
+    ("digits.py", 2, 0, signal.SIGTERM),
+    ("digits.py", 2, 2, signal.SIGINT),
+    ("stdlib_gpt.py", 1, 0, signal.SIGTERM),
+    ("stdlib_gpt.py", 1, 2, signal.SIGINT),
+    ("stdlib_gpt.py", 2, 0, signal.SIGINT),
+    ("stdlib_gpt.py", 2, 2, signal.SIGTERM),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("example, devices, workers, sent", INTERRUPTIONS)
+def test_an_interrupted_run_ends_with_the_same_bits(
+    tmp_path: Path,
+    uninterrupted: Callable[[str, int, int], Path],
+    example: str,
+    devices: int,
+    workers: int,
+    sent: signal.Signals,
+) -> None:
+    reference = uninterrupted(example, devices, workers)
+    line = command(example, tmp_path, *LENGTH[example], devices=devices, workers=workers)
+
+    first = interrupt(line, tmp_path, sent)
+    assert first.returncode == 75, f"{first.returncode}\n{first.stdout}\n{first.stderr}"
+    stopped = status(tmp_path)
+    assert stopped["status"] == "preempted"
+    assert 20 <= stopped["global_step"] < int(LENGTH[example][1]) * (19 if example == "digits.py" else 1)
+
+    second = run_command([*line, "--resume"], timeout_s=TIMEOUT_S)
+    assert second.returncode == 0, f"{second.returncode}\n{second.stdout}\n{second.stderr}"
+    assert status(tmp_path)["status"] == "done"
+    assert_bit_identical(tmp_path, reference)
+
+
+def interrupt(line: list[str], root: Path, sent: signal.Signals) -> Finished:
+    """Start a program, send it the signal in mid-epoch and wait for its end.
+
+    Ctrl-C in a terminal reaches every process of the job, data loading workers too; SIGTERM, as a scheduler sends it,
+    only the first.
+    """
+    with start_command(line) as process:
+        until(lambda: has_logged(root, 20), process, "step 20 in metrics.csv")
+        if sent == signal.SIGINT:
+            os.killpg(process.pid, sent)
+        else:
+            process.send_signal(sent)
+        return finish(process, TIMEOUT_S)
