@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,6 +23,8 @@ from instep.errors import SettingError
 from instep.utils.seed import derive_seed
 
 _ROWS = 1024  # batches turned into lists at once: enough to make it cheap, few enough to start quickly
+
+Draw: TypeAlias = Callable[[int, int, int], "Sequence[Any] | torch.Tensor"]
 
 
 class ShardedSampler(ABC):
@@ -54,11 +56,21 @@ class ShardedSampler(ABC):
         self.cycle = 0
         self.cursor = 0
         self.limit_steps: int | None = None
+        self.redraw()
 
     @property
     @abstractmethod
     def length(self) -> int:
         """Units in the epoch."""
+
+    @property
+    @abstractmethod
+    def order(self) -> Sequence[Any] | torch.Tensor:
+        """The epoch's units in the order that all ranks share."""
+
+    def redraw(self) -> None:
+        """Forget the order: what it is drawn from was changed."""
+        self._drawn_for: tuple[int, int, int] | None = None
 
     @property
     def end(self) -> int:
@@ -130,7 +142,7 @@ class ShardedBatchSampler(ShardedSampler):
         rank: this rank.
         world_size: number of ranks that share the data.
         drop_last: leave out a last step that is not full on every rank.
-        order: draws the order of (epoch, cycle) instead, alike on all ranks; it replaces `length` and `shuffle`.
+        order: draws the order of (seed, epoch, cycle) instead, alike on all ranks; it replaces `length` and `shuffle`.
 
     Example:
         >>> sampler = ShardedBatchSampler(7, 2, shuffle=False, seed=0, rank=1, world_size=2)
@@ -148,7 +160,7 @@ class ShardedBatchSampler(ShardedSampler):
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
-        order: Callable[[int, int], Sequence[Any] | torch.Tensor] | None = None,
+        order: Draw | None = None,
     ) -> None:
         if batch_size < 1:
             raise SettingError(f"batch_size={batch_size} is too small: give at least 1", field="batch_size")
@@ -160,7 +172,6 @@ class ShardedBatchSampler(ShardedSampler):
         self._length = length
         self._draw = order
         self._order: Sequence[Any] | torch.Tensor | None = None
-        self._drawn_for: tuple[int, int, int] | None = None
 
     @property
     def length(self) -> int:
@@ -172,7 +183,7 @@ class ShardedBatchSampler(ShardedSampler):
         wanted = (self.seed, self.epoch, self.cycle)
         if self._order is None or self._drawn_for != wanted:
             if self._draw is not None:
-                self._order = self._draw(self.epoch, self.cycle)
+                self._order = self._draw(*wanted)
             elif self.shuffle:
                 generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch, self.cycle))
                 self._order = torch.randperm(self._length, generator=generator)
@@ -229,7 +240,7 @@ class ShardedBatches(ShardedSampler):
     replay the step's first batch with weight 0.
 
     Args:
-        draw: draws the batches of (epoch, cycle), alike on all ranks.
+        draw: draws the batches of (seed, epoch, cycle), alike on all ranks.
         seed: what the draw is derived from.
         rank: this rank.
         world_size: number of ranks that share the batches.
@@ -239,7 +250,7 @@ class ShardedBatches(ShardedSampler):
 
     def __init__(
         self,
-        draw: Callable[[int, int], Sequence[Any] | torch.Tensor],
+        draw: Draw,
         *,
         seed: int,
         rank: int = 0,
@@ -252,14 +263,13 @@ class ShardedBatches(ShardedSampler):
         self._single = single
         self._batches: Sequence[Any] | None = None
         self._sizes: list[int] | None = None
-        self._drawn_for: tuple[int, int, int] | None = None
 
     @property
     def order(self) -> Sequence[Any]:
         """The epoch's batches."""
         wanted = (self.seed, self.epoch, self.cycle)
         if self._batches is None or self._drawn_for != wanted:
-            self._batches = batches = _as_list(self._draw(self.epoch, self.cycle))
+            self._batches = batches = _as_list(self._draw(*wanted))
             known = not self._single and all(isinstance(batch, Sized) for batch in batches)
             self._sizes = [len(batch) for batch in batches] if known else None
             self._drawn_for = wanted

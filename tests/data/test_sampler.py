@@ -128,7 +128,7 @@ def test_many_batches_come_in_order() -> None:
 def test_a_drawn_order_may_hold_any_keys() -> None:
     keys = [f"key{i}" for i in range(5)]
     samplers = [
-        ShardedBatchSampler(0, 2, shuffle=False, seed=0, rank=rank, world_size=2, order=lambda epoch, cycle: keys)
+        ShardedBatchSampler(0, 2, shuffle=False, seed=0, rank=rank, world_size=2, order=lambda seed, epoch, cycle: keys)
         for rank in range(2)
     ]
     assert [list(sampler) for sampler in samplers] == [[["key0", "key1"], ["key4"]], [["key2", "key3"], ["key4"]]]
@@ -147,7 +147,7 @@ def test_whole_batches_once_each(sizes: list[int], world: int, cursor: int, drop
     batches = [[(number, sample) for sample in range(size)] for number, size in enumerate(sizes)]
     cursor = min(cursor, len(batches))
     samplers = [
-        ShardedBatches(lambda epoch, cycle: batches, seed=0, rank=rank, world_size=world, drop_last=drop_last)
+        ShardedBatches(lambda seed, epoch, cycle: batches, seed=0, rank=rank, world_size=world, drop_last=drop_last)
         for rank in range(world)
     ]
     for sampler in samplers:
@@ -167,7 +167,7 @@ def test_whole_batches_once_each(sizes: list[int], world: int, cursor: int, drop
 
 def test_batches_of_unknown_size_are_counted_themselves() -> None:
     samplers = [
-        ShardedBatches(lambda epoch, cycle: [7, 8, 9], seed=0, rank=rank, world_size=2, single=True)
+        ShardedBatches(lambda seed, epoch, cycle: [7, 8, 9], seed=0, rank=rank, world_size=2, single=True)
         for rank in range(2)
     ]
     assert [list(sampler) for sampler in samplers] == [[7, 9], [8, 9]]

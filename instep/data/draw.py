@@ -1,0 +1,68 @@
+"""Orders drawn from samplers that are not instep's, alike on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from instep.data.seeding import RandomStream
+from instep.types import StateDict, Stateful
+from instep.utils.seed import derive_seed
+
+
+class SamplerDraw:
+    """The whole order of an epoch, drawn at once from a sampler or batch sampler.
+
+    Whatever it draws from the process's generators, or from a generator of its own, is derived from (seed, epoch):
+    the order can be drawn again after a resume and is the same on every rank.
+
+    Args:
+        sampler: a sampler or batch sampler with an end.
+    """
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler = sampler
+        self.state_before: StateDict | None = None
+
+    def __call__(self, seed: int, epoch: int, cycle: int) -> Sequence[Any] | torch.Tensor:
+        stateful = self.stateful
+        if stateful is not None:
+            self.state_before = stateful.state_dict()
+        for generator in generators(self.sampler):
+            generator.manual_seed(derive_seed(seed, "draw", epoch, cycle))
+        with RandomStream(seed, "draw").at(epoch, cycle):
+            items = list(self.sampler)
+        return torch.tensor(items) if items and all(type(item) is int for item in items) else items
+
+    @property
+    def stateful(self) -> Stateful | None:
+        """The sampler, or the one within it, if it has a state of its own."""
+        for part in _parts(self.sampler):
+            if isinstance(part, Stateful):
+                return part
+        return None
+
+
+def generators(sampler: Any) -> list[torch.Generator]:
+    """The generators that a sampler, or the one within it, was given."""
+    found = [getattr(part, "generator", None) for part in _parts(sampler)]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+def is_distributed(sampler: Any) -> bool:
+    """Whether a sampler, or the one within it, gives each rank its own part already."""
+    return any(hasattr(part, "num_replicas") for part in _parts(sampler))
+
+
+def order_digest(order: Sequence[Any] | torch.Tensor) -> str:
+    """A short digest by which ranks compare their orders."""
+    raw = order.numpy().tobytes() if isinstance(order, torch.Tensor) else repr(order).encode()
+    return hashlib.blake2b(raw, digest_size=8).hexdigest()
+
+
+def _parts(sampler: Any) -> list[Any]:
+    inner = getattr(sampler, "sampler", None)
+    return [sampler] if inner is None else [sampler, inner]

@@ -1,0 +1,284 @@
+"""A loader over a data set with indices: instep hands the indices out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, _utils
+
+from instep.data.base import PreparedLoader
+from instep.data.draw import SamplerDraw, is_distributed, order_digest
+from instep.data.rebuild import rebuild
+from instep.data.sampler import ShardedSampler
+from instep.data.seeding import SeededDataset, seeded
+from instep.distributed import gather_object
+from instep.errors import DataError
+from instep.types import StateDict
+from instep.utils.seed import derive_seed
+
+
+class IndexLoader(PreparedLoader):
+    """Batches of a map-style data set, loaded by the user's `DataLoader` options and instep's indices.
+
+    Without workers the batches are put together here: a `DataLoader` does the same, and 15 us a batch more.
+
+    Args:
+        loader: a plain `DataLoader`; its data set, collation and worker options are used.
+        sampler: this rank's share of the indices.
+        rank: this rank.
+        world_size: number of ranks that run in step.
+        seed: what everything random is derived from.
+        drawn: where the order comes from, if it is not instep's.
+        shared: the ranks share one order, each taking its part; else each has an order of its own.
+        peers_even: with orders of their own: whether all ranks have as many samples.
+        single: the indices are single ones, a batch each.
+        seed_samples: seed random augmentation by sample index.
+        pin: put batches into pinned memory.
+        frozen: every epoch is the first one again.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        sampler: ShardedSampler,
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        drawn: SamplerDraw | None = None,
+        shared: bool = True,
+        peers_even: bool = True,
+        single: bool = False,
+        seed_samples: bool = False,
+        pin: bool = False,
+        frozen: bool = False,
+    ) -> None:
+        super().__init__(loader, rank=rank, world_size=world_size, seed=seed, frozen=frozen)
+        self.sampler = sampler
+        self.batch_size = getattr(sampler, "batch_size", None)
+        self.seed_samples = seed_samples
+        self._drawn = drawn
+        self._shared = shared
+        self._peers = 1 if shared else world_size
+        self._peers_even = peers_even
+        self._distributed = drawn is not None and is_distributed(drawn.sampler)
+        self.rank_state = not shared and drawn is not None and drawn.stateful is not None
+        self._single = single
+        self._pin = pin
+        self._workers: DataLoader[Any] | None = None
+        self._generator = torch.Generator()
+
+    @property
+    def num_batches(self) -> int:
+        return self.first_batch + len(self.sampler)
+
+    @property
+    def even_batches(self) -> int:
+        known = self._peers_even or not self.sampler.counted
+        return self.first_batch + (self.sampler.even_steps if known else len(self.sampler))
+
+    def _enter(self, epoch: int, cycle: int) -> None:
+        super()._enter(epoch, cycle)
+        self.sampler.set_epoch(*((0, 0) if self.frozen else (epoch, cycle)))
+
+    def reseed(self, seed: int) -> None:
+        self.seed = self.sampler.seed = seed
+
+    def start_at(self, batches: int) -> None:
+        self._enter(self.epoch, self.cycle)
+        self._move(batches, min(batches * self.sampler.per_step, self.sampler.end))
+
+    def _move(self, first_batch: int, cursor: int) -> None:
+        self._begin(first_batch)
+        self.sampler.cursor = cursor
+        self._pending = True
+
+    def _units(self, batch_idx: int) -> tuple[int, int] | None:
+        if not self._peers_even:
+            return None
+        local, total = self.sampler.samples(batch_idx - self.first_batch)
+        return local, total * self._peers
+
+    def counts(self, batch_idx: int) -> tuple[int | None, int | None]:
+        local, total = self.sampler.samples(batch_idx - self.first_batch)
+        if not self.sampler.counted:
+            return (None if local else 0), None
+        return local, (total * self._peers if self._peers_even else None)
+
+    def sample_indices(self, batch_idx: int) -> list[Any]:
+        indices = self.sampler.indices(batch_idx - self.first_batch)
+        return [indices] if self._single else list(indices)
+
+    def state_dict(self, batches_done: int) -> StateDict:
+        sampler = self.sampler
+        finished = batches_done >= self.num_batches
+        units = sampler.cursor + (batches_done - self.first_batch) * sampler.per_step
+        state: StateDict = {
+            "kind": "index",
+            "unit": type(sampler).__name__,
+            "epoch": self.epoch,
+            "cycle": self.cycle,
+            "seed": self.seed,
+            "batches": batches_done,
+            "done": sampler.end if finished else min(units, sampler.end),
+            "length": sampler.length,
+            "finished": finished,
+            "shuffle": getattr(sampler, "shuffle", None),
+            "world_size": self.world_size,
+            "step_size": self._step_size,
+        }
+        if self._drawn is not None and self._drawn.state_before is not None:
+            state["sampler"] = self._drawn.state_before
+        return state
+
+    def load_state_dict(self, state: StateDict) -> None:
+        sampler = self.sampler
+        self._check_state(state)
+        if self._drawn is not None and self._drawn.stateful is not None and "sampler" in state:
+            self._drawn.stateful.load_state_dict(state["sampler"])
+            sampler.redraw()
+        self.reseed(state["seed"])
+        self._enter(state["epoch"], state["cycle"])
+        if state["finished"]:
+            self._move(len(sampler), sampler.end)
+            return
+        done: int = state["done"]
+        if not self._shared and done:
+            done = self._own_position(state)
+        elif done and (done > sampler.length or (self._drawn is None and state["length"] != sampler.length)):
+            raise DataError(
+                f"the data set has {sampler.length} samples or batches now; it had {state['length']} when the "
+                f"checkpoint was taken after {done} of them. Resume with the same data, or from the end of an epoch"
+            )
+        self._move(done // sampler.per_step, done)
+
+    @property
+    def _step_size(self) -> int:
+        """Units that all ranks take in a step; samples where a foreign sampler's batch size is known."""
+        size = self.loader.batch_size if self._distributed else None
+        return self.sampler.per_step * self._peers * (size or 1)
+
+    def _own_position(self, state: StateDict) -> int:
+        """This rank's position in an order of its own."""
+        if not self._distributed:
+            if state["world_size"] != self.world_size:
+                raise DataError(
+                    f"the checkpoint was taken within an epoch by {state['world_size']} processes, now there are "
+                    f"{self.world_size}, and instep does not know how the data is spread over them "
+                    "(use_distributed_sampler=False). Resume with as many processes, or from the end of an epoch"
+                )
+            return state["done"]
+        everyone = state["batches"] * state["step_size"]
+        if everyone % self._step_size:
+            raise DataError(
+                f"{everyone} samples of the epoch are done, which is no whole number of steps of {self._step_size} "
+                "now. A sampler that shards by itself can resume only where both agree: use the checkpoint's number "
+                "of processes and batch size, or let instep shard the data"
+            )
+        return everyone // self._step_size * self.sampler.per_step
+
+    def _check_state(self, state: StateDict) -> None:
+        if state.get("kind") != "index" or state["unit"] != type(self.sampler).__name__:
+            raise DataError(
+                f"the checkpoint's data position is of another kind of loader ({state.get('kind')!r}, "
+                f"{state.get('unit')!r}). Resume with the loader it was taken with, or from the end of an epoch"
+            )
+        shuffle = getattr(self.sampler, "shuffle", None)
+        if shuffle != state["shuffle"] and state["done"] and not state["finished"]:
+            raise DataError(
+                f"the loader has shuffle={shuffle}, the checkpoint was taken within an epoch of shuffle="
+                f"{state['shuffle']}. Resume with the same setting, or from the end of an epoch"
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._pending:
+            self._enter(self.epoch, self.cycle)
+        self._pending = False
+        self.is_last = False
+        if self._drawn is not None and self._shared and self.world_size > 1:
+            self._check_order()
+        steps = len(self.sampler)
+        if steps:
+            batches = self._open()
+            yield from islice(batches, steps - 1)
+            self.is_last = True
+            yield next(batches)
+
+    def _check_order(self) -> None:
+        digests = gather_object(order_digest(self.sampler.order))
+        if len(set(digests)) > 1:
+            others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+            raise DataError(
+                f"the sampler {type(self.loader.sampler).__name__} gives rank {others[0]} another order than rank 0, "
+                "so samples would be repeated and lost. Let it draw from torch's, python's or numpy's global "
+                "generators, which instep seeds alike on all ranks, or from a generator with a fixed seed"
+            )
+
+    def _open(self) -> Iterator[Any]:
+        """The pass's batches, from the cursor."""
+        if self.loader.num_workers == 0:
+            return map(self._fetch(), self._indices())
+        if self._workers is None:
+            self._workers = self._with_workers()
+        self._generator.manual_seed(derive_seed(self.seed, "workers", self.epoch, self.cycle, self.rank))
+        return iter(self._workers)
+
+    def _indices(self) -> Iterator[Any]:
+        """This rank's indices, with their seeds where somebody will use them."""
+        if not self.seed_samples and self.loader.num_workers == 0:
+            return iter(self.sampler)
+        place = ("sample",) if self.seed_samples else ("batch", self.rank)
+        parts = (self.seed, *place, self.epoch, self.cycle)
+        indices = iter(self.sampler)
+        return seeded(indices, *parts, first=self.first_batch, per_sample=self.seed_samples, single=self._single)
+
+    def _fetch(self) -> Callable[[Any], Any]:
+        """The function that makes a batch of indices, without workers."""
+        collate = self.loader.collate_fn
+        dataset: Any = SeededDataset(self.dataset, restore=True) if self.seed_samples else self.dataset
+        many = getattr(dataset, "__getitems__", None)
+
+        def fetch_one(index: Any) -> Any:
+            return collate(dataset[index])
+
+        def fetch_many(indices: Any) -> Any:
+            return collate(many(indices))  # type: ignore[misc]
+
+        def fetch_each(indices: Any) -> Any:
+            return collate([dataset[index] for index in indices])
+
+        fetch = fetch_one if self._single else fetch_each if many is None else fetch_many
+        if self._pin and torch.accelerator.is_available():
+            return lambda indices: _utils.pin_memory.pin_memory(fetch(indices))
+        return fetch
+
+    def _with_workers(self) -> DataLoader[Any]:
+        indices = _Indices(self)
+        batching = {"sampler": indices, "batch_size": None} if self._single else {"batch_sampler": indices}
+        return rebuild(
+            self.loader,
+            dataset=SeededDataset(self.dataset, restore=False),
+            generator=self._generator,  # else the iterator's start would draw from the training's generator
+            pin_memory=self._pin,
+            **batching,
+        )
+
+    def close(self) -> None:
+        self._workers = None
+
+
+class _Indices:
+    """The sampler that worker processes are fed from; it lives in the main process only."""
+
+    def __init__(self, source: IndexLoader) -> None:
+        self._source = weakref.proxy(source)  # no cycle: worker processes end when the source goes
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._source._indices()
+
+    def __len__(self) -> int:
+        return len(self._source.sampler)

@@ -1,0 +1,348 @@
+"""From a user's loader to one whose ranks run in step, count every sample once, and resume."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Sized
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from instep.data.base import PreparedLoader
+from instep.data.draw import SamplerDraw, generators, is_distributed
+from instep.data.index import IndexLoader
+from instep.data.limits import resolve_limit
+from instep.data.rebuild import rebuild
+from instep.data.sampler import ShardedBatches, ShardedBatchSampler, ShardedSampler
+from instep.data.stream import UNEVEN, StreamLoader
+from instep.distributed import gather_object
+from instep.errors import DataError, SettingError, one_of
+from instep.types import Stateful
+from instep.utils.seed import derive_seed
+
+_LIMIT_NAMES = {"validate": "val", "sanity": "val"}
+
+
+def prepare_loader(
+    loader: Any,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 0,
+    shuffle_allowed: bool = True,
+    use_distributed_sampler: bool = True,
+    seed_samples: bool = False,
+    batch_size: int | None = None,
+    limit: int | float | None = None,
+    stage: str = "train",
+    device: torch.device | None = None,
+    uneven: str = "stop",
+) -> PreparedLoader:
+    """Make a loader ready for this rank. A collective: all ranks call it with the same kind of loader.
+
+    A plain `DataLoader` over a map-style data set gets instep's order: shuffled under (seed, epoch) or sequential,
+    spread over the ranks by samples, resumable at another world size and worker count. Another `sampler` is drawn
+    under (seed, epoch), alike on all ranks, then spread in the same way; a `batch_sampler` is spread by whole batches.
+    A `DistributedSampler`, or a sampler with a `state_dict`, already spreads the data and is left to it. All other
+    loaders are used as they are, each rank iterating its own: iterable data sets, subclasses of `DataLoader`
+    (torchdata's `StatefulDataLoader` resumes by its own state), lists of batches, anything with `__iter__`.
+
+    Args:
+        loader: the user's loader. It is not changed.
+        rank: this rank among those that share the data.
+        world_size: number of these ranks.
+        seed: what shuffling and worker seeds are derived from, alike on all ranks. A generator that the loader or its
+            sampler was given is mixed in by its seed.
+        shuffle_allowed: False takes a shuffled loader in sequence, and any other in its first epoch's order.
+        use_distributed_sampler: False: every rank iterates the loader as it is.
+        seed_samples: seed random augmentation by (seed, epoch, sample index), whatever the world size and workers.
+        batch_size: use another batch size per rank than the loader's.
+        limit: an int counts batches per rank, a float is a fraction of them; None takes all.
+        stage: "train", "val", "test" or "predict", for the name of the limit in errors.
+        device: where the batches will go; for CUDA they are put into pinned memory.
+        uneven: when ranks have different numbers of batches (never so where instep spreads the data): "stop" at the
+            first exhausted one, "join": exhausted ranks replay a batch with weight 0, or "error".
+
+    Returns:
+        The batches of this rank. `loader` stays available as its attribute of that name.
+
+    Raises:
+        SettingError: a setting cannot be had with this loader.
+        DataError: it cannot be iterated, or ranks hold different data where they must hold the same.
+
+    Example:
+        >>> data = torch.arange(10).unsqueeze(1)
+        >>> source = prepare_loader(DataLoader(data, batch_size=4), rank=1, world_size=1 + 1)  # doctest: +SKIP
+        >>> [batch.tolist() for batch in source]  # doctest: +SKIP
+        [[[4], [5], [6], [7]], [[9]]]
+    """
+    if uneven not in UNEVEN:
+        raise one_of("uneven", uneven, UNEVEN)
+    if not hasattr(loader, "__iter__"):
+        raise DataError(f"{type(loader).__name__} cannot be iterated. Give a DataLoader or another iterable of batches")
+    name = f"limit_{_LIMIT_NAMES.get(stage, stage)}_batches"
+    choice = _Choice(rank, world_size, seed, limit, name, uneven)
+    if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset) and _has_end(loader):
+        pin = loader.pin_memory or (device is not None and device.type == "cuda")
+        share = _share(loader, choice, batch_size, shuffle_allowed, use_distributed_sampler)
+        return _by_index(loader, choice, share, seed_samples=seed_samples, pin=pin)
+    if seed_samples:
+        warnings.warn(
+            f"seed_samples=True has no effect on this {type(loader).__name__}: it hands out no sample indices through "
+            "instep",
+            stacklevel=2,
+        )
+    if batch_size is not None and batch_size != getattr(loader, "batch_size", None):
+        if type(loader) is not DataLoader or loader.batch_size is None or _is_map_style(loader):
+            raise _no_batch_size(loader, batch_size)
+        loader = rebuild(loader, batch_size=batch_size, drop_last=loader.drop_last)
+    if world_size > 1 and use_distributed_sampler and _is_map_style(loader) and not _shards_itself(loader):
+        raise SettingError(
+            f"{type(loader).__name__} would give every one of the {world_size} ranks the same data: instep does not "
+            "build subclasses of DataLoader, or loaders with an endless sampler, anew. Give it a DistributedSampler "
+            "(torchdata: StatefulDistributedSampler), use a plain DataLoader, or set use_distributed_sampler=False if "
+            "the ranks' data differ already",
+            field="use_distributed_sampler",
+            got=True,
+        )
+    return _by_iteration(loader, choice, frozen=not shuffle_allowed)
+
+
+class _Choice:
+    """The arguments that every kind of loader needs."""
+
+    def __init__(
+        self, rank: int, world_size: int, seed: int, limit: int | float | None, name: str, uneven: str
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.limit = limit
+        self.name = name
+        self.uneven = uneven
+
+    def steps(self, num_batches: int | None) -> int | None:
+        """The limit in batches, None where it leaves all."""
+        limit = resolve_limit(self.limit, num_batches, self.name)
+        return None if limit == math.inf or limit == num_batches else int(limit)
+
+    def everyone(self, mine: Any) -> list[Any]:
+        """Every rank's value."""
+        return gather_object(mine) if self.world_size > 1 else [mine]
+
+
+class _Share:
+    """How a map-style loader's indices are handed out."""
+
+    def __init__(self, sampler: ShardedSampler, drawn: SamplerDraw | None, shared: bool, frozen: bool) -> None:
+        self.sampler = sampler
+        self.drawn = drawn
+        self.shared = shared
+        self.frozen = frozen
+
+
+def _share(
+    loader: DataLoader[Any], choice: _Choice, batch_size: int | None, shuffle_allowed: bool, spread: bool
+) -> _Share:
+    batch_sampler: Any = loader.batch_sampler
+    items: Any = loader.sampler if batch_sampler is None else batch_sampler
+    spreads_itself = is_distributed(items) or SamplerDraw(items).stateful is not None
+    shared = choice.world_size == 1 or (spread and not spreads_itself)
+    ranks = {"rank": choice.rank, "world_size": choice.world_size} if shared else {}
+    plain = type(batch_sampler) is BatchSampler
+    if batch_size is not None and not plain:
+        raise _no_batch_size(loader, batch_size)
+    if plain and not spreads_itself:
+        inner: Any = batch_sampler.sampler
+        own = _is_plain_order(inner)
+        drawn = None if own else SamplerDraw(inner)
+        sampler: ShardedSampler = ShardedBatchSampler(
+            len(inner),
+            batch_size or batch_sampler.batch_size,
+            shuffle=own and shuffle_allowed and type(inner) is RandomSampler,
+            seed=choice.seed,
+            drop_last=batch_sampler.drop_last,
+            order=drawn,
+            **ranks,
+        )
+        return _Share(sampler, drawn, shared, frozen=not shuffle_allowed)
+    if plain and batch_size is not None:
+        items = BatchSampler(batch_sampler.sampler, batch_size, batch_sampler.drop_last)
+    drawn = SamplerDraw(items)
+    drop = shared and getattr(batch_sampler, "drop_last", False) is True
+    sampler = ShardedBatches(drawn, seed=choice.seed, drop_last=drop, single=batch_sampler is None, **ranks)
+    return _Share(sampler, drawn, shared, frozen=not shuffle_allowed)
+
+
+def _by_index(
+    loader: DataLoader[Any], choice: _Choice, share: _Share, *, seed_samples: bool, pin: bool
+) -> PreparedLoader:
+    sampler = share.sampler
+    items: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    given = generators(items)
+    mine = {
+        "length": len(items.sampler) if isinstance(sampler, ShardedBatchSampler) else len(items),
+        "units of a step": sampler.per_step,
+        "drop_last": sampler.drop_last,
+        "shuffle": getattr(sampler, "shuffle", None),
+        "seed": choice.seed,
+        "generator": given[0].initial_seed() if given else None,
+    }
+    everyone = choice.everyone(mine)
+    if share.shared:
+        _check_alike(everyone)
+        mine = everyone[0]  # a generator seeded differently per rank: rank 0's counts
+    lengths = {other["length"] for other in everyone}
+    if not share.shared and len(lengths) > 1 and choice.uneven == "join":
+        return StreamLoader(
+            loader, rank=choice.rank, world_size=choice.world_size, seed=choice.seed, uneven="join",
+            limit=choice.steps(None if choice.limit is None else len(loader)),
+        )  # fmt: skip
+    seed = choice.seed
+    if mine["generator"] is not None:
+        seed = sampler.seed = derive_seed(seed, "generator", mine["generator"])
+    whole = len(sampler)
+    if not share.shared:
+        whole = _common_length(choice.everyone(whole), choice, loader)
+    limit = choice.steps(whole)
+    sampler.limit_steps = whole if limit is None and whole < len(sampler) else limit
+    return IndexLoader(
+        loader,
+        sampler,
+        rank=choice.rank,
+        world_size=choice.world_size,
+        seed=seed,
+        drawn=share.drawn,
+        shared=share.shared,
+        peers_even=len(lengths) == 1,
+        single=loader.batch_sampler is None,
+        seed_samples=seed_samples,
+        pin=pin,
+        frozen=share.frozen,
+    )
+
+
+def _by_iteration(loader: Any, choice: _Choice, *, frozen: bool) -> PreparedLoader:
+    stateful = _stateful_part(loader)
+    length, estimate = _lengths(loader)
+    lengths = choice.everyone(length)
+    if None in lengths:
+        length, estimate = None, estimate if estimate is not None else length
+    elif len(set(lengths)) > 1 and choice.uneven == "join":
+        length, estimate = None, max(lengths)
+    else:
+        length = _common_length(lengths, choice, loader)
+    limit = choice.steps(length if length is not None else estimate)
+    return StreamLoader(
+        loader,
+        rank=choice.rank,
+        world_size=choice.world_size,
+        seed=choice.seed,
+        length=length,
+        estimate=estimate,
+        limit=limit,
+        uneven=choice.uneven,
+        stateful=stateful,
+        frozen=frozen,
+    )
+
+
+def _lengths(loader: Any) -> tuple[int | None, int | None]:
+    """The number of batches: one that can be relied on, and one that is a claim."""
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        if not isinstance(loader.dataset, Sized):
+            return None, None
+        samples, size = len(loader.dataset), loader.batch_size  # not len(loader): it would watch the data set from now
+        if size is None:
+            return None, samples
+        return None, samples // size if loader.drop_last else -(-samples // size)
+    try:
+        return len(loader), None
+    except (TypeError, NotImplementedError):
+        return None, None
+
+
+def _stateful_part(loader: Any) -> Stateful | None:
+    """Whose state says where the data stands."""
+    if isinstance(loader, Stateful):
+        if type(loader).__module__.startswith("torchdata.") and type(loader.sampler) is RandomSampler:  # type: ignore[attr-defined]
+            raise SettingError(
+                "torchdata's StatefulDataLoader resumes wrongly, without a word, with sampler=torch.utils.data."
+                "RandomSampler(...). Use shuffle=True, or torchdata.stateful_dataloader.sampler.RandomSampler",
+                field="sampler",
+                got=loader.sampler,  # type: ignore[attr-defined]
+            )
+        return loader
+    if type(loader) is DataLoader and isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0:
+        dataset: Any = loader.dataset
+        return dataset if isinstance(dataset, Stateful) else None
+    return None
+
+
+def _common_length(lengths: list[int], choice: _Choice, loader: Any) -> int:
+    """The number of steps that all ranks run, where they have their own numbers of batches."""
+    if len(set(lengths)) > 1:
+        numbers = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+        if choice.uneven == "error":
+            raise DataError(f"ranks have different numbers of batches ({numbers}). Give every rank as many")
+        if choice.rank == 0:
+            warnings.warn(
+                f"ranks have different numbers of batches ({numbers}) in their {type(loader).__name__}: each epoch "
+                f"stops after {min(lengths)}",
+                stacklevel=2,
+            )
+    return min(lengths)
+
+
+def _check_alike(everyone: list[dict[str, Any]]) -> None:
+    """Each rank must hold the same data set and settings, or samples would be repeated and lost."""
+    for rank, other in enumerate(everyone):
+        for key, value in other.items():
+            if key != "generator" and value != everyone[0][key]:
+                raise DataError(
+                    f"the loader's {key} is {value} on rank {rank} but {everyone[0][key]} on rank 0. Every rank must "
+                    "build the same data set and loader; if each holds a part of its own, set "
+                    "use_distributed_sampler=False"
+                )
+
+
+def _is_plain_order(sampler: Any) -> bool:
+    if type(sampler) is SequentialSampler:
+        return True
+    return (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    )
+
+
+def _has_end(loader: DataLoader[Any]) -> bool:
+    items: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    try:
+        return len(items) < sys.maxsize
+    except (TypeError, NotImplementedError):
+        return False
+
+
+def _is_map_style(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def _shards_itself(loader: DataLoader[Any]) -> bool:
+    for items in (loader.batch_sampler, loader.sampler):
+        stateful = SamplerDraw(items).stateful if items is not None else None
+        known = stateful is not None and not type(stateful).__module__.startswith(("torch.", "torchdata."))
+        if is_distributed(items) or known:
+            return True
+    return False
+
+
+def _no_batch_size(loader: Any, batch_size: int) -> SettingError:
+    return SettingError(
+        f"a batch size of {batch_size} per rank (from global_batch_size) cannot be given to this "
+        f"{type(loader).__name__}, which makes its batches itself. Use a plain DataLoader with a batch_size, or leave "
+        "global_batch_size out",
+        field="batch_size",
+        got=batch_size,
+    )

@@ -1,0 +1,159 @@
+"""The user's data in one object: where it comes from, how it is split, which loaders there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from instep.distributed import send_to_device
+from instep.errors import SettingError
+from instep.types import StateDict
+from instep.utils.hparams import HyperParameters
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+
+class DataModule(HyperParameters):
+    """Data, from the download to the loaders.
+
+    Override what is needed; the loaders you do not override are taken not to exist. `prepare_data` runs on one process
+    (of each node, with `prepare_data_per_node`), so set attributes in `setup`, which runs on all.
+
+    Attributes:
+        trainer: the Trainer that uses the data, None outside of a run.
+        prepare_data_per_node: run `prepare_data` on one process of each node, not of the whole job.
+        allow_zero_length_dataloader_with_multiple_devices: Lightning's setting, never needed: ranks without data
+            replay a sample with weight 0.
+
+    Example:
+        >>> class Squares(DataModule):
+        ...     def __init__(self, length=100, batch_size=8):
+        ...         super().__init__()
+        ...         self.save_hyperparameters()
+        ...
+        ...     def setup(self, stage):
+        ...         x = torch.arange(float(self.hparams.length)).unsqueeze(1)
+        ...         self.data = torch.utils.data.TensorDataset(x, x**2)
+        ...
+        ...     def train_dataloader(self):
+        ...         return DataLoader(self.data, batch_size=self.hparams.batch_size, shuffle=True)
+        >>> data = Squares(batch_size=4)
+        >>> data.setup("fit")
+        >>> len(data.train_dataloader())
+        25
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trainer: Any = None
+        self.prepare_data_per_node = True
+        self.allow_zero_length_dataloader_with_multiple_devices = False
+
+    # ---- where the data comes from
+
+    def prepare_data(self) -> None:
+        """Download and prepare on disk; called on one process per node before `setup`."""
+
+    def setup(self, stage: str) -> None:
+        """Split, build data sets; called on every process.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+        """
+
+    def teardown(self, stage: str) -> None:
+        """Clean up; called on every process at the end of a run, after an error too."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called when a run ends by an exception."""
+
+    # ---- loaders
+
+    def train_dataloader(self) -> Any:
+        """The training loader, or a dict, list or `CombinedLoader` of them."""
+
+    def val_dataloader(self) -> Any:
+        """The validation loader, or a list of them."""
+
+    def test_dataloader(self) -> Any:
+        """The test loader, or a list of them."""
+
+    def predict_dataloader(self) -> Any:
+        """The predict loader, or a list of them."""
+
+    # ---- batches
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch before it goes to the device."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to the device; override it for types that instep does not know."""
+        return send_to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the device, for instance to augment it there."""
+        return batch
+
+    # ---- state of its own, beyond the position in the data, which the Trainer keeps
+
+    def state_dict(self) -> StateDict:
+        """What a checkpoint keeps of the object: tensors and JSON values."""
+        return {}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Restore what `state_dict` returned."""
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Dataset[Any] | Sequence[Dataset[Any]] | Mapping[str, Dataset[Any]] | None = None,
+        val_dataset: Dataset[Any] | Sequence[Dataset[Any]] | None = None,
+        test_dataset: Dataset[Any] | Sequence[Dataset[Any]] | None = None,
+        predict_dataset: Dataset[Any] | Sequence[Dataset[Any]] | None = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **options: Any,
+    ) -> DataModule:
+        """A DataModule of data sets, each with a plain loader; only the training data is shuffled.
+
+        Args:
+            train_dataset: one data set, or several in a list or dict.
+            val_dataset: one data set, or several in a list.
+            test_dataset: the same.
+            predict_dataset: the same.
+            batch_size: samples per process and batch.
+            num_workers: worker processes per loader.
+            **options: passed to the constructor of a subclass.
+
+        Raises:
+            SettingError: no data set was given.
+        """
+        given = {
+            "train_dataloader": (train_dataset, True),
+            "val_dataloader": (val_dataset, False),
+            "test_dataloader": (test_dataset, False),
+            "predict_dataloader": (predict_dataset, False),
+        }
+        if all(datasets is None for datasets, _ in given.values()):
+            raise SettingError("from_datasets got no data set: give at least one of train, val, test and predict")
+
+        def loader(dataset: Any, shuffle: bool) -> DataLoader[Any]:
+            shuffle = shuffle and not isinstance(dataset, IterableDataset)
+            return DataLoader(dataset, batch_size, shuffle=shuffle, num_workers=num_workers)
+
+        def method(datasets: Any, shuffle: bool) -> Any:
+            if isinstance(datasets, Mapping):
+                return lambda: {name: loader(dataset, shuffle) for name, dataset in datasets.items()}
+            if isinstance(datasets, Sequence) and not hasattr(datasets, "__getitems__"):
+                return lambda: [loader(dataset, shuffle) for dataset in datasets]
+            return lambda: loader(datasets, shuffle)
+
+        methods = {name: method(*pair) for name, pair in given.items() if pair[0] is not None}
+        # A class of its own: the Trainer looks for overridden methods on the class.
+        overridden = {name: (lambda self, make=make: make()) for name, make in methods.items()}
+        return type(cls.__name__, (cls,), overridden)(**options)

@@ -1,0 +1,358 @@
+"""A loader that is used as it is: somebody else's order, perhaps without a length.
+
+How far the data goes is known in one of three ways. A trusted length: no look ahead. One process: one batch is read
+ahead. Several processes: two are, and "I have it" is agreed on for the second while the first is being used, so that
+neither the step nor the reading waits.
+
+A state is the loader's or data set's own `state_dict`, taken before each batch is read, or else a number of batches to
+read and throw away. Random numbers drawn while a batch is read come from a stream of the batch's own: reading ahead
+and reading again draw the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from instep.data.agreement import NextBatch
+from instep.data.base import PreparedLoader
+from instep.data.draw import generators
+from instep.data.seeding import RandomStream
+from instep.distributed import find_batch_size
+from instep.errors import DataError, UsageError
+from instep.types import StateDict, Stateful
+from instep.utils.seed import derive_seed
+
+UNEVEN = ("stop", "join", "error")
+_END = object()
+
+
+class _Slot(NamedTuple):
+    batch: Any
+    size: int | None
+    agreed: NextBatch
+
+
+class StreamLoader(PreparedLoader):
+    """Batches of any iterable, each rank iterating its own.
+
+    Args:
+        loader: the iterable.
+        rank: this rank.
+        world_size: number of ranks that run in step.
+        seed: what everything random is derived from.
+        length: the trusted number of batches, alike on all ranks; None if the data decides.
+        estimate: a number of batches to show where `length` is None.
+        limit: give no more than that many batches an epoch; None for all.
+        uneven: when ranks have different numbers of batches: "stop" at the first exhausted one, "join": it replays
+            its last batch with weight 0 until all are exhausted, or "error".
+        stateful: whose state says where the data stands; None: batches are counted.
+        frozen: random numbers are the first epoch's in every epoch.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        length: int | None = None,
+        estimate: int | None = None,
+        limit: int | None = None,
+        uneven: str = "stop",
+        stateful: Stateful | None = None,
+        frozen: bool = False,
+    ) -> None:
+        super().__init__(loader, rank=rank, world_size=world_size, seed=seed, frozen=frozen)
+        self.uneven = uneven
+        self.stateful = stateful
+        self.rank_state = stateful is not None or (world_size > 1 and length is None and uneven == "join")
+        self._length = _least(length, limit) if length is not None else None
+        self._estimate = _least(estimate, limit)
+        self._limit = sys.maxsize if limit is None else limit
+        self._generators = {id(g): (g, g.initial_seed()) for g in _generators(loader)}
+        self._iterator: Iterator[Any] | None = None
+        self._resume: StateDict | None = None
+        self._ever_gave = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._given = 0  # batches of the epoch given so far
+        self._pulled = 0  # batches of the epoch asked of the loader, the end counted
+        self._snapshots: dict[int, StateDict] = {}
+        self._own_end: int | None = None  # this rank's number of batches, once it is exhausted
+        self._replay: Any = _END
+        self._weights: tuple[int, int, int] = (-1, 1, 1)  # batch, this rank's and all ranks' units
+        self._sizes: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._estimate if self._length is None else self._length
+
+    @property
+    def reliable(self) -> bool:
+        return self._length is not None
+
+    @property
+    def even_batches(self) -> int:
+        if self._length is not None:
+            return self._length
+        return sys.maxsize if self.world_size == 1 else 0
+
+    def _enter(self, epoch: int, cycle: int) -> None:
+        super()._enter(epoch, cycle)
+        self._resume = None
+        self._reset()
+
+    def start_at(self, batches: int) -> None:
+        self._enter(self.epoch, self.cycle)
+        self._resume = {"batches": batches, "own": None, "finished": False}
+        self._begin(batches)
+        self._given = self._pulled = batches
+        self._pending = True
+
+    def _units(self, batch_idx: int) -> tuple[int, int] | None:
+        number, local, total = self._weights
+        return (local, total) if number == batch_idx else None
+
+    def counts(self, batch_idx: int) -> tuple[int | None, int | None]:
+        return self._sizes if self._weights[0] == batch_idx else (None, None)
+
+    def state_dict(self, batches_done: int) -> StateDict:
+        resume = self._resume
+        if resume is not None and "kind" in resume and batches_done == resume["batches"] == self._given:
+            return copy.deepcopy(resume)
+        finished = batches_done >= (self._given if self._length is None else self._length)
+        finished = finished and (self.is_last or self._length is not None)
+        own = self._own_end if self._own_end is not None and self._own_end < batches_done else None
+        state: StateDict = {
+            "kind": "stream",
+            "epoch": self.epoch,
+            "cycle": self.cycle,
+            "seed": self.seed,
+            "world_size": self.world_size,
+            "rank": self.rank,
+            "batches": batches_done,
+            "own": own,
+            "finished": finished,
+            "ahead": 0 if not finished else 1 if own is not None else self._pulled - batches_done,
+        }
+        if self.stateful is not None:
+            position = batches_done if own is None else own - 1
+            if position in self._snapshots:
+                state["state"] = copy.deepcopy(self._snapshots[position])
+            elif position == self._pulled:  # nothing was read since: the state of now
+                state["state"] = self._state_now()
+            else:
+                raise UsageError(
+                    f"the loader's own state after {batches_done} batches is gone: {self._given} were given since, and "
+                    f"the states of the last {self.history} are kept. Save nearer to the batch, or set `history`"
+                )
+        return state
+
+    def _state_now(self) -> StateDict | None:
+        if self.stateful is None or (self._iterator is None and self.stateful is self.loader):
+            return None  # a loader that was not started yet has no state but its beginning
+        return copy.deepcopy(self.stateful.state_dict())
+
+    def load_state_dict(self, state: StateDict) -> None:
+        if state.get("kind") != "stream":
+            raise DataError(
+                f"the checkpoint's data position is of another kind of loader ({state.get('kind')!r}). Resume with "
+                "the loader it was taken with, or from the end of an epoch"
+            )
+        moved = state["world_size"] != self.world_size or (self.rank_state and state["rank"] != self.rank)
+        if moved and state["batches"] and not state["finished"]:
+            raise DataError(
+                f"the checkpoint's data position was taken within an epoch by rank {state['rank']} of "
+                f"{state['world_size']}; this is rank {self.rank} of {self.world_size}, and instep does not know how "
+                f"{type(self.loader).__name__} spreads its data. Resume with as many processes, or from the end of an "
+                "epoch"
+            )
+        self.seed = state["seed"]
+        self._enter(state["epoch"], state["cycle"])
+        self._begin(state["batches"])
+        self._given = self._pulled = state["batches"]
+        self._resume = state
+        self._pending = True
+        if state["finished"] and not moved:
+            self._settle(state)
+
+    def _settle(self, state: StateDict) -> None:
+        """Bring what keeps a state beyond the epoch to where it stood at the epoch's end."""
+        if self.stateful is None or state.get("state") is None:
+            return
+        if self.stateful is self.loader and not state["ahead"]:
+            return  # cut by a limit: the loader would go on in the middle, and the next epoch begins anew
+        self._open()
+        for _ in range(state["ahead"]):
+            if self._pull() is _END:
+                break
+        self._iterator = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._pending:
+            self._enter(self.epoch, self.cycle)
+        self._pending = False
+        resume = self._resume
+        self.is_last = False
+        if (resume is not None and resume["finished"]) or self._given >= self._limit:
+            return
+        if self._length is not None and isinstance(self.loader, Sequence):
+            yield from self._give_sequence(self._length)
+            return
+        try:
+            self._open()
+            if self._length is not None:
+                yield from self._give_sized(self._length)
+            elif self.world_size == 1:
+                yield from self._give_alone()
+            else:
+                yield from self._give_together()
+        finally:
+            self._iterator = None
+
+    def _open(self) -> None:
+        """Start the loader and go to where the pass begins."""
+        resume = self._resume or {}
+        batches, own = resume.get("batches", 0), resume.get("own")
+        position = batches if own is None else own - 1
+        place = (0, 0) if self.frozen else (self.epoch, self.cycle)
+        self._random = RandomStream(self.seed, "data", self.rank, *place)
+        for generator, initial in self._generators.values():
+            generator.manual_seed(derive_seed(self.seed, "generator", initial, *place))
+        state = resume.get("state")
+        with self._random.at("start"):
+            if state is not None and self.stateful is not None:
+                self.stateful.load_state_dict(copy.deepcopy(state))
+            self._iterator = iter(self.loader)
+        self._pulled = position
+        if state is None and position:
+            self._skip(position)
+        if own is not None:  # this rank was exhausted before: its last batch is needed again, to replay it
+            self._replay = self._pull()
+            self._own_end, self._pulled = own, batches
+
+    def _skip(self, batches: int) -> None:
+        if isinstance(self.loader, Sequence):
+            self._iterator = iter(self.loader[batches:])
+            return
+        warnings.warn(
+            f"{type(self.loader).__name__} cannot say where it stands: {batches} batches are read again and thrown "
+            "away to resume. Give the data set or loader state_dict and load_state_dict (with workers: use torchdata's "
+            "StatefulDataLoader)",
+            stacklevel=3,
+        )
+        assert self._iterator is not None
+        for number in range(batches):
+            with self._random.at(number):
+                if next(self._iterator, _END) is _END:
+                    raise DataError(f"the loader ended after {number} batches, but is to resume after {batches}")
+
+    def _pull(self) -> Any:
+        """The loader's next batch, or _END."""
+        assert self._iterator is not None
+        number = self._pulled
+        if self.stateful is not None:
+            self._snapshots[number] = copy.deepcopy(self.stateful.state_dict())
+            self._snapshots.pop(number - 3 - self.history, None)  # up to two batches are read ahead
+        with self._random.at(number):
+            batch = next(self._iterator, _END)
+        if batch is _END and number == 0 and self._ever_gave and hasattr(self.loader, "__next__"):
+            raise DataError(
+                f"the {type(self.loader).__name__} gave its batches in an earlier pass and has no more. Return an "
+                "object that can be iterated again (a list, a DataLoader, a class with __iter__), not a generator"
+            )
+        self._ever_gave = True
+        self._pulled = number + 1
+        return batch
+
+    def _give_sequence(self, length: int) -> Iterator[Any]:
+        for number in range(self._given, length):
+            self.is_last = number == length - 1
+            self._given = number + 1
+            yield self.loader[number]
+
+    def _give_sized(self, length: int) -> Iterator[Any]:
+        for number in range(self._given, length):
+            batch = self._pull()
+            if batch is _END:
+                raise DataError(
+                    f"{type(self.loader).__name__} has a length of {length} batches but gave only {number}. Mend its "
+                    "__len__, or take it away: data without a length is welcome"
+                )
+            self.is_last = number == length - 1
+            self._given = number + 1
+            yield batch
+
+    def _give_alone(self) -> Iterator[Any]:
+        batch = self._pull()
+        while batch is not _END:
+            following = _END if self._pulled >= self._limit else self._pull()
+            self.is_last = following is _END
+            self._given += 1
+            yield batch
+            batch = following
+
+    def _give_together(self) -> Iterator[Any]:
+        number = self._given
+        slots: deque[_Slot] = deque()
+        for ahead in range(number, min(number + 2, self._limit)):
+            slots.append(self._look_ahead(ahead))
+        more = self._goes_on(number, slots[0])
+        while more:
+            slot = slots.popleft()
+            if number + 2 < self._limit:
+                slots.append(self._look_ahead(number + 2))
+            more = bool(slots) and self._goes_on(number + 1, slots[0])
+            self.is_last = not more
+            ranks, total = slot.agreed.read()
+            local = 0 if slot.batch is _END else slot.size
+            self._sizes = (local, total)
+            self._weights = (number, int(slot.batch is not _END), ranks)
+            if total is not None and local is not None:
+                self._weights = (number, local, total)
+            batch = self._replay if slot.batch is _END else slot.batch
+            number += 1
+            self._given = number
+            yield batch
+
+    def _look_ahead(self, number: int) -> _Slot:
+        """Read a batch, if there is one, and start to agree on it."""
+        batch = _END
+        if self._own_end is None:
+            batch = self._pull()
+            if batch is _END:
+                self._own_end = number
+                if number == 0 and self.uneven == "join":
+                    raise DataError(f"rank {self.rank} has no batch at all; uneven='join' needs at least one per rank")
+            elif self.uneven == "join":
+                self._replay = batch
+        size = None if batch is _END else find_batch_size(batch)
+        return _Slot(batch, size, NextBatch(batch is not _END, size))
+
+    def _goes_on(self, number: int, slot: _Slot) -> bool:
+        """Whether the ranks run a batch."""
+        ranks, _ = slot.agreed.read()
+        if self.uneven == "error" and 0 < ranks < self.world_size:
+            raise DataError(
+                f"{self.world_size - ranks} of {self.world_size} ranks have no batch {number} (rank {self.rank} has "
+                f"{'none' if slot.batch is _END else 'one'}). Give every rank as many, or choose uneven='stop' or "
+                "'join'"
+            )
+        return ranks > 0 if self.uneven == "join" else ranks == self.world_size
+
+
+def _least(number: int | None, limit: int | None) -> int | None:
+    known = [value for value in (number, limit) if value is not None]
+    return min(known) if known else None
+
+
+def _generators(loader: Any) -> list[Any]:
+    found = generators(getattr(loader, "batch_sampler", None)) + generators(getattr(loader, "sampler", None))
+    return found + generators(loader)
