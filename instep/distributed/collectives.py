@@ -58,7 +58,8 @@ def gather(data: Any) -> Any:
             return tensor
         rows = tensor.new_empty((state.num_processes * tensor.shape[0], *tensor.shape[1:]))
         if rows.numel():
-            dist.all_gather_into_tensor(rows, tensor.contiguous(), group=_group_of(state, tensor))
+            parts = [_as_bytes(part) for part in rows.chunk(state.num_processes)]
+            dist.all_gather(parts, _as_bytes(tensor.contiguous()), group=_group_of(state, tensor))
         return rows
 
     return _map_tensors(gather_tensor, data)
@@ -149,7 +150,7 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
             return tensor
         mine = state.process_index == from_process
         value = tensor.contiguous() if mine else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        dist.broadcast(value, src=from_process, group=_group_of(state, tensor))
+        dist.broadcast(_as_bytes(value), src=from_process, group=_group_of(state, tensor))
         return tensor if mine else value
 
     return _map_tensors(broadcast_tensor, data)
@@ -195,6 +196,11 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) ->
     return map_leaves(lambda leaf: None if leaf is None else function(leaf), data)
 
 
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, without a copy: backends move every dtype as bytes, but know few by name."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 def _group_of(state: PartialState, tensor: torch.Tensor) -> dist.ProcessGroup | None:
     """CPU tensors go over the gloo group: the default group of a GPU job need not know the CPU."""
     return state.control_group if tensor.device.type == "cpu" else None
@@ -211,7 +217,7 @@ def _check_alike(operation: str, data: Any) -> PartialState:
     )
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
     digests = torch.empty(state.num_processes, dtype=torch.int64)
-    dist.all_gather_into_tensor(digests, torch.tensor([digest]), group=state.control_group)
+    dist.all_gather(list(digests.split(1)), torch.tensor([digest]), group=state.control_group)
     if digests.ne(digest).any():  # the same answer on every rank: either all digests are equal or all see a difference
         raise DistributedError(_describe(operation, exchange(text, state.control_group)))
     return state

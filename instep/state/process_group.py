@@ -55,7 +55,7 @@ def exists() -> bool:
 
 def adopt() -> tuple[str, Groups]:
     """Use the default group that the user made; its backend and the groups. A collective of all its processes."""
-    return dist.get_backend(), Groups(_world(), _new_control_group(None), owned=False)
+    return dist.get_backend(), _leave_in_the_end(Groups(_world(), _new_control_group(None), owned=False))
 
 
 def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any]) -> Groups:
@@ -82,10 +82,7 @@ def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any])
     except BaseException:
         dist.destroy_process_group()
         raise
-    # Only now, not at import: a process that never joined a group has nothing to leave.
-    atexit.unregister(_leave_at_exit)
-    atexit.register(_leave_at_exit, groups)
-    return groups
+    return _leave_in_the_end(groups)
 
 
 def check_existing(environment: ProcessEnvironment) -> None:
@@ -127,6 +124,13 @@ def is_current(groups: Groups) -> bool:
     return _world() is groups.default
 
 
+def _leave_in_the_end(groups: Groups) -> Groups:
+    # Here and not at import: a process that never joined a group has nothing to leave.
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit, groups)
+    return groups
+
+
 def _leave_at_exit(groups: Groups) -> None:
     leave(groups, abort=True)
 
@@ -136,7 +140,10 @@ def _world() -> Any:
 
 
 def _new_control_group(timeout: timedelta | None) -> ProcessGroup:
-    return dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportReturnType]
+    group: Any = dist.new_group(backend="gloo", timeout=timeout)
+    # From here on nobody needs the store, so that rank 0, which may be its host, can end before the others.
+    dist.barrier(group=group)
+    return group
 
 
 def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Store:

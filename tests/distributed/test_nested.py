@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from instep.distributed import find_batch_size, send_to_device
+from instep.distributed.nested import iter_leaves, map_leaves, tensor_leaves
+from instep.errors import DataError
+
+Pair = namedtuple("Pair", "a b")
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    names: list[str]
+
+
+def double(leaf: Any) -> Any:
+    return leaf * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (3, 6),
+        ([1, (2, 3)], [2, (4, 6)]),
+        (Pair(1, [2]), Pair(2, [4])),
+        ({"a": 1, 2: {"b": 3}}, {"a": 2, 2: {"b": 6}}),
+        (OrderedDict(b=1, a=2), OrderedDict(b=2, a=4)),
+        (defaultdict(list, a=1), defaultdict(list, a=2)),
+        (UserDict(a=1), UserDict(a=2)),
+        ([], []),
+        ({}, {}),
+    ],
+)
+def test_structure_and_types_are_kept(data: Any, expected: Any) -> None:
+    result = map_leaves(double, data)
+    assert result == expected
+    assert type(result) is type(data)
+
+
+def test_nothing_is_changed_in_place() -> None:
+    data = {"a": [torch.ones(2)], "b": UserDict(c=torch.ones(2)), "d": Batch(torch.ones(2), ["n"])}
+    result = map_leaves(double, data)
+    assert [float(leaf[0]) for _, leaf in iter_leaves(data) if isinstance(leaf, torch.Tensor)] == [1.0, 1.0, 1.0]
+    assert isinstance(result["d"], Batch)
+    assert result["d"].names == ["nn"]
+    assert isinstance(map_leaves(double, defaultdict(list))["new"], list)
+
+
+def test_paths_of_leaves() -> None:
+    assert dict(iter_leaves({"a": [1, (2,)], "b": Batch(torch.ones(1), ["n"])}))["['a'][1][0]"] == 2
+    assert [where for where, _ in iter_leaves(Batch(torch.ones(1), ["n"]))] == [".x", ".names[0]"]
+    assert [where for where, _ in iter_leaves(torch.ones(1))] == [""]
+
+
+def test_tensors_move_and_the_rest_stays() -> None:
+    class Movable:
+        moved_to: Any = None
+
+        def to(self, device: Any) -> Movable:
+            self.moved_to = device
+            return self
+
+    data = {
+        "x": torch.ones(2),
+        "rest": [Pair(torch.ones(1), "name"), None, 3],
+        "own": Movable(),
+        "batch": Batch(torch.ones(1), []),
+    }
+    result = send_to_device(data, "meta")
+    assert result["x"].device.type == "meta"
+    assert result["rest"][0].a.device.type == "meta"
+    assert result["rest"][0].b == "name"
+    assert result["rest"][1:] == [None, 3]
+    assert result["own"].moved_to == "meta"
+    assert result["batch"].x.device.type == "meta"
+    assert data["x"].device.type == "cpu"
+    packed = send_to_device(pack_sequence([torch.ones(2), torch.ones(1)]), "cpu", non_blocking=True)
+    assert isinstance(packed, PackedSequence)
+
+
+def test_a_tensor_that_is_there_already_is_not_copied() -> None:
+    tensor = torch.ones(2)
+    assert send_to_device([tensor], "cpu")[0] is tensor
+
+
+def test_parameters_are_leaves_too() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert map_leaves(double, [parameter])[0].tolist() == [2.0, 2.0]
+    assert send_to_device(parameter, "meta").device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (torch.ones(3, 2), 3),
+        ({"step": 7, "names": ["a"], "x": (torch.ones(4),)}, 4),
+        ([torch.tensor(1.0), torch.ones(5)], 5),
+        (torch.tensor(1.0), None),
+        ({"a": "b"}, None),
+        ([], None),
+        (torch.empty(0, 2), 0),
+    ],
+)
+def test_batch_size_is_the_first_tensors(data: Any, expected: int | None) -> None:
+    assert find_batch_size(data) == expected
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    assert [where for where, _ in tensor_leaves({"a": torch.ones(1), "b": None}, "gather")] == ["['a']"]
+    with pytest.raises(DataError, match=r"gather takes tensors, but got a str at \['a'\]\[1\].*gather_object"):
+        tensor_leaves({"a": [torch.ones(1), "x"]}, "gather")
+    with pytest.raises(DataError, match=r"broadcast takes tensors, but got a int\. .*broadcast_object"):
+        tensor_leaves(3, "broadcast")
