@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from instep.errors import SettingError
 from instep.loggers.base import Logger
@@ -69,7 +69,6 @@ class CSVLogger(Logger):
         self._rows_in_file = 0
         self._rows_to_keep: int | None = None
         self._flushed_step = -1
-        self._file: IO[str] | None = None
 
     @property
     def path(self) -> Path | None:
@@ -94,8 +93,7 @@ class CSVLogger(Logger):
         if path.exists():
             self._take_over(path)
         self._rows_to_keep = None
-        # Opened for good here, so that a folder that cannot be written is an error before the first step.
-        self._file = path.open("a", newline="", encoding="utf-8")
+        path.open("a").close()  # a folder that cannot be written is an error before the first step
 
     def _take_over(self, path: Path) -> None:
         with path.open(newline="", encoding="utf-8") as file:
@@ -133,21 +131,20 @@ class CSVLogger(Logger):
             self._log_metrics(metrics, max(self._last_step, 0))
 
     def _save(self) -> None:
-        assert self._file is not None
         if not self._rows:
             return
+        assert self._log_dir is not None
         columns = list(self._columns)
         if len(columns) > self._columns_in_file:
             self._widen(columns)
-        csv.writer(self._file, lineterminator="\n").writerows(
-            [row.get(name, "") for name in columns] for row in self._rows
-        )
-        self._file.flush()
+        with (self._log_dir / "metrics.csv").open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(
+                [row.get(name, "") for name in columns] for row in self._rows
+            )
         self._rows_in_file += len(self._rows)
         self._rows = []
 
     def _widen(self, columns: list[str]) -> None:
-        assert self._file is not None
         assert self._log_dir is not None
         path = self._log_dir / "metrics.csv"
         rows: list[list[str]] = []
@@ -155,17 +152,10 @@ class CSVLogger(Logger):
             with path.open(newline="", encoding="utf-8") as file:
                 rows = list(csv.reader(file))[1:]
         _write_table(path, columns, rows)
-        self._file.close()
-        self._file = path.open("a", newline="", encoding="utf-8")
         self._columns_in_file = len(columns)
 
     def _finalize(self, status: str) -> None:
-        try:
-            self._save()
-        finally:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+        self._save()
 
 
 def _write_table(path: Path, header: list[str], rows: list[list[str]]) -> None:

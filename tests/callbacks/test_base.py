@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -10,25 +11,50 @@ from instep.callbacks import Callback
 from instep.callbacks.base import HOOKS
 
 
-def test_every_hook_of_lightning_is_there_with_its_arguments():
-    theirs = pytest.importorskip("lightning.pytorch.callbacks", reason="needs lightning").Callback
-    import inspect
+NOTHING: list[str] = []
+BATCH_START = ["batch", "batch_idx"]
+BATCH_END = ["outputs", "batch", "batch_idx"]
 
-    names = {name for name in vars(theirs) if name in ("setup", "teardown") or name.startswith("on_")}
-    assert set(HOOKS) == names
-    for name in names:
-        ours = list(inspect.signature(getattr(Callback, name)).parameters)
-        other = list(inspect.signature(getattr(theirs, name)).parameters)
-        assert [{"module": "pl_module"}.get(parameter, parameter) for parameter in ours] == other, name
+SIGNATURES = {
+    "setup": ["stage"],
+    "teardown": ["stage"],
+    "on_exception": ["exception"],
+    "on_save_checkpoint": ["checkpoint"],
+    "on_load_checkpoint": ["checkpoint"],
+    "on_fit_start": NOTHING,
+    "on_fit_end": NOTHING,
+    "on_sanity_check_start": NOTHING,
+    "on_sanity_check_end": NOTHING,
+    "on_train_start": NOTHING,
+    "on_train_end": NOTHING,
+    "on_train_epoch_start": NOTHING,
+    "on_train_epoch_end": NOTHING,
+    "on_train_batch_start": BATCH_START,
+    "on_train_batch_end": BATCH_END,
+    "on_before_zero_grad": ["optimizer"],
+    "on_before_backward": ["loss"],
+    "on_after_backward": NOTHING,
+    "on_before_optimizer_step": ["optimizer"],
+}
+for stage in ("validation", "test", "predict"):
+    SIGNATURES |= {
+        f"on_{stage}_start": NOTHING,
+        f"on_{stage}_end": NOTHING,
+        f"on_{stage}_epoch_start": NOTHING,
+        f"on_{stage}_epoch_end": NOTHING,
+        f"on_{stage}_batch_start": [*BATCH_START, "dataloader_idx"],
+        f"on_{stage}_batch_end": [*BATCH_END, "dataloader_idx"],
+    }
 
 
-def test_every_hook_does_nothing():
-    import inspect
-
-    callback = Callback()
-    for name in HOOKS:
-        arguments = [None] * len(inspect.signature(getattr(callback, name)).parameters)
-        assert getattr(callback, name)(*arguments) is None
+def test_every_hook_with_its_arguments():
+    assert set(HOOKS) == set(SIGNATURES)
+    for name, arguments in SIGNATURES.items():
+        parameters = inspect.signature(getattr(Callback(), name)).parameters
+        assert list(parameters) == ["trainer", "module", *arguments], name
+        assert getattr(Callback(), name)(*parameters) is None
+        if "dataloader_idx" in parameters:
+            assert parameters["dataloader_idx"].default == 0
 
 
 def test_state_key_is_the_classs_name():

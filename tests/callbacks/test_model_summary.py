@@ -31,7 +31,9 @@ def test_counts_and_sizes():
     assert summary.size_mb == pytest.approx((365 * 4 + 168) / 1e6)
 
 
-@pytest.mark.parametrize(("depth", "names"), [(0, []), (1, ["body", "head"]), (-1, ["body", "body.0", "body.1", "head"])])
+@pytest.mark.parametrize(
+    ("depth", "names"), [(0, []), (1, ["body", "head"]), (-1, ["body", "body.0", "body.1", "head"])]
+)
 def test_depth(depth, names):
     assert [row.name for row in summarize(model(), depth).rows] == names
 

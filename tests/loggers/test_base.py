@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import instep.loggers
+from instep.errors import InstepError, LogError, UsageError
+from instep.loggers import Logger
+
+
+class Recorder(Logger):
+    """Keeps what its hooks get; forgets `super().__init__()` on purpose."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def _start(self) -> None:
+        self.calls.append(("start", self.log_dir))
+
+    def _log_metrics(self, metrics, step):
+        self.calls.append(("metrics", metrics, step))
+
+    def _log_hyperparams(self, params, metrics):
+        self.calls.append(("hparams", params, metrics))
+
+    def _after_save_checkpoint(self, path):
+        self.calls.append(("checkpoint", path))
+
+    def _save(self):
+        self.calls.append(("save",))
+
+    def _finalize(self, status):
+        self.calls.append(("finalize", status))
+
+
+def test_what_comes_before_the_start_is_kept_in_order(tmp_path):
+    logger = Recorder()
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.after_save_checkpoint("a")
+    logger.save()
+    assert logger.calls == []
+    logger.start(tmp_path)
+    logger.log_metrics({"loss": 0.5}, step=1)
+    assert logger.calls == [
+        ("start", str(tmp_path)),
+        ("hparams", {"lr": 0.1}, None),
+        ("metrics", {"loss": 1.0}, 0),
+        ("checkpoint", Path("a")),
+        ("metrics", {"loss": 0.5}, 1),
+    ]
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    logger = Recorder()
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.start(tmp_path, is_main=False)
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.log_hyperparams({})
+    logger.save()
+    logger.finalize("success")
+    assert logger.calls == []
+    assert logger.log_dir is None
+
+
+def test_finalize_and_start_are_idempotent(tmp_path):
+    logger = Recorder()
+    logger.finalize()
+    logger.start(tmp_path)
+    logger.start(tmp_path)
+    logger.finalize("failed")
+    logger.finalize("success")
+    assert [call for call in logger.calls if call[0] in ("start", "finalize")] == [
+        ("start", str(tmp_path)),
+        ("finalize", "failed"),
+    ]
+
+
+def test_logging_after_finalize_opens_again(tmp_path, monkeypatch):
+    at_exit = []
+    monkeypatch.setattr("instep.loggers.base.atexit.register", lambda *call: at_exit.append(call))
+    logger = Recorder()
+    logger.start(tmp_path)
+    logger.finalize()
+    logger.log_metrics({"late": 1.0}, step=5)
+    logger.log_metrics({"late": 2.0}, step=6)
+    assert [call[0] for call in logger.calls] == ["start", "finalize", "start", "metrics", "metrics"]
+    ((function, status),) = at_exit
+    function(status)
+    assert logger.calls[-1] == ("finalize", "success")
+
+
+def test_another_run_folder_closes_the_first(tmp_path):
+    logger = Recorder()
+    logger.start(tmp_path / "a")
+    logger.start(tmp_path / "b")
+    assert logger.calls == [
+        ("start", str(tmp_path / "a")),
+        ("finalize", "success"),
+        ("start", str(tmp_path / "b")),
+    ]
+
+
+def test_only_plain_numbers_reach_the_hook(tmp_path):
+    logger = Recorder()
+    logger.start(tmp_path)
+    logger.log_metrics({"a": torch.tensor(0.5), "b": 2, "c": 0.0, "d": True}, step=0)
+    (metrics,) = [call[1] for call in logger.calls if call[0] == "metrics"]
+    assert metrics == {"a": 0.5, "b": 2, "c": 0.0, "d": 1.0}
+    assert [type(value) for value in metrics.values()] == [float, int, float, float]
+
+
+@pytest.mark.parametrize("value", ["high", None, torch.zeros(2), [1.0]])
+def test_other_values_are_an_error_that_names_logger_and_metric(value):
+    with pytest.raises(LogError, match="Recorder: the metric 'loss' must be a number"):
+        Recorder().log_metrics({"loss": value}, step=0)
+
+
+def test_an_error_in_a_hook_names_the_logger(tmp_path):
+    class Broken(Recorder):
+        def _log_metrics(self, metrics, step):
+            raise OSError("no space left")
+
+    logger = Broken()
+    logger.start(tmp_path)
+    with pytest.raises(
+        InstepError, match=r"Broken failed in log_metrics at step 7: OSError: no space left\."
+    ) as caught:
+        logger.log_metrics({"loss": 1.0}, step=7)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_the_prefix_is_put_before_metrics(tmp_path):
+    class Prefixed(Recorder):
+        def __init__(self):
+            Logger.__init__(self, prefix="run1")
+            self.calls = []
+
+    logger = Prefixed()
+    logger.start(tmp_path)
+    logger.log_metrics({"loss": 1.0}, step=0)
+    assert logger.calls[-1] == ("metrics", {"run1-loss": 1.0}, 0)
+
+
+def test_own_folders_are_numbered(tmp_path):
+    run = tmp_path / "run"
+    for expected in (0, 1):
+        logger = Logger(save_dir=tmp_path / "own", name="mnist")
+        assert logger.log_dir is None
+        logger.start(run)
+        assert logger.log_dir == str(tmp_path / "own" / "mnist" / f"version_{expected}")
+        assert logger.version == expected
+        assert logger.save_dir == str(tmp_path / "own")
+        Path(logger.log_dir).mkdir(parents=True)
+    logger = Logger(save_dir=tmp_path / "own", version="best")
+    logger.start(run)
+    assert logger.log_dir == str(tmp_path / "own" / "best")
+    assert not run.exists()
+
+
+def test_a_resumed_logger_returns_to_its_folder_and_flushes_for_a_checkpoint(tmp_path):
+    logger = Logger(save_dir=tmp_path)
+    logger.start("run")
+    Path(logger.log_dir).mkdir(parents=True)
+    logger.log_metrics({"loss": 1.0}, step=12)
+    state = logger.state_dict()
+    assert state == {"version": 0, "step": 12}
+    resumed = Logger(save_dir=tmp_path)
+    resumed.load_state_dict(state)
+    resumed.start("run")
+    assert resumed.log_dir == logger.log_dir
+
+    recorder = Recorder()
+    recorder.start(tmp_path)
+    recorder.state_dict()
+    assert recorder.calls[-1] == ("save",)
+
+
+def test_restoring_an_open_logger_is_an_error(tmp_path):
+    logger = Recorder()
+    logger.start(tmp_path)
+    with pytest.raises(UsageError, match="before start"):
+        logger.load_state_dict({})
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(AttributeError, match="TensorBoardLogger"):
+        instep.loggers.TensorboardLogger  # noqa: B018

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from instep.loggers.hparams import flatten, merge_file, plain
+
+
+class Colour(Enum):
+    RED = 1
+
+
+@dataclass
+class Config:
+    width: int = 3
+    path: Path = Path("data")
+
+
+def test_plain_values():
+    params = {
+        "none": None,
+        "nan": float("nan"),
+        "enum": Colour.RED,
+        "config": Config(),
+        "space": Namespace(a=(1, 2)),
+        "set": {3, 1},
+        "dtype": torch.bfloat16,
+        "class": torch.nn.ReLU,
+        "function": flatten,
+        "small": torch.ones(2),
+        "large": torch.ones(10, 10),
+        "numpy": np.float32(0.5),
+        "array": np.arange(2),
+        1: True,
+    }
+    values = plain(params)
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+    assert values == {
+        "none": None,
+        "nan": "nan",
+        "enum": "RED",
+        "config": {"width": 3, "path": "data"},
+        "space": {"a": [1, 2]},
+        "set": [1, 3],
+        "dtype": "torch.bfloat16",
+        "class": "torch.nn.modules.activation.ReLU",
+        "function": "instep.loggers.hparams.flatten",
+        "small": [1.0, 1.0],
+        "large": "Tensor(shape=(10, 10), dtype=torch.float32)",
+        "numpy": 0.5,
+        "array": [0, 1],
+        "1": True,
+    }
+
+
+def test_flatten():
+    assert flatten({"a": {"b": {"c": 1}, "d": [1, 2]}, "e": None, "f": {}}) == {
+        "a/b/c": 1,
+        "a/d": "[1, 2]",
+        "e": "null",
+        "f": "{}",
+    }
+
+
+def test_merge_file(tmp_path):
+    path = tmp_path / "hparams.json"
+    merge_file(path, {"a": 1, "b": 2})
+    merge_file(path, {"b": 3})
+    assert json.loads(path.read_text()) == {"a": 1, "b": 3}
+    assert list(tmp_path.iterdir()) == [path]

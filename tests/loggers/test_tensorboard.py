@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instep.errors import InstepError, SettingError
+from instep.loggers import TensorBoardLogger
+
+# TensorBoard's readers use what newer Pythons and numpys warn about.
+pytestmark = pytest.mark.filterwarnings("default:::tensorboard.*", "default::DeprecationWarning")
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def opened(folder: Path, **options: Any) -> TensorBoardLogger:
+    logger = TensorBoardLogger(**options)
+    logger.start(folder)
+    return logger
+
+
+def test_scalars_come_back(tmp_path):
+    logger = TensorBoardLogger()
+    logger.log_metrics({"early": 1.0}, step=0)
+    logger.start(tmp_path)
+    for step in range(2000):
+        logger.log_metrics({"loss": float(step), "zero": 0.0}, step=step)
+    logger.finalize()
+    found = scalars(tmp_path)
+    assert found["early"] == [(0, 1.0)]
+    assert found["loss"] == [(step, float(step)) for step in range(2000)]
+    assert found["zero"][0] == (0, 0.0)
+
+
+def test_torch_is_not_loaded_for_it(tmp_path):
+    code = (
+        "import sys; from instep.loggers import TensorBoardLogger; logger = TensorBoardLogger(); "
+        f"logger.start({str(tmp_path)!r}); logger.log_metrics({{'a': 1.0}}, 1); logger.log_hyperparams({{'b': 2}}); "
+        "logger.finalize(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert scalars(tmp_path) == {"a": [(1, 1.0)]}
+
+
+def test_save_brings_everything_to_the_disk(tmp_path):
+    logger = opened(tmp_path, flush_s=3600)
+    logger.log_metrics({"a": 1.0}, step=1)
+    logger.save()
+    assert scalars(tmp_path) == {"a": [(1, 1.0)]}
+    logger.finalize()
+
+
+def test_a_resumed_run_forgets_what_came_after_the_checkpoint(tmp_path):
+    logger = opened(tmp_path)
+    for step in (1, 2):
+        logger.log_metrics({"a": float(step)}, step=step)
+    state = json.loads(json.dumps(logger.state_dict()))
+    for step in (3, 4):
+        logger.log_metrics({"a": -1.0, "gone": -1.0}, step=step)
+    logger.finalize("failed")
+
+    resumed = TensorBoardLogger()
+    resumed.load_state_dict(state)
+    resumed.start(tmp_path)
+    resumed.log_metrics({"a": 3.0}, step=3)
+    resumed.finalize()
+    found = scalars(tmp_path)
+    assert found["a"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert found.get("gone", []) == []
+
+
+def test_a_second_start_appends_everything(tmp_path):
+    logger = opened(tmp_path)
+    logger.log_metrics({"a": 1.0}, step=5)
+    logger.finalize()
+    logger.start(tmp_path)
+    logger.log_metrics({"test": 1.0}, step=5)
+    logger.finalize()
+    assert scalars(tmp_path) == {"a": [(5, 1.0)], "test": [(5, 1.0)]}
+
+
+def session_groups(folder: Path) -> list[Any]:
+    """What the HParams tab asks its server for."""
+    from tensorboard import context
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.plugins import base_plugin
+    from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment, list_session_groups
+
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder))
+    multiplexer.Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(folder))
+    plugin = backend_context.Context(base_plugin.TBContext(data_provider=provider))
+    ctx = context.RequestContext()
+    experiment = get_experiment.Handler(ctx, plugin, "", api_pb2.GetExperimentRequest(include_metrics=True)).run()
+    request = api_pb2.ListSessionGroupsRequest(
+        start_index=0,
+        slice_size=10,
+        include_metrics=True,
+        allowed_statuses=[api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_RUNNING],
+        col_params=[api_pb2.ColParams(hparam=info.name) for info in experiment.hparam_infos]
+        + [api_pb2.ColParams(metric=info.name) for info in experiment.metric_infos],
+    )
+    return list(list_session_groups.Handler(ctx, plugin, "", request).run().session_groups)
+
+
+def test_the_hparams_tab_shows_hyperparameters_and_metrics(tmp_path):
+    for run, lr in enumerate((0.1, 0.2)):
+        logger = TensorBoardLogger()
+        logger.log_hyperparams({"lr": lr, "net": {"act": torch.relu, "deep": True}}, metrics={"score": 0.25})
+        logger.start(tmp_path / f"version_{run}")
+        logger.log_metrics({"accuracy": 0.5 + run}, step=10)
+        logger.finalize("success" if run else "failed")
+    first, second = sorted(session_groups(tmp_path), key=lambda group: group.hparams["lr"].number_value)
+    assert [group.hparams["lr"].number_value for group in (first, second)] == [0.1, 0.2]
+    assert first.hparams["net/deep"].bool_value is True
+    assert "relu" in first.hparams["net/act"].string_value
+    metrics = {value.name.tag: (value.training_step, value.value) for value in second.metric_values}
+    assert metrics == {"accuracy": (10, 1.5), "score": (0, 0.25)}
+    from tensorboard.plugins.hparams import api_pb2
+
+    assert first.sessions[0].status == api_pb2.STATUS_FAILURE
+    assert second.sessions[0].status == api_pb2.STATUS_SUCCESS
+    assert json.loads((tmp_path / "version_0" / "hparams.json").read_text())["lr"] == 0.1
+
+
+def test_experiment_is_a_summary_writer_on_the_same_folder(tmp_path):
+    logger = TensorBoardLogger(sub_dir="tb")
+    logger.experiment.add_text("note", "lost")  # before the start: does nothing
+    logger.start(tmp_path)
+    logger.log_metrics({"a": 1.0}, step=1)
+    logger.experiment.add_scalar("b", 2.0, 3)
+    logger.finalize()
+    assert scalars(tmp_path / "tb") == {"a": [(1, 1.0)], "b": [(3, 2.0)]}
+
+
+def test_the_graph_needs_an_input(tmp_path):
+    logger = opened(tmp_path)
+    logger.log_graph(torch.nn.Linear(2, 1))  # not asked for
+    logger.finalize()
+    logger = opened(tmp_path, log_graph=True)
+    with pytest.raises(SettingError, match="example_input_array"):
+        logger.log_graph(torch.nn.Linear(2, 1))
+    logger.finalize()
+
+
+def test_errors_name_the_logger(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InstepError, match="TensorBoardLogger failed in start"):
+        opened(tmp_path / "file")
+    with pytest.raises(SettingError, match="flush_s=0"):
+        TensorBoardLogger(flush_s=0)

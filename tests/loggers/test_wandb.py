@@ -1,0 +1,219 @@
+"""Offline, and against a server that is not there: no test leaves this machine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.errors import InstepError, SettingError
+from instep.loggers import WandbLogger
+from tests.loggers.wandb_file import read_all
+
+# W&B's own threads and subprocess leave sockets to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("default::ResourceWarning"),
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+    pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"),
+]
+
+STEP = "trainer/global_step"
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No key, no home, and a server on a port where nobody listens."""
+    home = str(tmp_path_factory.mktemp("home"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_ENTITY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, home)
+    monkeypatch.setenv("NETRC", f"{home}/netrc")
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    yield
+    wandb.teardown()  # the settings of one test must not be those of the next
+
+
+def offline(folder: Path, **options: Any) -> WandbLogger:
+    logger = WandbLogger(mode="offline", **options)
+    logger.start(folder)
+    return logger
+
+
+def test_everything_comes_back_from_the_file(tmp_path):
+    logger = WandbLogger(name="first", project="digits", mode="offline", tags=["a"])
+    logger.log_hyperparams({"lr": 0.1, "net": {"width": 3}, "path": Path("data")})
+    logger.log_metrics({"early": 1.0}, step=0)
+    assert logger.version is None
+    logger.start(tmp_path)
+    for step in range(100):
+        logger.log_metrics({"loss": step / 8, "zero": 0.0}, step=step)
+    logger.finalize("success")
+    logger.finalize("success")
+    (run,) = read_all(tmp_path)
+    assert (run["id"], run["project"], run["name"]) == (logger.version, "digits", "first")
+    assert {key: run["config"][key] for key in ("lr", "net", "path")} == {
+        "lr": 0.1,
+        "net": {"width": 3},
+        "path": "data",
+    }
+    assert run["history"][0] == {"early": 1.0, STEP: 0}
+    assert run["history"][1:] == [{"loss": step / 8, "zero": 0.0, STEP: step} for step in range(100)]
+    assert run["exit_code"] == 0
+
+
+def test_records_of_several_blocks(tmp_path):
+    logger = offline(tmp_path)
+    wide = {f"metric_{number:05}": float(number) for number in range(3000)}
+    for step in range(3):
+        logger.log_metrics(wide, step=step)
+    logger.finalize()
+    (run,) = read_all(tmp_path)
+    assert run["history"] == [{**wide, STEP: step} for step in range(3)]
+
+
+def test_a_smaller_step_is_not_dropped(tmp_path):
+    logger = offline(tmp_path)
+    for step in (5, 3, 3):
+        logger.log_metrics({"loss": 1.0}, step=step)
+    logger.finalize()
+    assert [row[STEP] for row in read_all(tmp_path)[0]["history"]] == [5, 3, 3]
+
+
+def test_a_resumed_run_keeps_its_id(tmp_path):
+    logger = offline(tmp_path, project="digits")
+    logger.log_metrics({"loss": 1.0}, step=1)
+    state = json.loads(json.dumps(logger.state_dict()))
+    logger.finalize("failed")
+    resumed = WandbLogger(mode="offline")
+    resumed.load_state_dict(state)
+    resumed.start(tmp_path)
+    resumed.log_metrics({"loss": 0.5}, step=2)
+    resumed.finalize()
+    first, second = read_all(tmp_path)
+    assert first["id"] == second["id"] == logger.version
+    assert second["project"] == "digits"
+    assert (first["exit_code"], second["exit_code"]) == (1, 0)
+
+
+def test_testing_after_finalize_continues_the_run(tmp_path):
+    logger = offline(tmp_path)
+    logger.finalize()
+    logger.start(tmp_path)
+    logger.log_metrics({"test": 1.0}, step=3)
+    logger.finalize()
+    first, second = read_all(tmp_path)
+    assert first["id"] == second["id"]
+    assert second["history"] == [{"test": 1.0, STEP: 3}]
+
+
+def test_two_loggers_write_two_runs(tmp_path):
+    first, second = offline(tmp_path / "a", id="one"), offline(tmp_path / "b", id="two")
+    second.log_metrics({"loss": 2.0}, step=1)
+    first.log_metrics({"loss": 1.0}, step=1)
+    first.finalize()
+    second.finalize()
+    for folder, loss in (("a", 1.0), ("b", 2.0)):
+        (run,) = read_all(tmp_path / folder)
+        assert run["history"] == [{"loss": loss, STEP: 1}]
+
+
+def test_a_run_of_the_script_is_used_and_left_open(tmp_path):
+    import wandb
+
+    with wandb.init(mode="offline", dir=str(tmp_path), id="mine") as run:
+        logger = WandbLogger()
+        logger.start(tmp_path / "run")
+        assert logger.version == "mine"
+        assert logger.experiment is run
+        logger.log_metrics({"loss": 1.0}, step=1)
+        logger.finalize()
+        run.log({"after": 1.0})
+        with pytest.warns(UserWarning, match="'other' is ignored"):
+            WandbLogger(id="other").start(tmp_path / "run")
+    (found,) = read_all(tmp_path)
+    assert found["history"] == [{"loss": 1.0, STEP: 1}, {"after": 1.0, STEP: 1}]
+
+
+def test_other_ranks_open_nothing(tmp_path):
+    logger = WandbLogger(mode="online")
+    logger.start(tmp_path, is_main=False)
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.experiment.log({"image": None})
+    logger.finalize()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_environments_mode_counts_where_none_is_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logger = WandbLogger()
+    logger.start(tmp_path)
+    logger.finalize()
+    assert len(read_all(tmp_path)) == 1
+
+
+def test_disabled_writes_nothing(tmp_path):
+    logger = WandbLogger(mode="disabled")
+    logger.start(tmp_path)
+    logger.log_hyperparams({"lr": 0.1}, metrics={"score": 1.0})
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.finalize()
+    assert read_all(tmp_path) == []
+
+
+def test_a_missing_key_is_a_clear_error_at_the_start(tmp_path):
+    logger = WandbLogger()
+    began = time.monotonic()
+    with pytest.raises(InstepError, match=r"WandbLogger has no valid API key.*WANDB_API_KEY"):
+        logger.start(tmp_path)
+    assert time.monotonic() - began < 15
+
+
+def test_a_server_that_is_not_there_does_not_block(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    logger = WandbLogger(mode="online", init_timeout_s=1.0)
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match="goes on offline"):
+        logger.start(tmp_path)
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.finalize()
+    assert time.monotonic() - began < 30
+    assert read_all(tmp_path)[-1]["history"] == [{"loss": 1.0, STEP: 1}]
+
+
+def test_or_is_an_error_where_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    logger = WandbLogger(init_timeout_s=1.0, fall_back_offline=False)
+    with pytest.raises(InstepError, match="WandbLogger could not reach the W&B server within 1 s"):
+        logger.start(tmp_path)
+
+
+def test_an_answer_of_the_server_is_not_hidden(tmp_path, monkeypatch):
+    import wandb
+
+    def refuse(**arguments: Any) -> None:
+        raise wandb.errors.CommError("permission denied for entity 'nobody'")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(InstepError, match="WandbLogger failed in start: CommError: permission denied"):
+        WandbLogger(mode="online").start(tmp_path)
+
+
+def test_arguments_that_wandb_does_not_know(tmp_path):
+    with pytest.raises(InstepError, match="WandbLogger failed in start: TypeError.*log_everything"):
+        offline(tmp_path, log_everything=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "onlin"}, {"offline": True, "mode": "online"}, {"id": "a", "version": "b"}, {"init_timeout_s": 0}],
+)
+def test_wrong_options(options):
+    with pytest.raises(SettingError):
+        WandbLogger(**options)
