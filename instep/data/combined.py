@@ -1,0 +1,422 @@
+"""Several loaders as one."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from instep.data.base import BatchSource, PreparedLoader
+from instep.data.limits import resolve_limit
+from instep.data.loader import prepare_loader
+from instep.distributed.nested import iter_leaves, map_leaves
+from instep.errors import DataError, one_of
+from instep.types import StateDict
+from instep.utils.seed import derive_seed
+
+MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+
+
+class _Track:
+    """Where one of the loaders is, in batches of the combined pass.
+
+    Attributes:
+        began: the combined batch with which the loader's present run began; -1 before it did.
+        at: the loader's own batch number then.
+        run_end: combined batches done when the run was over; None while it goes on.
+        ended_at: combined batches done when the loader was exhausted for the first time; None before.
+        cycle: how often it was started again.
+        before: states of the run before this one, by combined batches done.
+    """
+
+    def __init__(self, source: BatchSource) -> None:
+        self.source = source
+        self.iterator: Iterator[Any] = iter(())
+        self.began = -1
+        self.at = 0
+        self.run_end: int | None = None
+        self.ended_at: int | None = None
+        self.cycle = 0
+        self.before: dict[int, StateDict] = {}
+
+    def own(self, batches: int) -> int:
+        """The loader's own batches done, of the present run."""
+        return self.at + max(0, min(batches, sys.maxsize if self.run_end is None else self.run_end) - self.began)
+
+    def start(self, number: int) -> None:
+        """Begin a run with combined batch `number`."""
+        self.began, self.at, self.run_end = number, self.source.first_batch, None
+        self.iterator = iter(self.source)
+
+    def next(self, number: int) -> Any:
+        """The next batch; StopIteration if the loader has none."""
+        batch = next(self.iterator)
+        if self.source.is_last:
+            self.run_end = number + 1
+            self.ended_at = number + 1 if self.ended_at is None else self.ended_at
+        return batch
+
+
+class CombinedLoader(BatchSource):
+    """Batches of several loaders together, in the collection the loaders came in.
+
+    The Trainer prepares the loaders for their ranks. Iterated directly, they are prepared as for one process.
+
+    The ranks weigh by their samples in all loaders' parts of a batch; the batches of an optimizer window weigh the
+    same.
+
+    Args:
+        iterables: loaders in dicts, lists and tuples, nested as you like.
+        mode: "min_size" stops with the shortest loader, "max_size_cycle" with the longest and starts the others again
+            (shuffled anew), "max_size" with the longest and gives None for the others, "sequential" takes one after the
+            other and gives (batch, batch_idx, dataloader_idx).
+
+    Raises:
+        SettingError: the mode is not known.
+        DataError: there is no loader.
+
+    Example:
+        >>> combined = CombinedLoader({"a": range(3), "b": range(10, 12)})
+        >>> list(combined)
+        [{'a': 0, 'b': 10}, {'a': 1, 'b': 11}]
+    """
+
+    def __init__(self, iterables: Any, mode: str = "min_size") -> None:
+        if mode not in MODES:
+            raise one_of("mode", mode, MODES)
+        super().__init__()
+        self.iterables = iterables
+        self.mode = mode
+        self.flattened: list[Any] = [leaf for _, leaf in iter_leaves(iterables)]
+        if not self.flattened:
+            raise DataError("CombinedLoader got no loader: give at least one, in a dict, list or tuple")
+        self._limit: int | None = None
+        self._tracks: list[_Track] = []
+        self._pending = False
+        self._given = 0
+        self._finished = False
+        self._total: int | None = None
+        self._even = 0
+
+    def map(self, function: Callable[[Any], BatchSource]) -> CombinedLoader:
+        """The same combination of other loaders, for instance of prepared ones.
+
+        Loaders after the first get seeds of their own, so that two of equal length are not shuffled alike.
+        """
+        combined = CombinedLoader(map_leaves(function, self.iterables), self.mode)
+        for index, loader in enumerate(combined.flattened):
+            if index and isinstance(loader, PreparedLoader):
+                loader.reseed(derive_seed(loader.seed, "loader", index))
+        return combined
+
+    def limit(self, limit: int | float | None, name: str = "limit_train_batches") -> None:
+        """Use no more than that many batches of an epoch, or a fraction of them."""
+        self._ready()
+        self._limit = None
+        self._plan()
+        batches = resolve_limit(limit, self.num_batches, name)
+        self._limit = None if batches == math.inf else int(batches)
+        self._plan()
+
+    # ---- what the loop reads
+
+    @property
+    def num_batches(self) -> int | None:
+        self._ready()
+        return self._total
+
+    @property
+    def reliable(self) -> bool:
+        self._ready()
+        return all(track.source.reliable for track in self._tracks)
+
+    @property
+    def even_batches(self) -> int:
+        self._ready()
+        return self._even
+
+    @property
+    def rank_state(self) -> bool:  # type: ignore[override]
+        """Whether the state differs per rank."""
+        self._ready()
+        return any(track.source.rank_state for track in self._tracks)
+
+    def _units(self, batch_idx: int) -> tuple[int, int] | None:
+        """Of the batch in hand only: the loaders' samples together."""
+        if batch_idx != self._given - 1:
+            return None
+        units = [track.source._units(track.own(batch_idx)) for track in self._tracks if _gives(track, batch_idx)]
+        known = [unit for unit in units if unit is not None]
+        if not known or len(known) < len(units):
+            return None
+        return sum(unit[0] for unit in known), sum(unit[1] for unit in known)
+
+    def counts(self, batch_idx: int) -> tuple[int | None, int | None]:
+        """Samples of all loaders together, of the batch in hand."""
+        if batch_idx != self._given - 1:
+            return None, None
+        counts = [track.source.counts(track.own(batch_idx)) for track in self._tracks if _gives(track, batch_idx)]
+        local, total = zip(*counts, strict=True)
+        return _sum(local), _sum(total)
+
+    def sample_indices(self, batch_idx: int) -> list[Any] | None:
+        """Of the batch in hand: one entry per loader."""
+        if batch_idx != self._given - 1:
+            return None
+        return [
+            track.source.sample_indices(track.own(batch_idx)) if _gives(track, batch_idx) else None
+            for track in self._tracks
+        ]
+
+    def window_scale(self, batch_idx: int, accumulate: int) -> float:
+        start = batch_idx - batch_idx % accumulate
+        stop = start + accumulate
+        if self.reliable:
+            stop = min(stop, len(self))
+        return self.weight(batch_idx) / (stop - max(start, self.first_batch))
+
+    # ---- where it begins
+
+    def _ready(self) -> None:
+        """Prepare loaders that nobody prepared, at first use."""
+        if self._tracks:
+            return
+        for index, loader in enumerate(self.flattened):
+            if not isinstance(loader, BatchSource):
+                self.flattened[index] = prepare_loader(loader, seed=derive_seed(torch.initial_seed(), "loader", index))
+        self._tracks = [_Track(source) for source in self.flattened]
+        self.world_size = self.flattened[0].world_size
+        self._plan()
+
+    def set_epoch(self, epoch: int, cycle: int = 0) -> None:
+        self._ready()
+        if self._pending and (epoch, cycle) == (self.epoch, self.cycle):
+            return
+        self._enter(epoch, cycle)
+
+    def _enter(self, epoch: int, cycle: int) -> None:
+        self.epoch, self.cycle = epoch, cycle
+        self._pending = self._finished = False
+        self._tracks = [_Track(source) for source in self.flattened]
+        for track in self._tracks:
+            track.source.set_epoch(epoch, self._inner_cycle(track))
+            track.source.start_at(0)
+        self._begin(0)
+        self._given = 0
+        self._plan()
+
+    def start_at(self, batches: int) -> None:
+        self._ready()
+        self._enter(self.epoch, self.cycle)
+        before = 0  # batches of the loaders before, in sequence
+        for track in self._tracks:
+            source, own = track.source, batches
+            length = source.num_batches if source.reliable else None
+            if self.mode == "sequential":
+                own = max(0, batches - before) if length is None else min(max(0, batches - before), length)
+                before += length or own
+            elif length is not None:
+                if batches >= length:
+                    track.ended_at = length
+                own = min(batches, length)
+                if self.mode == "max_size_cycle" and length:
+                    track.cycle, own = divmod(batches, length)
+                    source.set_epoch(self.epoch, self._inner_cycle(track))
+            source.start_at(own)
+            track.run_end = batches if length is not None and own >= length else None
+        self._resume_at(batches)
+
+    def _inner_cycle(self, track: _Track) -> int:
+        return self.cycle * 1_000_003 + track.cycle  # a combination within a combination has cycles of its own
+
+    def _resume_at(self, batches: int) -> None:
+        self._begin(batches)
+        self._given = batches
+        self._pending = True
+        self._plan()
+
+    def _plan(self) -> None:
+        """Work out how long the pass is, from where the loaders stand at its beginning."""
+        left = [_left(track) for track in self._tracks]
+        if any(number is None for number in left):
+            total = None
+        else:
+            open_ends = [
+                number or 0 for number, track in zip(left, self._tracks, strict=True) if track.ended_at is None
+            ]
+            known = [number or 0 for number in left]
+            if self.mode == "sequential":
+                total = self.first_batch + sum(known)
+            elif self.mode == "min_size":
+                total = self.first_batch + min(known)
+            else:
+                total = self.first_batch + max(open_ends, default=0)
+        if self._limit is not None:
+            total = self._limit if total is None else min(total, self._limit)
+        self._total = total
+        even = 0 if self.mode == "sequential" else sys.maxsize
+        for source in self.flattened:
+            if not source.uniform:
+                even = min(even, self.first_batch + source.even_batches - source.first_batch)
+        self._even = even if total is None or not self.reliable else min(even, total)
+
+    # ---- state
+
+    def state_dict(self, batches_done: int) -> StateDict:
+        self._ready()
+        finished = self._finished or (self.is_last and batches_done >= self._given)
+        return {
+            "kind": "combined",
+            "mode": self.mode,
+            "epoch": self.epoch,
+            "cycle": self.cycle,
+            "batches": batches_done,
+            "finished": finished,
+            "loaders": [self._track_state(track, batches_done) for track in self._tracks],
+        }
+
+    def _track_state(self, track: _Track, batches_done: int) -> StateDict:
+        ended = track.ended_at is not None and track.ended_at <= batches_done
+        if batches_done < track.began and track.before:
+            return {"cycle": track.cycle - 1, "ended": ended, "state": track.before[batches_done]}
+        own = track.source.first_batch if track.began < 0 else track.own(batches_done)
+        return {"cycle": track.cycle, "ended": ended, "state": track.source.state_dict(own)}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self._ready()
+        loaders = state.get("loaders", ())
+        if state.get("kind") != "combined" or state["mode"] != self.mode or len(loaders) != len(self._tracks):
+            raise DataError(
+                f"the checkpoint's data position is of another combination of loaders ({len(loaders)} in mode "
+                f"{state.get('mode')!r}; here are {len(self._tracks)} in mode {self.mode!r}). Resume with the loaders "
+                "it was taken with, or from the end of an epoch"
+            )
+        self._enter(state["epoch"], state["cycle"])
+        for track, saved in zip(self._tracks, loaders, strict=True):
+            track.cycle = saved["cycle"]
+            track.source.load_state_dict(saved["state"])
+            if saved["ended"]:
+                track.ended_at = state["batches"]
+            if saved["state"]["finished"]:
+                track.run_end = state["batches"]
+        self._finished = state["finished"]
+        self._resume_at(state["batches"] if self._finished else self._resumed_batch())
+
+    def _resumed_batch(self) -> int:
+        """The pass's first batch, in the numbers of the present world size."""
+        first = [track.source.first_batch for track in self._tracks]
+        if self.mode == "sequential":
+            return sum(first)
+        if self.mode == "min_size":
+            return min(first)
+        running = [number for number, track in zip(first, self._tracks, strict=True) if track.ended_at is None]
+        return running[0] if running else max(first)
+
+    # ---- the pass
+
+    def __iter__(self) -> Iterator[Any]:
+        self._ready()
+        if not self._pending:
+            self._enter(self.epoch, self.cycle)
+        self._pending = False
+        self.is_last = False
+        if self._finished or (self._total is not None and self._given >= self._total):
+            return
+        for track in self._tracks:
+            track.source.history = self.history
+        yield from self._one_by_one() if self.mode == "sequential" else self._side_by_side()
+
+    def _side_by_side(self) -> Iterator[Any]:
+        for track in self._tracks:
+            if track.run_end is None:
+                track.start(self._given)
+        while True:
+            number = self._given
+            batches = [self._next(track, number) for track in self._tracks]
+            stopped = [batch is _END for batch in batches]
+            if all(stopped) or (self.mode == "min_size" and any(stopped)):
+                return
+            if self.mode == "min_size":
+                over = any(track.run_end is not None for track in self._tracks)
+            else:
+                over = all(track.ended_at is not None for track in self._tracks)
+            self.is_last = over or number + 1 == self._limit
+            self._given = number + 1
+            parts = iter(batches)
+            yield map_leaves(lambda _: None if (part := next(parts)) is _END else part, self.iterables)  # noqa: B023
+            if self.is_last:
+                return
+
+    def _next(self, track: _Track, number: int) -> Any:
+        if track.run_end is not None:
+            if self.mode != "max_size_cycle":
+                return _END
+            self._again(track, number)
+        try:
+            return track.next(number)
+        except StopIteration:
+            if self.mode == "max_size_cycle":
+                raise DataError(
+                    "a loader without any batch cannot be cycled in mode 'max_size_cycle'; leave it out, or use "
+                    "another mode"
+                ) from None
+            track.run_end = number
+            track.ended_at = number if track.ended_at is None else track.ended_at
+            return _END
+
+    def _again(self, track: _Track, number: int) -> None:
+        """Start an exhausted loader again, shuffled anew."""
+        source = track.source
+        if track.began >= 0:
+            nearest = range(max(track.began, number - self.history), number)
+            track.before = {done: source.state_dict(track.own(done)) for done in nearest}
+        track.cycle += 1
+        source.set_epoch(self.epoch, self._inner_cycle(track))
+        track.start(number)
+
+    def _one_by_one(self) -> Iterator[Any]:
+        for index, track in enumerate(self._tracks):
+            if track.run_end is not None:
+                continue
+            track.start(self._given)
+            while track.run_end is None:
+                try:
+                    batch = track.next(self._given)
+                except StopIteration:
+                    track.run_end = self._given
+                    break
+                number = self._given
+                later = any(other.source.num_batches != 0 for other in self._tracks[index + 1 :])
+                self.is_last = (track.run_end is not None and not later) or number + 1 == self._limit
+                self._given = number + 1
+                yield batch, track.own(number), index
+                if self.is_last:
+                    return
+
+    def close(self) -> None:
+        for loader in self.flattened:
+            if isinstance(loader, BatchSource):
+                loader.close()
+
+
+_END = object()
+
+
+def _gives(track: _Track, batch_idx: int) -> bool:
+    return track.began >= 0 and (track.run_end is None or batch_idx < track.run_end)
+
+
+def _left(track: _Track) -> int | None:
+    """Batches that a loader still has at the beginning of a pass."""
+    if track.run_end is not None:
+        return 0
+    length = track.source.num_batches
+    return None if length is None else length - track.source.first_batch
+
+
+def _sum(numbers: tuple[int | None, ...]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
