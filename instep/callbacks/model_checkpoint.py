@@ -242,13 +242,9 @@ class ModelCheckpoint(Callback):
 
     def save_now(self, trainer: Trainer, reason: str = "") -> Path:
         """Save whatever the schedule says: before a preemption, or because somebody asked. Collective."""
-        if (
-            self._last_step_saved == trainer.global_step
-            and self.last_model_path
-            and Path(self.last_model_path).is_dir()
-        ):
-            if trainer.agree(not self.save_weights_only):
-                return Path(self.last_model_path)
+        saved = self._last_step_saved == trainer.global_step and Path(self.last_model_path or "-").is_dir()
+        if trainer.agree(saved and not self.save_weights_only):
+            return Path(self.last_model_path)
         return self._save(trainer, last=True, full=True)
 
     def _at_epoch_end(self, trainer: Trainer) -> bool:
@@ -257,9 +253,9 @@ class ModelCheckpoint(Callback):
         return sum(trainer.num_val_batches) == 0
 
     def _save_by_epoch(self, trainer: Trainer) -> None:
-        if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            if self._last_step_saved != trainer.global_step:
-                self._save(trainer)
+        due = self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        if due and self._last_step_saved != trainer.global_step:
+            self._save(trainer)
 
     # ---- what
 
@@ -336,8 +332,8 @@ class ModelCheckpoint(Callback):
         if self.monitor not in metrics:
             raise SettingError(
                 f"ModelCheckpoint(monitor={self.monitor!r}): that was not logged before saving. Logged so far: "
-                f"{', '.join(sorted(metrics)) or 'nothing'}. Log it with self.log({self.monitor!r}, ...), or save where "
-                "it exists (save_on_train_epoch_end, every_n_epochs).",
+                f"{', '.join(sorted(metrics)) or 'nothing'}. Log it with self.log({self.monitor!r}, ...), or save "
+                "where it exists (save_on_train_epoch_end, every_n_epochs).",
                 field="monitor",
                 got=self.monitor,
             )

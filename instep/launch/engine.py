@@ -168,8 +168,8 @@ def spec_for_nodes(
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UsageError(
-            f"num_nodes={num_nodes}: start the program once on each node with NODE_RANK, MASTER_ADDR and MASTER_PORT in "
-            f"the environment, or under torchrun; {', '.join(missing)} is missing."
+            f"num_nodes={num_nodes}: start the program once on each node with NODE_RANK, MASTER_ADDR and MASTER_PORT "
+            f"in the environment, or under torchrun; {', '.join(missing)} is missing."
         )
     return LaunchSpec(
         nproc,

@@ -152,18 +152,13 @@ class Strategy:
 
     # ---- state
 
-    def model_state(self) -> dict[str, Any] | None:
-        """The whole module's `state_dict()` on the ranks that write it, None on the others. Collective."""
-        return self.module.state_dict() if self.is_writer else None
+    def model_state(self) -> dict[str, Any]:
+        """The whole module's `state_dict()`. Collective: all ranks call it, the first one writes it."""
+        return self.module.state_dict()
 
     def load_model_state(self, state: dict[str, Any], strict: bool = True) -> Any:
         """Load what `model_state` gave; every rank passes the same."""
         return self.module.load_state_dict(state, strict=strict)
-
-    @property
-    def is_writer(self) -> bool:
-        """Whether this rank writes the shared part of a checkpoint."""
-        return PartialState().process_index == 0
 
     # ---- data parallelism
 

@@ -19,9 +19,9 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 
+from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, one_of
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class Precision:
         dtype = self.dtype
 
         def convert(batch: T) -> T:
-            return apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+            return map_leaves(lambda t: t.to(dtype) if torch.is_tensor(t) and t.is_floating_point() else t, batch)
 
         return convert
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from instep.data import BatchSource
+from instep.distributed.nested import map_leaves
 from instep.trainer.loaders import batches_of
 from instep.trainer.log import EpochMetric, LogBook
 
@@ -190,6 +191,4 @@ def _by_loader(metrics: Sequence[EpochMetric], loaders: int) -> list[dict[str, f
 
 
 def _to_cpu(outputs: Any) -> Any:
-    from lightning_utilities.core.apply_func import apply_to_collection  # late: only predict needs it
-
-    return apply_to_collection(outputs, torch.Tensor, lambda t: t.cpu())
+    return map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, outputs)

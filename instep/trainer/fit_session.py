@@ -13,7 +13,7 @@ import torch
 
 from instep.callbacks.base import Callback
 from instep.data import BatchSource
-from instep.distributed import Trigger, Triggers
+from instep.distributed import Trigger
 from instep.errors import Preempted, SettingError
 from instep.trainer import snapshot
 from instep.trainer.evaluation import evaluate
@@ -29,7 +29,6 @@ class FitSession(Session):
     """The session of one `fit`."""
 
     source: BatchSource
-    triggers: Triggers
     _inside_epoch = False  # a checkpoint was loaded that is in the middle of an epoch
 
     # ---- before the first step

@@ -108,16 +108,14 @@ class ModuleHooks:
         """After each validation batch."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Called at the start of a validation inside fit, to free gradients while it runs. Does nothing by default:
-        gradients of a window that is still open must survive.
-        """
+        """Before a validation inside fit: free gradients here, for their memory. By default they stay."""
 
     def on_validation_model_eval(self) -> None:
         """Puts the module into eval mode for validation."""
         self.trainer.model.eval()  # pyright: ignore[reportAttributeAccessIssue]
 
     def on_validation_model_train(self) -> None:
-        """After validation, when every submodule is back in the mode it had before: change modes here if you must."""
+        """After validation, when every submodule is back in the mode it had before."""
 
     def on_test_start(self) -> None:
         """At the start of test."""
@@ -200,7 +198,7 @@ class ModuleHooks:
         """Add keys of your own (tensors and JSON values) or change `checkpoint["state_dict"]`."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read back what `on_save_checkpoint` added, or change `checkpoint["state_dict"]`, before weights are loaded."""
+        """Before weights are loaded: read back what `on_save_checkpoint` added, or change the state dict."""
 
 
 def is_overridden(owner: object, name: str, base: type) -> bool:

@@ -71,6 +71,10 @@ class Loaders:
         limit = settings.overfit_batches or settings.limit_train_batches
         if isinstance(raw, (dict, list, tuple, CombinedLoader)) and not _is_batches(raw):
             combined = raw if isinstance(raw, CombinedLoader) else CombinedLoader(raw, "max_size_cycle")
+            if combined.mode == "sequential":
+                raise SettingError(
+                    "CombinedLoader(mode='sequential') is for evaluation; fit needs another mode", field="mode"
+                )
             source = combined.map(lambda loader: self._prepare(loader, "train", 1.0, None))
             source.limit(limit)
         else:
@@ -103,6 +107,12 @@ class Loaders:
         raw = self._raw(stage)
         if raw is None or limit == 0:
             return []
+        if isinstance(raw, CombinedLoader):
+            if raw.mode != "sequential":
+                source = raw.map(lambda loader: self._prepare(loader, stage, 1.0, None))
+                source.limit(limit, f"limit_{stage}_batches")
+                return [source]
+            raw = raw.flattened
         if isinstance(raw, dict):
             raw = list(raw.values())
         loaders = list(raw) if isinstance(raw, (list, tuple)) and not _is_batches(raw) else [raw]
@@ -116,7 +126,7 @@ class Loaders:
             return False
         if not is_overridden(module, "validation_step", TrainModule):
             warnings.warn(
-                f"there is a validation loader, but {type(module).__name__} has no validation_step: nothing is validated",
+                f"there is a validation loader, but {type(module).__name__} has no validation_step: none is run",
                 stacklevel=2,
             )
             self._eval["val"] = []
@@ -144,6 +154,7 @@ class Loaders:
             batch_size=micro_batch,
             limit=limit,
             stage=stage,
+            device=run.device,
         )
 
     def close_train(self) -> None:

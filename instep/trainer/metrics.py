@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -82,11 +83,9 @@ def as_tensors(metrics: dict[str, Any]) -> dict[str, Tensor]:
 
 def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
     """Print what validate or test measured, as a table on a terminal and as JSON lines elsewhere."""
-    import sys
-
     if not sys.stdout.isatty():
         for index, metrics in enumerate(results):
-            print(f"{stage} (loader {index}): {json.dumps(metrics)}")
+            print(f"{stage} (loader {index}): {json.dumps(metrics)}")  # noqa: T201  verbose=True asks for it
         return
     from rich.console import Console  # late: only a terminal needs it
     from rich.table import Table

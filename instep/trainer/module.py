@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.distributed import gather
+from instep.distributed.nested import map_leaves
 from instep.errors import HookError, UsageError
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import Entry, Options, reduction
@@ -299,8 +300,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def batch_weight(self) -> float:
-        """What this batch's mean loss must be multiplied by in manual optimization, so that the average over ranks is
-        the mean over all samples: n_rank * world / n_global. 1.0 but in the tail of an epoch.
+        """What this batch's mean loss is multiplied by in manual optimization: n_rank * world / n_global.
+
+        The average over ranks is then the mean over all samples. 1.0 but in the tail of an epoch.
         """
         return self.trainer._batch_weight()
 
@@ -317,7 +319,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print` on the main process only, above the progress bar."""
         if self._trainer is None:
-            print(*args, **kwargs)
+            print(*args, **kwargs)  # noqa: T201  it is a print
         else:
             self._trainer.print(*args, **kwargs)
 
@@ -328,15 +330,13 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             data: a tensor, or a nest of them, alike in shape on all ranks.
             sync_grads: let gradients flow back to the ranks the tensors came from.
         """
-        from lightning_utilities.core.apply_func import apply_to_collection  # late: rarely used
-
         if self.trainer.world_size == 1:
             return data
         if sync_grads:
             from torch.distributed.nn.functional import all_gather  # late: slow to import
 
-            return apply_to_collection(data, Tensor, lambda t: torch.stack(all_gather(t)))
-        return apply_to_collection(data, Tensor, lambda t: gather(t.unsqueeze(0)))
+            return map_leaves(lambda t: torch.stack(all_gather(t)) if isinstance(t, Tensor) else t, data)
+        return map_leaves(lambda t: gather(t.unsqueeze(0)) if isinstance(t, Tensor) else t, data)
 
     # ---- weights
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, CheckpointNotFoundError, InstepError, Preempted
 
 if TYPE_CHECKING:
-    from instep.checkpoint import CheckpointStore
     from instep.trainer.session import Session
     from instep.trainer.trainer import Trainer
 
@@ -50,12 +49,12 @@ class RunFolder:
             CheckpointNotFoundError: there is none.
             CorruptCheckpointError: a path was given and what is there does not verify.
         """
-        from instep.checkpoint import CheckpointStore  # late: only a run with checkpoints pays for it
+        from instep.checkpoint import CheckpointStore, find_checkpoint  # late: only who needs them pays for it
 
         if ckpt_path is None:
             return None
         if ckpt_path not in ("last", "best", "auto"):
-            return _at_path(Path(ckpt_path))
+            return Path(ckpt_path) if Path(ckpt_path).is_file() else find_checkpoint(ckpt_path)
         kind = "full" if run.fn == "fit" else None
         callback = run.trainer.checkpoint_callback
         monitor = callback.monitor if callback is not None and ckpt_path == "best" else None
@@ -94,8 +93,8 @@ class RunFolder:
                 number += 1
             except OSError as error:
                 raise InstepError(
-                    f"cannot make the run folder {path}: {error.strerror or error}. Make it writable, or choose another "
-                    "with Trainer(default_root_dir=...)."
+                    f"cannot make the run folder {path}: {error.strerror or error}. Make it writable, or choose "
+                    "another with Trainer(default_root_dir=...)."
                 ) from error
             else:
                 return path.absolute()
@@ -130,16 +129,3 @@ class RunFolder:
         temporary = self.path / ".status.json"
         temporary.write_text(json.dumps(content, indent=2) + "\n")
         os.replace(temporary, self.path / "status.json")
-
-
-def _at_path(path: Path) -> Path:
-    """The checkpoint at a path, or the newest of those that `save_checkpoint(path)` saved under this name."""
-    from instep.checkpoint import CheckpointStore  # late, as above
-
-    if path.is_file() or (path / "manifest.json").exists():
-        return path
-    store: CheckpointStore = CheckpointStore(path.parent)
-    for info in store.scan():
-        if re.fullmatch(re.escape(path.name) + r"-\d+", info.path.name):
-            return info.path
-    raise CheckpointNotFoundError(f"there is no checkpoint at {path}", path=path)

@@ -32,6 +32,8 @@ from instep.trainer.transfer import batch_transfer
 from instep.utils.seed import derive_seed, seed_process
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from instep.checkpoint import Reader
     from instep.trainer.trainer import Trainer
 
@@ -50,6 +52,8 @@ class Session:
         loaders: what the user passed, by stage: `train`, `val`, `test`, `predict`.
         ckpt_path: as passed to the Trainer.
     """
+
+    triggers: Triggers
 
     def __init__(
         self,
@@ -73,7 +77,6 @@ class Session:
         self.schedulers: list[LRSchedulerConfig] = []
         self.wrapped_optimizers: list[TrainOptimizer] = []
         self.manual_steps = 0
-        self.triggers: Triggers | None = None
         self.resumed: Reader | None = None
         self.accumulate = self.settings.accumulate_grad_batches
         self.book = LogBook("train")
@@ -82,7 +85,7 @@ class Session:
 
     # ---- entering and leaving
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         try:
             self._open()
         except BaseException as error:
@@ -128,7 +131,7 @@ class Session:
         for step in undo:
             try:
                 step()
-            except Exception as another:
+            except Exception as another:  # noqa: BLE001  raised below, or printed beside the first one
                 if first is None:
                     first = another
                 else:
@@ -138,7 +141,7 @@ class Session:
 
     def _abandon(self) -> None:
         """Wait for nobody from here on: the other ranks may never come."""
-        if self.triggers is not None:
+        if hasattr(self, "triggers"):  # not yet, if the processes never met
             self.triggers.abandon()
 
     def _finish(self, error: BaseException | None) -> None:
@@ -207,7 +210,7 @@ class Session:
             for name in ("gradient_clip_val", "global_batch_size"):
                 if getattr(self.settings, name) is not None:
                     raise UsageError(
-                        f"Trainer({name}=...) has no effect in manual optimization, where training_step does it itself: "
+                        f"Trainer({name}=...) has no effect in manual optimization, where training_step does it: "
                         "leave it out, and use self.clip_gradients or your own accumulation there."
                     )
             if self.accumulate != 1:

@@ -9,6 +9,8 @@ rank-00000.json/.safetensors   random generators and open log sums of each rank
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from instep import __version__
-from instep.errors import CheckpointError, UnsavableStateError
+from instep.distributed import raise_together
+from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.optimizers import clean_name, load_optimizer_state, optimizer_state
 from instep.types import PathLike
@@ -158,15 +161,15 @@ def dry_run(run: FitSession) -> None:
     """
     from instep.checkpoint import encode  # late: only a run with checkpoints pays for it
 
-    snapshot = Snapshot(run)
-    for owner, tree in (("", snapshot.shared), ("model_extra", snapshot.extra), ("optimizer", snapshot.optimizers)):
-        try:
+    error: UnsavableStateError | None = None
+    try:
+        snapshot = Snapshot(run)
+        for owner, tree in (("", snapshot.shared), ("model_extra", snapshot.extra), ("rank", snapshot.own)):
             encode(tree, owner)
-        except UnsavableStateError as error:
-            hint = ""
-            if "hyper_parameters" in str(error):
-                hint = " Leave it out: self.save_hyperparameters(ignore=[...])."
-            raise UnsavableStateError(f"this run could not be saved, so it is not started: {error}{hint}") from error
+    except UnsavableStateError as caught:
+        hint = " Leave it out: self.save_hyperparameters(ignore=[...])." if "hyper_parameters" in str(caught) else ""
+        error = UnsavableStateError(f"this run could not be saved, so it is not started: {caught}{hint}")
+    raise_together(error, "checking that the run can be saved")
 
 
 # ---- reading
@@ -179,8 +182,6 @@ def open_checkpoint(run: Session, path: Path) -> Reader:
     store = CheckpointStore(path.parent)
     problems = store.verify_together(path)
     if problems:
-        from instep.errors import CorruptCheckpointError
-
         raise CorruptCheckpointError(f"{path} does not verify: {'; '.join(problems)}", path=path)
     return store.read(path, verify=False)
 
@@ -270,8 +271,8 @@ def resume(run: FitSession, reader: Reader) -> None:
     ):
         if len(mine) != len(saved):
             raise CheckpointError(
-                f"{reader.path} has {len(saved)} {what}, and configure_optimizers returned {len(mine)}. Resume with the "
-                "same set, or load the weights alone with load_from_checkpoint.",
+                f"{reader.path} has {len(saved)} {what}, and configure_optimizers returned {len(mine)}. Resume with "
+                "the same set, or load the weights alone with load_from_checkpoint.",
                 path=reader.path,
             )
     for optimizer, tree in zip(run.optimizers, optimizers, strict=True):
@@ -341,14 +342,10 @@ def load_module(
     arguments: dict[str, Any],
 ) -> M:
     """What `TrainModule.load_from_checkpoint` does."""
-    import inspect
-    import json
-
-    from instep.checkpoint import CheckpointStore  # late, as above
+    from instep.checkpoint import CheckpointStore, find_checkpoint  # late: only a run with checkpoints pays for it
     from instep.checkpoint import load_weights as load_file
-    from instep.trainer.run_folder import _at_path
 
-    folder = _at_path(Path(path))
+    folder = Path(path) if Path(path).is_file() else find_checkpoint(path)
     if folder.is_file():
         checkpoint: dict[str, Any] = {"state_dict": load_file(folder), "hyper_parameters": {}}
     else:
@@ -365,7 +362,7 @@ def load_module(
         raise CheckpointError(
             f"cannot make {cls.__name__} from {path}: {error}. Pass the missing arguments to load_from_checkpoint, or "
             "call self.save_hyperparameters() in __init__ before saving.",
-            path=path,
+            path=folder,
         ) from error
     if is_overridden(module, "configure_model", ModuleHooks):
         module.configure_model()

@@ -19,17 +19,17 @@ from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import step_schedulers
 
 if TYPE_CHECKING:
-    from instep.trainer.session import Session
+    from instep.trainer.fit_session import FitSession
 
 Step = Callable[[Any, int], Any]
 
 
-def make_step(run: Session) -> Step:
+def make_step(run: FitSession) -> Step:
     """The function that trains on one batch: `step(batch, batch_idx) -> what training_step returned`."""
     return automatic_step(run) if run.module.automatic_optimization else manual_step(run)
 
 
-def automatic_step(run: Session) -> Step:
+def automatic_step(run: FitSession) -> Step:
     """The step of automatic optimization."""
     module, strategy, at, source, book = run.module, run.strategy, run.position, run.source, run.book
     gradient = run.state.gradient
@@ -156,7 +156,7 @@ def automatic_step(run: Session) -> Step:
     return step
 
 
-def manual_step(run: Session) -> Step:
+def manual_step(run: FitSession) -> Step:
     """The step of manual optimization: the module does everything; a batch that stepped an optimizer counts."""
     strategy, at, book = run.strategy, run.position, run.book
     training_step = run.step_function("training_step", "batch", "batch_idx")
@@ -177,7 +177,7 @@ def manual_step(run: Session) -> Step:
     return step
 
 
-def _loss_of(output: Any, run: Session) -> Tensor | None:
+def _loss_of(output: Any, run: FitSession) -> Tensor | None:
     """The loss in what `training_step` returned."""
     loss = output.get("loss") if isinstance(output, dict) else output
     if loss is None:

@@ -705,7 +705,7 @@ class Trainer:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print` on the main process only."""
         if self.is_global_zero:
-            print(*args, **kwargs)
+            print(*args, **kwargs)  # noqa: T201  it is a print
 
     # ------------------------------------------------------------------ behind the scenes
 
