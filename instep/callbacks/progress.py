@@ -237,7 +237,7 @@ class ProgressBar(Callback):
     def _note_epoch(self, trainer: Trainer) -> None:
         if self._screen is not None and (self.leave or not self._screen.live):
             progress = trainer.progress
-            training = progress.stage == "train"
+            training = progress.stage in ("train", None)
             batch = progress.batch if training else progress.outer_batch
             total = progress.total if training else progress.outer_total
             self._epoch_done = self._train_line(trainer, batch, total, None)

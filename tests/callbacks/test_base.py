@@ -10,7 +10,6 @@ import instep.callbacks
 from instep.callbacks import Callback
 from instep.callbacks.base import HOOKS
 
-
 NOTHING: list[str] = []
 BATCH_START = ["batch", "batch_idx"]
 BATCH_END = ["outputs", "batch", "batch_idx"]

@@ -206,7 +206,7 @@ def test_an_answer_of_the_server_is_not_hidden(tmp_path, monkeypatch):
 
 
 def test_arguments_that_wandb_does_not_know(tmp_path):
-    with pytest.raises(InstepError, match="WandbLogger failed in start: TypeError.*log_everything"):
+    with pytest.raises(InstepError, match=r"WandbLogger failed in start: TypeError.*log_everything"):
         offline(tmp_path, log_everything=True)
 
 
