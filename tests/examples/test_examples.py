@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 
 from tests.helpers.spawn import Finished, finish, free_port, run_command, start_command
 
+pytestmark = pytest.mark.timeout(600)  # two or three whole programs each, on machines that may be busy
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LENGTH = {"digits.py": ("--max-epochs", "15"), "stdlib_gpt.py": ("--max-steps", "120")}
 TIMEOUT_S = 150.0
