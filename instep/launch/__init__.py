@@ -1,6 +1,7 @@
 """Starting ranks: run a command as N processes under torchrun's elastic agent.
 
-- `engine`: what to run, the job's exit code, the command that runs this program again.
+- `engine`: what to run, the job's exit code, whether this process is a rank.
+- `command`: the command that runs this program again.
 - `agent`: the elastic agent: signals, exit codes, ending the ranks.
 - `report`: how a rank's traceback reaches the end of the agent's stderr.
 

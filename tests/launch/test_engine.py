@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 from instep.errors import SettingError, UsageError
 from instep.launch.agent import job_code
-from instep.launch.engine import LaunchSpec, is_worker, run, this_command
+from instep.launch.engine import LaunchSpec, is_worker, run
 from tests.helpers.spawn import Finished, finish, free_port, run_command, start_command
 
 pytestmark = pytest.mark.dist
@@ -26,23 +27,41 @@ HEAD = """
 import os, signal, sys, threading
 rank = int(os.environ["RANK"])
 wait = lambda seconds: threading.Event().wait(seconds)
+say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece, unlike print
 """
 
 
+Job = Callable[..., Finished]
+
+
+def _script(folder: Path, rank_code: str) -> str:
+    path = folder / "rank.py"
+    path.write_text(HEAD + textwrap.dedent(rank_code))
+    return str(path)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Job:
+    """Runs code as ranks, with the test's own process as the agent."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+
+    def run_job(rank_code: str, nproc: int = 2, **spec: Any) -> Finished:
+        code = run(LaunchSpec(nproc, (_script(tmp_path, rank_code),), **spec))
+        out, err = capfd.readouterr()
+        return Finished(code, out, err)
+
+    return run_job
+
+
 def _agent(folder: Path, rank_code: str, nproc: int = 2, **spec: Any) -> list[str]:
-    """A program that runs `rank_code` as ranks and ends with the job's code."""
-    script = folder / "rank.py"
-    script.write_text(HEAD + textwrap.dedent(rank_code))
+    """A program that is the agent, for tests that send it signals."""
     code = f"""
         import sys
         from instep.launch.engine import LaunchSpec, run
-        sys.exit(run(LaunchSpec(nproc={nproc}, command=({str(script)!r},), **{spec!r})))
+        sys.exit(run(LaunchSpec({nproc}, ({_script(folder, rank_code)!r},), **{spec!r})))
     """
     return [sys.executable, "-c", textwrap.dedent(code)]
-
-
-def _job(folder: Path, rank_code: str, nproc: int = 2, timeout_s: float = 60.0, **spec: Any) -> Finished:
-    return run_command(_agent(folder, rank_code, nproc, **spec), env=LAUNCHED, timeout_s=timeout_s)
 
 
 def _lines(process: subprocess.Popen[str], pattern: str, count: int, timeout_s: float = 30.0) -> list[str]:
@@ -65,12 +84,11 @@ def _lines(process: subprocess.Popen[str], pattern: str, count: int, timeout_s: 
 # --- exit codes -------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_that_is_done_gives_0_and_the_ranks_their_variables(tmp_path: Path) -> None:
-    done = _job(
-        tmp_path,
+def test_a_job_that_is_done_gives_0_and_the_ranks_their_variables(job: Job) -> None:
+    done = job(
         """
         names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS A_VALUE".split()
-        print(__name__, *(os.environ[name] for name in names), os.environ["MASTER_PORT"].isdigit())
+        say(__name__, *(os.environ[name] for name in names), os.environ["MASTER_PORT"].isdigit())
         """,
         env={"A_VALUE": "$x ${local_rank}"},
     )
@@ -82,32 +100,33 @@ def test_a_job_that_is_done_gives_0_and_the_ranks_their_variables(tmp_path: Path
     assert done.stderr == ""
 
 
-def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
+def test_arguments_arrive_as_they_are(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
     words = ("a b", "$HOME", "$$", "${local_rank}", "-x")
-    code = (
-        f"import sys\nfrom instep.launch.engine import *\nsys.exit(run(LaunchSpec(1, ('-c', {PRINT!r}, *{words!r}))))"
-    )
-    assert run_command([sys.executable, "-c", code], env=LAUNCHED).stdout.splitlines() == [repr(list(words))]
+    assert run(LaunchSpec(1, ("-c", "import sys; print(sys.argv[1:])", *words))) == 0
+    assert capfd.readouterr().out.splitlines() == [repr(list(words))]
 
 
-PRINT = "import sys; print(sys.argv[1:])"
+def test_the_agent_leaves_its_own_process_as_it_was(job: Job) -> None:
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    job("pass", nproc=1, env={"A_VALUE": "1"})
+    assert dict(os.environ) == environment
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((75, 75), 75), ((76, 75), 76), ((3, 0), 1), ((75, 0), 75)])
-def test_exit_codes_are_kept_apart(tmp_path: Path, codes: tuple[int, int], expected: int) -> None:
-    done = _job(tmp_path, f"sys.exit({codes}[rank])")
+def test_exit_codes_are_kept_apart(job: Job, codes: tuple[int, int], expected: int) -> None:
+    done = job(f"sys.exit({codes}[rank])")
     assert done.returncode == expected, done.stderr
     assert (f"rank 0 failed with exit code {codes[0]};" in done.stderr) == (expected in (1, 76))
 
 
-def test_after_a_preempted_rank_the_others_get_the_time_to_save_and_nothing_restarts(tmp_path: Path) -> None:
-    done = _job(
-        tmp_path,
+def test_after_a_preempted_rank_the_others_get_the_time_to_save_and_nothing_restarts(job: Job) -> None:
+    done = job(
         """
-        print("started", flush=True)
+        say("started")
         if rank == 1:
             wait(2)
-            print("saved", flush=True)
+            say("saved")
         sys.exit(75)
         """,
         max_restarts=3,
@@ -116,23 +135,22 @@ def test_after_a_preempted_rank_the_others_get_the_time_to_save_and_nothing_rest
     assert sorted(done.stdout.split()) == ["saved", "started", "started"]
 
 
-def test_a_rank_that_never_saves_is_killed_and_the_job_failed(tmp_path: Path) -> None:
-    done = _job(tmp_path, "sys.exit(75) if rank == 0 else wait(60)", shutdown_s=0.5, timeout_s=30)
+def test_a_rank_that_never_saves_is_killed_and_the_job_failed(job: Job) -> None:
+    done = job("sys.exit(75) if rank == 0 else wait(60)", shutdown_s=0.5)
     assert done.returncode == 1
     assert "rank 1" in done.stderr
     assert "did not end in its time" in done.stderr
 
 
-def test_a_failed_job_is_restarted_and_its_ranks_can_meet_again(tmp_path: Path) -> None:
-    done = _job(
-        tmp_path,
+def test_a_failed_job_is_restarted_and_its_ranks_can_meet_again(job: Job) -> None:
+    done = job(
         """
         import torch, torch.distributed as dist
         dist.init_process_group("gloo")
         total = torch.ones(1)
         dist.all_reduce(total)
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        print(f"{attempt}:{int(total)}", flush=True)
+        say(f"{attempt}:{int(total)}")
         if attempt == "0" and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(total)
@@ -167,17 +185,15 @@ def test_the_job_code(first: list[int], last: list[int], killed: bool, expected:
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_failing_rank_ends_the_others_and_its_traceback_comes_last_and_once(tmp_path: Path) -> None:
-    done = _job(
-        tmp_path,
+def test_a_failing_rank_ends_the_others_and_its_traceback_comes_last_and_once(job: Job) -> None:
+    done = job(
         """
         from instep.launch.report import report_failures
         report_failures()
         if rank == 1:
             raise ValueError("only here")
         wait(60)
-        """,
-        timeout_s=20,
+        """
     )
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ValueError: only here")
@@ -185,9 +201,8 @@ def test_a_failing_rank_ends_the_others_and_its_traceback_comes_last_and_once(tm
     assert "rank 1 failed with exit code 1:\nTraceback" in done.stderr
 
 
-def test_who_only_says_that_another_rank_failed_is_not_blamed(tmp_path: Path) -> None:
-    done = _job(
-        tmp_path,
+def test_who_only_says_that_another_rank_failed_is_not_blamed(job: Job) -> None:
+    done = job(
         """
         from instep.errors import RemoteError
         from instep.launch.report import report_failures
@@ -204,8 +219,8 @@ def test_who_only_says_that_another_rank_failed_is_not_blamed(tmp_path: Path) ->
     assert done.stderr.count("Traceback (most recent call last)") == 1
 
 
-def test_a_rank_without_a_report_prints_for_itself(tmp_path: Path) -> None:
-    done = _job(tmp_path, "raise ValueError('plain')", nproc=1)
+def test_a_rank_without_a_report_prints_for_itself(job: Job) -> None:
+    done = job("raise ValueError('plain')", nproc=1)
     assert done.returncode == 1
     assert done.stderr.count("ValueError: plain") == 1
     assert "rank 0 failed with exit code 1; what it said stands above" in done.stderr
@@ -228,11 +243,11 @@ event = threading.Event()
 for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(signum, lambda signum, frame: got.append(signum))
 child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait(60)"])
-print("ready", flush=True)
+say("ready")
 while not got:
     wait(0.01)
 wait(0.5)
-print(rank, "got", *got, "child", child.poll(), flush=True)
+say(rank, "got", *got, "child", child.poll())
 child.kill()
 child.wait()
 sys.exit(75)
@@ -241,7 +256,7 @@ sys.exit(75)
 
 @pytest.mark.parametrize(
     ("sent", "passed_on"),
-    [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGTERM")],
+    [("SIGINT", "SIGINT"), ("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGTERM")],
 )
 def test_a_signal_reaches_each_rank_once_and_nothing_below_it(tmp_path: Path, sent: str, passed_on: str) -> None:
     number = getattr(signal, passed_on).value
@@ -255,7 +270,7 @@ def test_a_signal_reaches_each_rank_once_and_nothing_below_it(tmp_path: Path, se
 
 
 def test_a_rank_that_dies_of_the_signal_has_not_saved(tmp_path: Path) -> None:
-    with start_command(_agent(tmp_path, "print('ready', flush=True); wait(60)"), env=LAUNCHED) as process:
+    with start_command(_agent(tmp_path, "say('ready'); wait(60)"), env=LAUNCHED) as process:
         _lines(process, "ready", 2)
         process.terminate()
         done = finish(process, 20)
@@ -266,8 +281,8 @@ def test_a_rank_that_dies_of_the_signal_has_not_saved(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_second_signal_cuts_the_wait_short(tmp_path: Path) -> None:
     stubborn = """
-        signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
-        print("ready", flush=True)
+        signal.signal(signal.SIGTERM, lambda *_: say("heard"))
+        say("ready")
         while True:
             wait(1)
     """
@@ -282,7 +297,7 @@ def test_a_second_signal_cuts_the_wait_short(tmp_path: Path) -> None:
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
-    command = _agent(tmp_path, "print('ready', flush=True); wait(2)", nproc=1)
+    command = _agent(tmp_path, "say('ready'); wait(2)", nproc=1)
     command[2] = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + command[2]
     with start_command(command, env=LAUNCHED) as process:
         _lines(process, "ready", 1)
@@ -295,7 +310,7 @@ def test_ranks_die_with_their_agent(tmp_path: Path) -> None:
     code = """
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
-        print("pid", os.getpid(), flush=True)
+        say("pid", os.getpid())
         wait(60)
     """
     with start_command(_agent(tmp_path, code), env=LAUNCHED) as process, ExitStack() as stack:
@@ -316,7 +331,7 @@ def test_two_agents_form_one_job_and_restart_together(tmp_path: Path) -> None:
         here = {str(tmp_path)!r} + f"/began-{{rank}}"
         again = os.path.exists(here)
         open(here, "w").close()
-        print("rank", rank, "of", os.environ["WORLD_SIZE"], "node", os.environ["GROUP_RANK"], again, flush=True)
+        say("rank", rank, "of", os.environ["WORLD_SIZE"], "node", os.environ["GROUP_RANK"], again)
         if not again:
             sys.exit(1) if rank == 1 else wait(60)
     """
@@ -333,7 +348,7 @@ def test_two_agents_form_one_job_and_restart_together(tmp_path: Path) -> None:
     ]
 
 
-# --- who am I, and what was I started as ------------------------------------------------------------------------------
+# --- settings ------------------------------------------------------------------------------
 
 
 def test_a_rank_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,49 +376,3 @@ def test_wrong_settings_are_named(field: str, settings: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=field) as caught:
         LaunchSpec(**{"nproc": 1, "command": ("x.py",), **settings})
     assert caught.value.field == field
-
-
-def test_under_pytest_the_program_cannot_be_run_again() -> None:
-    with pytest.raises(UsageError, match=r"pytest.*notebook_launcher.*debug_launcher.*devices=1"):
-        this_command()
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    """A package with a main file that says how it would be run again, after changing folder and arguments."""
-    package = tmp_path / "pack"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    body = """
-        import os, sys
-        from instep.launch.engine import this_command
-        sys.argv[1:] = []
-        os.chdir("/")
-        print(this_command())
-    """
-    for name in ("train.py", "__main__.py"):
-        (package / name).write_text(textwrap.dedent(body))
-    return package
-
-
-def test_the_command_that_runs_this_program_again(program: Path) -> None:
-    def said(*words: str, cwd: Path = program.parent) -> tuple[str, ...]:
-        env = {**LAUNCHED, "PYTHONDONTWRITEBYTECODE": None}  # it would come back as -B
-        done = run_command([sys.executable, *words], env=env, cwd=cwd)
-        assert done.returncode == 0, done.stderr
-        return eval(done.stdout)
-
-    script = str(program / "train.py")
-    assert said("train.py", "--lr", "0.1 0", cwd=program) == (script, "--lr", "0.1 0")
-    assert said("-W", "error", "pack/train.py", "x") == ("-Werror", script, "x")
-    assert said("-m", "pack.train", "a", "b") == ("-m", "pack.train", "a", "b")
-    assert said("-m", "pack", "a") == ("-m", "pack", "a")
-
-
-@pytest.mark.parametrize("how", ["-c", "stdin"])
-def test_a_program_without_a_main_file_cannot_be_run_again(how: str) -> None:
-    code = "from instep.launch.engine import this_command; this_command()"
-    words = ["-c", code] if how == "-c" else ["-c", f"import code; code.InteractiveConsole().runcode({code!r})"]
-    done = run_command([sys.executable, *words], env=LAUNCHED)
-    assert "UsageError" in done.stderr
-    assert "devices=1" in done.stderr
