@@ -10,6 +10,7 @@ from torch import nn
 
 from instep.data import BatchSource
 from instep.distributed.nested import map_leaves
+from instep.state import GradientRecord
 from instep.trainer.loaders import batches_of
 from instep.trainer.log import EpochMetric, LogBook
 
@@ -54,7 +55,8 @@ def evaluate(
     several = len(sources) > 1
     book = LogBook(stage, run.world_size, len(sources))
     outer_book, outer_stage, outer_progress = run.set_book(book), trainer.state.stage, progress.stage
-    modes = _modes(module)
+    modes, gradient = _modes(module), run.state.gradient
+    outer_end = gradient.end_of_dataloader
     trainer.state.stage = stage
     progress.stage = "sanity" if stage == "sanity_check" else stage
 
@@ -72,7 +74,8 @@ def evaluate(
                 progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, total
                 which = (loader_idx,) if several else ()
                 source.set_epoch(trainer.current_epoch)
-                gradient = run.state.gradient
+                gradient.dataloader_references.append(source)
+                gradient.active_dataloader = source
                 for batch_idx, batch in enumerate(batches_of(source, run.transfer(loader_idx), run.device.type)):
                     if batch_idx == limit:
                         break
@@ -92,7 +95,7 @@ def evaluate(
                     progress.eval_batch = batch_idx + 1
                     if trainer.settings.log_every_n_steps and (batch_idx + 1) % trainer.settings.log_every_n_steps == 0:
                         _log_steps(run, book, stage)
-                gradient.end_of_dataloader = False
+                _left(gradient)
             book.batch = book.weight = None
             trainer.metrics.put_epoch(book.reduce(trainer.global_step, reset=False)[1], final=False)
             hooks.call(f"on_{name}_epoch_end")
@@ -103,6 +106,7 @@ def evaluate(
             hooks.call(f"on_{name}_end")
     finally:
         _restore(modes)
+        gradient.end_of_dataloader = outer_end  # the training window that validation interrupts goes on as it was
         run.set_book(outer_book)
         trainer.state.stage, progress.stage = outer_stage, outer_progress
         if stage == "sanity_check":
@@ -166,6 +170,12 @@ def predict(run: Session, sources: Sequence[BatchSource], keep: bool) -> list[An
 
 def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
     return [(submodule, submodule.training) for submodule in module.modules()]
+
+
+def _left(gradient: GradientRecord) -> None:
+    """The innermost loader is done: the one around it is active again."""
+    gradient.dataloader_references.pop()
+    gradient.active_dataloader = gradient.dataloader_references[-1] if gradient.dataloader_references else None
 
 
 def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:

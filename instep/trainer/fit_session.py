@@ -113,6 +113,8 @@ class FitSession(Session):
         if at.batch and not inside:
             self.source.start_at(at.batch)  # a second fit of this Trainer goes on where the first one stopped
         self.trainer.progress.outer_total = self.source.num_batches
+        self.state.gradient.active_dataloader = self.source
+        self.state.gradient.dataloader_references = [self.source]
         self._plan_validation()
         self.hooks.call("on_train_epoch_start")
         self.book.enter("training_step")

@@ -27,6 +27,8 @@ from instep.trainer.loaders import Loaders
 from instep.trainer.log import LogBook, NullBuffer
 from instep.trainer.module import TrainModule, accepted_arguments
 from instep.trainer.optimizers import LRSchedulerConfig, TrainOptimizer, configure
+from instep.trainer.place import connect, device_of
+from instep.trainer.plugins import start_loggers, with_own_callbacks
 from instep.trainer.signals import SignalGuard
 from instep.trainer.transfer import batch_transfer
 from instep.utils.seed import derive_seed, seed_process
@@ -95,9 +97,11 @@ class Session:
 
     def _open(self) -> None:
         trainer = self.trainer
-        process = trainer._connect()
+        process = connect(self.settings)
+        if trainer._seed is None:
+            trainer._seed = int(broadcast_object(torch.initial_seed() & (2**63 - 1)))
         self.world_size, self.rank = process.num_processes, process.process_index
-        self.device = trainer._device(process)
+        self.device = device_of(self.settings, process, trainer._environment)
         self.triggers = Triggers(self.settings.trigger_every, reserved=LOOP_TRIGGERS)
         self.precision = Precision(self.settings.precision, self.device)
         self.strategy.connect(self.device, self.precision)
@@ -179,7 +183,7 @@ class Session:
     def set_up(self) -> None:
         """configure_callbacks › prepare_data › setup › configure_model › weights; the module is on its device then."""
         trainer, module = self.trainer, self.module
-        self.callbacks = trainer._resolve_callbacks(module)
+        self.callbacks = trainer.callbacks = with_own_callbacks(trainer.callbacks, module)
         self.hooks = HookTable(trainer, module, self.callbacks)
         self._check_hooks()
         path = trainer.run_folder.find_checkpoint(self, self.ckpt_path)
@@ -190,7 +194,7 @@ class Session:
         self.hooks.call("setup", self.fn)
         if self.resumed is not None and self.fn == "fit":
             snapshot.resume_plugins(self, self.resumed)
-        trainer._start_loggers(module, self.datamodule)
+        start_loggers(self, module, self.datamodule)
         if is_overridden(module, "configure_model", ModuleHooks):
             module.configure_model()
         self.strategy.place(module)

@@ -104,6 +104,7 @@ def automatic_step(run: FitSession) -> Step:
     def step(batch: Any, batch_idx: int) -> Any:
         nonlocal opened
         at.validated = False
+        gradient.end_of_dataloader = source.is_last
         if accumulate > 1 and (batch_idx + 1) % accumulate and not source.is_last:
             gradient.sync_gradients = False
             with strategy.no_sync():

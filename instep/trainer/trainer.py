@@ -1,46 +1,36 @@
-"""The Trainer: its arguments, the train loop, and what plug-ins may ask of it."""
+"""The Trainer: its arguments, the train loop, and evaluation. What plug-ins ask of it is in `view.py`."""
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Iterable
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from typing import Any
 
 from instep.callbacks.base import Callback
 from instep.data import DataModule
-from instep.distributed import broadcast_object, control_group
-from instep.errors import SettingError, UsageError
+from instep.errors import UsageError
 from instep.loggers.base import Logger
-from instep.state import PartialState, find_device_kind, read_environment
+from instep.state import read_environment
 from instep.strategies import Strategy, resolve_strategy
 from instep.trainer.evaluation import evaluate, predict
 from instep.trainer.fit_session import FitSession
 from instep.trainer.log import LogBook
-from instep.trainer.metrics import Metrics, as_tensors, print_results
+from instep.trainer.metrics import Metrics, print_results
 from instep.trainer.module import TrainModule
-from instep.trainer.optimizers import LRSchedulerConfig
+from instep.trainer.place import count_devices, launch
+from instep.trainer.plugins import default_callbacks
 from instep.trainer.position import Position, Progress
 from instep.trainer.run_folder import RunFolder
 from instep.trainer.session import Session
 from instep.trainer.settings import resolve
 from instep.trainer.status import TrainerState
 from instep.trainer.step import detached_outputs, make_step
+from instep.trainer.view import TrainerView
 from instep.types import PathLike
 
-if TYPE_CHECKING:
-    from instep.callbacks.early_stopping import EarlyStopping
-    from instep.callbacks.model_checkpoint import ModelCheckpoint
-    from instep.checkpoint import Reader
 
-
-class Trainer:
+class Trainer(TrainerView):
     """Trains, validates, tests and predicts with a `TrainModule`.
 
     All arguments are keyword-only, have Lightning's names and meaning, and are checked here, before anything runs. They
@@ -147,9 +137,9 @@ class Trainer:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
         self.settings = resolve(**given, **unknown)
         self._environment = read_environment()
-        self._device_count = self._count_devices()
+        self._device_count = count_devices(self.settings, self._environment)
         self.strategy = resolve_strategy(self.settings.strategy, self._device_count * self.settings.num_nodes)
-        self.callbacks = self._default_callbacks(enable_checkpointing)
+        self.callbacks = default_callbacks(self.settings, enable_checkpointing)
         self._loggers: list[Logger] | None = None
         self.position = Position()
         self.progress = Progress(self.position)
@@ -165,13 +155,6 @@ class Trainer:
         self._session: Session | None = None
         self._last: Session | None = None
         self._book: LogBook | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        # Arguments can be read under their own names; only what is no attribute comes here.
-        settings = self.__dict__.get("settings")
-        if settings is None or not hasattr(settings, name):
-            raise AttributeError(f"Trainer has no attribute {name!r}")
-        return getattr(settings, name)
 
     # ------------------------------------------------------------------ the train loop
 
@@ -412,438 +395,22 @@ class Trainer:
         self.model = model
         return model, ckpt_path
 
-    # ------------------------------------------------------------------ saving and triggers
-
-    def save_checkpoint(self, filepath: PathLike, weights_only: bool = False) -> Path:
-        """Save a checkpoint now. Collective: call it on all ranks.
-
-        Args:
-            filepath: the folder; it is saved as `<filepath>-<attempt>`, never over another. `ckpt_path=filepath` finds
-                the newest of them.
-            weights_only: leave out what only a resumed run needs.
-
-        Returns:
-            The folder.
-        """
-        from instep.checkpoint import CheckpointStore  # late: only who saves pays for it
-        from instep.trainer import snapshot
-
-        path = Path(filepath)
-        run = self._session or self._last
-        if run is None:
-            raise UsageError("there is nothing to save yet: call fit first")
-        return snapshot.save(run, CheckpointStore(path.parent), name=path.name, weights_only=weights_only)
-
-    def save_to(self, dirpath: Path | None, name: str | None, *, weights_only: bool, **info: Any) -> Path:
-        """Save a checkpoint into a folder of checkpoints; what ModelCheckpoint does. Collective.
-
-        Args:
-            dirpath: the folder; None for `checkpoints/` in the run folder.
-            name: the checkpoint's name, without its attempt; None for `step-<8 digits>`.
-            weights_only: leave out what only a resumed run needs.
-            info: JSON values for the manifest, such as monitor, mode and score.
-        """
-        from instep.trainer import snapshot  # late, as above
-
-        return snapshot.save(self._run, self._store(dirpath), name=name, weights_only=weights_only, **info)
-
-    def verify_checkpoint(self, path: Path) -> list[str]:
-        """What is wrong with a checkpoint; empty where it verifies. Collective."""
-        return self._store(path.parent).verify_together(path)
-
-    def delete_checkpoint(self, path: Path) -> None:
-        """Delete a checkpoint. Collective."""
-        self._store(path.parent).delete(path)
-
-    def _store(self, folder: Path | None) -> Any:
-        from instep.checkpoint import CheckpointStore  # late, as above
-
-        folder = folder or self.run_folder.checkpoints
-        if folder is None:
-            raise UsageError("there is no run folder yet: save inside fit, or give a path")
-        return CheckpointStore(folder)
-
-    def agree(self, value: Any) -> Any:
-        """The main process's value on every rank: for decisions that all must take alike. Collective."""
-        return broadcast_object(value)
-
-    def all_ranks_arrive(self, timeout_s: float) -> bool:
-        """After an error: whether every rank gets here in time. Nobody waits longer than `timeout_s`."""
-        group = control_group()
-        if group is None:
-            return True
-        try:
-            torch.distributed.monitored_barrier(group, timeout=timedelta(seconds=timeout_s))
-        except RuntimeError:
-            return False
-        return True
-
-    @property
-    def resumed_from(self) -> Reader | None:
-        """The checkpoint that the running fit went on from."""
-        return None if self._session is None else self._session.resumed
-
-    def set_trigger(self, name: str, reason: str = "") -> None:
-        """Ask for something on any rank: "stop", "save", "preempted", or a name of your own. Local and free.
-
-        All ranks see it at the same step.
-
-        Args:
-            name: what is asked for.
-            reason: for people.
-        """
-        self._run.triggers.set(name, reason)
-
-    def check_trigger(self, name: str | None = None) -> bool:
-        """Whether any rank set the trigger; it is reset. Collective and blocking: call it on all ranks.
-
-        Args:
-            name: None for any.
-        """
-        return self._run.triggers.check(name)
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether all ranks agreed to stop. Setting it is local and asks for a stop."""
-        return self._stop_agreed
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        if value:
-            self.set_trigger("stop", "trainer.should_stop")
-        else:
-            self._stop_agreed = False
-
-    # ------------------------------------------------------------------ what plug-ins ask
-
-    @property
-    def _run(self) -> Session:
-        if self._session is None:
-            raise UsageError("this works only while fit, validate, test or predict runs")
-        return self._session
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps done."""
-        return self.position.global_step
-
-    @property
-    def current_epoch(self) -> int:
-        """The epoch, from 0."""
-        return self.position.epoch
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """Everything logged so far, as 0-dim tensors: epoch values once reduced, step values as they stand."""
-        book = self._book
-        return as_tensors({**self.metrics.callback, **({} if book is None else book.step_values)})
-
-    @property
-    def logged_metrics(self) -> dict[str, Tensor]:
-        """What was sent to the loggers last."""
-        return as_tensors(self.metrics.logged)
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, Any]:
-        """What was logged with `prog_bar=True`: floats, and device tensors of the running step."""
-        book = self._book
-        return {**self.metrics.bar, **({} if book is None else book.bar_values())}
-
-    @property
-    def seed(self) -> int:
-        """What all that is random about the run is derived from: torch's initial seed on the main process."""
-        if self._seed is None:
-            raise UsageError("the seed is known once a run has started")
-        return self._seed
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the main process."""
-        return self.global_rank == 0
-
-    @property
-    def global_rank(self) -> int:
-        return self._environment.rank
-
-    @property
-    def local_rank(self) -> int:
-        return self._environment.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        return self._environment.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the run."""
-        return self._device_count * self.settings.num_nodes
-
-    @property
-    def num_devices(self) -> int:
-        """Devices on this machine."""
-        return self._device_count
-
-    @property
-    def datamodule(self) -> DataModule | None:
-        run = self._session or self._last
-        return None if run is None else run.datamodule
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        run = self._session or self._last
-        return [] if run is None else run.optimizers
-
-    @property
-    def _wrapped_optimizers(self) -> list[Any]:
-        return self._run.wrapped_optimizers
-
-    @property
-    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        run = self._session or self._last
-        return [] if run is None else run.schedulers
-
-    @property
-    def loggers(self) -> list[Logger]:
-        """All loggers."""
-        if self._loggers is None:
-            if self.settings.logger is True:
-                from instep.loggers import TensorBoardLogger  # late: loads the logger, not tensorboard
-
-                self._loggers = [TensorBoardLogger()]
-            else:
-                self._loggers = list(self.settings.logger or ())
-        return self._loggers
-
-    @property
-    def logger(self) -> Logger | None:
-        """The first logger."""
-        return self.loggers[0] if self.loggers else None
-
-    @property
-    def log_dir(self) -> str | None:
-        """The run folder; None before it is chosen. Not a collective."""
-        return None if self.run_folder.path is None else str(self.run_folder.path)
-
-    @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first ModelCheckpoint."""
-        return next((c for c in self.callbacks if hasattr(c, "save_now")), None)  # pyright: ignore[reportReturnType]
-
-    @property
-    def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first EarlyStopping."""
-        return next(
-            (c for c in self.callbacks if hasattr(c, "stopping_reason")),
-            None,  # pyright: ignore[reportReturnType]
-        )
-
-    @property
-    def sanity_checking(self) -> bool:
-        return self.state.stage == "sanity_check"
-
-    @property
-    def training(self) -> bool:
-        return self.state.stage == "train"
-
-    @property
-    def validating(self) -> bool:
-        return self.state.stage == "validate"
-
-    @property
-    def testing(self) -> bool:
-        return self.state.stage == "test"
-
-    @property
-    def predicting(self) -> bool:
-        return self.state.stage == "predict"
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The prepared training data of the run."""
-        run = self._session or self._last
-        return None if run is None else run.loaders.train
-
-    @property
-    def num_training_batches(self) -> int | float:
-        """Batches of an epoch on this rank; infinity while unknown."""
-        batches = self._run.loaders.train.num_batches
-        return float("inf") if batches is None else batches
-
-    @property
-    def num_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader on this rank."""
-        return self._eval_batches("val")
-
-    @property
-    def num_sanity_val_batches(self) -> list[int | float]:
-        limit = self.settings.num_sanity_val_steps
-        return [n if limit == -1 else min(n, limit) for n in self.num_val_batches]
-
-    @property
-    def num_test_batches(self) -> list[int | float]:
-        return self._eval_batches("test")
-
-    @property
-    def num_predict_batches(self) -> list[int | float]:
-        return self._eval_batches("predict")
-
-    def _eval_batches(self, stage: str) -> list[int | float]:
-        sources = self._run.loaders.evaluation(stage)
-        return [float("inf") if source.num_batches is None else source.num_batches for source in sources]
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole fit, for schedulers; usable in `configure_optimizers`."""
-        s = self.settings
-        batches = self.num_training_batches
-        if s.max_epochs == -1 or batches == float("inf"):
-            return s.max_steps if s.max_steps != -1 else float("inf")
-        accumulate = self._run.accumulate
-        steps = -(-int(batches) // accumulate) * s.max_epochs
-        return steps if s.max_steps == -1 else min(steps, s.max_steps)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` on the main process only."""
-        if self.is_global_zero:
-            print(*args, **kwargs)  # noqa: T201  it is a print
-
-    # ------------------------------------------------------------------ behind the scenes
-
-    def _count_devices(self) -> int:
-        """Processes on this machine, checked against the launcher's environment."""
-        devices, environment = self.settings.devices, self._environment
-        kind = find_device_kind(self.settings.accelerator)
-        if devices == "auto":
-            wanted = environment.local_world_size if environment.launcher != "none" else None
-            count = wanted or (1 if kind.name == "cpu" else kind.count())
-        elif isinstance(devices, tuple):
-            count = len(devices)
-        else:
-            count = kind.count() if devices == -1 else int(devices)
-        if environment.launcher != "none" and count * self.settings.num_nodes != environment.world_size:
-            nodes = "" if self.settings.num_nodes == 1 else f" and num_nodes={self.settings.num_nodes}"
-            if devices == "auto" and self.settings.num_nodes == 1 and environment.num_nodes > 1:
-                hint = f"set num_nodes={environment.num_nodes}"
-            else:
-                hint = f"start {count * self.settings.num_nodes} processes, or leave devices out"
-            raise SettingError(
-                f"devices={devices!r}{nodes} is {count * self.settings.num_nodes} processes, but the launcher started "
-                f"{environment.world_size}: {hint}.",
-                field="devices",
-                got=devices,
-            )
-        return count
+    # ------------------------------------------------------------------ before a session
 
     def _launch(self) -> None:
-        """Become the agent of several ranks, where this is a plain script that asked for several devices."""
-        if self._device_count == 1 or self._environment.launcher != "none" or self._session is not None:
-            return
-        from instep.launch.engine import run, spec_for_nodes, this_command  # late: only a launch pays for it
-
-        indices = self.settings.devices if isinstance(self.settings.devices, tuple) else ()
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, indices))} if indices else {}
-        sys.exit(run(spec_for_nodes(self._device_count, self.settings.num_nodes, this_command(), env)))
-
-    def _connect(self) -> PartialState:
-        """This process's place among the others; the processes meet here."""
-        kind = find_device_kind(self.settings.accelerator)
-        process = PartialState(cpu=True) if kind.name == "cpu" else PartialState()
-        if self._seed is None:
-            self._seed = int(broadcast_object(torch.initial_seed() & (2**63 - 1)))
-        return process
-
-    def _device(self, process: PartialState) -> torch.device:
-        """This process's device; `devices=[1]` in one process means the second one."""
-        devices = self.settings.devices
-        if isinstance(devices, tuple) and self._environment.launcher == "none":
-            return torch.device(process.device.type, devices[0])
-        return process.device
+        """In a plain script that asked for several devices: become the agent of the ranks."""
+        if self._session is not None:
+            raise UsageError("this Trainer is running already; make another one for a run inside a run")
+        if self._device_count > 1 and self._environment.launcher == "none":
+            launch(self.settings, self._device_count)
 
     def _begin(self, model: TrainModule) -> None:
         """A new fit of this Trainer goes on counting where the last one stopped, as users of Lightning expect."""
         _check_module(model)
-        if self._session is not None:
-            raise UsageError("this Trainer is running already; make another one for a run inside a run")
-        if self.model is not model:
-            self.model = model
+        self.model = model
         self._stop_agreed = False
         self.stop_reason = ""
         self.interrupted = False
-
-    def _default_callbacks(self, enable_checkpointing: bool | None) -> list[Callback]:
-        """The user's callbacks and the default ones; ModelCheckpoint last, since it saves the others' state."""
-        s = self.settings
-        callbacks = list(s.callbacks)
-        savers = [callback for callback in callbacks if hasattr(callback, "save_now")]
-        if savers and enable_checkpointing is False:
-            raise SettingError(
-                "enable_checkpointing=False, but callbacks has a ModelCheckpoint. Leave one of them out.",
-                field="enable_checkpointing",
-            )
-        if s.fast_dev_run:
-            callbacks = [c for c in callbacks if c not in savers and not hasattr(c, "stopping_reason")]
-            savers = []
-        if s.barebones:
-            return callbacks
-        from instep import callbacks as room  # late: each default is loaded only when it is on
-
-        if s.max_time is not None:
-            callbacks.append(room.Timer(s.max_time))
-        if s.enable_model_summary and not any(isinstance(c, room.ModelSummary) for c in callbacks):
-            callbacks.append(room.ModelSummary())
-        if s.enable_progress_bar and not any(isinstance(c, room.ProgressBar) for c in callbacks):
-            callbacks.append(room.ProgressBar())
-        if s.enable_checkpointing and not savers:
-            savers = [room.ModelCheckpoint()]
-        return [c for c in callbacks if c not in savers] + savers
-
-    def _resolve_callbacks(self, module: TrainModule) -> list[Callback]:
-        """With `configure_callbacks`: the module's own replace those of the same type."""
-        own = module.configure_callbacks()
-        own = [own] if isinstance(own, Callback) else list(own or ())
-        kinds = {type(callback) for callback in own}
-        merged = [callback for callback in self.callbacks if type(callback) not in kinds] + own
-        merged.sort(key=lambda callback: hasattr(callback, "save_now"))
-        keys = [callback.state_key for callback in merged if callback.state_dict()]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise SettingError(
-                f"two callbacks keep their state under the same key {', '.join(twice)}. Give one of them another "
-                "state_key.",
-                field="callbacks",
-            )
-        if own:
-            self.callbacks = merged
-        return merged
-
-    def _start_loggers(self, module: TrainModule, datamodule: DataModule | None) -> None:
-        run = self._run
-        if self.loggers or self.checkpoint_callback is not None:
-            self.run_folder.choose(run)
-        for logger in self.loggers:
-            logger.start(self.run_folder.path, self.is_global_zero)  # pyright: ignore[reportArgumentType]
-        params: dict[str, Any] = {}
-        for owner in (datamodule, module):
-            if owner is not None and owner._log_hyperparams:
-                params.update(owner.hparams_initial)
-        if params and run.fn == "fit":
-            for logger in self.loggers:
-                logger.log_hyperparams(params)
-
-    def _manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        module, strategy = self._run.module, self.strategy
-        strategy.prepare_backward(loss)
-        loss = strategy.scale(loss)
-        for hook in self._run.hooks["on_before_backward"]:
-            hook(loss)
-        module.backward(loss, *args, **kwargs)
-        for hook in self._run.hooks["on_after_backward"]:
-            hook()
-
-    def _batch_weight(self) -> float:
-        run = self._run
-        source = run.loaders.train
-        return source.weight(run.position.batch)
 
 
 def _check_module(model: Any) -> None:
