@@ -207,7 +207,8 @@ class EarlyStopping(Callback):
             return self.check_on_train_epoch_end
         if sum(trainer.num_val_batches) == 0:
             return True
-        return trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
+        interval = trainer.val_check_interval  # a float is a fraction of an epoch, an int counts batches
+        return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def _check(self, trainer: Trainer) -> None:
         if trainer.fast_dev_run:

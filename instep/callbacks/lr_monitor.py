@@ -88,7 +88,6 @@ class LearningRateMonitor(Callback):
         values = dict(self._values(trainer, interval))
         if values:
             self.latest = values
-            trainer.callback_metrics.update(values)
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=trainer.global_step)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.errors import InstepError, LogError, UsageError
+from instep.errors import InstepError, LogError
 from instep.types import PathLike
 
 if TYPE_CHECKING:
@@ -200,18 +200,16 @@ class Logger:
         return {"version": self._version, "step": self._last_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the run of this state.
+        """Continue the run of this state, from the next `start` on; an open logger is closed first.
 
-        Raises:
-            UsageError: the logger is open: what it wrote may be in the wrong place already.
+        Args:
+            state_dict: what `state_dict` gave; `global_step` beside it says where the checkpoint was saved, for what
+                was logged at that step but after the save, such as a test's result: it is kept.
         """
-        if self._open:
-            raise UsageError(
-                f"{type(self).__name__}.load_state_dict was called on an open logger. Restore loggers before start()."
-            )
+        self.finalize("success")
         if self._version is None:
             self._version = state_dict.get("version")
-        self._last_step = state_dict.get("step", -1)
+        self._last_step = max(state_dict.get("step", -1), state_dict.get("global_step", -1))
         self._resumed = True
 
     # ---- the hooks, all optional

@@ -18,8 +18,8 @@ class CSVLogger(Logger):
 
     The first column is `step`; a cell that a call did not log is empty. Numbers are written so that reading them gives
     the same float64. A metric that appears later gets its column at the next flush, by one rewrite of the file, however
-    many rows it comes in. A resumed run goes on below the row at which its checkpoint was saved: rows that the lost
-    part of the run wrote are removed, since they are about to be written again.
+    many rows it comes in. A resumed run appends: rows that were written after its checkpoint for later steps are
+    removed first, since they are about to be written again.
 
     Args:
         save_dir: the logger's own folder. None: the run folder.
@@ -104,7 +104,10 @@ class CSVLogger(Logger):
             path.unlink()
             return
         header, rows = table[0], table[1:]
-        kept = rows if self._rows_to_keep is None else rows[: self._rows_to_keep]
+        kept = rows
+        if self._rows_to_keep is not None:
+            kept = rows[: self._rows_to_keep]
+            kept += [row for row in rows[self._rows_to_keep :] if float(row[0] or 0) <= self._last_step]
         if len(kept) < len(rows) or whole != text:
             _write_table(path, header, kept)
         self._columns = dict.fromkeys(header)

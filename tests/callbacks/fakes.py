@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from torch.optim import Optimizer
@@ -47,7 +48,7 @@ class FakeTrainer:
     max_steps: int = -1
     fast_dev_run: bool | int = False
     sanity_checking: bool = False
-    val_check_interval: float | int | None = 1.0
+    val_check_interval: float | int | timedelta = 1.0
     check_val_every_n_epoch: int | None = 1
     num_val_batches: list[int] = field(default_factory=lambda: [4])
     log_every_n_steps: int = 50

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import timedelta
 
 import pytest
 import torch
@@ -156,7 +157,8 @@ def test_missing_metric_that_is_not_strict():
     [
         (None, {}, True),
         (None, {"val_check_interval": 0.5}, False),
-        (None, {"val_check_interval": None}, True),
+        (None, {"val_check_interval": 1}, False),
+        (None, {"val_check_interval": timedelta(minutes=1)}, False),
         (None, {"check_val_every_n_epoch": 2}, False),
         (None, {"check_val_every_n_epoch": 2, "num_val_batches": [0]}, True),
         (True, {"val_check_interval": 0.5}, True),

@@ -31,7 +31,6 @@ def test_logs_every_n_steps_once_per_step():
     records = fit(monitor, trainer, accumulate=3)
     assert records == [({"lr-Adam": 0.1}, 0), ({"lr-Adam": 0.1}, 50), ({"lr-Adam": 0.1}, 100)]
     assert monitor.latest == {"lr-Adam": 0.1}
-    assert trainer.callback_metrics == {"lr-Adam": 0.1}
 
 
 def test_the_schedulers_interval_decides_by_default():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import instep.loggers
-from instep.errors import InstepError, LogError, UsageError
+from instep.errors import InstepError, LogError
 from instep.loggers import Logger
 
 
@@ -178,11 +178,13 @@ def test_a_resumed_logger_returns_to_its_folder_and_flushes_for_a_checkpoint(tmp
     assert recorder.calls[-1] == ("save",)
 
 
-def test_restoring_an_open_logger_is_an_error(tmp_path):
+def test_restoring_an_open_logger_closes_it(tmp_path):
     logger = Recorder()
     logger.start(tmp_path)
-    with pytest.raises(UsageError, match="before start"):
-        logger.load_state_dict({})
+    logger.load_state_dict({"step": 3, "global_step": 5})
+    assert logger.calls[-1] == ("finalize", "success")
+    logger.start(tmp_path)
+    assert logger.state_dict()["step"] == 5
 
 
 def test_unknown_name_lists_the_known_ones():

@@ -97,6 +97,20 @@ def test_a_resumed_run_appends_where_the_checkpoint_was(tmp_path):
     assert resumed.state_dict()["rows"] == 3
 
 
+def test_what_was_logged_at_the_checkpoints_step_after_it_is_kept(tmp_path):
+    logger = opened(tmp_path)
+    logger.log_metrics({"a": 1.0}, step=50)
+    state = logger.state_dict() | {"global_step": 70}
+    logger.log_metrics({"test": 2.0}, step=70)
+    logger.log_metrics({"a": 3.0}, step=71)
+    logger.finalize()
+    resumed = CSVLogger()
+    resumed.load_state_dict(state)
+    resumed.start(tmp_path)
+    resumed.finalize()
+    assert read(tmp_path) == [{"step": 50, "a": 1.0}, {"step": 70, "test": 2.0}]
+
+
 def test_a_checkpoint_never_knows_more_than_the_file(tmp_path):
     logger = opened(tmp_path)
     logger.log_metrics({"a": 1.0}, step=1)
