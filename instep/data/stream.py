@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from instep.data.agreement import NextBatch
 from instep.data.base import PreparedLoader
 from instep.data.draw import generators
@@ -75,7 +77,7 @@ class StreamLoader(PreparedLoader):
         self._length = _least(length, limit) if length is not None else None
         self._estimate = _least(estimate, limit)
         self._limit = sys.maxsize if limit is None else limit
-        self._generators = {id(g): (g, g.initial_seed()) for g in _generators(loader)}
+        self._generators = _generators(loader)
         self._iterator: Iterator[Any] | None = None
         self._resume: StateDict | None = None
         self._ever_gave = False
@@ -129,7 +131,8 @@ class StreamLoader(PreparedLoader):
             return copy.deepcopy(resume)
         finished = batches_done >= (self._given if self._length is None else self._length)
         finished = finished and (self.is_last or self._length is not None)
-        own = self._own_end if self._own_end is not None and self._own_end < batches_done else None
+        joined = self.uneven == "join" and self._own_end is not None and self._own_end <= batches_done
+        own = self._own_end if joined else None
         state: StateDict = {
             "kind": "stream",
             "epoch": self.epoch,
@@ -143,8 +146,10 @@ class StreamLoader(PreparedLoader):
             "ahead": 0 if not finished else 1 if own is not None else self._pulled - batches_done,
         }
         if self.stateful is not None:
-            position = batches_done if own is None else own - 1
-            if position in self._snapshots:
+            position = batches_done if own is None else own - 1  # the last batch, which is replayed
+            if finished and self.stateful is not self.loader:
+                state["state"] = self._state_now()
+            elif position in self._snapshots:
                 state["state"] = copy.deepcopy(self._snapshots[position])
             elif position == self._pulled:  # nothing was read since: the state of now
                 state["state"] = self._state_now()
@@ -187,7 +192,10 @@ class StreamLoader(PreparedLoader):
         """Bring what keeps a state beyond the epoch to where it stood at the epoch's end."""
         if self.stateful is None or state.get("state") is None:
             return
-        if self.stateful is self.loader and not state["ahead"]:
+        if self.stateful is not self.loader:  # a data set: its state does not know of an iterator that is at its end
+            self.stateful.load_state_dict(copy.deepcopy(state["state"]))
+            return
+        if not state["ahead"]:
             return  # cut by a limit: the loader would go on in the middle, and the next epoch begins anew
         self._open()
         for _ in range(state["ahead"]):
@@ -224,7 +232,7 @@ class StreamLoader(PreparedLoader):
         position = batches if own is None else own - 1
         place = (0, 0) if self.frozen else (self.epoch, self.cycle)
         self._random = RandomStream(self.seed, "data", self.rank, *place)
-        for generator, initial in self._generators.values():
+        for generator, initial in self._generators:
             generator.manual_seed(derive_seed(self.seed, "generator", initial, *place))
         state = resume.get("state")
         with self._random.at("start"):
@@ -353,6 +361,10 @@ def _least(number: int | None, limit: int | None) -> int | None:
     return min(known) if known else None
 
 
-def _generators(loader: Any) -> list[Any]:
-    found = generators(getattr(loader, "batch_sampler", None)) + generators(getattr(loader, "sampler", None))
-    return found + generators(loader)
+def _generators(loader: Any) -> list[tuple[torch.Generator, int]]:
+    """The loader's generators with the seeds that the user gave them."""
+    samplers = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    found = {id(generator): generator for part in (*samplers, loader) for generator in generators(part)}
+    # torchdata's sampler makes a generator of its own, seeded by chance, where the loader was given none
+    own = type(loader).__module__.startswith("torchdata.") and getattr(loader, "generator", None) is None
+    return [(generator, 0 if own else generator.initial_seed()) for generator in found.values()]

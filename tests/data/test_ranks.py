@@ -1,0 +1,274 @@
+"""Two real processes: what one process cannot show."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from instep.data import CombinedLoader, PreparedLoader, prepare_loader
+from instep.errors import DataError
+from instep.state import PartialState
+from tests.helpers.spawn import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def rank() -> int:
+    return PartialState(cpu=True).process_index
+
+
+def everyone(value: float) -> float:
+    """A collective in the step: it hangs unless all ranks run the same steps."""
+    total = torch.tensor(float(value))
+    dist.all_reduce(total)
+    return total.item()
+
+
+class Mine(IterableDataset[int]):
+    """As many samples as this rank is to have, with a place that can be resumed."""
+
+    def __init__(self, lengths: list[int], stateful: bool = False) -> None:
+        self.length = lengths[rank()]
+        self.offset = 100 * rank()
+        self.place = 0
+        if stateful:
+            self.state_dict = lambda: {"place": self.place}
+            self.load_state_dict = lambda state: setattr(self, "place", state["place"])
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < self.length:
+            self.place += 1
+            yield self.offset + self.place
+        self.place = 0
+
+
+def stream(lengths: list[int], uneven: str, stateful: bool = False, **options: Any) -> PreparedLoader:
+    loader = DataLoader(Mine(lengths, stateful), batch_size=2)
+    return prepare_loader(loader, rank=rank(), world_size=2, uneven=uneven, **options)
+
+
+def run(source: Any, stop: int | None = None) -> list[tuple[list[int], tuple[Any, Any], float, bool]]:
+    steps = []
+    for number, batch in enumerate(source, source.first_batch):
+        weights = everyone(source.weight(number))
+        assert weights == pytest.approx(2.0)
+        steps.append((batch.tolist(), source.counts(number), source.window_scale(number, 2), source.is_last))
+        if len(steps) == stop:
+            break
+    return steps
+
+
+def _stop() -> list[Any]:
+    return run(stream([7, 4], "stop"))
+
+
+def test_stop_at_the_first_exhausted_rank() -> None:
+    first, second = run_ranks(_stop, 2)
+    assert [step[0] for step in first] == [[1, 2], [3, 4]]
+    assert [step[0] for step in second] == [[101, 102], [103, 104]]
+    assert [step[1] for step in first + second] == [(2, 4)] * 4
+    assert [step[2] for step in first + second] == [0.5] * 4
+    assert [step[3] for step in first] == [step[3] for step in second] == [False, True]
+
+
+def _weights() -> list[Any]:
+    source = stream([3, 4], "stop")
+    assert not source.uniform
+    assert source.full_batches(2) == 0
+    return run(source)
+
+
+def test_last_batches_of_different_size_weigh_by_their_samples() -> None:
+    first, second = run_ranks(_weights, 2)
+    assert [step[1] for step in first] == [(2, 4), (1, 3)]
+    assert [step[2] for step in second] == pytest.approx([0.5, 2 * 2 / 3 / 2])
+
+
+def _join() -> tuple[list[Any], ...]:
+    whole = run(stream([7, 3], "join"))
+    again = []
+    for stateful in (False, True):
+        for stop in range(1, 5):
+            source = stream([7, 3], "join", stateful)
+            started = run(source, stop)
+            resumed = stream([7, 3], "join", stateful)
+            resumed.load_state_dict(source.state_dict(stop))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                again.append(started + run(resumed))
+            resumed.set_epoch(1)
+            again.append(run(resumed))
+    return whole, *again
+
+
+def test_join_replays_with_weight_zero_until_all_are_exhausted() -> None:
+    (first, *first_again), (second, *second_again) = run_ranks(_join, 2)
+    assert [step[0] for step in first] == [[1, 2], [3, 4], [5, 6], [7]]
+    assert [step[0] for step in second] == [[101, 102], [103], [103], [103]]
+    assert [step[1] for step in second] == [(2, 4), (1, 3), (0, 2), (0, 1)]
+    assert [step[2] for step in first] == pytest.approx([0.5, 2 / 3, 1.0, 1.0])
+    assert [step[2] for step in second][2:] == [0.0, 0.0]
+    for whole, passes in ((first, first_again), (second, second_again)):
+        for again in passes:  # all but the scale: a pass resumed within a window has a shorter window
+            assert [(batch, counts, last) for batch, counts, _, last in again] == [
+                (batch, counts, last) for batch, counts, _, last in whole
+            ]
+
+
+def _error() -> str:
+    with pytest.raises(DataError) as caught:
+        run(stream([5, 4], "error"))
+    return str(caught.value)
+
+
+def test_uneven_data_can_be_an_error() -> None:
+    first, second = run_ranks(_error, 2)
+    assert "1 of 2 ranks have no batch 2 (rank 0 has one)" in first
+    assert "rank 1 has none" in second
+
+
+def _limits() -> list[int]:
+    steps = []
+    for lengths, limit in [([9, 9], 3), ([9, 9], 0), ([0, 4], None), ([0, 0], None), ([1, 1], None), ([9, 9], 1)]:
+        source = stream(lengths, "stop", limit=limit)
+        steps.append(len(run(source)))
+        for _ in source:  # broken off in the middle: the agreement of the next pass must not be disturbed
+            break
+        steps.append(len(run(source)))
+    return steps
+
+
+def test_limits_and_empty_streams() -> None:
+    assert run_ranks(_limits, 2) == [[3, 3, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]] * 2
+
+
+class Data:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _shared() -> list[list[int]]:
+    taken = []
+    for length, workers in [(1, 0), (2, 1), (7, 1), (8, 0)]:
+        options: Any = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        loader: Any = DataLoader(Data(length), batch_size=2, shuffle=True, **options)  # type: ignore[arg-type]
+        source = prepare_loader(loader, rank=rank(), world_size=2)
+        mine = []
+        for number, step in enumerate(run(source)):
+            mine += step[0][: step[1][0]]
+            assert step[2] == source.window_scale(number, 2)
+        taken.append(mine)
+    return taken
+
+
+def test_collectives_in_the_step_with_fewer_samples_than_ranks() -> None:
+    first, second = run_ranks(_shared, 2)
+    for a, b, length in zip(first, second, (1, 2, 7, 8), strict=True):
+        assert sorted(a + b) == list(range(length))
+
+
+def _lists() -> tuple[int, int, str]:
+    batches = [torch.tensor([i]) for i in range(3 + rank())]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stopped = run(prepare_loader(batches, rank=rank(), world_size=2))
+    joined = run(prepare_loader(batches, rank=rank(), world_size=2, uneven="join"))
+    own: Any = DataLoader(Data(5 + 2 * rank()), batch_size=2)  # type: ignore[arg-type]
+    options = {"rank": rank(), "world_size": 2, "use_distributed_sampler": False, "uneven": "join"}
+    assert len(run(prepare_loader(own, **options))) == 4
+    assert joined[-1][1] == ((0, 1) if rank() == 0 else (1, 1))
+    return len(stopped), len(joined), str(caught[0].message) if caught else ""
+
+
+def test_lists_of_different_lengths() -> None:
+    first, second = run_ranks(_lists, 2)
+    assert first[:2] == second[:2] == (3, 4)
+    assert "rank 0: 3, rank 1: 4" in first[2]
+    assert not second[2]
+
+
+class OwnRandom(Sampler[int]):
+    """Draws from a generator that instep does not know, and so differs per rank."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(rank()).sample(range(8), 8))
+
+
+def _refused() -> list[str]:
+    errors = []
+    with pytest.raises(DataError) as caught:
+        prepare_loader(DataLoader(Data(5 + rank())), rank=rank(), world_size=2)  # type: ignore[arg-type]
+    errors.append(str(caught.value))
+    source = prepare_loader(DataLoader(Data(8), sampler=OwnRandom()), rank=rank(), world_size=2)  # type: ignore[arg-type]
+    with pytest.raises(DataError) as caught:
+        run(source)
+    errors.append(str(caught.value))
+    return errors
+
+
+def test_what_must_be_alike_is_checked() -> None:
+    for errors in run_ranks(_refused, 2):
+        assert "length is 6 on rank 1 but 5 on rank 0" in errors[0]
+        assert "OwnRandom gives rank 1 another order" in errors[1]
+
+
+def _generator() -> list[int]:
+    generator = torch.Generator().manual_seed(rank())
+    loader: Any = DataLoader(Data(8), shuffle=True, generator=generator)  # type: ignore[arg-type]
+    return [step[0][0] for step in run(prepare_loader(loader, rank=rank(), world_size=2))]
+
+
+def test_generators_seeded_differently_still_give_one_order() -> None:
+    first, second = run_ranks(_generator, 2)
+    assert sorted(first + second) == list(range(8))
+
+
+def _combined() -> tuple[list[Any], list[Any]]:
+    def make() -> CombinedLoader:
+        raw = CombinedLoader(
+            {"sized": DataLoader(Data(7), batch_size=2), "stream": DataLoader(Mine([9, 12]), batch_size=2)},  # type: ignore[arg-type]
+            "max_size_cycle",
+        )
+        return raw.map(lambda loader: prepare_loader(loader, rank=rank(), world_size=2))
+
+    def steps(source: CombinedLoader, stop: int | None = None) -> list[Any]:
+        taken = []
+        for number, batch in enumerate(source, source.first_batch):
+            everyone(source.weight(number))
+            taken.append(({key: part.tolist() for key, part in batch.items()}, source.counts(number), source.is_last))
+            if len(taken) == stop:
+                break
+        return taken
+
+    source = make()
+    whole = steps(source)
+    started = steps(source, 3)
+    resumed = make()
+    resumed.load_state_dict(source.state_dict(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return whole, started + steps(resumed)
+
+
+def test_combined_loaders_agree_and_resume() -> None:
+    (first, first_again), (second, second_again) = run_ranks(_combined, 2)
+    assert first == first_again
+    assert second == second_again
+    assert len(first) == len(second) == 5
+    assert [step[1][1] for step in first] == [step[1][1] for step in second] == [8, 7, 8, 7, 7]
