@@ -62,7 +62,7 @@ def evaluate(
 
     try:
         with torch.inference_mode() if trainer.settings.inference_mode and run.fn != "fit" else torch.no_grad():
-            if run.fn == "fit":
+            if run.fn == "fit" and stage != "sanity_check":
                 module.on_validation_model_zero_grad()
             getattr(module, f"on_{name}_model_eval")()
             hooks.call(f"on_{name}_start")

@@ -173,19 +173,21 @@ class Trainer(TrainerView):
             configure_callbacks
             prepare_data
             setup
+            # with ckpt_path: load_state_dict of the datamodule and of callbacks
             configure_model
-            # with ckpt_path: on_load_checkpoint, weights, callbacks' load_state_dict
+            # with ckpt_path: on_load_checkpoint, then the weights
             configure_optimizers
             on_fit_start
             # with ckpt_path: optimizers, schedulers, position, data, random generators
-            on_sanity_check_start
-            # a validation of num_sanity_val_steps batches
-            on_sanity_check_end
+            if there is a sanity check:
+                on_sanity_check_start
+                validation  # of num_sanity_val_steps batches
+                on_sanity_check_end
             on_train_start
             for epoch in epochs:
                 on_train_epoch_start
                 for batch in train_dataloader:
-                    on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer
+                    transfer
                     on_train_batch_start
                     training_step
                     if first micro-batch of the window:
@@ -197,25 +199,37 @@ class Trainer(TrainerView):
                         on_before_optimizer_step
                         configure_gradient_clipping
                         optimizer_step
-                        lr_scheduler_step
+                        if a scheduler has interval="step":
+                            lr_scheduler_step
                     on_train_batch_end
                     if validation is due:
-                        on_validation_model_zero_grad, on_validation_model_eval
-                        on_validation_start
-                        on_validation_epoch_start
-                        for batch in val_dataloaders:
-                            on_validation_batch_start
-                            validation_step
-                            on_validation_batch_end
-                        on_validation_epoch_end
-                        on_validation_end
-                        on_validation_model_train
+                        validation
                     # triggers that all ranks agreed on: stop, save, preempted
                 on_train_epoch_end
-                # schedulers with interval="epoch"; EarlyStopping and ModelCheckpoint
+                if a scheduler has interval="epoch":
+                    lr_scheduler_step
+                # on_train_epoch_end of EarlyStopping and ModelCheckpoint
             on_train_end
             on_fit_end
             teardown
+
+            validation:
+                if training has begun:
+                    on_validation_model_zero_grad
+                on_validation_model_eval
+                on_validation_start
+                on_validation_epoch_start
+                for batch in val_dataloaders:
+                    transfer
+                    on_validation_batch_start
+                    validation_step
+                    on_validation_batch_end
+                on_validation_epoch_end
+                on_validation_end
+                on_validation_model_train
+
+            transfer:
+                on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer
 
         Args:
             model: what to train.

@@ -1,0 +1,105 @@
+"""Small modules, data and Trainers for the tests of the loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from instep import Trainer, TrainModule
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def quiet(**settings: Any) -> Trainer:
+    """A Trainer that writes nothing unless it is asked to."""
+    return Trainer(**{**QUIET, **settings})
+
+
+class Toy(TrainModule):
+    """A linear regression that logs nothing; `seen` holds the first feature of the samples of every training batch."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(4, 1)
+        self.seen: list[list[float]] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.layer(x).squeeze(-1), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch[0][:, 0].tolist())
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.loss(batch)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.layer(batch[0]).squeeze(-1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+class LoggingToy(Toy):
+    """Logs the loss of every stage."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("val_loss", self.loss(batch), prog_bar=True)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("test_loss", self.loss(batch))
+
+
+def samples(length: int = 12, seed: int = 0) -> TensorDataset:
+    """`length` samples of four features and a target; the first feature is the sample's number."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(length, 4, generator=generator), torch.randn(length, generator=generator)
+    x[:, 0] = torch.arange(length) / length
+    return TensorDataset(x, y)
+
+
+def loader(length: int = 12, batch_size: int = 3, shuffle: bool = False, **options: Any) -> DataLoader[Any]:
+    """Four batches by default."""
+    return DataLoader(samples(length), batch_size, shuffle=shuffle, **options)
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples without a length."""
+
+    def __init__(self, length: int = 12) -> None:
+        self.samples: Dataset[Any] = samples(length)
+        self.length = length
+
+    def __iter__(self) -> Any:
+        return (self.samples[i] for i in range(self.length))
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of the parameters."""
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Bit for bit."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
