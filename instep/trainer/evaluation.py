@@ -96,6 +96,7 @@ def evaluate(
                     if trainer.settings.log_every_n_steps and (batch_idx + 1) % trainer.settings.log_every_n_steps == 0:
                         _log_steps(run, book, stage)
                 _left(gradient)
+            book.set_loader(None)
             book.batch = book.weight = None
             trainer.metrics.put_epoch(book.reduce(trainer.global_step, reset=False)[1], final=False)
             hooks.call(f"on_{name}_epoch_end")
@@ -192,7 +193,7 @@ def _log_steps(run: Session, book: LogBook, stage: str) -> None:
 def _by_loader(metrics: Sequence[EpochMetric], loaders: int) -> list[dict[str, float]]:
     """A dict for each loader; what belongs to none of them is in all."""
     results: list[dict[str, float]] = [{} for _ in range(max(loaders, 1))]
-    for name, value, _ in metrics:
+    for name, value, *_ in metrics:
         _, mark, index = name.rpartition("/dataloader_idx_")
         for i, result in enumerate(results):
             if not mark or index == str(i):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class Options(NamedTuple):
     add_dataloader_idx: bool = True
     rank_zero_only: bool = False
 
+
+K = TypeVar("K")
 
 Entry = tuple[str, Any, Options, "int | None"]
 
@@ -92,6 +94,8 @@ class _Slot:
     on_epoch: bool
     op: str
     order: int
+    hook: str
+    suffix: str = ""
     metric: Any = None
     last: Any = None
     fresh: bool = False
@@ -101,12 +105,16 @@ class _Slot:
     weight: float = 0.0
 
     @property
+    def full_name(self) -> str:
+        return self.name + self.suffix
+
+    @property
     def step_name(self) -> str:
-        return f"{self.name}_step" if self.on_epoch else self.name
+        return f"{self.name}_step{self.suffix}" if self.on_epoch else self.full_name
 
     @property
     def epoch_name(self) -> str:
-        return f"{self.name}_epoch" if self.on_step else self.name
+        return f"{self.name}_epoch{self.suffix}" if self.on_step else self.full_name
 
     def add(self, value: float, weight: float) -> None:
         amount = value * weight if self.op == "mean" else value
@@ -177,6 +185,7 @@ class StepMetrics(NamedTuple):
 
     metrics: dict[str, float]
     step: int
+    bar: dict[str, float]
 
 
 class LogBook:
@@ -224,8 +233,8 @@ class LogBook:
         self._hook = before
         self._select()
 
-    def set_loader(self, index: int) -> None:
-        """Say which of several evaluation loaders the batches come from."""
+    def set_loader(self, index: int | None) -> None:
+        """Say which of several evaluation loaders the batches come from; None outside of them."""
         if self._num_loaders > 1:
             self._dataloader_idx = index
             self._select()
@@ -279,15 +288,22 @@ class LogBook:
                 f"self.log({name!r}) was called twice in {self._hook} with different arguments ({', '.join(changed)}). "
                 "Use one set of arguments, or two names."
             )
-        _check_value(name, value)
+        suffix = ""
+        if self._dataloader_idx is not None:
+            if not options.add_dataloader_idx:  # one value over all loaders
+                everywhere = self._slots.setdefault((self._hook, None), {})
+                if name in everywhere:
+                    self._current[name] = everywhere[name]
+                    return everywhere[name] if everywhere[name].options == options else self._slot(name, value, options)
+            else:
+                suffix = f"/dataloader_idx_{self._dataloader_idx}"
         on_step, on_epoch = self._defaults(name, options)
-        full_name = name
-        if self._dataloader_idx is not None and options.add_dataloader_idx:
-            full_name = f"{name}/dataloader_idx_{self._dataloader_idx}"
         metric = value if _is_metric(value) else None
-        slot = _Slot(full_name, options, on_step, on_epoch, options.reduce_fx, self._order, metric)
+        slot = _Slot(name, options, on_step, on_epoch, options.reduce_fx, self._order, self._hook, suffix, metric)
         self._order += 1
         self._current[name] = slot
+        if not options.add_dataloader_idx:
+            self._slots.setdefault((self._hook, None), {})[name] = slot
         return slot
 
     def _defaults(self, name: str, options: Options) -> tuple[bool, bool]:
@@ -307,19 +323,23 @@ class LogBook:
         )
 
     def bar_values(self) -> dict[str, Any]:
-        """The last step values that were logged with `prog_bar=True`. Read by the progress bar's thread."""
+        """The last step values that were logged with `prog_bar=True`, but for those on a device.
+
+        Read by the progress bar's thread, which must not make the device wait; what is there arrives by `hand_over`.
+        """
         return {
             slot.step_name: slot.last
             for slot in self._all()
-            if slot.options.prog_bar and slot.on_step and slot.last is not None
+            if slot.options.prog_bar and slot.on_step and slot.last is not None and not _on_device(slot.last)
         }
 
     # ---- out of the slots
 
     def _all(self) -> Iterable[_Slot]:
-        return [slot for slots in list(self._slots.values()) for slot in list(slots.values())]
+        # By identity: without add_dataloader_idx one slot stands for several loaders.
+        return {id(slot): slot for slots in list(self._slots.values()) for slot in list(slots.values())}.values()
 
-    def hand_over(self, step: int, wait: bool = False) -> list[StepMetrics]:
+    def hand_over(self, step: int, wait: bool = False, step_values: bool = True) -> list[StepMetrics]:
         """Start the transfer of all that is held, and return the step values of transfers that arrived.
 
         On a CPU that is this one; on a GPU the one before, so that the host does not wait, unless `wait` asks for all.
@@ -327,6 +347,7 @@ class LogBook:
         Args:
             step: the step that the step values belong to.
             wait: return only when everything has arrived.
+            step_values: False leaves them where they are.
         """
         arrived = self._arrive()
         held: list[tuple[_Slot, int]] = []
@@ -339,7 +360,7 @@ class LogBook:
                 values += slot.values
                 weights += slot.weights
                 slot.values, slot.weights = [], []
-        for slot in self._all():
+        for slot in self._all() if step_values else ():
             if slot.fresh and slot.on_step:
                 fresh.append(slot)
                 values.append(slot.last)
@@ -347,9 +368,15 @@ class LogBook:
         if values:
             self._outstanding = (PackedCopy(values), held, fresh, step)
             self._held_weights = weights
-            if wait or self._outstanding[0].ready:
+            # A collective follows for synced values: not when the device is ready, but at this step on every rank.
+            synced = self._world_size > 1 and any(slot.options.sync_dist for slot in fresh)
+            if wait or synced or self._outstanding[0].ready:
                 arrived += self._arrive()
         return arrived
+
+    def settle(self, step: int) -> list[StepMetrics]:
+        """Bring everything that `state_dict` needs to the host; step values stay due at the next `hand_over`."""
+        return self.hand_over(step, wait=True, step_values=False)
 
     def _arrive(self) -> list[StepMetrics]:
         if self._outstanding is None:
@@ -368,8 +395,10 @@ class LogBook:
             for name, values in _by_name(gather_object({name: metrics[name] for name in synced})).items():
                 metrics[name] = sum(values) / len(values)
         self.step_values.update(metrics)
-        unlogged = {slot.step_name for slot in fresh if slot.options.logger is False}
-        return [StepMetrics({k: v for k, v in metrics.items() if k not in unlogged}, step)] if metrics else []
+        if not metrics:
+            return []
+        logged = {slot.step_name: metrics[slot.step_name] for slot in fresh if slot.options.logger is not False}
+        return [StepMetrics(logged, step, {s.step_name: metrics[s.step_name] for s in fresh if s.options.prog_bar})]
 
     def reduce(self, step: int, reset: bool) -> tuple[list[StepMetrics], list[EpochMetric]]:
         """The epoch values so far, reduced over ranks. Collective.
@@ -384,7 +413,7 @@ class LogBook:
         arrived = self.hand_over(step, wait=True)
         slots = sorted((slot for slot in self._all() if slot.on_epoch), key=lambda slot: slot.order)
         local = {
-            slot.epoch_name: (slot.op, slot.total, slot.weight)
+            (slot.epoch_name, slot.hook): (slot.op, slot.total, slot.weight)
             for slot in slots
             if slot.metric is None and slot.options.sync_dist is not False and not slot.options.rank_zero_only
         }
@@ -396,35 +425,38 @@ class LogBook:
                 value: float | None = float(slot.metric.compute())
                 if reset:
                     slot.metric.reset()
-            elif slot.epoch_name in shared:
-                value = shared.pop(slot.epoch_name)
+            elif (slot.epoch_name, slot.hook) in shared:
+                value = shared.pop((slot.epoch_name, slot.hook))
             else:
                 value = _final(slot.op, slot.total, slot.weight)
             if value is not None:
-                result.append(EpochMetric(slot.epoch_name, value, slot.options))
+                result.append(EpochMetric(slot.epoch_name, value, slot.options, slot.full_name))
             if reset:
                 slot.clear()
         # A name that only other ranks logged is still one decision for all.
-        result += [EpochMetric(name, value, Options()) for name, value in shared.items() if value is not None]
+        result += [
+            EpochMetric(name, value, Options(), name) for (name, _), value in shared.items() if value is not None
+        ]
         return arrived, result
 
     # ---- resume
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """This rank's open sums; call after `hand_over(wait=True)`."""
+        """This rank's open sums and last step values; call after `settle`."""
         return [
             {
                 "hook": hook,
                 "dataloader_idx": dataloader_idx,
                 "key": key,
-                "name": slot.name,
                 "options": list(slot.options),
                 "total": slot.total,
                 "weight": slot.weight,
+                "last": None if slot.last is None or not slot.on_step else float(slot.last),
+                "fresh": slot.fresh,
             }
             for (hook, dataloader_idx), slots in self._slots.items()
             for key, slot in slots.items()
-            if slot.on_epoch and slot.total is not None
+            if slot.metric is None and (slot.total is not None or slot.last is not None)
         ]
 
     def load_state_dict(self, state_dict: list[dict[str, Any]]) -> None:
@@ -432,25 +464,50 @@ class LogBook:
         for saved in state_dict:
             self._hook, self._dataloader_idx = saved["hook"], saved["dataloader_idx"]
             self._select()
-            slot = self._slot(saved["key"], 0.0, Options(*saved["options"]))
-            slot.name, slot.total, slot.weight = saved["name"], saved["total"], saved["weight"]
+            known = self._current.get(saved["key"])
+            slot = known or self._slot(saved["key"], 0.0, Options(*saved["options"]))
+            slot.clear()  # what was logged since the start is in the sums already
+            slot.total, slot.weight = saved["total"], saved["weight"]
+            if saved["last"] is not None:
+                slot.last = self.step_values[slot.step_name] = saved["last"]
+                slot.fresh = saved["fresh"]
         self._hook, self._dataloader_idx = "", None
         self._select()
 
 
+def merge_states(by_rank: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The states of several ranks' books as one: sums are added up, last values are the first rank's."""
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for state in by_rank:
+        for slot in state:
+            known = merged.setdefault((slot["hook"], slot["dataloader_idx"], slot["key"]), slot)
+            if known is slot or slot["total"] is None:
+                continue
+            combine = _COMBINE[Options(*slot["options"]).reduce_fx]
+            known["total"] = slot["total"] if known["total"] is None else combine(known["total"], slot["total"])
+            known["weight"] += slot["weight"]
+    return list(merged.values())
+
+
 class EpochMetric(NamedTuple):
-    """One reduced epoch value."""
+    """One reduced epoch value; `plain` is its name without the "_epoch" that parts it from a step value."""
 
     name: str
     value: float
     options: Options
+    plain: str
+
+
+def _on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 def _is_metric(value: Any) -> bool:
     return not isinstance(value, Tensor) and callable(getattr(value, "compute", None))
 
 
-def _check_value(name: str, value: Any) -> None:
+def check_value(name: str, value: Any) -> None:
+    """Raise a `LogError` for what `self.log` does not take."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise LogError(
@@ -466,8 +523,8 @@ def _check_value(name: str, value: Any) -> None:
         )
 
 
-def _by_name(parts: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    names: dict[str, list[Any]] = {}
+def _by_name(parts: Sequence[dict[K, Any]]) -> dict[K, list[Any]]:
+    names: dict[K, list[Any]] = {}
     for part in parts:
         for name, value in part.items():
             names.setdefault(name, []).append(value)

@@ -32,8 +32,9 @@ class Metrics:
 
     def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
         """Send step values to the loggers, with the epoch beside them."""
-        for metrics, step in arrived:
+        for metrics, step, bar in arrived:
             self.callback.update(metrics)
+            self.bar.update(bar)
             if metrics:
                 self.logged.update(metrics)
                 self._send({**metrics, "epoch": float(self._trainer.current_epoch)}, step)
@@ -41,8 +42,8 @@ class Metrics:
     def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
         """Take epoch values; the final ones go to the loggers."""
         to_log: dict[str, float] = {}
-        for name, value, options in metrics:
-            self.callback[name] = value
+        for name, value, options, plain in metrics:
+            self.callback[name] = self.callback[plain] = value
             if options.prog_bar:
                 self.bar[name] = value
             if options.logger is not False:
@@ -67,10 +68,16 @@ class Metrics:
         self.bar.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"callback": dict(self.callback), "logged": dict(self.logged), "bar": dict(self.bar)}
+        return {
+            "callback": dict(self.callback),
+            "logged": dict(self.logged),
+            "bar": dict(self.bar),
+            "eval_steps": dict(self._eval_steps),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.callback, self.logged, self.bar = (dict(state_dict[key]) for key in ("callback", "logged", "bar"))
+        self._eval_steps = dict(state_dict["eval_steps"])
 
 
 def as_tensors(metrics: dict[str, Any]) -> dict[str, Tensor]:

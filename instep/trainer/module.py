@@ -16,7 +16,7 @@ from instep.distributed import gather
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, UsageError
 from instep.trainer.hooks import ModuleHooks, is_overridden
-from instep.trainer.log import Entry, Options, reduction
+from instep.trainer.log import Entry, Options, check_value, reduction
 from instep.trainer.optimizers import TrainOptimizer
 from instep.types import PathLike
 from instep.utils.hparams import HyperParameters
@@ -222,17 +222,20 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             rank_zero_only: only the main process logs it; nothing is reduced.
 
         Raises:
-            LogError: a wrong value, a hook where nothing can be logged, or contradicting arguments for one name. Raised
-                when the loop collects the value, right after the step or hook.
+            LogError: a wrong value. Also a hook where nothing can be logged, or contradicting arguments for one name:
+                raised when the loop collects the value, right after the step or hook.
         """
         buffer = self._log_buffer
         if buffer is None:
             self._nothing_logs(name)
             return
         if isinstance(value, Tensor):
-            value = value.detach().clone()
             if value.ndim:
+                check_value(name, value)
                 value = value.squeeze()
+            value = value.detach().clone()
+        elif type(value) is not float and type(value) is not int:
+            check_value(name, value)
         if type(reduce_fx) is not str:
             reduce_fx = reduction(name, reduce_fx)
         buffer.append(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from instep.errors import HookError
+from instep.errors import HookError, SettingError
 from instep.trainer.hooks import is_overridden
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import step_schedulers
@@ -47,12 +47,20 @@ def automatic_step(run: FitSession) -> Step:
     scaled = strategy.precision.scaler is not None
     plain_backward = own_backward is None and not scaled
     accumulate = run.accumulate
+    if accumulate > 1 and _wants_closure(optimizer):
+        raise SettingError(
+            f"accumulate_grad_batches={accumulate}: {type(optimizer).__name__} evaluates the loss several times in a "
+            "step, which cannot be done for the micro-batches before the last. Use a larger batch.",
+            field="accumulate_grad_batches",
+            got=accumulate,
+        )
     full_batches = source.full_batches(accumulate)
     weight_of_full = 1.0 / accumulate
     buffer = book.buffer
-    opened = 0  # micro-batches in the open window
+    opened = 0  # micro-batches in the open window that gave gradients
 
     def forward_backward(batch: Any, batch_idx: int) -> Any:
+        nonlocal opened
         if context is None:
             output = training_step(batch, batch_idx)
         else:
@@ -85,6 +93,7 @@ def automatic_step(run: FitSession) -> Step:
             strategy.backward(loss)
         for hook in after_backward:
             hook()
+        opened += 1
         return output
 
     def before_optimizer() -> None:
@@ -98,7 +107,7 @@ def automatic_step(run: FitSession) -> Step:
         if clip is not None:
             clip()
 
-    must_prepare = bool(scaled or before_step or clip is not None or (accumulate > 1 and source.num_batches is None))
+    must_prepare = bool(scaled or before_step or clip is not None or (accumulate > 1 and not source.reliable))
 
     # ------------------------------------------------------------------ the step
     def step(batch: Any, batch_idx: int) -> Any:
@@ -109,7 +118,6 @@ def automatic_step(run: FitSession) -> Step:
             gradient.sync_gradients = False
             with strategy.no_sync():
                 output = forward_backward(batch, batch_idx)
-            opened += 1
             at.batch = batch_idx + 1
             return output
         gradient.sync_gradients = True
@@ -118,7 +126,9 @@ def automatic_step(run: FitSession) -> Step:
             output = run_own_step(batch, batch_idx)
         else:
             output = forward_backward(batch, batch_idx)
-            if optimizer is not None and output is not None:
+            if not opened or optimizer is None:
+                stepped = False  # training_step returned None for the whole window
+            else:
                 if must_prepare:
                     before_optimizer()
                 if scaled:
@@ -137,14 +147,18 @@ def automatic_step(run: FitSession) -> Step:
     def run_own_step(batch: Any, batch_idx: int) -> Any:
         """`TrainModule.optimizer_step` is overridden, or the optimizer needs a closure."""
         outputs: list[Any] = []
+        before = opened
 
         def closure() -> Any:
+            nonlocal opened
+            opened = before  # L-BFGS asks several times: each time the gradients are made anew
             output = forward_backward(batch, batch_idx)
             outputs.append(output)
-            if output is None:
-                return None
-            before_optimizer()
-            return _loss_of(output, run)
+            if opened:
+                before_optimizer()
+            elif optimizer is not None:
+                optimizer.zero_grad()  # nothing to step with: not the last window's gradients either
+            return None if output is None else _loss_of(output, run)
 
         module.optimizer_step(at.epoch, batch_idx, run.trainer._wrapped_optimizers[0], closure)
         if not outputs:
