@@ -90,6 +90,7 @@ class IndexLoader(PreparedLoader):
 
     def start_at(self, batches: int) -> None:
         self._enter(self.epoch, self.cycle)
+        batches = min(batches, len(self.sampler))
         self._move(batches, min(batches * self.sampler.per_step, self.sampler.end))
 
     def _move(self, first_batch: int, cursor: int) -> None:

@@ -111,8 +111,8 @@ class ShardedSampler(ABC):
             step: counted from the cursor.
 
         Returns:
-            Those of this rank (0 for a replay) and those of all ranks. Where the sizes of foreign batches are not
-            known, batches are counted instead (`counted` tells).
+            Those of this rank (0 for a replay) and those of all ranks; (0, 0) past the end. Where the sizes of foreign
+            batches are not known, batches are counted instead (`counted` tells).
         """
 
     @property
@@ -195,7 +195,7 @@ class ShardedBatchSampler(ShardedSampler):
     def _slice(self, step: int) -> tuple[int, int]:
         """Begin and end of this rank's samples in the order; empty for a replay."""
         start = self.cursor + step * self.per_step
-        have = min(self.per_step, self.end - start)
+        have = max(0, min(self.per_step, self.end - start))
         if have == self.per_step:
             begin = start + self.rank * self.batch_size
             return begin, begin + self.batch_size
@@ -209,7 +209,7 @@ class ShardedBatchSampler(ShardedSampler):
 
     def samples(self, step: int) -> tuple[int, int]:
         begin, end = self._slice(step)
-        return end - begin, min(self.per_step, self.end - self.cursor - step * self.per_step)
+        return end - begin, max(0, min(self.per_step, self.end - self.cursor - step * self.per_step))
 
     def indices(self, step: int) -> list[Any]:
         begin, end = self._slice(step)
@@ -301,8 +301,8 @@ class ShardedBatches(ShardedSampler):
         stop = min(start + self.world_size, self.end)
         mine = start + self.rank
         if not self.counted or self._sizes is None:
-            return int(mine < stop), stop - start
-        return (self._sizes[mine] if mine < stop else 0), sum(self._sizes[start:stop])
+            return int(mine < stop), max(0, stop - start)
+        return (self._sizes[mine] if mine < stop else 0), sum(self._sizes[start : max(start, stop)])
 
     def indices(self, step: int) -> Any:
         start = self.cursor + step * self.world_size

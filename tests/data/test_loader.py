@@ -178,6 +178,7 @@ def test_resume_at_the_end_gives_nothing_and_then_the_next_epoch() -> None:
     resumed.load_state_dict(state)
     assert (resumed.first_batch, resumed.num_batches) == (2, 2)
     assert resumed.state_dict(2)["finished"]
+    assert resumed.counts(2) == (0, 0)
     assert list(resumed) == []
     resumed.set_epoch(1)
     source.set_epoch(1)
@@ -375,6 +376,18 @@ def test_a_batch_sampler_is_spread_by_whole_batches(world: int) -> None:
     assert sorted(real(resumed)) == list(range(3 if world == 1 else 4, 10))
 
 
+def test_past_the_end_there_is_nothing() -> None:
+    for make in (
+        lambda: DataLoader(Numbers(7), batch_size=2),
+        lambda: DataLoader(Numbers(7), batch_sampler=[[0], [1]]),
+    ):
+        source = prepare_loader(make(), limit=1)
+        assert [source.counts(number) for number in (1, 2, 9)] == [(0, 0)] * 3
+        source.start_at(9)
+        assert list(source) == []
+        assert (source.first_batch, source.num_batches) == (1, 1)
+
+
 def test_batches_of_many_sizes_weigh_by_their_samples() -> None:
     batches = [[0, 1], [2], [3, 4, 5], [6], [7, 8]]
     ranks = sources(lambda: DataLoader(Numbers(9), batch_sampler=batches), 2)
@@ -538,7 +551,7 @@ def _tag(worker_id: int) -> None:
     info.dataset.tag = 3
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_worker_options_are_kept(method: str) -> None:
     loader = DataLoader(
         Tagged(4), batch_size=2, num_workers=1, worker_init_fn=_tag, multiprocessing_context=method, prefetch_factor=4
