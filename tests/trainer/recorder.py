@@ -22,12 +22,6 @@ _OPTIMIZATION = (
     "configure_gradient_clipping",
     "lr_scheduler_step",
 )
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "backward",
-    "configure_gradient_clipping",
-    "lr_scheduler_step",
-)
 _MODULE_HOOKS = (*(name for name in vars(ModuleHooks) if not name.startswith("_")), *_STEPS, *_OPTIMIZATION)
 _DATA_HOOKS = ("prepare_data", "setup", "teardown")
 
