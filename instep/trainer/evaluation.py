@@ -11,7 +11,6 @@ from torch import nn
 from instep.data import BatchSource
 from instep.distributed.nested import map_leaves
 from instep.state import GradientRecord
-from instep.trainer.loaders import batches_of
 from instep.trainer.log import EpochMetric, LogBook
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def evaluate(
                 source.set_epoch(trainer.current_epoch)
                 gradient.dataloader_references.append(source)
                 gradient.active_dataloader = source
-                for batch_idx, batch in enumerate(batches_of(source, run.transfer(loader_idx), run.device.type)):
+                for batch_idx, batch in enumerate(run.on_device(source, loader_idx)):
                     if batch_idx == limit:
                         break
                     gradient.end_of_dataloader = source.is_last
@@ -145,7 +144,7 @@ def predict(run: Session, sources: Sequence[BatchSource], keep: bool) -> list[An
                 progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, source.num_batches
                 which = (loader_idx,) if len(sources) > 1 else ()
                 source.set_epoch(0)
-                for batch_idx, batch in enumerate(batches_of(source, run.transfer(loader_idx), run.device.type)):
+                for batch_idx, batch in enumerate(run.on_device(source, loader_idx)):
                     replayed = source.counts(batch_idx)[0] == 0
                     for hook in () if replayed else batch_start:
                         hook(batch, batch_idx, *which)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,6 @@ from instep.errors import Preempted, SettingError
 from instep.trainer import snapshot
 from instep.trainer.evaluation import evaluate
 from instep.trainer.hooks import Hook, is_overridden
-from instep.trainer.loaders import batches_of
 from instep.trainer.log import LogBook
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import step_schedulers
@@ -29,7 +28,7 @@ class FitSession(Session):
     """The session of one `fit`."""
 
     source: BatchSource
-    _inside_epoch = False  # a checkpoint was loaded that is in the middle of an epoch
+    _resume_last: Callable[[], None] | None = None  # what to restore once hooks have run that would disturb it
 
     # ---- before the first step
 
@@ -37,6 +36,7 @@ class FitSession(Session):
         """Loaders and the log book; after this, `source` is the training data."""
         self.book = LogBook("train", self.world_size)
         self.source = self.loaders.train
+        self.source.history = self.accumulate  # a state is taken at the end of the window, wherever in it we are
         self._validates = self.loaders.validates
         self._epochs_end = {
             "others": self.hooks.of_callbacks("on_train_epoch_end", lambda c: not c.monitoring),
@@ -51,8 +51,7 @@ class FitSession(Session):
     def resume(self) -> None:
         """Take up a checkpoint's optimizers, position, data and random generators."""
         if self.resumed is not None:
-            snapshot.resume(self, self.resumed)
-            self._inside_epoch = not self.position.epoch_ended
+            self._resume_last = snapshot.resume(self, self.resumed)
 
     def sanity_check(self) -> None:
         """A few validation batches, so that a broken validation shows before hours of training."""
@@ -101,7 +100,10 @@ class FitSession(Session):
     def begin_epoch(self) -> None:
         """Go to the next epoch, or on with the one that a checkpoint was in."""
         at = self.position
-        inside, self._inside_epoch = self._inside_epoch, False
+        resume_last, self._resume_last = self._resume_last, None
+        inside = resume_last is not None and not at.epoch_ended
+        if resume_last is not None and not inside:
+            resume_last()
         if at.epoch_ended:
             at.next_epoch()
         every = self.settings.reload_dataloaders_every_n_epochs
@@ -117,13 +119,23 @@ class FitSession(Session):
         self.state.gradient.dataloader_references = [self.source]
         self._plan_validation()
         self.hooks.call("on_train_epoch_start")
+        if resume_last is not None and inside:
+            resume_last()  # the hook ran at this epoch's true start already
         self.book.enter("training_step")
-        if inside and at.batch >= self.next_validation and not at.validated:
+        if inside:
+            self._after_window()
+
+    def _after_window(self) -> None:
+        """What the loop had still to do after the step that the checkpoint was saved at."""
+        every = self.settings.log_every_n_steps
+        if every and self.position.global_step % every == 0:
+            self.hand_over()
+        if self.position.batch >= self.next_validation and not self.position.validated:
             self.validate()
 
     def batches(self) -> Iterator[Any]:
         """The rest of the epoch's batches, on the device."""
-        return batches_of(self.source, self.transfer(), self.device.type)
+        return self.on_device(self.source)
 
     def end_epoch(self, complete: bool) -> None:
         """Validation that waits for the epoch's end, epoch metrics, hooks, schedulers, agreement.
@@ -194,9 +206,9 @@ class FitSession(Session):
     def _plan_next(self) -> None:
         every, at = self._validation_every, self.position
         if every is not None:
-            before = at.total_batches - at.batch if self.settings.check_val_every_n_epoch is None else 0
+            before = at.earlier_batches if self.settings.check_val_every_n_epoch is None else 0
             done = before + at.batch
-            due_now = done > 0 and done % every == 0 and not at.validated
+            due_now = at.batch > 0 and done % every == 0 and not at.validated
             self.next_validation = (done if due_now else (done // every + 1) * every) - before
 
     def look_at_clock(self) -> None:

@@ -210,7 +210,9 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
 
 
 class HookTable:
-    """The overridden hooks of one run: `table["on_train_batch_end"]` is a tuple of callables, callbacks' first.
+    """The overridden hooks of one run: `table["on_train_batch_end"]` is a tuple of callables.
+
+    Callbacks' come before the module's, but for those that monitor or save at the end of something: they come last.
 
     Args:
         trainer: passed to callbacks' hooks.
@@ -235,7 +237,11 @@ class HookTable:
         return (self._noted(name, getattr(self._module, name)),)
 
     def __getitem__(self, name: str) -> tuple[Hook, ...]:
-        return self.of_callbacks(name) + self.of_module(name)
+        if not name.endswith("_end"):
+            return self.of_callbacks(name) + self.of_module(name)
+        # A checkpoint must hold what the module's hook has done.
+        others = self.of_callbacks(name, lambda callback: not callback.monitoring)
+        return others + self.of_module(name) + self.of_callbacks(name, lambda callback: callback.monitoring)
 
     def call(self, name: str, *args: Any) -> None:
         """Call the hooks of a name in order; for places outside the step loop."""

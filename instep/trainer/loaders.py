@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from instep.data import BatchSource, CombinedLoader, prepare_loader
@@ -198,12 +197,3 @@ def _batch_size(raw: Any) -> int:
             field="global_batch_size",
         )
     return size
-
-
-def batches_of(source: BatchSource, transfer: Any, device_type: str) -> Iterator[Any]:
-    """The source's batches on the device; on a GPU the next one is copied while the current step runs."""
-    if device_type == "cuda" and transfer is not None:
-        from instep.data.prefetch import prefetch  # late: only a GPU run pays for it
-
-        return prefetch(source, transfer)
-    return iter(source) if transfer is None else map(transfer, source)

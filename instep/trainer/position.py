@@ -15,7 +15,7 @@ class Position:
         batch: batches done in the epoch.
         window_batch: batches done at the end of the last optimizer window; `batch` but in the middle of a window.
         global_step: optimizer steps done.
-        total_batches: batches done in all epochs.
+        earlier_batches: batches done in the epochs before this one.
         validated: whether the validation that was due at `batch` has run.
         epoch_ended: whether the epoch's end hooks and schedulers have run.
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
@@ -25,7 +25,7 @@ class Position:
     batch: int = 0
     window_batch: int = 0
     global_step: int = 0
-    total_batches: int = 0
+    earlier_batches: int = 0
     validated: bool = False
     epoch_ended: bool = False
     skipped_rest: bool = False
@@ -33,15 +33,13 @@ class Position:
     def next_epoch(self) -> None:
         """Go to the first batch of the next epoch."""
         self.epoch += 1
+        self.earlier_batches += self.batch
         self.batch = self.window_batch = 0
         self.validated = self.epoch_ended = self.skipped_rest = False
 
     def state_dict(self) -> dict[str, Any]:
         """The position at the end of the last optimizer window, where a resumed run goes on."""
-        state = asdict(self)
-        state["total_batches"] -= self.batch - self.window_batch
-        state["batch"] = self.window_batch
-        return state
+        return {**asdict(self), "batch": self.window_batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for field in fields(self):

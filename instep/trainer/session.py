@@ -6,7 +6,7 @@ loggers; leaving it, on an error too, puts everything back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from traceback import print_exception
 from types import TracebackType
@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
-from instep.data import DataModule
+from instep.data import BatchSource, DataModule
 from instep.distributed import Triggers, broadcast_object, wait_for_everyone
 from instep.errors import HookError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
@@ -30,7 +30,7 @@ from instep.trainer.optimizers import LRSchedulerConfig, TrainOptimizer, configu
 from instep.trainer.place import connect, device_of
 from instep.trainer.plugins import start_loggers, with_own_callbacks
 from instep.trainer.signals import SignalGuard
-from instep.trainer.transfer import batch_transfer
+from instep.trainer.transfer import batches_on_device
 from instep.utils.seed import derive_seed, seed_process
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ class Session:
         self._stack.enter_context(_torch_flags(trainer))
         trainer._session = self
         trainer.state.begin(self.fn)
+        trainer.metrics.forget()
         self.module.trainer = trainer
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
@@ -262,9 +263,9 @@ class Session:
             return run_step
         return lambda *args: run_step(*args[:count])
 
-    def transfer(self, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
-        """What brings a batch to the device, or None where there is nothing to do."""
-        return batch_transfer(self.module, self.datamodule, self.device, self.precision, dataloader_idx)
+    def on_device(self, source: BatchSource, dataloader_idx: int = 0) -> Iterator[Any]:
+        """The source's batches, brought to the device."""
+        return batches_on_device(source, self.module, self.datamodule, self.device, self.precision, dataloader_idx)
 
     def clip_function(self, optimizer: Optimizer | None) -> Callable[[], None] | None:
         """What clips before each step, or None."""
@@ -322,8 +323,10 @@ class _torch_flags:
             torch.backends.cudnn.benchmark = settings.benchmark
         if settings.detect_anomaly:
             torch.autograd.set_detect_anomaly(True)
+        self._grad = torch.is_grad_enabled()
 
     def __exit__(self, *_: object) -> None:
         torch.use_deterministic_algorithms(self._deterministic[0], warn_only=self._deterministic[1])
         torch.backends.cudnn.benchmark = self._benchmark
         torch.autograd.set_detect_anomaly(self._anomaly)
+        torch.set_grad_enabled(self._grad)

@@ -22,6 +22,7 @@ from instep import __version__
 from instep.distributed import raise_together
 from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
 from instep.trainer.hooks import ModuleHooks, is_overridden
+from instep.trainer.log import merge_states
 from instep.trainer.optimizers import clean_name, load_optimizer_state, optimizer_state
 from instep.types import PathLike
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
@@ -49,6 +50,7 @@ class Snapshot:
         self.weights_only = weights_only
         self._rank = run.rank
         trainer = run.trainer
+        trainer.metrics.log_steps(run.book.settle(run.position.global_step))  # before the loggers' state
         checkpoint = self.user_view(run)
         tensors, extra = _split(checkpoint.pop("state_dict"))
         self.model: dict[str, Tensor] = tensors
@@ -75,7 +77,7 @@ class Snapshot:
             "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
             "scaler": run.precision.state_dict(),
             "callbacks": {callback.state_key: state for callback in run.callbacks if (state := callback.state_dict())},
-            "loggers": [logger.state_dict() for logger in trainer.loggers],
+            "loggers": [{**logger.state_dict(), "global_step": trainer.global_step} for logger in trainer.loggers],
             "datamodule": None if run.datamodule is None else run.datamodule.state_dict(),
             "metrics": trainer.metrics.state_dict(),
         }
@@ -83,7 +85,6 @@ class Snapshot:
         source = getattr(run, "source", None)
         if source is not None:
             (self.own if source.rank_state else self.shared)["data"] = source.state_dict(run.position.window_batch)
-            trainer.metrics.log_steps(run.book.hand_over(run.position.global_step, wait=True))
             self.own["log"] = run.book.state_dict()
 
     @staticmethod
@@ -261,8 +262,12 @@ def _check_kind(reader: Reader) -> None:
         )
 
 
-def resume(run: FitSession, reader: Reader) -> None:
-    """Optimizers, schedulers, position, data, metrics and, last, the random generators."""
+def resume(run: FitSession, reader: Reader) -> Callable[[], None]:
+    """Optimizers, schedulers, position, data and metrics.
+
+    Returns:
+        What restores open log sums and random generators; to be called after all hooks that run before the first step.
+    """
     state, trainer = reader.state("trainer"), run.trainer
     optimizers = reader.state("optimizer") if reader.has("optimizer.json") else []
     for what, mine, saved in (
@@ -277,6 +282,8 @@ def resume(run: FitSession, reader: Reader) -> None:
             )
     for optimizer, tree in zip(run.optimizers, optimizers, strict=True):
         load_optimizer_state(run.module, optimizer, tree)
+        if state["global_step"]:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
     for config, saved in zip(run.schedulers, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(saved)
     run.precision.load_state_dict(state["scaler"])
@@ -286,19 +293,23 @@ def resume(run: FitSession, reader: Reader) -> None:
     own = reader.state(name) if reader.has(f"{name}.json") else None
     same_world = state["world_size"] == run.world_size
     _resume_data(run, state, own if same_world else None, reader)
-    if own is not None and same_world:
-        run.book.load_state_dict(own["log"])
-    elif run.rank == 0:
-        _merge_logs(run, reader, state["world_size"])
-    if own is not None:
-        set_rng_state(own["rng"])
-    else:
-        seed_process(derive_seed(trainer.seed, "rank", run.rank, "step", run.position.global_step))
+    log = own["log"] if own is not None and same_world else []
+    if not same_world and run.rank == 0:  # the first rank takes over for all
+        log = merge_states([reader.state(f"rank-{rank:05d}")["log"] for rank in range(state["world_size"])])
+
+    def last() -> None:
+        run.book.load_state_dict(log)
+        if own is not None:
+            set_rng_state(own["rng"])
+        else:
+            seed_process(derive_seed(trainer.seed, "rank", run.rank, "step", run.position.global_step))
+
+    return last
 
 
 def _resume_data(run: FitSession, state: dict[str, Any], own: dict[str, Any] | None, reader: Reader) -> None:
     data = state.get("data", None if own is None else own.get("data"))
-    if run.position.epoch_ended:
+    if data is None and run.position.epoch_ended:
         return  # the next epoch starts at its beginning
     if data is None:
         raise CheckpointError(
@@ -308,29 +319,8 @@ def _resume_data(run: FitSession, state: dict[str, Any], own: dict[str, Any] | N
             path=reader.path,
         )
     run.source.load_state_dict(data)
-    at = run.position
-    at.total_batches += run.source.first_batch - at.batch
-    at.batch = at.window_batch = run.source.first_batch
-
-
-def _merge_logs(run: FitSession, reader: Reader, world_size: int) -> None:
-    """At another world size the first rank takes over the open sums of all."""
-    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for rank in range(world_size):
-        for slot in reader.state(f"rank-{rank:05d}")["log"]:
-            key = (slot["hook"], slot["dataloader_idx"], slot["key"])
-            if key not in merged:
-                merged[key] = dict(slot)
-                continue
-            known = merged[key]
-            op = slot["options"][4]
-            known["weight"] += slot["weight"]
-            known["total"] = (
-                {"min": min, "max": max}[op](known["total"], slot["total"])
-                if op in ("min", "max")
-                else known["total"] + slot["total"]
-            )
-    run.book.load_state_dict(list(merged.values()))
+    if not run.position.epoch_ended:
+        run.position.batch = run.position.window_batch = run.source.first_batch
 
 
 def load_module(

@@ -265,12 +265,11 @@ class Trainer(TrainerView):
             while not run.finished:
                 run.begin_epoch()
                 source, step = run.source, make_step(run)
-                counts, even = source.counts, source.even_batches
-                book.weight, complete = counts(at.batch)[0], False
+                counts, even, complete = source.counts, 0, False
                 for batch in run.batches():
                     batch_idx, book.batch = at.batch, batch
-                    if batch_idx >= even:
-                        book.weight = counts(batch_idx)[0]
+                    if batch_idx >= even:  # the first batch tells of all the even ones
+                        book.weight, even = counts(batch_idx)[0], source.even_batches
                     if batch_start and run.skips(batch_start, batch, batch_idx):
                         complete = True
                         break

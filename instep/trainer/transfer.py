@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from instep.data import DataModule
+from instep.data import BatchSource, DataModule
 from instep.distributed import send_to_device
 from instep.strategies import Precision
 from instep.trainer.hooks import ModuleHooks, is_overridden
 
-Transfer = Callable[[Any], Any]
-
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def batch_transfer(
-    module: ModuleHooks, datamodule: DataModule | None, device: torch.device, precision: Precision, dataloader_idx: int
-) -> Transfer | None:
-    """What a batch goes through before its step, or None where there is nothing to do.
+def batches_on_device(
+    source: BatchSource,
+    module: ModuleHooks,
+    datamodule: DataModule | None,
+    device: torch.device,
+    precision: Precision,
+    dataloader_idx: int = 0,
+) -> Iterator[Any]:
+    """The source's batches, each on the device. On CUDA a copy overlaps with the step before.
 
     Args:
+        source: batches on the host.
         module: its hooks run unless the datamodule overrides one of the three.
         datamodule: or None.
         device: where batches go.
@@ -35,8 +39,8 @@ def batch_transfer(
             return getattr(datamodule, name) if is_overridden(datamodule, name, DataModule) else None
         return getattr(module, name) if is_overridden(module, name, ModuleHooks) else None
 
-    stages: list[Transfer] = []
     before, move, after = (own(name) for name in HOOKS)
+    stages: list[Callable[[Any], Any]] = []
     if before is not None:
         stages.append(lambda batch: before(batch, dataloader_idx))
     convert = precision.input_converter()
@@ -46,11 +50,17 @@ def batch_transfer(
         stages.append(lambda batch: move(batch, device, dataloader_idx))
     elif device.type != "cpu":
         stages.append(lambda batch: send_to_device(batch, device, non_blocking=True))
-    if after is not None:
-        stages.append(lambda batch: after(batch, dataloader_idx))
+    last = None if after is None else lambda batch: after(batch, dataloader_idx)
+    if device.type == "cuda" and stages:
+        from instep.data.prefetch import prefetch  # late: only a GPU run pays for it
 
-    if not stages:
-        return None
+        return prefetch(source, _chain(stages), device, after=last)
+    if last is not None:
+        stages.append(last)
+    return map(_chain(stages), source) if stages else iter(source)
+
+
+def _chain(stages: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
     if len(stages) == 1:
         return stages[0]
 
