@@ -3,6 +3,7 @@
 - `engine`: what to run, the job's exit code, whether this process is a rank.
 - `command`: the command that runs this program again.
 - `agent`: the elastic agent: signals, exit codes, ending the ranks.
+- `rendezvous`: where agents and ranks meet.
 - `report`: how a rank's traceback reaches the end of the agent's stderr.
 
 Invariants: a signal reaches each rank once, and only the rank (its data loader workers are needed for the save); no

@@ -6,8 +6,7 @@ Where torch's `LocalElasticAgent` is changed, and why:
   its last step: here only the rank gets it.
 - When one rank ends with a code other than 0 it sends SIGTERM to the others at once and waits 30 s: here a preempted
   rank's peers may finish their save, and a failed rank's peers get 5 s.
-- Its rendezvous for a fixed set of nodes keeps one store for all rounds, so restarted ranks read the addresses of
-  dead ones and hang: here each round has a new store.
+- Its rendezvous gives way to the one in `rendezvous`, under which ranks that are started again find each other.
 """
 
 from __future__ import annotations
@@ -19,20 +18,17 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED
+from instep.launch.rendezvous import FixedNodes
 from instep.launch.report import AGENT_PID, FailureReport, read_report
 
 if TYPE_CHECKING:
@@ -48,7 +44,6 @@ _ALL_SIGNALS = (*_PASSED_ON, signal.SIGQUIT)
 _AFTER_FAILURE_S = 5.0
 _UNTIL_TERM_S = 1.0  # first the other ranks may end by themselves, each with its own last words
 _POLL_S = 0.02
-_NODES_MEET_S = 900.0
 
 # Runs before the program, which then takes its place in the same process: the kernel keeps the parent-death signal
 # over exec. Set in the rank and re-checked, because the agent may have died before it was set.
@@ -63,7 +58,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 def run_agent(spec: LaunchSpec) -> int:
     """Run `spec` and return the job's exit code; see `instep.launch.engine.run`."""
-    rendezvous = _FixedNodes(spec)
+    rendezvous = FixedNodes(spec)
     with (
         tempfile.TemporaryDirectory(prefix="instep-agent-") as folder,
         _environment(_rank_environment(spec)),
@@ -356,86 +351,3 @@ def _describe(code: int) -> str:
 def _say(text: str) -> None:
     sys.stderr.write(f"instep: {text}\n")
     sys.stderr.flush()
-
-
-class _FixedNodes(RendezvousHandler):
-    """A rendezvous of a fixed set of nodes, with a new store for the ranks in every round.
-
-    Node 0 hosts the stores. With one node nothing but this process is asked. With several, the agents meet in a store
-    at `master_addr:master_port`, where node 0 publishes the port of each round's store; a node that begins a new round
-    is noticed by the others, who follow.
-    """
-
-    def __init__(self, spec: LaunchSpec) -> None:
-        self._spec = spec
-        self._run_id = spec.run_id or uuid.uuid4().hex
-        self._round = -1
-        self._meeting: Store | None = None
-        self._ranks_store: TCPStore | None = None
-
-    def get_backend(self) -> str:
-        return "instep-fixed"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        spec = self._spec
-        self._round += 1
-        host = spec.node_rank == 0
-        if host:
-            self._ranks_store = _serve(spec.master_addr, 0)
-        if spec.num_nodes == 1:
-            assert self._ranks_store is not None
-            store, port = self._ranks_store, self._ranks_store.port
-        else:
-            meeting = self._join_meeting()
-            meeting.add(self._arrived(self._round), 1)
-            store = PrefixStore(f"round-{self._round}", meeting)
-            if self._ranks_store is not None:
-                store.set("port", str(self._ranks_store.port))
-            port = int(store.get("port"))
-        where = RendezvousStoreInfo(master_addr=spec.master_addr, master_port=port)
-        # The agents' own keys must not meet the ranks' in one store.
-        return RendezvousInfo(PrefixStore("agents", store), spec.node_rank, spec.num_nodes, where)
-
-    def num_nodes_waiting(self) -> int:
-        if self._meeting is None:
-            return 0
-        try:
-            return self._meeting.add(self._arrived(self._round + 1), 0)
-        except RuntimeError:  # node 0 is gone: its ranks are too, and ours will find out by themselves
-            return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to mark: the set of nodes is fixed."""
-
-    def shutdown(self) -> bool:
-        self._meeting = self._ranks_store = None
-        return True
-
-    def _join_meeting(self) -> Store:
-        if self._meeting is None:
-            spec = self._spec
-            assert spec.master_port is not None
-            if spec.node_rank == 0:
-                tcp = _serve(spec.master_addr, spec.master_port)
-            else:
-                tcp = TCPStore(spec.master_addr, spec.master_port, timeout=timedelta(seconds=_NODES_MEET_S))
-            self._meeting = PrefixStore(self._run_id, tcp) if spec.run_id else tcp
-        return self._meeting
-
-    @staticmethod
-    def _arrived(round_: int) -> str:
-        return f"arrived-{round_}"
-
-
-def _serve(address: str, port: int) -> TCPStore:
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_NODES_MEET_S))
