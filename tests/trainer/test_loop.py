@@ -1,0 +1,465 @@
+"""Where the loop starts, validates and stops, and what it leaves behind."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from instep import Callback, Trainer
+from instep.errors import DataError, HookError, SettingError, UsageError
+from instep.state import AcceleratorState, GradientState, active_run
+from tests.trainer.toys import LoggingToy, Stream, Toy, assert_same, loader, quiet, weights
+
+
+def stream(length: int = 12, batch_size: int = 3) -> DataLoader[Any]:
+    return DataLoader(Stream(length), batch_size)
+
+
+class Validations(Callback):
+    """(epoch, batches done) at every validation."""
+
+    def __init__(self) -> None:
+        self.at: list[tuple[int, int]] = []
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.at.append((trainer.current_epoch, trainer.position.batch))
+
+
+def validations(train: Any = None, **settings: Any) -> list[tuple[int, int]]:
+    callback = Validations()
+    quiet(**{"max_epochs": 1, **settings}, callbacks=callback).fit(
+        Toy(), loader(20, 2) if train is None else train, loader(3)
+    )
+    return callback.at
+
+
+# ---- where it ends
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "epoch"),
+    [
+        ({"max_epochs": 3}, 12, 2),
+        ({"max_steps": 6}, 6, 1),
+        ({"max_steps": 8}, 8, 1),
+        ({"max_epochs": 1, "max_steps": 100}, 4, 0),
+        ({"max_epochs": 3, "max_steps": 3}, 3, 0),
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 4, 1),
+        ({"max_steps": 3, "accumulate_grad_batches": 2}, 3, 1),
+        ({"max_epochs": 2, "limit_train_batches": 3}, 6, 1),
+        ({"max_epochs": 2, "limit_train_batches": 0.5}, 4, 1),
+        ({"max_epochs": 0}, 0, 0),
+        ({"max_steps": 0}, 0, 0),
+        ({"max_epochs": 2, "limit_train_batches": 0}, 0, 0),
+    ],
+)
+def test_where_training_ends(settings: dict[str, Any], steps: int, epoch: int):
+    for data in [loader()] if settings.get("limit_train_batches") == 0.5 else [loader(), stream()]:
+        trainer = quiet(**settings)
+        trainer.fit(Toy(), data)
+        assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
+
+
+def test_a_fraction_of_unsized_data_is_an_error():
+    with pytest.raises(SettingError, match="limit_train_batches"):
+        quiet(max_epochs=1, limit_train_batches=0.5).fit(Toy(), stream())
+
+
+def stop_at(step: int) -> Callback:
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == step:
+                trainer.should_stop = True
+
+    return Stops()
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, 5),  # asked for at step 2, noted at the boundary 3, agreed on at the boundary 5
+        ({"min_steps": 6}, 6),
+        ({"min_epochs": 2}, 20),
+        ({"min_epochs": 1}, 10),
+    ],
+)
+def test_should_stop_stops_at_the_next_agreement_but_not_before_the_minimum(settings: dict[str, Any], steps: int):
+    trainer = quiet(max_epochs=5, trigger_every=2, callbacks=stop_at(2), **settings)
+    trainer.fit(Toy(), loader(20, 2))
+    assert trainer.global_step == steps
+    assert trainer.should_stop
+
+
+def test_a_stop_is_the_same_for_a_trigger_with_a_reason():
+    module = Toy()
+    module.on_train_epoch_end = lambda: module.trainer.set_trigger("stop", "enough")
+    trainer = quiet(max_epochs=5)
+    trainer.fit(module, loader())
+    assert trainer.global_step == 4
+    assert trainer.stop_reason == "enough"
+
+
+def test_max_time_ends_the_run_and_needs_no_other_limit():
+    trainer = quiet(max_time=timedelta(microseconds=1), trigger_every=1)
+    trainer.fit(Toy(), loader())
+    assert 0 < trainer.global_step <= 3
+
+
+def test_minus_one_skips_the_rest_of_the_epoch():
+    module = Toy()
+    module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 2 else None
+    trainer = quiet(max_epochs=2)
+    trainer.fit(module, loader())
+    assert trainer.global_step == 4
+    assert len(module.seen) == 4
+
+
+def test_minus_one_in_a_window_leaves_its_gradients_out():
+    module, other = Toy(), Toy()
+    other.load_state_dict(module.state_dict())
+    module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 3 else None
+    quiet(max_epochs=2, accumulate_grad_batches=2).fit(module, loader())
+    quiet(max_epochs=2, accumulate_grad_batches=2, limit_train_batches=2).fit(other, loader())
+    assert_same(weights(module), weights(other))
+
+
+def test_a_second_fit_goes_on_where_the_first_one_stopped():
+    module, whole = Toy(), Toy()
+    whole.load_state_dict(module.state_dict())
+    trainer = quiet(max_epochs=2, trigger_every=1, callbacks=stop_at(1))
+    trainer.fit(module, loader())
+    first = trainer.global_step
+    assert 0 < first < 4
+    trainer.fit(module, loader())
+    assert trainer.global_step == 8
+    quiet(max_epochs=2).fit(whole, loader())
+    assert_same(weights(module), weights(whole))
+
+
+# ---- validation
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [(0, 10)]),
+        ({"max_epochs": 2}, [(0, 10), (1, 10)]),
+        ({"val_check_interval": 0.5}, [(0, 5), (0, 10)]),
+        ({"val_check_interval": 0.25}, [(0, 2), (0, 4), (0, 6), (0, 8), (0, 10)]),
+        ({"val_check_interval": 4}, [(0, 4), (0, 8)]),
+        ({"val_check_interval": 4, "max_epochs": 2}, [(0, 4), (0, 8), (1, 4), (1, 8)]),
+        ({"val_check_interval": 10, "max_epochs": 2}, [(0, 10), (1, 10)]),
+        (
+            {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 2},
+            [(0, 4), (0, 8), (1, 2), (1, 6), (1, 10)],
+        ),
+        ({"val_check_interval": 15, "check_val_every_n_epoch": None, "max_epochs": 3}, [(1, 5), (2, 10)]),
+        ({"val_check_interval": 10, "check_val_every_n_epoch": None, "max_epochs": 2}, [(0, 10), (1, 10)]),
+        ({"check_val_every_n_epoch": 2, "max_epochs": 5}, [(1, 10), (3, 10)]),
+        ({"check_val_every_n_epoch": 2, "max_epochs": 2, "val_check_interval": 0.5}, [(1, 5), (1, 10)]),
+        ({"limit_val_batches": 0}, []),
+        ({"max_steps": 7, "max_epochs": -1}, []),
+        ({"max_steps": 10, "max_epochs": -1}, [(0, 10)]),
+        ({"accumulate_grad_batches": 3, "val_check_interval": 4}, [(0, 6), (0, 9)]),
+        ({"accumulate_grad_batches": 4, "val_check_interval": 1}, [(0, 4), (0, 8), (0, 10)]),
+        ({"val_check_interval": timedelta(days=1)}, []),
+    ],
+)
+def test_when_validation_runs(settings: dict[str, Any], expected: list[tuple[int, int]]):
+    assert validations(**settings) == expected
+
+
+def test_when_validation_runs_on_unsized_data():
+    assert validations(stream(20, 2)) == [(0, 10)]
+    assert validations(stream(20, 2), val_check_interval=4) == [(0, 4), (0, 8)]
+    with pytest.raises(SettingError, match="has no length"):
+        validations(stream(), val_check_interval=0.5)
+
+
+def test_validation_by_time():
+    at = validations(val_check_interval=timedelta(microseconds=1), trigger_every=1)
+    assert at[0] == (0, 2)
+    assert len(at) >= 4
+
+
+def test_an_interval_longer_than_the_epoch_says_that_nothing_is_validated():
+    with pytest.warns(UserWarning, match="check_val_every_n_epoch=None"):
+        assert validations(val_check_interval=11) == []
+
+
+def test_validation_runs_in_eval_mode_without_gradients_and_puts_every_mode_back():
+    class Modes(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.BatchNorm1d(4)
+            self.modes: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.modes.append(("train", self.training, self.frozen.training, torch.is_grad_enabled()))
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_start(self) -> None:
+            self.frozen.eval()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.modes.append(("val", self.training, self.frozen.training, torch.is_grad_enabled()))
+
+    module = Modes()
+    quiet(max_epochs=1, val_check_interval=2, limit_train_batches=3, num_sanity_val_steps=0).fit(
+        module, loader(), loader(3)
+    )
+    train, val = ("train", True, False, True), ("val", False, False, False)
+    assert module.modes == [train, train, val, train]
+
+
+def test_a_validation_loader_without_a_validation_step_says_so():
+    class NoValidation(Toy):
+        validation_step = None  # pyright: ignore[reportAssignmentType]
+
+    from instep import TrainModule
+
+    NoValidation.validation_step = TrainModule.validation_step
+    with pytest.warns(UserWarning, match="has no validation_step"):
+        quiet(max_epochs=1).fit(NoValidation(), loader(), loader())
+
+
+# ---- the sanity check
+
+
+def test_the_sanity_check_leaves_random_numbers_and_metrics_alone():
+    class Noisy(LoggingToy):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.noise = torch.rand(())
+            super().validation_step(batch, batch_idx)
+
+        def on_sanity_check_end(self) -> None: ...
+
+        def on_train_start(self) -> None:
+            self.metrics_at_start = dict(self.trainer.callback_metrics)
+            self.draw = torch.rand(())
+
+    results = []
+    for steps in (0, 2, -1):
+        torch.manual_seed(1)
+        module = Noisy()
+        quiet(max_epochs=1, num_sanity_val_steps=steps).fit(module, loader(shuffle=True), loader(9))
+        assert module.metrics_at_start == {}
+        results.append((module.draw, weights(module)))
+    for draw, parameters in results[1:]:
+        assert torch.equal(draw, results[0][0])
+        assert_same(parameters, results[0][1])
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(0, 0), (2, 4), (1, 2), (-1, 7), (100, 7)])
+def test_the_sanity_check_runs_so_many_batches_of_each_loader(steps: int, expected: int):
+    seen = []
+    module = Toy()
+    module.validation_step = lambda batch, batch_idx, dataloader_idx=0: seen.append(module.trainer.sanity_checking)
+    quiet(max_steps=1, num_sanity_val_steps=steps).fit(module, loader(), [loader(9), loader(12)])
+    assert seen == [True] * expected
+
+
+# ---- special runs
+
+
+def test_fast_dev_run_runs_one_batch_of_everything_and_writes_nothing(tmp_path: Any):
+    callback = Validations()
+    trainer = Trainer(accelerator="cpu", fast_dev_run=True, callbacks=callback, default_root_dir=tmp_path)
+    module = LoggingToy()
+    trainer.fit(module, loader(), loader())
+    assert trainer.global_step == 1
+    assert callback.at == [(0, 1)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_fast_dev_run_takes_a_number():
+    trainer = quiet(fast_dev_run=3, enable_checkpointing=None)
+    trainer.fit(Toy(), loader(), loader())
+    assert trainer.global_step == 3
+
+
+def test_barebones_runs_nothing_but_the_loop(tmp_path: Any):
+    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, default_root_dir=tmp_path)
+    module = LoggingToy()
+    trainer.fit(module, loader(), loader())
+    assert trainer.global_step == 4
+    assert trainer.callback_metrics == {}
+    assert trainer.callbacks == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_overfit_batches_repeats_the_same_batches_in_order():
+    module = Toy()
+    quiet(max_epochs=3, overfit_batches=2).fit(module, loader(shuffle=True), loader())
+    expected = [batch[0][:, 0].tolist() for batch in loader()][:2]
+    assert module.seen == expected * 3
+
+
+def test_unsized_data_is_trained_batch_by_batch():
+    module = Toy()
+    quiet(max_epochs=2).fit(module, stream())
+    assert module.seen == [batch[0][:, 0].tolist() for batch in loader()] * 2
+
+
+def test_estimated_stepping_batches_is_known_in_configure_optimizers():
+    seen: list[Any] = []
+
+    class Model(Toy):
+        def configure_optimizers(self) -> Any:
+            seen.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    quiet(max_epochs=3, accumulate_grad_batches=3).fit(Model(), loader())
+    quiet(max_epochs=3, max_steps=5).fit(Model(), loader())
+    quiet(max_steps=5).fit(Model(), stream())
+    quiet(max_epochs=1).fit(Model(), stream())
+    assert seen == [6, 5, 5, float("inf")]
+
+
+# ---- what is missing or wrong
+
+
+def test_clear_errors_for_what_is_missing():
+    module = Toy()
+    with pytest.raises(HookError, match="fit needs training data"):
+        quiet(max_epochs=1).fit(module)
+    with pytest.raises(UsageError, match=r"must be an instep\.TrainModule"):
+        quiet(max_epochs=1).fit(nn.Linear(1, 1), loader())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(DataError, match="gives no batch"):
+        quiet(max_epochs=1).fit(module, loader(2, 3, drop_last=True))
+    with pytest.raises(DataError, match="must be iterable"):
+        quiet(max_epochs=1).fit(module, 3)
+
+
+def test_a_trainer_cannot_run_inside_its_own_run():
+    trainer = quiet(max_epochs=1)
+    module = Toy()
+    module.on_train_start = lambda: trainer.fit(module, loader())
+    with pytest.raises(UsageError, match="running already"):
+        trainer.fit(module, loader())
+
+
+@pytest.mark.parametrize("fn", ["fit", "validate", "test", "predict"])
+def test_after_an_error_everything_is_put_back(fn: str):
+    events: list[str] = []
+
+    class Fails(Toy):
+        def fail(self, *_: Any) -> Any:
+            raise ValueError("from the step")
+
+        training_step = validation_step = test_step = predict_step = fail
+
+        def teardown(self, stage: str) -> None:
+            events.append(f"teardown {stage}")
+
+    class Watches(Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            events.append(f"exception {exception}")
+
+    trainer = quiet(max_epochs=1, callbacks=Watches(), deterministic=True, detect_anomaly=True, benchmark=True)
+    module = Fails()
+    assert not torch.backends.cudnn.benchmark
+    with pytest.raises(ValueError, match="from the step"):
+        getattr(trainer, fn)(module, loader())
+    assert events == ["exception from the step", f"teardown {fn}"]
+    assert trainer.state.status == "failed"
+    assert trainer.state.fn is None
+    assert active_run() is None
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_anomaly_enabled()
+    assert not torch.backends.cudnn.benchmark
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_flags_of_torch_hold_inside_and_are_restored():
+    seen: list[Any] = []
+    module = Toy()
+    module.on_train_start = lambda: seen.append(
+        (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.is_anomaly_enabled(),
+        )
+    )
+    quiet(max_epochs=1, deterministic="warn", detect_anomaly=True).fit(module, loader())
+    assert seen == [(True, True, True)]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_anomaly_enabled()
+    with torch.no_grad():
+        quiet(max_epochs=1).fit(Toy(), loader())
+        assert not torch.is_grad_enabled()
+
+
+# ---- the active run
+
+
+def test_the_states_follow_the_run():
+    seen: list[Any] = []
+
+    class Watches(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            gradient = GradientState()
+            seen.append((gradient.sync_gradients, gradient.end_of_dataloader, gradient.num_steps))
+            assert AcceleratorState().mixed_precision == "bf16"
+            assert gradient.in_dataloader
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            if not self.trainer.sanity_checking:
+                seen.append(("val", GradientState().end_of_dataloader))
+
+    trainer = quiet(max_epochs=1, accumulate_grad_batches=2, precision="bf16-mixed", limit_train_batches=3)
+    trainer.fit(Watches(), loader(), loader(6))
+    assert seen == [(False, False, 2), (True, False, 2), (True, True, 2), ("val", False), ("val", True)]
+    assert not GradientState().initialized
+    assert GradientState().num_steps == 1
+    assert not GradientState().in_dataloader
+    assert not AcceleratorState().initialized
+
+
+def test_two_trainers_of_other_precisions_in_turn():
+    module = Toy()
+    seen: list[str] = []
+    module.on_train_start = module.on_test_start = lambda: seen.append(AcceleratorState().mixed_precision)
+    quiet(max_epochs=1, precision="bf16-mixed").fit(module, loader())
+    quiet().test(module, loader())
+    assert seen == ["bf16", "no"]
+
+
+def test_a_trainer_inside_anothers_run_has_its_own_state():
+    seen: list[Any] = []
+
+    class Outer(Toy):
+        def on_train_epoch_end(self) -> None:
+            inner = quiet(max_epochs=1, precision="bf16-mixed", accumulate_grad_batches=4)
+            other = Toy()
+            other.on_train_start = lambda: seen.append((AcceleratorState().mixed_precision, GradientState().num_steps))
+            inner.fit(other, loader())
+            seen.append((AcceleratorState().mixed_precision, GradientState().num_steps))
+
+    quiet(max_epochs=1, accumulate_grad_batches=2).fit(Outer(), loader())
+    assert seen == [("bf16", 4), ("no", 2)]
+
+
+def test_what_a_trainer_says_of_itself():
+    trainer = quiet(max_epochs=2, min_epochs=1)
+    assert (trainer.max_epochs, trainer.min_epochs, trainer.max_steps) == (2, 1, -1)
+    assert (trainer.world_size, trainer.global_rank, trainer.is_global_zero) == (1, 0, True)
+    assert trainer.state.fn is None
+    seen: list[Any] = []
+    module = Toy()
+    module.on_train_start = lambda: seen.append(
+        (trainer.state.fn, trainer.training, trainer.num_training_batches, trainer.num_val_batches, trainer.model)
+    )
+    trainer.fit(module, loader(), [loader(6), loader(9)])
+    assert seen == [("fit", True, 4, [2, 3], module)]
+    assert trainer.state.status == "finished"
+    with pytest.raises(AttributeError, match="no attribute 'max_epoch'"):
+        _ = trainer.max_epoch
