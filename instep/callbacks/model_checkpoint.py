@@ -158,6 +158,7 @@ class ModelCheckpoint(Callback):
         self.last_model_path = ""
         self.best_k_models: dict[str, float] = {}
         self._last_step_saved = -1
+        self._position_saved: dict[str, Any] | None = None
         self._next_time = math.inf
 
     @property
@@ -190,10 +191,10 @@ class ModelCheckpoint(Callback):
         self._fitting = stage == "fit"
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._last_step_saved = -1
+        self._last_step_saved, self._position_saved = -1, None
         if trainer.resumed_from is not None:
             self._adopt(trainer.resumed_from)
-            self._last_step_saved = trainer.global_step
+            self._last_step_saved, self._position_saved = trainer.global_step, trainer.position.state_dict()
         if self.train_time_interval is not None and trainer.is_global_zero:
             self._next_time = time.monotonic() + self.train_time_interval.total_seconds()
 
@@ -211,8 +212,12 @@ class ModelCheckpoint(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        if self.every_n_train_steps and step % self.every_n_train_steps == 0 and step != self._last_step_saved:
+        at = trainer.position
+        if at.batch != at.window_batch:
+            return  # in the middle of an optimizer window, where a run cannot go on
+        step = at.global_step
+        due = self.every_n_train_steps and step and step % self.every_n_train_steps == 0
+        if due and step != self._last_step_saved:
             self._save(trainer)
         elif self._next_time != math.inf and time.monotonic() >= self._next_time:
             assert self.train_time_interval is not None
@@ -242,7 +247,7 @@ class ModelCheckpoint(Callback):
 
     def save_now(self, trainer: Trainer, reason: str = "") -> Path:
         """Save whatever the schedule says: before a preemption, or because somebody asked. Collective."""
-        saved = self._last_step_saved == trainer.global_step and Path(self.last_model_path or "-").is_dir()
+        saved = self._position_saved == trainer.position.state_dict() and Path(self.last_model_path or "-").is_dir()
         if trainer.agree(saved and not self.save_weights_only):
             return Path(self.last_model_path)
         return self._save(trainer, last=True, full=True)
@@ -261,7 +266,8 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer, last: bool = False, full: bool = False) -> Path:
         """Save if it is worth it, then delete what is not kept any more."""
-        score = self._score(trainer)
+        ranked = self.monitor is None or not last  # nobody has measured this very step: it is kept, but not ranked
+        score = self._score(trainer) if ranked else float("nan")
         ranks = self.save_top_k != 0 if self.monitor is None else self.policy.takes(score, self.best_k_models)
         wanted = last or self.save_last or ranks
         if not trainer.agree(wanted):
@@ -275,11 +281,11 @@ class ModelCheckpoint(Callback):
             mode=self.mode,
             score=None if self.monitor is None or math.isnan(score) else score,
         )
-        self._last_step_saved = trainer.global_step
+        self._last_step_saved, self._position_saved = trainer.global_step, trainer.position.state_dict()
         before, self.last_model_path = self.last_model_path, str(path)
         if self.verbose:
             trainer.print(f"saved {path}")
-        doomed = self._rank(str(path), score, trainer)
+        doomed = self._rank(str(path), score, trainer) if ranked else set()
         if before and before not in self.best_k_models and before != self.last_model_path and self.save_top_k != -1:
             doomed.add(before)
         self._delete(trainer, path, doomed)
