@@ -28,6 +28,7 @@ class FitSession(Session):
     """The session of one `fit`."""
 
     source: BatchSource
+    _handed_over = 0  # the step whose values were handed over last: a manual step may take several batches
     _resume_last: Callable[[], None] | None = None  # what to restore once hooks have run that would disturb it
 
     # ---- before the first step
@@ -230,11 +231,11 @@ class FitSession(Session):
     # ---- triggers
 
     def hand_over(self) -> None:
-        """Pass on the values that were logged since the last time."""
-        trainer = self.trainer
-        arrived = self.book.hand_over(self.position.global_step)
-        if self.settings.log_every_n_steps and self.position.global_step % self.settings.log_every_n_steps == 0:
-            trainer.metrics.log_steps(arrived)
+        """Pass on the values that were logged since the last time; step values once for a step that is due."""
+        step, every = self.position.global_step, self.settings.log_every_n_steps
+        due = bool(every) and step % every == 0 and step != self._handed_over
+        self._handed_over = step
+        self.trainer.metrics.log_steps(self.book.hand_over(step, step_values=due))
 
     def agree_on_triggers(self) -> None:
         """Blocking: agree with all ranks on what was set so far, and act."""

@@ -299,7 +299,8 @@ class LogBook:
                 suffix = f"/dataloader_idx_{self._dataloader_idx}"
         on_step, on_epoch = self._defaults(name, options)
         metric = value if _is_metric(value) else None
-        slot = _Slot(name, options, on_step, on_epoch, options.reduce_fx, self._order, self._hook, suffix, metric)
+        op = reduction(name, options.reduce_fx)
+        slot = _Slot(name, options, on_step, on_epoch, op, self._order, self._hook, suffix, metric)
         self._order += 1
         self._current[name] = slot
         if not options.add_dataloader_idx:

@@ -35,7 +35,7 @@ class Metrics:
         for metrics, step, bar in arrived:
             self.callback.update(metrics)
             self.bar.update(bar)
-            if metrics:
+            if metrics and self._trainer.settings.log_every_n_steps:
                 self.logged.update(metrics)
                 self._send({**metrics, "epoch": float(self._trainer.current_epoch)}, step)
 

@@ -69,8 +69,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     # ---- steps
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Compute the loss of one batch.
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of one batch: `training_step(self, batch, batch_idx)`.
 
         Args:
             batch: what the training loader gave, on the module's device.
@@ -81,17 +81,20 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """
         raise HookError(f"{type(self).__name__} has no training_step; fit needs one")
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Evaluate one validation batch; what is returned goes to `on_validation_batch_end`."""
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one validation batch: `(batch, batch_idx, dataloader_idx)`, of which the last may be left out.
+
+        What is returned goes to `on_validation_batch_end`.
+        """
         raise HookError(f"{type(self).__name__} has no validation_step; validate needs one")
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Evaluate one test batch; what is returned goes to `on_test_batch_end`."""
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one test batch; takes and returns what `validation_step` does."""
         raise HookError(f"{type(self).__name__} has no test_step; test needs one")
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Predict one batch; by default the module's `forward`."""
-        return self(batch)
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict one batch, with the arguments of `validation_step`; by default the module's `forward`."""
+        return self(args[0])
 
     # ---- optimization
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from instep.errors import SettingError
-from instep.state import PartialState, ProcessEnvironment, find_device_kind
+from instep.state import PartialState, ProcessEnvironment, find_device_kind, read_environment
 from instep.trainer.settings import Settings
 
 
@@ -55,6 +55,10 @@ def launch(settings: Settings, count: int) -> NoReturn:
 
 def connect(settings: Settings) -> PartialState:
     """This process's state; with several processes they meet here."""
+    if read_environment().launcher != "none":
+        from instep.launch.report import report_failures  # late: only ranks need it
+
+        report_failures()
     return PartialState(cpu=True) if find_device_kind(settings.accelerator).name == "cpu" else PartialState()
 
 
