@@ -1,0 +1,434 @@
+"""What becomes of `self.log` in real runs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from instep import Logger
+from instep.errors import LogError, UsageError
+from tests.trainer.toys import Toy, loader, quiet, samples
+
+
+class ListLogger(Logger):
+    """Keeps what it is given: (step, metrics)."""
+
+    def __init__(self) -> None:
+        super().__init__(name="list")
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append((step, metrics))
+
+    def of(self, name: str) -> list[tuple[int, float]]:
+        return [(step, metrics[name]) for step, metrics in self.rows if name in metrics]
+
+
+def run(tmp_path: Any, module: Any, train: Any = None, val: Any = None, **settings: Any) -> tuple[Any, ListLogger]:
+    logger = ListLogger()
+    trainer = quiet(**{"max_epochs": 1, "log_every_n_steps": 1, **settings}, logger=logger, default_root_dir=tmp_path)
+    trainer.fit(module, loader() if train is None else train, val)
+    return trainer, logger
+
+
+def logging_in(hook: str, *names: str, **options: Any) -> Any:
+    """A module that logs in one hook: the number of the call."""
+    module = Toy()
+    calls: list[int] = []
+    original = getattr(module, hook)
+
+    def logs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(calls))
+        for name in names or ("x",):
+            module.log(name, float(calls[-1]), **options)
+        return original(*args, **kwargs)
+
+    setattr(module, hook, logs)
+    return module
+
+
+# ---- names and defaults
+
+
+@pytest.mark.parametrize("hook", ["training_step", "on_train_batch_start", "on_train_batch_end", "on_before_backward"])
+def test_batch_hooks_of_training_log_by_step(hook: str, tmp_path: Any):
+    _, logger = run(tmp_path, logging_in(hook))
+    assert logger.of("x") == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start", "on_train_epoch_end"])
+def test_epoch_hooks_of_training_log_by_epoch(hook: str, tmp_path: Any):
+    trainer, logger = run(tmp_path, logging_in(hook))
+    assert logger.of("x") == [(4, 0.0)]
+    assert trainer.callback_metrics["x"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "validation_step",
+        "on_validation_batch_start",
+        "on_validation_batch_end",
+        "on_validation_epoch_start",
+        "on_validation_epoch_end",
+        "on_validation_start",
+    ],
+)
+def test_hooks_of_validation_log_by_epoch(hook: str, tmp_path: Any):
+    trainer, logger = run(tmp_path, logging_in(hook), val=loader(6, 3), num_sanity_val_steps=0)
+    expected = 0.5 if "batch" in hook or hook == "validation_step" else 0.0
+    assert logger.of("x") == [(4, expected)]
+    assert trainer.callback_metrics["x"] == expected
+
+
+def test_both_levels_get_names_of_their_own(tmp_path: Any):
+    trainer, logger = run(tmp_path, logging_in("training_step", on_step=True, on_epoch=True))
+    assert logger.of("x_step") == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
+    assert logger.of("x_epoch") == [(4, 1.5)]
+    assert logger.of("x") == []
+    metrics = trainer.callback_metrics
+    assert (metrics["x"], metrics["x_epoch"], metrics["x_step"]) == (1.5, 1.5, 3.0)
+
+
+def test_by_epoch_only(tmp_path: Any):
+    _, logger = run(tmp_path, logging_in("training_step", on_step=False, on_epoch=True), max_epochs=2)
+    assert logger.of("x") == [(4, 1.5), (8, 5.5)]
+
+
+def test_step_values_in_validation_count_their_own_steps(tmp_path: Any):
+    module = logging_in("validation_step", on_step=True)
+    _, logger = run(tmp_path, module, val=loader(6, 3), num_sanity_val_steps=0, max_epochs=2)
+    assert logger.of("x_step") == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
+    assert logger.of("x_epoch") == [(4, 0.5), (8, 2.5)]
+
+
+def test_step_values_are_handed_over_every_n_steps(tmp_path: Any):
+    _, logger = run(tmp_path, logging_in("training_step"), train=loader(21, 3), log_every_n_steps=3)
+    assert logger.of("x") == [(3, 2.0), (6, 5.0), (7, 6.0)]
+    assert all(metrics["epoch"] == 0.0 for _, metrics in logger.rows)
+
+
+def test_never_handing_over_step_values(tmp_path: Any):
+    _, logger = run(tmp_path, logging_in("training_step", on_step=True, on_epoch=True), log_every_n_steps=0)
+    assert logger.of("x_epoch") == [(4, 1.5)]
+    assert logger.of("x_step") == []
+
+
+def test_prog_bar_and_logger_say_where_values_go(tmp_path: Any):
+    class Model(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("shown", 1.0, prog_bar=True, logger=False, on_epoch=True)
+            self.log("hidden", 2.0, on_epoch=True)
+            if batch_idx == 2:
+                assert self.trainer.progress_bar_metrics == {"shown_step": 1.0}
+            return super().training_step(batch, batch_idx)
+
+    trainer, logger = run(tmp_path, Model())
+    assert {name for _, metrics in logger.rows for name in metrics} == {"hidden_step", "hidden_epoch", "epoch"}
+    assert set(trainer.progress_bar_metrics) == {"shown_step", "shown_epoch"}
+    assert {"shown", "hidden"} <= set(trainer.callback_metrics)
+    assert set(trainer.logged_metrics) == {"hidden_step", "hidden_epoch"}
+
+
+# ---- values
+
+
+def test_epoch_means_are_weighted_by_samples_and_exact_in_float64(tmp_path: Any):
+    class Model(Toy):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("mean", batch[1].mean())
+            self.log("one each", batch[1].mean(), batch_size=1)
+            for name in ("sum", "min", "max"):
+                self.log(name, batch[1].sum(), reduce_fx=name)
+            self.log("torch", batch[1].sum(), reduce_fx=torch.max)
+
+    trainer, _ = run(tmp_path, Model(), val=loader(11, 4))
+    y = [batch[1] for batch in loader(11, 4)]
+    means, sums = [float(part.mean()) for part in y], [float(part.sum()) for part in y]
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert metrics["mean"] == (means[0] * 4 + means[1] * 4 + means[2] * 3) / 11
+    assert metrics["one each"] == (means[0] + means[1] + means[2]) / 3
+    assert metrics["sum"] == sums[0] + sums[1] + sums[2]
+    assert (metrics["min"], metrics["max"], metrics["torch"]) == (min(sums), max(sums), max(sums))
+
+
+def test_many_small_values_do_not_drown(tmp_path: Any):
+    class Model(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", torch.tensor(1e8 if batch_idx == 0 else 1.0), on_step=False, on_epoch=True, reduce_fx="sum")
+            return super().training_step(batch, batch_idx)
+
+    trainer, _ = run(tmp_path, Model(), train=loader(101, 1))
+    assert trainer.callback_metrics["x"] == 1e8 + 100
+
+
+def test_nan_stays_visible_in_min_and_max(tmp_path: Any):
+    class Model(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            for name in ("min", "max", "mean"):
+                self.log(name, math.nan if batch_idx == 1 else 1.0, on_step=False, on_epoch=True, reduce_fx=name)
+            return super().training_step(batch, batch_idx)
+
+    trainer, _ = run(tmp_path, Model())
+    assert all(math.isnan(trainer.callback_metrics[name]) for name in ("min", "max", "mean"))
+
+
+def test_a_value_is_copied_when_it_is_logged(tmp_path: Any):
+    class Model(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            value = torch.tensor([1.0])
+            self.log("x", value, on_epoch=True)
+            value.add_(100.0)
+            view = torch.tensor([[2.0]]).view(1)
+            self.log("view", view, on_epoch=True)
+            view.mul_(0.0)
+            return super().training_step(batch, batch_idx)
+
+    trainer, logger = run(tmp_path, Model())
+    assert logger.of("x_step") == [(step, 1.0) for step in (1, 2, 3, 4)]
+    assert trainer.callback_metrics["x"] == 1.0
+    assert trainer.callback_metrics["view"] == 2.0
+
+
+def test_what_is_logged_keeps_no_graph(tmp_path: Any):
+    class Model(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("x", loss)
+            assert not self.trainer.callback_metrics.get("x", torch.zeros(())).requires_grad
+            return loss
+
+    run(tmp_path, Model())
+
+
+def test_kinds_of_numbers(tmp_path: Any):
+    class Model(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("int", 3)
+            self.log("bool", True)
+            self.log("int tensor", torch.tensor(4))
+            self.log("bool tensor", torch.tensor([True]))
+            self.log("half", torch.tensor(0.5, dtype=torch.bfloat16))
+            self.log_dict({"a": 1.0, "b": torch.tensor(2.0)}, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer, _ = run(tmp_path, Model())
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert metrics == {"int": 3, "bool": 1, "int tensor": 4, "bool tensor": 1, "half": 0.5, "a": 1, "b": 2}
+    assert set(trainer.progress_bar_metrics) == {"a", "b"}
+
+
+def test_accumulated_batches_are_all_in_the_epochs_mean(tmp_path: Any):
+    trainer, logger = run(tmp_path, logging_in("training_step", on_step=True, on_epoch=True), accumulate_grad_batches=3)
+    assert trainer.callback_metrics["x"] == 1.5
+    assert logger.of("x_step") == [(1, 2.0), (2, 3.0)]
+
+
+def test_steps_by_hand_are_logged_once_each(tmp_path: Any):
+    class Model(Toy):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.log("x", float(batch_idx))
+            if batch_idx % 2:
+                self.optimizers().step()
+
+    _, logger = run(tmp_path, Model())
+    assert [step for step, _ in logger.of("x")] == [1, 2]
+
+
+def test_values_of_one_epoch_do_not_leak_into_the_next(tmp_path: Any):
+    class Model(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.current_epoch != 1:
+                self.log("x", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+            return super().training_step(batch, batch_idx)
+
+    _, logger = run(tmp_path, Model(), max_epochs=3)
+    assert logger.of("x") == [(4, 4.0), (12, 4.0)]
+
+
+# ---- several loaders
+
+
+def test_several_loaders_get_their_index_in_the_name(tmp_path: Any):
+    class Model(Toy):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("x", float(dataloader_idx))
+            self.log("both", float(dataloader_idx), on_step=True)
+            self.log("all", float(dataloader_idx), add_dataloader_idx=False)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("end", 7.0)
+
+    trainer = quiet(logger=(logger := ListLogger()), default_root_dir=tmp_path)
+    first, second = trainer.validate(Model(), [loader(2, 2), loader(6, 3)], verbose=False)
+    assert first == {"x/dataloader_idx_0": 0, "both_epoch/dataloader_idx_0": 0, "all": 0.75, "end": 7}
+    assert second == {"x/dataloader_idx_1": 1, "both_epoch/dataloader_idx_1": 1, "all": 0.75, "end": 7}
+    assert trainer.callback_metrics["both/dataloader_idx_1"] == 1.0
+    assert logger.of("all") == [(0, 0.75)]
+
+
+# ---- metric objects
+
+
+class Counting(nn.Module):
+    """A metric in torchmetrics' manner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.count = 0.0, 0
+
+    def forward(self, value: float) -> float:
+        self.total, self.count = self.total + value, self.count + 1
+        self._forward_cache = value
+        return value
+
+    def compute(self) -> float:
+        return self.total / self.count
+
+    def reset(self) -> None:
+        self.total, self.count, self._forward_cache = 0.0, 0, None
+
+
+def test_a_metric_object_is_computed_and_reset_at_the_epochs_end(tmp_path: Any):
+    class Model(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counting = Counting()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.counting(float(batch_idx + self.current_epoch))
+            self.log("x", self.counting, on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    _, logger = run(tmp_path, Model(), max_epochs=2)
+    assert logger.of("x_step")[:4] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
+    assert logger.of("x_epoch") == [(4, 1.5), (8, 2.5)]
+
+
+def test_torchmetrics(tmp_path: Any):
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Model(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.error = torchmetrics.MeanSquaredError()
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.error.update(self.layer(batch[0]).squeeze(-1), batch[1])
+            self.log("mse", self.error)
+
+    module = Model()
+    trainer, logger = run(tmp_path, module, val=loader(11, 4), max_epochs=2)
+    x, y = samples(11).tensors
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(module.layer(x).squeeze(-1), y)
+    assert float(trainer.callback_metrics["mse"]) == pytest.approx(float(expected), rel=1e-6)
+    assert len(logger.of("mse")) == 2
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": 1.0}, "use self.log_dict"),
+        (torch.zeros(2), r"shape \(2,\)"),
+        ("text", "got str 'text'"),
+        (None, "got NoneType"),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_wrong_values(value: Any, message: str, late: bool, tmp_path: Any):
+    module = Toy()
+
+    def logs(batch: Any, batch_idx: int) -> Any:
+        module.log("x", 1.0 if late and batch_idx == 0 else value)
+        return module.loss(batch)
+
+    module.training_step = logs
+    with pytest.raises(LogError, match=message):
+        run(tmp_path, module)
+
+
+def test_other_arguments_for_a_name(tmp_path: Any):
+    module = Toy()
+
+    def logs(batch: Any, batch_idx: int) -> Any:
+        module.log("x", 1.0)
+        module.log("x", 1.0, prog_bar=True)
+        return module.loss(batch)
+
+    module.training_step = logs
+    with pytest.raises(LogError, match=r"twice in training_step.*prog_bar=False then True"):
+        run(tmp_path, module)
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_validation_end", "on_fit_end"])
+def test_hooks_where_nothing_can_be_logged(hook: str, tmp_path: Any):
+    with pytest.raises(LogError, match=f"was called in {hook}, where nothing"):
+        run(tmp_path, logging_in(hook), val=loader(3))
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "configure_optimizers"])
+def test_hooks_before_training_cannot_log(hook: str, tmp_path: Any):
+    with pytest.raises(UsageError, match="where nothing can be logged"):
+        run(tmp_path, logging_in(hook))
+
+
+def test_predict_cannot_log():
+    with pytest.raises(UsageError, match="predict"):
+        quiet().predict(logging_in("predict_step"), loader())
+
+
+def test_epoch_hooks_have_no_step(tmp_path: Any):
+    with pytest.raises(LogError, match="there is no step here"):
+        run(tmp_path, logging_in("on_train_epoch_end", on_step=True))
+
+
+def test_an_unknown_reduction(tmp_path: Any):
+    with pytest.raises(LogError, match="use 'mean', 'sum', 'min' or 'max'"):
+        run(tmp_path, logging_in("training_step", on_epoch=True, reduce_fx="median"))
+
+
+def test_outside_a_run_a_warning():
+    with pytest.warns(UserWarning, match="outside a Trainer's run"):
+        Toy().log("x", 1.0)
+
+
+# ---- compiled steps
+
+
+def test_logging_from_a_compiled_step_breaks_no_graph_and_is_compiled_once(tmp_path: Any):
+    import torch._dynamo as dynamo
+
+    class Model(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("x", loss, on_step=True, on_epoch=True)
+            self.log_dict({"y": loss * 2, "one": 1.0})
+            return loss
+
+    plain, module = Model(), Model()
+    module.load_state_dict(plain.state_dict())
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its compiler
+        module.compile(backend="eager", fullgraph=True)
+        _, compiled = run(tmp_path, module, max_epochs=2)
+    breaks = dict(dynamo.utils.counters["graph_break"])
+    graphs = dynamo.utils.counters["stats"]["unique_graphs"]
+    dynamo.reset()
+    _, expected = run(tmp_path, plain, max_epochs=2)
+    assert compiled.rows == expected.rows
+    assert not breaks
+    assert graphs == 1
