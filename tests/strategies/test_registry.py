@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from instep.errors import SettingError
+from instep.strategies import DDPStrategy, Precision, Strategy, register_strategy, resolve_strategy, strategy_names
+from instep.strategies import registry as room
+from tests.trainer.toys import Toy, loader, quiet
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    before = dict(room._FACTORIES)
+    yield
+    room._FACTORIES.clear()
+    room._FACTORIES.update(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "kind"),
+    [
+        ("auto", 1, Strategy),
+        ("auto", 2, DDPStrategy),
+        ("ddp", 1, DDPStrategy),
+        ("single_device", 1, Strategy),
+        ("ddp_find_unused_parameters_true", 2, DDPStrategy),
+    ],
+)
+def test_names(name: str, world_size: int, kind: type):
+    assert type(resolve_strategy(name, world_size)) is kind
+
+
+def test_options_by_name_and_instances_as_they_are():
+    found = resolve_strategy("ddp_find_unused_parameters_false", 2)
+    assert isinstance(found, DDPStrategy)
+    assert found.find_unused_parameters is False
+    mine = DDPStrategy(bucket_cap_mb=10)
+    assert resolve_strategy(mine, 2) is mine
+
+
+def test_unknown_names_and_wrong_kinds():
+    with pytest.raises(SettingError, match="Did you mean 'ddp'"):
+        resolve_strategy("dpp", 1)
+    with pytest.raises(SettingError, match=r"must be a name .* or an instep\.Strategy"):
+        resolve_strategy(3, 1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SettingError, match=r"write DDPStrategy\(\)"):
+        quiet(strategy=DDPStrategy)
+
+
+def test_one_process_strategies_refuse_more():
+    with pytest.raises(SettingError, match="runs in one process, and this run has 2"):
+        resolve_strategy("single_device", 2)
+
+
+def test_a_registered_strategy_is_used_for_every_step():
+    calls: list[str] = []
+
+    class Counting(Strategy):
+        name = "counting"
+
+        def step_function(self, name: str) -> Any:
+            step = super().step_function(name)
+
+            def counted(*args: Any) -> Any:
+                calls.append(name)
+                return step(*args)
+
+            return counted
+
+        def teardown(self) -> None:
+            calls.append("teardown")
+
+    register_strategy("counting", Counting)
+    assert strategy_names()[-1] == "counting"
+    trainer = quiet(strategy="counting", max_epochs=1, limit_train_batches=1, num_sanity_val_steps=0)
+    trainer.fit(Toy(), loader(), loader(3))
+    assert calls == ["training_step", "validation_step", "teardown"]
+    with pytest.raises(SettingError, match="registered already"):
+        register_strategy("counting", Counting)
+    with pytest.raises(SettingError, match="registered already"):
+        register_strategy("auto", Counting)
+
+
+def test_the_base_class_is_complete_for_one_device():
+    strategy, module = Strategy(), Toy()
+    strategy.connect(torch.device("cpu"), Precision("32-true", torch.device("cpu")))
+    strategy.place(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    strategy.setup(module, [optimizer])
+    batch = next(iter(loader()))
+    loss = strategy.run_step("training_step", batch, 0)
+    with strategy.no_sync():
+        strategy.backward(loss)
+    strategy.clip_gradients(optimizer, 1e-3)
+    assert float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])) <= 1.001e-3
+    before = module.layer.weight.detach().clone()
+    assert strategy.optimizer_step(optimizer)
+    assert not torch.equal(before, module.layer.weight)
+    state = {name: value.clone() for name, value in strategy.model_state().items()}
+    torch.nn.init.zeros_(module.layer.weight)
+    strategy.load_model_state(state)
+    assert torch.equal(module.layer.weight, state["layer.weight"])
+    assert (strategy.data_rank, strategy.data_world_size) == (0, 1)
+    strategy.teardown()
+    strategy.teardown()
+
+
+def test_ddp_in_one_process_is_the_module_itself():
+    module = Toy()
+    trainer = quiet(strategy="ddp", max_epochs=1)
+    trainer.fit(module, loader())
+    assert trainer.global_step == 4
