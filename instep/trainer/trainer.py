@@ -439,7 +439,7 @@ def _datamodule(datamodule: DataModule | None, loaders: Any, more: Any) -> tuple
     if isinstance(loaders, DataModule):
         if datamodule is not None:
             raise UsageError("two datamodules were passed; pass one")
-        return loaders, None
+        datamodule, loaders = loaders, None
     if datamodule is not None and (loaders is not None or more is not None):
         raise UsageError("both loaders and a datamodule were passed; pass one of them")
     return datamodule, loaders

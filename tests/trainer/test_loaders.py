@@ -1,0 +1,337 @@
+"""Which loaders a run uses, and what happens to a batch on its way to the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from instep import DataModule
+from instep.data import CombinedLoader
+from instep.errors import DataError, SettingError, UsageError
+from tests.trainer.toys import Stream, Toy, loader, quiet, samples
+
+
+class Shapes(Toy):
+    """Keeps the batches' structure and sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def size(part: Any) -> Any:
+            if isinstance(part, dict):
+                return {key: size(value) for key, value in part.items()}
+            if isinstance(part, (list, tuple)) and not isinstance(part[0], torch.Tensor):
+                return [size(value) for value in part]
+            return None if part is None else len(part[0])
+
+        self.batches.append(size(batch))
+        return self.layer.weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "expected"),
+    [
+        (lambda a, b: {"a": a, "b": b}, [{"a": 3, "b": 2}, {"a": 3, "b": 2}, {"a": 3, "b": 2}, {"a": 3, "b": 2}]),
+        (lambda a, b: [a, b], [[3, 2]] * 4),
+        (lambda a, b: CombinedLoader([a, b], "min_size"), [[3, 2]] * 2),
+        (lambda a, b: CombinedLoader({"a": a, "b": b}, "max_size_cycle"), [{"a": 3, "b": 2}] * 4),
+        (lambda a, b: CombinedLoader([a, b, a], "min_size"), [[3, 2, 3]] * 2),
+    ],
+)
+def test_several_training_loaders(wrap: Any, expected: list[Any]):
+    module = Shapes()
+    quiet(max_epochs=1).fit(module, wrap(loader(12, 3), loader(4, 2)))
+    assert module.batches == expected
+
+
+def test_max_size_gives_none_for_an_exhausted_loader():
+    seen: list[Any] = []
+    module = Toy()
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        seen.append([part is None for part in batch])
+        return module.layer.weight.sum()
+
+    module.training_step = step
+    quiet(max_epochs=1).fit(module, CombinedLoader([loader(9, 3), loader(4, 2)], "max_size"))
+    assert seen == [[False, False], [False, False], [False, True]]
+
+
+def test_a_limit_and_accumulation_count_combined_batches():
+    module = Shapes()
+    trainer = quiet(max_epochs=1, limit_train_batches=3, accumulate_grad_batches=2)
+    trainer.fit(module, {"a": loader(12, 3), "b": loader(4, 2)})
+    assert (len(module.batches), trainer.global_step) == (3, 2)
+
+
+def test_training_on_loaders_in_sequence_is_refused():
+    with pytest.raises(SettingError, match="is for evaluation"):
+        quiet(max_epochs=1).fit(Toy(), CombinedLoader([loader(), loader()], "sequential"))
+
+
+def test_a_list_of_ready_batches_is_a_loader():
+    module = Toy()
+    trainer = quiet(max_epochs=2)
+    trainer.fit(module, list(loader()), list(loader(6)))
+    assert trainer.global_step == 8
+    assert module.seen[:4] == [batch[0][:, 0].tolist() for batch in loader()]
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [torch.randn(3, 4) for _ in range(4)],
+        [(torch.randn(3, 4), torch.randn(3)) for _ in range(4)],
+        [{"x": torch.randn(3, 4)} for _ in range(4)],
+    ],
+)
+def test_ready_batches_of_any_form(batches: list[Any]):
+    module = Toy()
+    seen: list[Any] = []
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        seen.append(batch)
+        return module.layer.weight.sum()
+
+    module.training_step = step
+    trainer = quiet(max_epochs=1)
+    trainer.fit(module, batches)
+    assert trainer.global_step == 4
+    assert all(a is b for a, b in zip(seen, batches, strict=True))
+
+
+# ---- evaluation
+
+
+class Evaluates(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.calls.append((dataloader_idx, batch_idx))
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.parametrize("fn", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda a, b: [a, b],
+        lambda a, b: {"a": a, "b": b},
+        lambda a, b: CombinedLoader([a, b], "sequential"),
+    ],
+)
+def test_several_evaluation_loaders_run_in_turn(fn: str, wrap: Any):
+    module = Evaluates()
+    getattr(quiet(), fn)(module, wrap(loader(6, 3), loader(9, 3)))
+    assert module.calls == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+
+
+def test_limits_of_evaluation():
+    module = Evaluates()
+    quiet(limit_val_batches=1).validate(module, [loader(), loader()], verbose=False)
+    assert module.calls == [(0, 0), (1, 0)]
+    quiet(limit_test_batches=0.5).test(module, loader(), verbose=False)
+    assert module.calls[2:] == [(0, 0), (0, 1)]
+    assert quiet(limit_predict_batches=0).predict(module, loader()) == []
+
+
+def test_unsized_evaluation_data():
+    module = Evaluates()
+    quiet().validate(module, DataLoader(Stream(8), 3), verbose=False)
+    assert module.calls == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_evaluation_needs_data():
+    for fn in ("validate", "test", "predict"):
+        with pytest.raises(UsageError, match=f"{fn} needs data"):
+            getattr(quiet(), fn)(Toy())
+
+
+# ---- where loaders come from
+
+
+class Data(DataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(f"setup {stage}")
+        assert self.trainer is not None
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append(f"teardown {stage}")
+
+    def train_dataloader(self) -> Any:
+        self.calls.append("train")
+        return loader(6, 3)
+
+    def val_dataloader(self) -> Any:
+        self.calls.append("val")
+        return loader(3, 3)
+
+
+def test_a_datamodule():
+    data = Data()
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Toy(), datamodule=data)
+    assert trainer.global_step == 4
+    assert trainer.datamodule is data
+    assert data.calls[:2] == ["prepare_data", "setup fit"]
+    assert sorted(data.calls[2:4]) == ["train", "val"]
+    assert data.calls[4:] == ["teardown fit"]
+    trainer.fit(Toy(), data)  # in the loaders' place
+    trainer.validate(datamodule=data, verbose=False)
+    assert data.calls[-4:] == ["prepare_data", "setup validate", "val", "teardown validate"]
+
+
+def test_a_datamodule_and_loaders_together_are_refused():
+    for arguments in ({"train_dataloaders": loader()}, {"val_dataloaders": loader()}):
+        with pytest.raises(UsageError, match="both loaders and a datamodule"):
+            quiet(max_epochs=1).fit(Toy(), datamodule=Data(), **arguments)
+    with pytest.raises(UsageError, match="both loaders and a datamodule"):
+        quiet(max_epochs=1).fit(Toy(), Data(), loader())
+    with pytest.raises(UsageError, match="two datamodules"):
+        quiet(max_epochs=1).fit(Toy(), Data(), datamodule=Data())
+
+
+def test_a_datamodule_is_told_of_an_exception():
+    class Told(Data):
+        def on_exception(self, exception: BaseException) -> None:
+            self.calls.append(str(exception))
+
+    module, data = Toy(), Told()
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("no")
+
+    module.training_step = fails
+    with pytest.raises(ValueError, match="no"):
+        quiet(max_epochs=1).fit(module, datamodule=data)
+    assert data.calls[-2:] == ["no", "teardown fit"]
+
+
+def test_a_datamodule_of_data_sets():
+    data = DataModule.from_datasets(samples(12), samples(4), predict_dataset=samples(5), batch_size=3)
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Toy(), datamodule=data)
+    assert trainer.global_step == 4
+    predictions = trainer.predict(datamodule=data)
+    assert predictions is not None
+    assert [len(batch) for batch in predictions] == [3, 2]
+
+
+def test_the_modules_own_loaders():
+    class Own(Toy):
+        def train_dataloader(self) -> Any:
+            return loader(6, 3)
+
+        def val_dataloader(self) -> Any:
+            return loader(3, 3)
+
+        test_dataloader = predict_dataloader = val_dataloader
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Own())
+    assert trainer.global_step == 2
+    assert trainer.test(verbose=False) == [{}]
+    assert len(trainer.predict() or []) == 1
+
+
+def test_reloading_every_n_epochs():
+    epochs: dict[str, list[int]] = {"train": [], "val": []}
+
+    class Own(Toy):
+        def train_dataloader(self) -> Any:
+            epochs["train"].append(self.current_epoch)
+            return loader(3 * (len(epochs["train"])), 3)
+
+        def val_dataloader(self) -> Any:
+            epochs["val"].append(self.current_epoch)
+            return loader(3, 3)
+
+    trainer = quiet(max_epochs=5, reload_dataloaders_every_n_epochs=2)
+    trainer.fit(Own())
+    assert epochs == {"train": [0, 2, 4], "val": [0, 2, 4]}
+    assert trainer.global_step == 1 + 1 + 2 + 2 + 3
+
+
+# ---- on the way to the step
+
+
+def test_transfer_hooks_run_in_order_and_may_change_the_batch():
+    class Transfers(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order: list[Any] = []
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.order.append(("before", dataloader_idx))
+            return [batch[0] + 1, batch[1]]
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            self.order.append(("move", str(device), dataloader_idx))
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.order.append(("after", dataloader_idx))
+            return [batch[0] * 10, batch[1]]
+
+    module = Transfers()
+    quiet(max_epochs=1, limit_train_batches=1, num_sanity_val_steps=0, limit_val_batches=1).fit(
+        module, loader(), [loader(), loader()]
+    )
+    one = [("before", 0), ("move", "cpu", 0), ("after", 0)]
+    assert module.order == [*one, *one, ("before", 1), ("move", "cpu", 1), ("after", 1)]
+    expected = (next(iter(loader()))[0][:, 0] + 1) * 10
+    assert module.seen == [expected.tolist()]
+
+
+def test_a_datamodules_transfer_hooks_take_the_modules_place():
+    class Moves(Data):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.calls.append("after")
+            return batch
+
+    module, data = Toy(), Moves()
+    module.on_before_batch_transfer = lambda batch, dataloader_idx: pytest.fail("the datamodule has the hooks")
+    quiet(max_epochs=1, limit_val_batches=0).fit(module, datamodule=data)
+    assert data.calls.count("after") == 2
+
+
+# ---- the global batch
+
+
+@pytest.mark.parametrize(
+    ("size", "batches", "steps", "windows"),
+    [(3, [3] * 4, 4, 1), (12, [3] * 4, 1, 4), (6, [3] * 4, 2, 2), (2, [2] * 6, 6, 1), (4, [2] * 6, 3, 2)],
+)
+def test_a_global_batch_size_gives_batch_and_accumulation(size: int, batches: list[int], steps: int, windows: int):
+    module = Toy()
+    trainer = quiet(max_epochs=1, global_batch_size=size)
+    trainer.fit(module, loader(12, 3))
+    assert [len(batch) for batch in module.seen] == batches
+    assert trainer.global_step == steps
+
+
+def test_a_global_batch_needs_one_loader_with_a_batch_size():
+    with pytest.raises(SettingError, match="needs one training DataLoader"):
+        quiet(max_epochs=1, global_batch_size=6).fit(Toy(), [loader(), loader()])
+
+
+def test_wrong_loaders():
+    with pytest.raises(DataError, match="must be iterable"):
+        quiet(max_epochs=1).fit(Toy(), DataLoader)
+    with pytest.raises(DataError, match="must be iterable"):
+        quiet(max_epochs=1).fit(Toy(), samples())
