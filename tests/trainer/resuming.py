@@ -1,0 +1,307 @@
+"""Runs that are stopped and taken up again, held against a run that nobody stopped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from instep import Trainer, TrainModule
+from instep.callbacks import Callback, ModelCheckpoint
+from instep.data import CombinedLoader
+from instep.errors import Preempted
+from instep.loggers import Logger
+from instep.utils.seed import rng_state
+
+SAMPLES, VALIDATION_SAMPLES, EPOCHS = 22, 7, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train; the defaults have shuffling, dropout, augmentation, a clip and epoch means."""
+
+    data: str = "map"
+    workers: int = 0
+    accumulate: int = 1
+    batch_size: int = 4
+    schedule: str = "step"
+    validate: float | int = 1.0
+    across_epochs: bool = False
+    precision: str = "32-true"
+    seed_samples: bool = False
+    monitor: bool = False
+    every_n_train_steps: int | None = None
+    global_batch_size: int | None = None
+    log_every: int = 3
+    epochs: int = EPOCHS
+
+
+class Augmented(Dataset[Any]):
+    """Samples that are disturbed by python's, numpy's and torch's global generators."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(length)
+        self.x = torch.randn(length, 4, generator=generator)
+        self.y = self.x.sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        noise = random.random() + float(np.random.rand()) + torch.rand(4)
+        return self.x[index] + 0.1 * noise, self.y[index], index
+
+
+class Plain(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index], index
+
+
+class Stream(IterableDataset[Any]):
+    """The same without a length, shuffled while it is read."""
+
+    def __init__(self, length: int) -> None:
+        self.data = Augmented(length)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in torch.randperm(len(self.data)).tolist():
+            yield self.data[index]
+
+
+class StatefulStream(IterableDataset[Any]):
+    """Goes on where its state says; its order and its noise belong to its state, which lives on over epochs."""
+
+    def __init__(self, length: int) -> None:
+        self.data = Plain(length)
+        self.place = 0
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < len(self.data):
+            self.place += 1
+            yield self.data[(self.place * 5 + self.passes * 3) % len(self.data)]
+        self.place = 0
+        self.passes += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place, self.passes = state["place"], state["passes"]
+
+
+def train_loader(case: Case) -> Any:
+    options: dict[str, Any] = {"batch_size": case.batch_size, "num_workers": case.workers}
+    if case.workers:
+        options["multiprocessing_context"] = "fork"  # in a rank of these tests it would be the slow forkserver
+    if case.data == "map":
+        return DataLoader(Augmented(SAMPLES), shuffle=True, **options)
+    if case.data == "plain":
+        return DataLoader(Plain(SAMPLES), shuffle=True, **options)
+    if case.data == "stream":
+        return DataLoader(Stream(SAMPLES), **options)
+    if case.data == "stateful":
+        return DataLoader(StatefulStream(SAMPLES), **options)
+    if case.data == "torchdata":
+        # late: only these cases pay for them
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+        # Its workers' random generators are no part of its state.
+        data = Plain(SAMPLES) if case.workers else Augmented(SAMPLES)
+        if not dist.is_initialized():
+            return StatefulDataLoader(data, shuffle=True, **options)
+        return StatefulDataLoader(data, sampler=StatefulDistributedSampler(data), **options)
+    if case.data == "combined":
+        both = [DataLoader(Augmented(n), shuffle=True, **options) for n in (SAMPLES, 9)]
+        return CombinedLoader({"long": both[0], "short": both[1]}, "max_size_cycle")
+    raise AssertionError(case.data)
+
+
+class Net(TrainModule):
+    """Dropout, random numbers in the step, step and epoch values; `seen` has the indices of every batch."""
+
+    def __init__(self, schedule: str = "step", dropout: float = 0.3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parts = list(batch.values()) if isinstance(batch, dict) else [batch]
+        loss = torch.zeros(())
+        for x, y, index in parts:
+            loss = loss + nn.functional.mse_loss(self.net(x).float(), y)
+            self.seen.append(index.tolist())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("noise", random.random() + float(np.random.rand()))
+        if batch_idx % 4 == 0:
+            self.log("seldom", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        self.log("val_loss", nn.functional.mse_loss(self.net(x).float(), y), on_step=True, on_epoch=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("after", outputs["loss"] * 2, on_step=False, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.hparams.schedule}}
+
+
+class StopAt(Callback):
+    """Sets `preempted` right after a step; with `trigger_every=1` the run stops one step later."""
+
+    def __init__(self, step: int, rank: int = 0) -> None:
+        self.step = step
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step and trainer.global_rank == self.rank:
+            trainer.set_trigger("preempted", "the test")
+
+
+class RowLogger(Logger):
+    """Keeps its rows in a list that outlives it, as a file would; goes on below the row of its state."""
+
+    def __init__(self, rows: list[dict[str, float]]) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append({"step": step, **metrics})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "rows": len(self.rows)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        del self.rows[state_dict["rows"] :]
+
+
+@dataclass
+class Result:
+    """What a run left behind."""
+
+    module: Net
+    trainer: Trainer
+    stopped: bool
+    rows: list[dict[str, float]]
+    seen: list[list[int]]
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def make_trainer(case: Case, root: Path, rows: list[dict[str, float]], *callbacks: Callback) -> Trainer:
+    if case.monitor:
+        saver = ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)
+    elif case.every_n_train_steps:
+        saver = ModelCheckpoint(every_n_train_steps=case.every_n_train_steps)
+    else:
+        saver = ModelCheckpoint()
+    return Trainer(
+        accelerator="cpu",
+        devices="auto",
+        logger=RowLogger(rows),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        max_epochs=case.epochs,
+        accumulate_grad_batches=None if case.global_batch_size else case.accumulate,
+        global_batch_size=case.global_batch_size,
+        gradient_clip_val=0.5,
+        precision=case.precision,
+        val_check_interval=case.validate,
+        check_val_every_n_epoch=None if case.across_epochs else 1,
+        log_every_n_steps=case.log_every,
+        seed_samples=case.seed_samples,
+        trigger_every=1,
+        callbacks=[*callbacks, saver],
+    )
+
+
+def run_once(
+    case: Case, root: Path, number: int = 0, rows: list[dict[str, float]] | None = None, *callbacks: Callback
+) -> Result:
+    """Train as a new process would: other seeds, new objects, `ckpt_path="auto"`."""
+    rows = [] if rows is None else rows
+    seed(100 + number)
+    module = Net(case.schedule)
+    trainer = make_trainer(case, root, rows, *callbacks)
+    val = DataLoader(Plain(VALIDATION_SAMPLES), batch_size=3)
+    stopped = False
+    try:
+        trainer.fit(module, train_loader(case), val, ckpt_path="auto")
+    except Preempted:
+        stopped = True
+    return Result(module, trainer, stopped, rows, module.seen)
+
+
+def run_with_stops(case: Case, root: Path, stops: Sequence[int]) -> Result:
+    """Stop at each of the steps, then run to the end; `seen` is what all of them saw."""
+    seen: list[list[int]] = []
+    rows: list[dict[str, float]] = []
+    for number, step in enumerate(stops):
+        part = run_once(case, root, number, rows, StopAt(step))
+        assert part.stopped, f"{case} did not stop at {step}"
+        seen += part.seen
+    last = run_once(case, root, len(stops), rows)
+    assert not last.stopped
+    return replace(last, seen=seen + last.seen)
+
+
+def assert_same(got: Result, expected: Result, what: str) -> None:
+    """The whole state, bit for bit."""
+    _same(got.module.state_dict(), expected.module.state_dict(), f"{what}: weights")
+    optimizers = [result.trainer.optimizers[0].state_dict() for result in (got, expected)]
+    _same(*optimizers, f"{what}: optimizer")
+    schedulers = [result.trainer.lr_scheduler_configs[0].scheduler.state_dict() for result in (got, expected)]
+    _same(*schedulers, f"{what}: scheduler")
+    metrics = [dict(result.trainer.callback_metrics) for result in (got, expected)]
+    _same(*metrics, f"{what}: metrics")
+    _same(got.rows, expected.rows, f"{what}: log")
+    _same(got.trainer.position.state_dict(), expected.trainer.position.state_dict(), f"{what}: position")
+    assert got.seen == expected.seen, f"{what}: samples {got.seen} != {expected.seen}"
+
+
+def _same(a: Any, b: Any, where: str) -> None:
+    if isinstance(a, dict):
+        assert set(a) == set(b), f"{where}: {set(a) ^ set(b)}"
+        for key in a:
+            _same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (one, other) in enumerate(zip(a, b, strict=True)):
+            _same(one, other, f"{where}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), f"{where}: {a} != {b}"
+    else:
+        assert a == b, f"{where}: {a!r} != {b!r}"
+
+
+def check(case: Case, root: Path, stops: Sequence[Sequence[int]]) -> None:
+    """Every way of stopping gives what a run without a stop gives."""
+    expected = run_once(case, root / "whole")
+    expected_rng = rng_state()
+    for steps in stops:
+        name = "-".join(map(str, steps))
+        what = f"{case}, stopped at {name}"
+        got = run_with_stops(case, root / name, steps)
+        assert_same(got, expected, what)
+        _same(rng_state(), expected_rng, f"{what}: rng")

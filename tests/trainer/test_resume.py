@@ -1,0 +1,203 @@
+"""A run that was stopped and taken up again ends bit for bit like one that was not."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from instep import Trainer
+from instep.callbacks import Callback, ModelCheckpoint
+from instep.errors import Preempted
+from tests.helpers.spawn import run_ranks
+from tests.trainer.resuming import Case, Net, Plain, check, run_once, run_with_stops, seed
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata with a new torch
+    pytest.mark.timeout(300),
+]
+
+# 6 batches an epoch. A stop that is asked for at step s happens at s + 1, or at the epoch's end if s was its last step.
+STOPS = ([2], [5], [6], [1, 3], [7, 9, 12])
+WINDOWS_OF_3 = ([1], [2], [1, 3, 5])
+
+CASES = {
+    "plain": (Case(), STOPS),
+    "windows": (Case(accumulate=3), WINDOWS_OF_3),
+    "windows-per-epoch-schedule": (Case(accumulate=4, schedule="epoch", log_every=2), ([1], [2], [1, 3, 5])),
+    "schedule-per-epoch": (Case(schedule="epoch"), STOPS),
+    "validation-in-the-epoch": (Case(validate=0.5, monitor=True), ([2], [3], [5], [1, 3, 8])),
+    "validation-across-epochs": (Case(validate=4, across_epochs=True), ([3], [4], [7], [1, 7, 12])),
+    "bf16": (Case(precision="bf16-mixed"), ([2], [6])),
+    "seeded-samples": (Case(seed_samples=True), ([2], [6])),
+    "saved-by-steps": (Case(every_n_train_steps=2), ([2], [5], [6], [1, 7])),
+    "saved-by-steps-windows": (Case(every_n_train_steps=2, accumulate=3), WINDOWS_OF_3),
+    "global-batch": (Case(global_batch_size=8), ([1], [3], [4])),
+    "stateful-stream": (Case(data="stateful"), STOPS),
+    "stateful-stream-windows": (Case(data="stateful", accumulate=3), WINDOWS_OF_3),
+    "torchdata": (Case(data="torchdata"), STOPS),
+    "combined": (Case(data="combined"), STOPS),
+    "combined-windows": (Case(data="combined", accumulate=3), WINDOWS_OF_3),
+    "every-step-logged": (Case(log_every=1), ([2], [6])),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_whole_state_is_the_same(name: str, tmp_path: Path) -> None:
+    case, stops = CASES[name]
+    check(case, tmp_path, stops)
+
+
+WORKER_CASES = {
+    "map": Case(workers=2, epochs=2),
+    "seeded-samples": Case(workers=2, epochs=2, seed_samples=True),
+    "torchdata": Case(data="torchdata", workers=2, epochs=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORKER_CASES)
+def test_with_loader_workers(name: str, tmp_path: Path) -> None:
+    check(WORKER_CASES[name], tmp_path, [[2], [6]])
+
+
+@pytest.mark.slow
+def test_workers_do_not_change_the_samples_order(tmp_path: Path) -> None:
+    alone = run_once(Case(data="plain", epochs=1), tmp_path / "0")
+    helped = run_with_stops(Case(data="plain", epochs=1, workers=2), tmp_path / "2", [2])
+    assert helped.seen == alone.seen
+    assert all(torch.equal(a, b) for a, b in zip(alone.module.parameters(), helped.module.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.* cannot say where it stands")
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stream_without_a_state_is_read_again(workers: int, tmp_path: Path) -> None:
+    check(Case(data="stream", workers=workers, epochs=2), tmp_path, [[2], [6 if workers == 0 else 11]])
+
+
+def test_a_stream_without_a_state_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="2 batches are read again and thrown away"):
+        run_with_stops(Case(data="stream", epochs=1), tmp_path, [1])
+
+
+# ---- two ranks
+
+
+def check_on_ranks(root: Path, cases: list[tuple[Case, list[list[int]]]]) -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+    for number, (case, stops) in enumerate(cases):
+        check(case, root / str(number), stops)
+
+
+# 3 batches an epoch: 4 + 4, 4 + 4 and 3 + 3 samples.
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(Case(), [[1], [2], [3], [1, 4]]), (Case(accumulate=2, schedule="epoch"), [[1], [2], [1, 3]])],
+        [(Case(workers=2, epochs=2), [[1]]), (Case(validate=0.5, monitor=True, every_n_train_steps=None), [[1], [3]])],
+        [(Case(data="combined"), [[1], [4]]), (Case(data="torchdata"), [[1]]), (Case(data="stateful"), [[1], [3]])],
+    ],
+    ids=["map", "workers-and-fractions", "own-states"],
+)
+def test_on_two_ranks(cases: Any, tmp_path: Path) -> None:
+    run_ranks(check_on_ranks, 2, tmp_path, cases, timeout_s=150.0)
+
+
+# ---- at another world size
+
+
+class Lossy(Callback):
+    """The mean loss over all ranks of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self._window: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        local, _ = trainer.train_dataloader.counts(batch_idx)
+        sums = torch.tensor([float(outputs["loss"]) * local, float(local)], dtype=torch.float64)
+        self._window.append(module.all_gather(sums).reshape(-1, 2).sum(0))
+        if trainer.position.batch == trainer.position.window_batch:
+            total, count = torch.stack(self._window).sum(0).tolist()
+            self.losses.append(total / count)
+            self._window = []
+
+
+class Exact(Net):
+    """No randomness in the step, so that the world size makes no difference."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, index = batch
+        weight = self.trainer.train_dataloader.counts(batch_idx)[0]
+        self.seen.append(index.tolist() if weight else [])
+        loss = torch.nn.functional.mse_loss(self.net(x), y)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+def train_part(root: Path, stop: int | None) -> tuple[list[list[int]], list[float], dict[str, Tensor], float]:
+    """One part of the run with 8 samples per optimizer step: indices by micro-batch, losses by step, weights."""
+    seed(3)
+    module, lossy = Exact(), Lossy()
+    callbacks: list[Callback] = [lossy, ModelCheckpoint()]
+    if stop is not None:
+        callbacks.append(_Stop(stop))
+    trainer = Trainer(
+        accelerator="cpu",
+        global_batch_size=8,
+        max_epochs=2,
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        trigger_every=1,
+    )
+    try:
+        trainer.fit(module, DataLoader(Plain(45), batch_size=4, shuffle=True), ckpt_path="auto")
+    except Preempted:
+        assert stop is not None
+    mean = float(trainer.callback_metrics.get("loss", -1.0))
+    return module.seen, lossy.losses, {k: v.clone() for k, v in module.state_dict().items()}, mean
+
+
+class _Stop(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            trainer.set_trigger("preempted", "the test")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_at_another_world_size(before: int, after: int, tmp_path: Path) -> None:
+    whole_seen, whole_losses, whole_weights, whole_mean = train_part(tmp_path / "whole", None)
+    first = run_ranks(train_part, before, tmp_path / "parts", 2, timeout_s=60.0)
+    second = run_ranks(train_part, after, tmp_path / "parts", None, timeout_s=60.0)
+
+    def epoch(parts: list[Any], micro_batches: slice) -> list[int]:
+        return [index for part in parts for batch in part[0][micro_batches] for index in batch]
+
+    per_step = {1: 2, 2: 1}  # micro-batches
+    assert len(first[0][1]) == 3
+    seen = epoch(first, slice(None)) + epoch(second, slice(0, 3 * per_step[after]))
+    assert sorted(seen) == list(range(45)), "every sample of the interrupted epoch once"
+    assert first[0][1] + second[0][1] == pytest.approx(whole_losses, abs=1e-5)
+    assert second[0][3] == pytest.approx(whole_mean, rel=1e-6)
+    for name, value in whole_weights.items():
+        torch.testing.assert_close(second[0][2][name], value, atol=1e-5, rtol=0)
+    assert whole_seen
