@@ -15,6 +15,7 @@ from instep.data.draw import SamplerDraw, is_distributed, order_digest
 from instep.data.rebuild import rebuild
 from instep.data.sampler import ShardedSampler
 from instep.data.seeding import SeededDataset, seeded
+from instep.data.workers import CalmWorker
 from instep.distributed import gather_object
 from instep.errors import DataError
 from instep.types import StateDict
@@ -265,6 +266,7 @@ class IndexLoader(PreparedLoader):
             dataset=SeededDataset(self.dataset, restore=False),
             generator=self._generator,  # else the iterator's start would draw from the training's generator
             pin_memory=self._pin,
+            worker_init_fn=CalmWorker(self.loader.worker_init_fn),
             **batching,
         )
 

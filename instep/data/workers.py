@@ -1,0 +1,54 @@
+"""Loader workers that let the main process decide when they end.
+
+A terminal sends Ctrl-C, and torchrun's agent SIGTERM, to the whole process group. The main process finishes its step
+and saves; the workers must still serve it until then, and not print tracebacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+
+class CalmWorker:
+    """A `worker_init_fn`: in the worker SIGINT and the first SIGTERM do nothing; a second SIGTERM ends it.
+
+    The main process ends a worker that does not answer with SIGTERM too: torch once, and Python once more at exit.
+
+    Args:
+        then: the user's own `worker_init_fn`, or None.
+    """
+
+    def __init__(self, then: Callable[[int], Any] | None = None) -> None:
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _once)
+        if self.then is not None:
+            self.then(worker_id)
+
+
+def _once(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def calm_workers(loader: Any) -> Iterator[None]:
+    """Within the block, an iterator of the loader starts calm workers; the loader is unchanged afterwards.
+
+    Args:
+        loader: a `DataLoader`, of any subclass; anything else is left alone.
+    """
+    before = getattr(loader, "worker_init_fn", None)
+    if not getattr(loader, "num_workers", 0) or isinstance(before, CalmWorker):
+        yield
+        return
+    loader.worker_init_fn = CalmWorker(before)
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = before

@@ -1,0 +1,79 @@
+"""Signals to a whole process group leave loader workers at work."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from instep.data import prepare_loader
+
+IN_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGINT)
+
+
+class SignalledMap(Dataset[Any]):
+    """Every worker gets the signals while it loads its first sample."""
+
+    def __init__(self) -> None:
+        self.sent = False
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        self._send()
+        return index
+
+    def _send(self) -> None:
+        if not self.sent:
+            self.sent = True
+            for number in IN_WORKERS:
+                os.kill(os.getpid(), number)
+
+
+class SignalledStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        data = SignalledMap()
+        for index in range(4):
+            yield data[index]
+
+
+def mark(worker_id: int) -> None:
+    torch.utils.data.get_worker_info().dataset.sent = worker_id == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [(SignalledMap(), [*range(8)]), (SignalledStream(), sorted([*range(4)] * 2))],
+    ids=["map", "stream"],
+)
+def test_interrupts_and_one_sigterm_are_left_to_the_main_process(data: Any, expected: list[int]) -> None:
+    loader: DataLoader[Any] = DataLoader(data, batch_size=2, num_workers=2)
+    batches = list(prepare_loader(loader))
+    assert sorted(torch.cat(batches).tolist()) == expected
+    assert loader.worker_init_fn is None
+
+
+class Sender(SignalledMap):
+    """The worker gets SIGTERM twice."""
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return index
+
+
+def test_a_second_sigterm_ends_a_worker() -> None:
+    with pytest.raises(RuntimeError, match="worker.* exited unexpectedly"):
+        list(prepare_loader(DataLoader(Sender(), batch_size=2, num_workers=1)))
+
+
+def test_the_users_own_init_function_runs() -> None:
+    loader: DataLoader[Any] = DataLoader(SignalledMap(), batch_size=2, num_workers=2, worker_init_fn=mark)
+    assert sum(len(batch) for batch in prepare_loader(loader)) == 8
+    assert loader.worker_init_fn is mark
