@@ -78,8 +78,8 @@ class ModelCheckpoint(Callback):
         train_time_interval: save every so much time (by the main process's clock).
         every_n_epochs: save every so many epochs (validations, when saving after validation). The default, 1, holds
             when none of the three is given; 0 turns it off.
-        save_on_train_epoch_end: save at the end of the training epoch rather than of validation. By default after
-            validation where there is one in fit, so that its metrics are there.
+        save_on_train_epoch_end: save at the end of training epochs (True) or of validations (False). None: of
+            training epochs where each ends with one validation or there is none, else of validations.
         enable_version_counter: accepted for Lightning's sake; a checkpoint is never written over another.
 
     Raises:
@@ -255,7 +255,10 @@ class ModelCheckpoint(Callback):
     def _at_epoch_end(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
-        return sum(trainer.num_val_batches) == 0
+        if sum(trainer.num_val_batches) == 0:
+            return True
+        interval = trainer.val_check_interval  # a float is a fraction of an epoch, an int counts batches
+        return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def _save_by_epoch(self, trainer: Trainer) -> None:
         due = self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0

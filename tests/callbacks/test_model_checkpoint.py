@@ -1,0 +1,319 @@
+"""When ModelCheckpoint saves, what it keeps, and what it calls it."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instep import Callback, Trainer
+from instep.callbacks import ModelCheckpoint
+from instep.callbacks.model_checkpoint import TopK, format_name
+from instep.checkpoint import CheckpointStore
+from instep.errors import SettingError, UnsavableStateError
+from tests.trainer.toys import LoggingToy, Toy, loader, quiet
+
+NAN, INF = math.nan, math.inf
+
+
+# ---- the policy
+
+
+def kept(scores: list[float], k: int, mode: str) -> list[int]:
+    """Which of the checkpoints with these scores are kept in the end."""
+    policy = TopK(k, mode)
+    best: dict[str, float] = {}
+    for number, score in enumerate(scores):
+        if policy.takes(score, best):
+            best[str(number)] = score
+            if k != -1 and len(best) > k:
+                del best[policy.worst(best)]
+    return sorted(map(int, best))
+
+
+@pytest.mark.parametrize(
+    ("scores", "k", "mode", "expected"),
+    [
+        ([3, 1, 2], 1, "min", [1]),
+        ([3, 1, 2], 1, "max", [0]),
+        ([3, 1, 2], 2, "min", [1, 2]),
+        ([3, 1, 2], -1, "min", [0, 1, 2]),
+        ([3, 1, 2], 0, "min", []),
+        ([NAN, 5, NAN], 1, "min", [1]),
+        ([5, NAN], 1, "max", [0]),
+        ([NAN, NAN, 7, NAN], 2, "max", [1, 2]),
+        ([INF, 1e30], 1, "min", [1]),
+        ([-INF, 0.0], 1, "min", [0]),
+        ([INF, NAN], 1, "max", [0]),
+        ([NAN, INF], 1, "min", [1]),
+        ([0.0, -0.0], 1, "min", [0]),
+        ([-0.0, 0.0], 1, "max", [0]),
+        ([1, 1, 1], 2, "min", [0, 1]),
+    ],
+)
+def test_the_best_are_kept(scores: list[float], k: int, mode: str, expected: list[int]):
+    assert kept(scores, k, mode) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "insert", "expected"),
+    [
+        ("{epoch}-{val_loss:.2f}", True, "epoch=3-val_loss=0.26"),
+        ("{epoch:02d}-{step}", False, "03-120"),
+        ("best", True, "best"),
+        ("{val/acc:.1f}", True, "val_acc=1.0"),
+        ("{missing:.1f}", True, "missing=0.0"),
+        ("epoch{epoch}", False, "epoch3"),
+    ],
+)
+def test_names(template: str, insert: bool, expected: str):
+    values = {"epoch": 3, "step": 120, "val_loss": 0.2567, "val/acc": 1.0}
+    assert format_name(template, values, insert) == expected
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "auto"}, "mode"),
+        ({"save_top_k": -2}, "save_top_k=-2"),
+        ({"save_top_k": 3}, "needs monitor"),
+        ({"every_n_train_steps": 1, "every_n_epochs": 1}, "exclude each other"),
+        ({"every_n_train_steps": 1, "train_time_interval": timedelta(1)}, "exclude each other"),
+        ({"every_n_epochs": -1}, "must be an integer"),
+        ({"every_n_train_steps": 1.5}, "must be an integer"),
+        ({"save_last": "link"}, "there is no link"),
+    ],
+)
+def test_contradictions_are_found_at_once(arguments: dict[str, Any], message: str):
+    with pytest.raises(SettingError, match=message):
+        ModelCheckpoint(**arguments)
+
+
+# ---- in a real fit
+
+
+class Scored(Toy):
+    """Logs the given score after each epoch's validation."""
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.log("score", self.scores[self.current_epoch])
+
+
+def run(folder: Path, *callbacks: Any, module: Any = None, val: bool = True, **settings: Any) -> Trainer:
+    trainer = quiet(
+        **{"max_epochs": 1, **settings}, callbacks=list(callbacks), enable_checkpointing=True, default_root_dir=folder
+    )
+    trainer.fit(module or Scored([1.0] * 10), loader(), loader(3) if val else None)
+    return trainer
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+@pytest.mark.parametrize(
+    ("scores", "arguments", "expected", "best"),
+    [
+        ([3, 1, 2], {}, [2], 2),
+        ([3, 1, 2], {"save_top_k": -1}, [0, 1, 2], 2),
+        ([3, 1, 2], {"save_top_k": 0}, [], None),
+        ([3, 1, 2], {"save_top_k": 0, "save_last": True}, [2], None),
+        ([3, 1, 2], {"monitor": "score"}, [1], 1),
+        ([3, 1, 2], {"monitor": "score", "mode": "max"}, [0], 0),
+        ([3, 1, 2], {"monitor": "score", "save_top_k": 2}, [1, 2], 1),
+        ([3, 1, 2], {"monitor": "score", "save_last": True}, [1, 2], 1),
+        ([1, 2, 3], {"monitor": "score", "save_last": True, "save_top_k": 2}, [0, 1, 2], 0),
+        ([3, 1, 2], {"monitor": "score", "save_last": True, "save_top_k": 0}, [2], None),
+        ([NAN, 2, NAN], {"monitor": "score"}, [1], 1),
+        ([NAN, NAN], {"monitor": "score"}, [0], None),
+        ([0.0, -0.0, 1.0], {"monitor": "score"}, [0], 0),
+        ([INF, -INF, 1.0], {"monitor": "score"}, [1], 1),
+        ([1, INF], {"monitor": "score", "mode": "max"}, [1], 1),
+        ([1, 2, 3, 4], {"every_n_epochs": 2}, [3], 3),
+        ([1, 2, 3, 4], {"every_n_epochs": 0}, [], None),
+        ([1, 2, 3], {"every_n_epochs": 2, "save_last": True}, [2], 2),
+    ],
+)
+def test_what_is_kept_after_fit(
+    scores: list[float], arguments: dict[str, Any], expected: list[int], best: int | None, tmp_path: Path
+):
+    saver = ModelCheckpoint(tmp_path / "kept", filename="{epoch}", auto_insert_metric_name=False, **arguments)
+    run(tmp_path, saver, module=Scored(scores), max_epochs=len(scores))
+    found = names(tmp_path / "kept") if (tmp_path / "kept").is_dir() else []
+    assert [int(name.split("-")[0]) for name in found] == expected
+    if best is None:
+        assert saver.best_model_score is None
+    else:
+        assert Path(saver.best_model_path).name.startswith(f"{best}-")
+        if saver.monitor:
+            assert saver.best_model_score == scores[best]
+    assert all(not CheckpointStore(tmp_path / "kept").verify(tmp_path / "kept" / name) for name in found)
+
+
+def test_every_n_train_steps(tmp_path: Path):
+    saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, save_top_k=-1)
+    run(tmp_path, saver, max_epochs=2, accumulate_grad_batches=1)
+    assert names(tmp_path / "kept") == ["step-00000003-1", "step-00000006-1"]
+
+
+def test_every_n_train_steps_counts_windows(tmp_path: Path):
+    saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
+    run(tmp_path, saver, accumulate_grad_batches=3)
+    assert names(tmp_path / "kept") == ["step-00000001-1", "step-00000002-1"]
+
+
+def test_by_time(tmp_path: Path):
+    saver = ModelCheckpoint(tmp_path / "kept", train_time_interval=timedelta(microseconds=1))
+    run(tmp_path, saver, max_epochs=2, trigger_every=1)
+    assert len(names(tmp_path / "kept")) == 1
+    later = ModelCheckpoint(tmp_path / "later", train_time_interval=timedelta(days=1))
+    run(tmp_path, later)
+    assert not (tmp_path / "later").exists()
+
+
+def test_after_every_validation_where_there_are_several_in_an_epoch(tmp_path: Path):
+    saver = ModelCheckpoint(tmp_path / "kept", save_top_k=-1)
+    run(tmp_path, saver, val_check_interval=0.5)
+    assert names(tmp_path / "kept") == ["step-00000002-1", "step-00000004-1"]
+
+
+@pytest.mark.parametrize("monitor", ["train_loss", "train_loss_epoch", "val_loss"])
+def test_metrics_of_training_and_of_validation_can_be_watched(monitor: str, tmp_path: Path):
+    saver = ModelCheckpoint(tmp_path / "kept", monitor=monitor, filename="{epoch}-{" + monitor + ":.3f}")
+    trainer = run(tmp_path, saver, module=LoggingToy(), max_epochs=2)
+    assert saver.best_model_score == min(saver.best_k_models.values())
+    assert f"{monitor}={saver.best_model_score:.3f}" in saver.best_model_path
+    assert trainer.checkpoint_callback is saver
+
+
+def test_a_metric_that_was_not_logged_is_an_error_that_lists_those_that_were(tmp_path: Path):
+    with pytest.raises(SettingError, match=r"monitor='val_los'.*score"):
+        run(tmp_path, ModelCheckpoint(monitor="val_los"))
+
+
+def test_two_with_other_metrics_keep_their_own(tmp_path: Path):
+    class Two(Scored):
+        def on_validation_epoch_end(self) -> None:
+            if not self.trainer.sanity_checking:
+                self.log("a", [1.0, 2.0, 3.0][self.current_epoch])
+                self.log("b", [1.0, 2.0, 3.0][self.current_epoch])
+
+    lowest = ModelCheckpoint(tmp_path / "kept", monitor="a")
+    highest = ModelCheckpoint(tmp_path / "kept", monitor="b", mode="max")
+    trainer = run(tmp_path, lowest, highest, module=Two([]), max_epochs=3)
+    assert names(tmp_path / "kept") == ["step-00000004-1", "step-00000012-1"]
+    assert Path(lowest.best_model_path).name == "step-00000004-1"
+    assert Path(highest.best_model_path).name == "step-00000012-1"
+    assert trainer.checkpoint_callback is lowest
+    with pytest.raises(SettingError, match="the same key"):
+        run(tmp_path, ModelCheckpoint(monitor="a"), ModelCheckpoint(monitor="a"))
+
+
+def test_weights_only(tmp_path: Path):
+    saver = ModelCheckpoint(tmp_path / "kept", save_weights_only=True)
+    run(tmp_path, saver)
+    (info,) = CheckpointStore(tmp_path / "kept").scan()
+    assert info.kind == "weights"
+    assert not list(info.path.glob("optimizer*"))
+
+
+class Fails(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 2:
+            raise ValueError("no more")
+        return super().training_step(batch, batch_idx)
+
+
+def test_on_exception(tmp_path: Path):
+    saver = ModelCheckpoint(tmp_path / "kept", monitor="never", save_on_exception=True)
+    with pytest.raises(ValueError, match="no more"):
+        run(tmp_path, saver, module=Fails())
+    assert names(tmp_path / "kept") == ["step-00000002-1"]
+    module = Toy()
+    quiet(max_epochs=1).fit(module, loader(), ckpt_path=tmp_path / "kept" / "step-00000002-1")
+    assert len(module.seen) == 2
+    with pytest.raises(ValueError, match="no more"):
+        run(tmp_path, ModelCheckpoint(tmp_path / "none"), module=Fails())
+    assert not (tmp_path / "none").exists()
+
+
+def test_nothing_is_deleted_before_the_newer_one_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Trainer, "verify_checkpoint", lambda self, path: ["model.safetensors is too short"])
+    saver = ModelCheckpoint(tmp_path / "kept")
+    with pytest.warns(UserWarning, match=r"does not verify \(model\.safetensors is too short\); nothing older"):
+        run(tmp_path, saver, max_epochs=2)
+    assert names(tmp_path / "kept") == ["step-00000004-1", "step-00000008-1"]
+
+
+def test_verbose_says_what_happens(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run(tmp_path, ModelCheckpoint(tmp_path / "kept", verbose=True), max_epochs=2)
+    printed = capsys.readouterr().out
+    assert printed.count("saved ") == 2
+    assert printed.count("deleted ") == 1
+
+
+def test_the_default_saves_the_newest_in_the_run_folder(tmp_path: Path):
+    trainer = run(tmp_path, max_epochs=2)
+    assert trainer.log_dir is not None
+    assert names(Path(trainer.log_dir) / "checkpoints") == ["step-00000008-1"]
+    assert isinstance(trainer.callbacks[-1], ModelCheckpoint)
+
+
+def test_a_state_that_cannot_be_saved_is_found_before_the_first_step(tmp_path: Path):
+    class Stubborn(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"counts": {"file": object()}}
+
+    module = Toy()
+    with pytest.raises(UnsavableStateError, match=r"not started.*Stubborn.*counts.*file"):
+        run(tmp_path, Stubborn(), module=module)
+    assert module.seen == []
+
+
+def test_hyperparameters_that_cannot_be_saved_come_with_advice(tmp_path: Path):
+    class Module(Toy):
+        def __init__(self, thing: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    with pytest.raises(UnsavableStateError, match=r"thing.*save_hyperparameters\(ignore="):
+        run(tmp_path, module=Module(object()))
+
+
+def test_the_state_survives_a_restart(tmp_path: Path):
+    first = ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=2)
+    run(tmp_path, first, module=Scored([3.0, 1.0, 9, 9]), max_epochs=2)
+    second = ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=2)
+    trainer = quiet(max_epochs=4, callbacks=[second], enable_checkpointing=True, default_root_dir=tmp_path)
+    trainer.fit(Scored([0, 0, 2.0, 5.0]), loader(), loader(3), ckpt_path="last")
+    assert names(tmp_path / "kept") == ["step-00000008-1", "step-00000012-1"]
+    assert second.best_model_path == str(tmp_path / "kept" / "step-00000008-1")
+    assert second.best_model_score == 1.0
+
+
+def test_both_of_two_take_in_the_checkpoint_they_resume_from(tmp_path: Path):
+    def two() -> list[Any]:
+        return [ModelCheckpoint(tmp_path / "kept"), ModelCheckpoint(tmp_path / "kept", every_n_epochs=2)]
+
+    run(tmp_path, *two(), max_epochs=2)
+    trainer = quiet(max_epochs=4, callbacks=two(), enable_checkpointing=True, default_root_dir=tmp_path)
+    trainer.fit(Scored([1.0] * 4), loader(), loader(3), ckpt_path="last")
+    assert all(name.startswith("step-00000016") for name in names(tmp_path / "kept"))
+
+
+def test_torch_scores_are_plain_numbers(tmp_path: Path):
+    saver = ModelCheckpoint(tmp_path / "kept", monitor="score")
+    run(tmp_path, saver, module=Scored([torch.tensor(0.5)]))  # pyright: ignore[reportArgumentType]
+    assert type(saver.best_model_score) is float
