@@ -48,13 +48,22 @@ class RandomStream:
 
     def __init__(self, *parts: int | str) -> None:
         self.parts = parts
+        self.drew = False
+        """Whether the last watched block drew from any generator."""
         self._seed = 0
+        self._watch = False
         self._outside: tuple[Any, torch.Tensor, Any] | None = None
         self._numpy: Any = None
 
-    def at(self, *parts: int | str) -> RandomStream:
-        """Choose the place in the stream."""
+    def at(self, *parts: int | str, watch: bool = False) -> RandomStream:
+        """Choose the place in the stream.
+
+        Args:
+            *parts: what the seed is derived from, beside the stream's own.
+            watch: find out whether the block draws.
+        """
         self._seed = derive_seed(*self.parts, *parts)
+        self._watch = watch
         return self
 
     def __enter__(self) -> RandomStream:
@@ -70,12 +79,22 @@ class RandomStream:
 
     def __exit__(self, *_: object) -> None:
         assert self._outside is not None
+        if self._watch:
+            after = _draw()
+            seed_generators(self._seed)
+            self.drew = after != _draw()
         python, cpu, numpy_generator = self._outside
         self._outside = None
         random.setstate(python)
         torch.set_rng_state(cpu)
         if numpy_generator is not None:
             sys.modules["numpy"].random.set_bit_generator(numpy_generator)
+
+
+def _draw() -> tuple[Any, ...]:
+    """The next numbers of all generators."""
+    numpy = (sys.modules["numpy"].random.random(),) if "numpy" in sys.modules else ()
+    return random.random(), torch.rand((), dtype=torch.float64).item(), *numpy
 
 
 class SeededBatch(list[Any]):

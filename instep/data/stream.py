@@ -6,12 +6,13 @@ neither the step nor the reading waits.
 
 A state is the loader's or data set's own `state_dict`, taken before each batch is read, or else a number of batches to
 read and throw away. Random numbers drawn while a batch is read come from a stream of the batch's own: reading ahead
-and reading again draw the same.
+and reading again draw the same. A loader that draws none is found out after a few batches, and pays nothing more.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import warnings
 from collections import deque
@@ -24,12 +25,15 @@ from instep.data.agreement import NextBatch
 from instep.data.base import PreparedLoader
 from instep.data.draw import generators
 from instep.data.seeding import RandomStream
+from instep.data.workers import calm_workers
 from instep.distributed import find_batch_size
 from instep.errors import DataError, UsageError
 from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 
 UNEVEN = ("stop", "join", "error")
+QUIET_AFTER = 3  # fetches that drew nothing: from then on only every 64th is watched, since each costs tens of us
+WATCH_EVERY = 64
 _END = object()
 
 
@@ -232,10 +236,11 @@ class StreamLoader(PreparedLoader):
         position = batches if own is None else own - 1
         place = (0, 0) if self.frozen else (self.epoch, self.cycle)
         self._random = RandomStream(self.seed, "data", self.rank, *place)
+        self._silent: float = 0  # fetches in a row that drew no random numbers
         for generator, initial in self._generators:
             generator.manual_seed(derive_seed(self.seed, "generator", initial, *place))
         state = resume.get("state")
-        with self._random.at("start"):
+        with self._random.at("start"), calm_workers(self.loader):
             if state is not None and self.stateful is not None:
                 self.stateful.load_state_dict(copy.deepcopy(state))
             self._iterator = iter(self.loader)
@@ -269,8 +274,12 @@ class StreamLoader(PreparedLoader):
         if self.stateful is not None:
             self._snapshots[number] = copy.deepcopy(self.stateful.state_dict())
             self._snapshots.pop(number - 3 - self.history, None)  # up to two batches are read ahead
-        with self._random.at(number):
+        if self._silent >= QUIET_AFTER and number % WATCH_EVERY:
             batch = next(self._iterator, _END)
+        else:
+            with self._random.at(number, watch=True):
+                batch = next(self._iterator, _END)
+            self._listen(number)
         if batch is _END and number == 0 and self._ever_gave and hasattr(self.loader, "__next__"):
             raise DataError(
                 f"the {type(self.loader).__name__} gave its batches in an earlier pass and has no more. Return an "
@@ -279,6 +288,20 @@ class StreamLoader(PreparedLoader):
         self._ever_gave = True
         self._pulled = number + 1
         return batch
+
+    def _listen(self, number: int) -> None:
+        """Take note of whether the fetch drew random numbers; one that does keeps a stream of its own for each."""
+        if not self._random.drew:
+            self._silent += 1
+            return
+        if self._silent >= QUIET_AFTER:
+            warnings.warn(
+                f"{type(self.loader).__name__} drew random numbers for batch {number} after {number} batches without. "
+                "Those that it drew unseen came from the training's generators, so a resume within this epoch may not "
+                "repeat them. Draw from a generator of the loader's own",
+                stacklevel=3,
+            )
+        self._silent = -math.inf
 
     def _give_sequence(self, length: int) -> Iterator[Any]:
         for number in range(self._given, length):
