@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
 from instep.distributed import Triggers, broadcast_object, wait_for_everyone
-from instep.errors import HookError, UsageError
+from instep.errors import CheckpointError, HookError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
 from instep.trainer import snapshot
@@ -189,6 +189,12 @@ class Session:
         self._check_hooks()
         path = trainer.run_folder.find_checkpoint(self, self.ckpt_path)
         self.resumed = snapshot.open_checkpoint(self, path) if path is not None and path.is_dir() else None
+        if path is not None and self.resumed is None and self.fn == "fit":
+            raise CheckpointError(
+                f"{path} is a file of weights only, so a run cannot be resumed from it. Load it with "
+                "load_from_checkpoint and start a new fit, or resume from a checkpoint folder.",
+                path=path,
+            )
         self._prepare_data()
         if self.datamodule is not None:
             self.datamodule.setup(self.fn)

@@ -109,6 +109,8 @@ class HyperParameters:
             )
         self._log_hyperparams = logger
         self.hparams.update(chosen)
+        for name in ignored:
+            self.hparams.pop(name, None)  # the base class, which knows nothing of it, may have collected it
         self._hparams_initial = deepcopy(self.hparams)
 
     @property
