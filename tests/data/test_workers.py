@@ -69,7 +69,7 @@ class Sender(SignalledMap):
 
 
 def test_a_second_sigterm_ends_a_worker() -> None:
-    with pytest.raises(RuntimeError, match="worker.* exited unexpectedly"):
+    with pytest.raises(RuntimeError, match=r"worker.* exited unexpectedly"):
         list(prepare_loader(DataLoader(Sender(), batch_size=2, num_workers=1)))
 
 

@@ -202,6 +202,23 @@ class Result:
     seen: list[list[int]]
 
 
+class StepLosses(Callback):
+    """The mean loss over all ranks of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self._window: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        local, _ = trainer.train_dataloader.counts(batch_idx)
+        sums = torch.tensor([float(outputs["loss"]) * local, float(local)], dtype=torch.float64)
+        self._window.append(module.all_gather(sums).reshape(-1, 2).sum(0))
+        if trainer.position.batch == trainer.position.window_batch:
+            total, count = torch.stack(self._window).sum(0).tolist()
+            self.values.append(total / count)
+            self._window = []
+
+
 def seed(number: int) -> None:
     random.seed(number)
     np.random.seed(number)

@@ -15,7 +15,7 @@ from instep import Trainer
 from instep.callbacks import Callback, ModelCheckpoint
 from instep.errors import Preempted
 from tests.helpers.spawn import run_ranks
-from tests.trainer.resuming import Case, Net, Plain, check, run_once, run_with_stops, seed
+from tests.trainer.resuming import Case, Net, Plain, StepLosses, check, run_once, run_with_stops, seed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata with a new torch
@@ -115,23 +115,6 @@ def test_on_two_ranks(cases: Any, tmp_path: Path) -> None:
 # ---- at another world size
 
 
-class Lossy(Callback):
-    """The mean loss over all ranks of every optimizer step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self._window: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        local, _ = trainer.train_dataloader.counts(batch_idx)
-        sums = torch.tensor([float(outputs["loss"]) * local, float(local)], dtype=torch.float64)
-        self._window.append(module.all_gather(sums).reshape(-1, 2).sum(0))
-        if trainer.position.batch == trainer.position.window_batch:
-            total, count = torch.stack(self._window).sum(0).tolist()
-            self.losses.append(total / count)
-            self._window = []
-
-
 class Exact(Net):
     """No randomness in the step, so that the world size makes no difference."""
 
@@ -150,8 +133,8 @@ class Exact(Net):
 def train_part(root: Path, stop: int | None) -> tuple[list[list[int]], list[float], dict[str, Tensor], float]:
     """One part of the run with 8 samples per optimizer step: indices by micro-batch, losses by step, weights."""
     seed(3)
-    module, lossy = Exact(), Lossy()
-    callbacks: list[Callback] = [lossy, ModelCheckpoint()]
+    module, losses = Exact(), StepLosses()
+    callbacks: list[Callback] = [losses, ModelCheckpoint()]
     if stop is not None:
         callbacks.append(_Stop(stop))
     trainer = Trainer(
@@ -170,7 +153,7 @@ def train_part(root: Path, stop: int | None) -> tuple[list[list[int]], list[floa
     except Preempted:
         assert stop is not None
     mean = float(trainer.callback_metrics.get("loss", -1.0))
-    return module.seen, lossy.losses, {k: v.clone() for k, v in module.state_dict().items()}, mean
+    return module.seen, losses.values, {k: v.clone() for k, v in module.state_dict().items()}, mean
 
 
 class _Stop(Callback):
