@@ -1,0 +1,280 @@
+"""Callbacks and loggers in real fits."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from instep import Callback, Trainer, TrainModule
+from instep.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+from instep.errors import SettingError, UsageError
+from instep.loggers import CSVLogger, TensorBoardLogger
+from tests.trainer.toys import LoggingToy, Toy, assert_same, loader, quiet, weights
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+class Scored(Toy):
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("score", self.scores[self.current_epoch])
+
+
+# ---- EarlyStopping
+
+
+@pytest.mark.parametrize(
+    ("scores", "options", "epochs", "reason"),
+    [
+        ([3, 2, 2, 2, 1], {"patience": 2}, 4, "PATIENCE_EXHAUSTED"),
+        ([3, 2, 1, 0, -1], {"patience": 1}, 5, "NOT_STOPPED"),
+        ([3, math.nan, 1, 1, 1], {}, 2, "NON_FINITE_METRIC"),
+        ([3, 0.1, 1, 1, 1], {"stopping_threshold": 0.5}, 2, "STOPPING_THRESHOLD"),
+        ([3, 2, 50, 1, 1], {"divergence_threshold": 10}, 3, "DIVERGENCE_THRESHOLD"),
+    ],
+)
+def test_early_stopping(scores: list[float], options: dict[str, Any], epochs: int, reason: str):
+    stopping = EarlyStopping("score", **options)
+    trainer = quiet(max_epochs=5, callbacks=stopping)
+    trainer.fit(Scored(scores), loader(), loader(3))
+    assert trainer.global_step == 4 * epochs
+    assert stopping.stopping_reason.name == reason
+    assert trainer.early_stopping_callback is stopping
+    assert trainer.should_stop == (reason != "NOT_STOPPED")
+
+
+def test_early_stopping_waits_for_the_minimum():
+    trainer = quiet(max_epochs=5, min_epochs=4, callbacks=EarlyStopping("score", patience=1))
+    trainer.fit(Scored([1.0] * 5), loader(), loader(3))
+    assert trainer.current_epoch == 3
+
+
+def test_early_stopping_without_its_metric():
+    with pytest.raises(UsageError, match="watches 'scor', which was not logged"):
+        quiet(max_epochs=1, callbacks=EarlyStopping("scor")).fit(Scored([1.0]), loader(), loader(3))
+
+
+# ---- Timer, learning rates
+
+
+def test_timer_measures_the_stages():
+    timer = Timer()
+    trainer = quiet(max_epochs=1, callbacks=timer)
+    trainer.fit(Toy(), loader(), loader(3))
+    assert timer.time_elapsed("train") > timer.time_elapsed("validate") > 0
+    assert timer.time_elapsed("test") == 0
+
+
+def test_learning_rates_reach_the_logs(tmp_path: Path):
+    class Scheduled(Toy):
+        def configure_optimizers(self) -> Any:
+            sgd = torch.optim.SGD(self.parameters(), lr=8.0)
+            halve = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+            return [sgd], [{"scheduler": halve, "interval": "step"}]
+
+    monitor = LearningRateMonitor("step")
+    trainer = quiet(max_epochs=1, log_every_n_steps=2, logger=CSVLogger(), callbacks=monitor, default_root_dir=tmp_path)
+    trainer.fit(Scheduled(), loader())
+    assert trainer.log_dir is not None
+    found = [(int(row["step"]), float(row["lr-SGD"])) for row in rows(Path(trainer.log_dir) / "metrics.csv")]
+    assert found == [(0, 8.0), (2, 2.0)]
+    assert monitor.latest == {"lr-SGD": 2.0}
+    with pytest.raises(SettingError, match="no logger"):
+        quiet(max_epochs=1, callbacks=LearningRateMonitor()).fit(Scheduled(), loader())
+
+
+# ---- which callbacks there are
+
+
+def test_the_default_callbacks(tmp_path: Path):
+    trainer = Trainer(accelerator="cpu", max_time="00:01:00:00", default_root_dir=tmp_path)
+    assert [type(callback) for callback in trainer.callbacks] == [Timer, ModelSummary, ProgressBar, ModelCheckpoint]
+    mine = [ModelCheckpoint(), ModelSummary(max_depth=2), ProgressBar(), EarlyStopping("x")]
+    given = Trainer(accelerator="cpu", callbacks=mine)
+    assert given.callbacks == [*mine[1:], mine[0]]
+    with pytest.raises(SettingError, match="callbacks has a ModelCheckpoint"):
+        Trainer(accelerator="cpu", callbacks=mine, enable_checkpointing=False)
+
+
+def test_a_modules_own_callbacks_take_the_place_of_the_same_type():
+    class Mine(Callback):
+        pass
+
+    class Other(Callback):
+        pass
+
+    theirs, own, other = Mine(), Mine(), Other()
+    module = Toy()
+    module.configure_callbacks = lambda: [own]
+    trainer = quiet(max_epochs=1, callbacks=[theirs, other])
+    trainer.fit(module, loader())
+    trainer.fit(module, loader())
+    assert trainer.callbacks == [other, own]
+
+
+def test_two_stateful_callbacks_of_one_key_are_refused():
+    with pytest.raises(SettingError, match="two callbacks keep their state under the same key Timer"):
+        quiet(max_epochs=1, callbacks=[Timer(), Timer()]).fit(Toy(), loader())
+
+
+# ---- loggers
+
+
+def test_csv_holds_what_was_logged(tmp_path: Path):
+    trainer = quiet(max_epochs=2, log_every_n_steps=2, logger=CSVLogger(), default_root_dir=tmp_path)
+    trainer.fit(LoggingToy(lr=0.25), loader(), loader(6))
+    assert trainer.log_dir == str(tmp_path / "instep_runs" / "version_0")
+    table = rows(tmp_path / "instep_runs" / "version_0" / "metrics.csv")
+    steps = [int(row["step"]) for row in table if row["train_loss_step"]]
+    assert steps == [2, 4, 6, 8]
+    (last,) = [row for row in table if row["val_loss"] and int(row["step"]) == 8]
+    assert float(last["val_loss"]) == pytest.approx(float(trainer.callback_metrics["val_loss"]))
+    assert [float(row["epoch"]) for row in table if row["train_loss_epoch"]] == [0.0, 1.0]
+
+
+def test_tensorboard_holds_what_was_logged(tmp_path: Path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trainer = quiet(max_epochs=1, log_every_n_steps=2, logger=True, default_root_dir=tmp_path)
+    trainer.fit(LoggingToy(lr=0.25), loader(), loader(6))
+    assert isinstance(trainer.logger, TensorBoardLogger)
+    found = event_accumulator.EventAccumulator(trainer.log_dir)
+    found.Reload()
+    assert {"train_loss_step", "train_loss_epoch", "val_loss", "epoch"} <= set(found.Tags()["scalars"])
+    assert [event.step for event in found.Scalars("train_loss_step")] == [2, 4]
+    (val,) = found.Scalars("val_loss")
+    assert val.value == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-6)
+
+
+def test_hyperparameters_are_logged_once_with_those_of_the_data(tmp_path: Path):
+    from instep import DataModule
+
+    class Data(DataModule):
+        def __init__(self, size: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return loader(6, self.hparams.size)
+
+    seen: list[dict[str, Any]] = []
+
+    class Notes(CSVLogger):
+        def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
+            seen.append(params)
+            super()._log_hyperparams(params, metrics)
+
+    trainer = quiet(max_epochs=1, logger=Notes(), default_root_dir=tmp_path)
+    trainer.fit(Toy(lr=0.25), datamodule=Data())
+    assert seen == [{"size": 3, "lr": 0.25}]
+
+    class Silent(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters({"secret": 1}, logger=False)
+
+    quiet(max_epochs=1, logger=Notes(), default_root_dir=tmp_path).fit(Silent(), loader())
+    assert len(seen) == 1
+
+
+def test_run_folders_are_numbered_and_say_how_the_run_ended(tmp_path: Path):
+    for _ in range(2):
+        quiet(max_epochs=1, logger=CSVLogger(), default_root_dir=tmp_path).fit(LoggingToy(), loader())
+    module = LoggingToy()
+    module.on_train_epoch_end = lambda: 1 / 0
+    trainer = quiet(max_epochs=1, logger=CSVLogger(), default_root_dir=tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, loader())
+    runs = tmp_path / "instep_runs"
+    assert sorted(path.name for path in runs.iterdir()) == ["version_0", "version_1", "version_2"]
+    statuses = [json.loads((runs / f"version_{i}" / "status.json").read_text()) for i in range(3)]
+    assert [status["status"] for status in statuses] == ["done", "done", "failed"]
+    assert statuses[2]["error"] == "ZeroDivisionError: division by zero"
+
+
+def test_a_run_without_loggers_and_checkpoints_writes_nothing(tmp_path: Path):
+    trainer = quiet(max_epochs=1, default_root_dir=tmp_path)
+    trainer.fit(LoggingToy(), loader(), loader(3))
+    assert trainer.log_dir is None
+    assert not list(tmp_path.iterdir())
+
+
+# ---- the module
+
+
+def test_freeze_and_unfreeze():
+    module = Toy()
+    module.freeze()
+    assert not module.training
+    assert not any(p.requires_grad for p in module.parameters())
+    module.unfreeze()
+    assert module.training
+    assert all(p.requires_grad for p in module.parameters())
+
+
+def test_what_a_module_knows_of_its_trainer(capsys: pytest.CaptureFixture[str]):
+    module = Toy()
+    assert (module.current_epoch, module.global_step, module.global_rank, module.logger) == (0, 0, 0, None)
+    with pytest.raises(UsageError, match="not attached"):
+        _ = module.trainer
+    seen: list[Any] = []
+
+    def ends() -> None:
+        seen.append((module.current_epoch, module.global_step, module.trainer.is_global_zero, module.device.type))
+        module.print("hello")
+        assert torch.equal(module.all_gather(torch.ones(2)), torch.ones(2))
+
+    module.on_train_batch_start = lambda batch, batch_idx: None if module.batch_weight == 1.0 else -1
+    module.on_train_epoch_end = ends
+    quiet(max_epochs=2).fit(module, loader())
+    assert seen == [(0, 4, True, "cpu"), (1, 8, True, "cpu")]
+    assert capsys.readouterr().out == "hello\n" * 2
+
+
+def test_a_copy_of_a_trained_module_carries_no_trainer():
+    module = Toy()
+    quiet(max_epochs=1).fit(module, loader())
+    other = copy.deepcopy(module)
+    assert_same(weights(other), weights(module))
+    with pytest.raises(UsageError, match="not attached"):
+        _ = other.trainer
+    quiet(max_epochs=1).fit(other, loader())
+
+
+def test_configure_model_makes_layers_before_the_optimizer():
+    class Late(TrainModule):
+        layer: nn.Linear
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "layer"):
+                self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch[0]).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = quiet(max_epochs=1, precision="64-true")
+    trainer.fit(module := Late(), loader())
+    assert module.layer.weight.dtype is torch.float64
