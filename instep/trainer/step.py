@@ -173,12 +173,14 @@ def automatic_step(run: FitSession) -> Step:
 
 def manual_step(run: FitSession) -> Step:
     """The step of manual optimization: the module does everything; a batch that stepped an optimizer counts."""
-    strategy, at, book = run.strategy, run.position, run.book
+    strategy, at, source, book = run.strategy, run.position, run.source, run.book
+    gradient = run.state.gradient
     training_step = run.step_function("training_step", "batch", "batch_idx")
     context = strategy.precision.context()
 
     def step(batch: Any, batch_idx: int) -> Any:
         at.validated = False
+        gradient.end_of_dataloader = source.is_last
         run.manual_steps = 0
         with context or nullcontext():
             output = training_step(batch, batch_idx)

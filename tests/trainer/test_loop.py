@@ -424,6 +424,19 @@ def test_the_states_follow_the_run():
     assert not AcceleratorState().initialized
 
 
+def test_manual_optimization_knows_the_last_batch_too():
+    seen: list[bool] = []
+
+    class Manual(Toy):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(GradientState().end_of_dataloader)
+
+    quiet(max_epochs=1).fit(Manual(), loader())
+    assert seen == [False, False, False, True]
+
+
 def test_two_trainers_of_other_precisions_in_turn():
     module = Toy()
     seen: list[str] = []
