@@ -49,6 +49,6 @@ def test_memory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_import_time(tmp_path: Path) -> None:
-    result = run("import_time.py", tmp_path, "--rounds", "1")
+    result = run("import_time.py", tmp_path, "--rounds", "1", "--contenders", "instep")
     assert result["results"]["instep"]["in_one_process_s"]["median"] > 0
     assert result["import_instep_loads_torch"] is False
