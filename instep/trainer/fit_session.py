@@ -158,7 +158,8 @@ class FitSession(Session):
         trainer.metrics.log_steps(arrived)
         trainer.metrics.put_epoch(metrics)
         if complete:
-            step_schedulers(self.schedulers, "epoch", at.epoch + 1, trainer.callback_metrics, self._scheduler_hook)
+            if self.module.automatic_optimization:
+                step_schedulers(self.schedulers, "epoch", at.epoch + 1, trainer.callback_metrics, self._scheduler_hook)
             at.epoch_ended = True
         for hook in self._epochs_end["monitoring"]:
             hook()

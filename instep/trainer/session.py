@@ -175,7 +175,9 @@ class Session:
         self.set_book(None)
         self.strategy.teardown()
         self.loaders.close()
-        trainer._session, trainer._last = None, self
+        before, trainer._session = trainer._last, None
+        if self.fn == "fit" or before is None or before.module is not self.module:
+            trainer._last = self  # an evaluation in between does not hide fit's optimizers from save_checkpoint
         trainer.progress.stage = None
         trainer.state.end()
 

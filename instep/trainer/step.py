@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError
 from instep.trainer.hooks import is_overridden
 from instep.trainer.module import TrainModule
@@ -222,12 +223,10 @@ def _loss_of(output: Any, run: FitSession) -> Tensor | None:
 
 
 def detached_outputs(output: Any) -> Any:
-    """What `on_train_batch_end` gets: a dict with the loss detached, so that no graph is kept alive."""
+    """What `on_train_batch_end` gets: a dict with the loss, everything detached, so that no graph is kept alive."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
-    if isinstance(output, dict):
-        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
-    return output
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
 
 def _wants_closure(optimizer: Optimizer | None) -> bool:

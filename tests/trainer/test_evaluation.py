@@ -164,6 +164,16 @@ def test_save_checkpoint_and_go_on(tmp_path: Path):
     assert_same(weights(resumed), weights(whole))
 
 
+def test_an_evaluation_in_between_does_not_change_what_is_saved(tmp_path: Path):
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Toy(), loader())
+    trainer.validate(dataloaders=loader(3), verbose=False)
+    path = trainer.save_checkpoint(tmp_path / "mine")
+    resumed = quiet(max_epochs=2)
+    resumed.fit(Toy(), loader(), ckpt_path=path)
+    assert resumed.global_step == 8
+
+
 def test_there_must_be_something_to_save(tmp_path: Path):
     with pytest.raises(UsageError, match="nothing to save yet"):
         quiet().save_checkpoint(tmp_path / "x")

@@ -418,7 +418,7 @@ def test_a_dict_is_trained_by_its_loss_and_handed_on_detached():
     class Model(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            return {"loss": loss, "double": loss * 2, "text": "hello"}
+            return {"loss": loss, "double": [loss * 2], "text": "hello"}
 
         def on_train_batch_end(self, outputs_: Any, batch: Any, batch_idx: int) -> None:
             outputs.append(outputs_)
@@ -429,7 +429,7 @@ def test_a_dict_is_trained_by_its_loss_and_handed_on_detached():
     quiet(max_epochs=1).fit(plain, loader())
     assert_same(weights(module), weights(plain))
     assert [sorted(output) for output in outputs] == [["double", "loss", "text"]] * 4
-    assert not any(output["loss"].requires_grad or output["double"].requires_grad for output in outputs)
+    assert not any(output["loss"].requires_grad or output["double"][0].requires_grad for output in outputs)
 
 
 def test_a_tensor_is_handed_on_as_a_dict_with_the_loss():
@@ -551,6 +551,18 @@ def test_accumulation_by_hand_counts_the_batches_that_stepped():
     trainer = quiet(max_epochs=1, log_every_n_steps=1)
     trainer.fit(Accumulates(), loader())
     assert steps == [0, 1, 1, 2]
+
+
+def test_schedulers_are_left_to_manual_optimization():
+    class Scheduled(Manual):
+        def configure_optimizers(self) -> Any:
+            sgd = torch.optim.SGD(self.parameters(), lr=8.0)
+            halve = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+            return [sgd], [halve]
+
+    trainer = quiet(max_epochs=1, limit_train_batches=2)
+    trainer.fit(Scheduled(), loader())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 2.0
 
 
 def test_hooks_of_manual_optimization():
