@@ -251,6 +251,8 @@ class LogBook:
             slot = current.get(name)
             if slot is None or slot.options != options:
                 slot = self._slot(name, value, options)
+            if slot.metric is not None:
+                slot.weight = 1.0  # it has something to compute in this epoch, on every rank
             if weight == 0:
                 continue
             if slot.metric is not None:
@@ -423,8 +425,8 @@ class LogBook:
         result: list[EpochMetric] = []
         for slot in slots:
             if slot.metric is not None:
-                value: float | None = float(slot.metric.compute())
-                if reset:
+                value: float | None = float(slot.metric.compute()) if slot.weight else None
+                if reset and slot.weight:
                     slot.metric.reset()
             elif (slot.epoch_name, slot.hook) in shared:
                 value = shared.pop((slot.epoch_name, slot.hook))

@@ -58,17 +58,18 @@ class RunFolder:
         kind = "full" if run.fn == "fit" else None
         callback = run.trainer.checkpoint_callback
         monitor = callback.monitor if callback is not None and ckpt_path == "best" else None
+        if ckpt_path == "best" and callback is not None and monitor is None:
+            ckpt_path = "last"  # nothing is measured: the newest is the best, as in callback.best_model_path
         if callback is not None and callback.dirpath is not None:
             return CheckpointStore(callback.dirpath).resolve(ckpt_path, kind=kind, monitor=monitor)
         for version in run.agree([str(path) for path in self._versions()]) if self.path is None else [str(self.path)]:
-            found = CheckpointStore(Path(version) / "checkpoints").resolve("auto", kind=kind)
+            store = CheckpointStore(Path(version) / "checkpoints")
+            found = store.newest_verified(kind)
             if found is None:
                 continue
             if self.path is None and ckpt_path == "auto" and run.fn == "fit":
                 self.path = Path(version)  # the same command goes on in the same folder
-            if ckpt_path == "best":
-                return CheckpointStore(Path(version) / "checkpoints").resolve("best", kind=kind, monitor=monitor)
-            return found
+            return store.resolve("best", kind=kind, monitor=monitor) if ckpt_path == "best" else found.path
         if ckpt_path == "auto":
             return None
         raise CheckpointNotFoundError(

@@ -117,6 +117,20 @@ def test_best_last_and_the_weights_at_hand(tmp_path: Path):
     assert trainer.validate(module, loader(6), ckpt_path=path, verbose=False)[0]["val_loss"] == best
 
 
+def test_best_without_a_metric_is_the_newest_also_of_weights_alone(tmp_path: Path):
+    trainer = quiet(
+        max_epochs=2,
+        callbacks=ModelCheckpoint(save_weights_only=True),
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module := Toy(), loader())
+    for path in ("best", "last"):
+        other = Toy()
+        trainer.test(other, loader(3), ckpt_path=path, verbose=False)
+        assert_same(weights(other), weights(module))
+
+
 def test_another_trainer_finds_them_in_the_root(tmp_path: Path):
     first = fitted(tmp_path)
     assert first.checkpoint_callback is not None

@@ -334,6 +334,24 @@ def test_torchmetrics(tmp_path: Any):
     assert len(logger.of("mse")) == 2
 
 
+def test_a_metric_that_was_not_logged_in_an_epoch_is_not_computed(tmp_path: Any):
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Model(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torchmetrics.MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.current_epoch != 1:
+                self.mean.update(self.current_epoch)
+                self.log("mean", self.mean, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    _, logger = run(tmp_path, Model(), max_epochs=3)
+    assert logger.of("mean") == [(4, 0.0), (12, 2.0)]
+
+
 # ---- errors
 
 
