@@ -328,7 +328,13 @@ class _Agent(LocalElasticAgent):
 def _root(
     failures: Mapping[int, ProcessFailure], reports: Mapping[int, FailureReport | None], first: list[int]
 ) -> int | None:
-    """The rank to blame: the first to report an error of its own; else one that ended first."""
+    """The rank to blame: one that a signal ended first of all; the first to report an error of its own; else any first.
+
+    Who was killed reports nothing, and the others then report their broken connections.
+    """
+    for rank, failure in failures.items():
+        if failure.exitcode < 0 and failure.exitcode in first and reports[rank] is None:
+            return rank
     own = {rank: report for rank, report in reports.items() if report is not None and not report.remote}
     if own:
         return min(own, key=lambda rank: own[rank].time_ns)

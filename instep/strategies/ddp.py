@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from instep.distributed import broadcast
 from instep.strategies.base import Strategy
 
 
@@ -25,6 +26,13 @@ class _StepForward(nn.Module):
 
     def forward(self, name: str, *args: Any) -> Any:
         return getattr(self.module, name)(*args)
+
+
+def _share_weights(module: nn.Module) -> None:
+    """The first rank's weights on every rank, as DDP does for training: one model is evaluated, not one per rank."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.copy_(broadcast(tensor))
 
 
 class DDPStrategy(Strategy):
@@ -53,7 +61,10 @@ class DDPStrategy(Strategy):
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._manual = not getattr(module, "automatic_optimization", True)
         trains = any(p.requires_grad for p in module.parameters())
-        if not optimizers or not trains or not torch.distributed.is_initialized():
+        if not torch.distributed.is_initialized():
+            return
+        if not optimizers or not trains:
+            _share_weights(module)
             return
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
         device_ids = None if self.device.type == "cpu" else [self.device]

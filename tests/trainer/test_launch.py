@@ -1,0 +1,177 @@
+"""Real programs: they start their ranks themselves or under torchrun, are stopped and killed, and go on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep import Trainer
+from instep.errors import SettingError
+from tests.helpers.spawn import Finished, free_port, run_command
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+HERE = Path(__file__)
+REPO = HERE.parents[2]
+SCRIPT = (str(HERE.with_name("program.py")),)
+MODULE = ("-m", "tests.trainer.program")
+
+
+def torchrun(nproc: int) -> tuple[str, ...]:
+    port = free_port()
+    return ("-m", "torch.distributed.run", f"--nproc-per-node={nproc}", f"--master-port={port}", *SCRIPT)
+
+
+def run(root: Path, *args: str, start: tuple[str, ...] = SCRIPT) -> Finished:
+    root.mkdir(exist_ok=True)
+    argv = [sys.executable, *start, "--root", str(root), *args]
+    return run_command(argv, env={"PYTHONPATH": str(REPO)}, cwd=REPO, timeout_s=90.0)
+
+
+def results(root: Path, ranks: int) -> list[dict[str, Any]]:
+    return [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def status(root: Path) -> dict[str, Any]:
+    """How the run ended. There is one run folder only: a resumed run goes on in it."""
+    [path] = root.rglob("status.json")
+    return json.loads(path.read_text())
+
+
+def saved(root: Path) -> list[str]:
+    return sorted(path.parent.name for path in root.rglob("checkpoints/step-*/manifest.json"))
+
+
+def table(root: Path) -> str:
+    [path] = root.rglob("metrics.csv")
+    return path.read_text()
+
+
+def expect(done: Finished, code: int) -> None:
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run of one process that nobody disturbs gives."""
+    root = tmp_path_factory.mktemp("alone")
+    expect(run(root), 0)
+    return results(root, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def helped(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The same with two loader workers, whose augmentation has random numbers of its own; and the logged table."""
+    root = tmp_path_factory.mktemp("helped")
+    expect(run(root, "--workers", "2"), 0)
+    return results(root, 1)[0], table(root)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same of two ranks that the program starts itself."""
+    root = tmp_path_factory.mktemp("pair")
+    expect(run(root, "--devices", "2"), 0)
+    first, second = results(root, 2)
+    assert first == second
+    assert (root / "started").read_text().split().count("None") == 1, "fit and test: launched once"
+    assert sorted((root / "started").read_text().split()) == ["0", "1", "None"]
+    assert status(root)["status"] == "done"
+    return first
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_to_the_whole_group_with_loader_workers(
+    name: str, helped: tuple[dict[str, Any], str], tmp_path: Path
+) -> None:
+    stopped = run(tmp_path, "--workers", "2", "--do", f"group-{name}")
+    expect(stopped, 75)
+    assert "Traceback" not in stopped.stderr
+    assert stopped.stderr.count("Stopping:") == (name == "SIGINT"), stopped.stderr
+    assert status(tmp_path) | {"checkpoint": None} == {
+        "status": "preempted", "exit_code": 75, "global_step": 5, "epoch": 0, "checkpoint": None, "error": None,
+    }  # fmt: skip
+    assert saved(tmp_path) == ["step-00000005-1"]
+    expect(run(tmp_path, "--workers", "2"), 0)
+    assert results(tmp_path, 1)[0] == helped[0]
+    assert table(tmp_path) == helped[1], "the table goes on without a gap or a repetition"
+
+
+def test_killed_in_training_then_resumed(alone: dict[str, Any], tmp_path: Path) -> None:
+    expect(run(tmp_path, "--do", "SIGKILL", "--step", "14"), -signal.SIGKILL)
+    assert saved(tmp_path) == ["step-00000012-1"]
+    expect(run(tmp_path), 0)
+    assert results(tmp_path, 1) == [alone]
+    assert status(tmp_path)["status"] == "done"
+
+
+def test_a_damaged_checkpoint_is_passed_over(alone: dict[str, Any], tmp_path: Path) -> None:
+    expect(run(tmp_path, "--do", "SIGTERM", "--step", "8"), 75)
+    assert saved(tmp_path) == ["step-00000009-1"]
+    [newest] = tmp_path.rglob("step-00000009-1")
+    with open(newest / "model.safetensors", "r+b") as file:
+        file.truncate(100)
+    done = run(tmp_path)
+    expect(done, 0)
+    assert "step-00000009-1 is passed over" in done.stderr
+    assert results(tmp_path, 1) == [alone]
+
+
+@pytest.mark.dist
+def test_a_signal_to_one_rank_stops_all(pair: dict[str, Any], tmp_path: Path) -> None:
+    """First the program starts its ranks itself, as a module; then torchrun does; then the program again."""
+    expect(run(tmp_path, "--devices", "2", "--do", "SIGTERM", "--rank", "1", start=MODULE), 75)
+    assert status(tmp_path)["status"] == "preempted"
+    assert saved(tmp_path) == ["step-00000005-1"]
+    under_torchrun = run(tmp_path, "--do", "SIGINT", "--step", "7", start=torchrun(2))
+    expect(under_torchrun, 1)  # it knows no other code
+    assert status(tmp_path)["exit_code"] == 75
+    assert status(tmp_path)["global_step"] == 8
+    assert saved(tmp_path) == ["step-00000008-1"]
+    expect(run(tmp_path, "--devices", "2"), 0)
+    assert results(tmp_path, 2) == [pair, pair]
+
+
+@pytest.mark.dist
+def test_a_killed_rank_ends_the_job_which_can_be_resumed(pair: dict[str, Any], tmp_path: Path) -> None:
+    start = time.monotonic()
+    killed = run(tmp_path, "--devices", "2", "--do", "SIGKILL", "--rank", "1", "--step", "5")
+    expect(killed, 1)
+    assert "rank 1 failed with SIGKILL" in killed.stderr, killed.stderr
+    assert saved(tmp_path) == ["step-00000003-1"]
+    expect(run(tmp_path, start=torchrun(2)), 0)
+    assert results(tmp_path, 2) == [pair, pair]
+    assert time.monotonic() - start < 60.0
+
+
+@pytest.mark.dist
+def test_an_error_on_one_rank_is_told(tmp_path: Path) -> None:
+    done = run(tmp_path, "--devices", "2", "--do", "raise", "--rank", "1")
+    expect(done, 1)
+    assert "rank 1 failed with exit code 1:\nTraceback" in done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: boom on purpose"), done.stderr
+
+
+@pytest.mark.parametrize(("devices", "hint"), [(3, "start 3 processes"), ("auto", "")])
+def test_devices_are_held_against_the_launcher(devices: Any, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "",
+        "MASTER_PORT": 1,
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    if not hint:
+        assert Trainer(accelerator="cpu", devices=devices).world_size == 2
+        return
+    with pytest.raises(SettingError, match=f"the launcher started 2: {hint}"):
+        Trainer(accelerator="cpu", devices=devices)
