@@ -70,11 +70,25 @@ class FitSession(Session):
         """Everything is ready: from here on the position is the loop's."""
         self.trainer.state.stage = self.trainer.progress.stage = "train"
         self.set_book(self.book)
-        self.module.train()
         torch.set_grad_enabled(True)
+        if not self.module.training:
+            warnings.warn(
+                f"{type(self.module).__name__} is in eval mode, so dropout is off. Call model.train() before fit, "
+                "unless that is meant.",
+                stacklevel=3,
+            )
+        if self.finished:
+            at, s = self.position, self.settings
+            self.trainer.print(
+                f"Nothing is left to train: epoch {at.epoch + at.epoch_ended} and step {at.global_step} are done, with "
+                f"max_epochs={s.max_epochs}, max_steps={s.max_steps}. Raise one of them, or make a new Trainer."
+            )
 
     def check_saving(self) -> None:
-        """What cannot be saved is found now, not in hour ten."""
+        """What cannot be saved is found now, not in hour ten.
+
+        The `state_dict` and `on_save_checkpoint` of callbacks and modules are called once for this.
+        """
         if self._savers():
             snapshot.dry_run(self)
 
@@ -136,6 +150,8 @@ class FitSession(Session):
 
     def batches(self) -> Iterator[Any]:
         """The rest of the epoch's batches, on the device."""
+        if self.position.skipped_rest:
+            return iter(())  # resumed after on_train_batch_start had left them out
         return self.on_device(self.source)
 
     def end_epoch(self, complete: bool) -> None:
@@ -145,8 +161,9 @@ class FitSession(Session):
             complete: whether all batches were done; a run that stops in the middle stays in the epoch.
         """
         at, trainer = self.position, self.trainer
-        if complete and self._validates_at_end and not at.validated:
-            self.validate()
+        stopped = not complete and self.stopping
+        if self._validates and not at.validated and (stopped or (complete and self._validates_at_end)):
+            self.validate()  # also when a stop was asked for in the middle: its metrics are what the run ends with
         self.book.leave("")
         self.book.batch = self.book.weight = None
         arrived, metrics = self.book.reduce(at.global_step, reset=False)

@@ -9,7 +9,7 @@ same for every world size, and bit-identical after a resume.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -411,9 +411,9 @@ class LogBook:
             reset: begin a new epoch afterwards.
 
         Returns:
-            Step values that were still held, and the epoch values in the order of their first `self.log`.
+            Step values that were on their way, and the epoch values in the order of their first `self.log`.
         """
-        arrived = self.hand_over(step, wait=True)
+        arrived = self.settle(step)
         slots = sorted((slot for slot in self._all() if slot.on_epoch), key=lambda slot: slot.order)
         local = {
             (slot.epoch_name, slot.hook): (slot.op, slot.total, slot.weight)
@@ -444,8 +444,13 @@ class LogBook:
 
     # ---- resume
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """This rank's open sums and last step values; call after `settle`."""
+    def state_dict(self, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """This rank's open sums and last step values; call after `settle`.
+
+        Args:
+            metrics: the module's metric objects by name; what they have counted is not part of this state.
+        """
+        names = {id(metric): name for name, metric in metrics.items()}
         return [
             {
                 "hook": hook,
@@ -456,21 +461,31 @@ class LogBook:
                 "weight": slot.weight,
                 "last": None if slot.last is None or not slot.on_step else float(slot.last),
                 "fresh": slot.fresh,
+                "metric": names.get(id(slot.metric)),
             }
             for (hook, dataloader_idx), slots in self._slots.items()
             for key, slot in slots.items()
-            if slot.metric is None and (slot.total is not None or slot.last is not None)
+            if (slot.metric is None or id(slot.metric) in names)
+            and (slot.weight or slot.total is not None or slot.last is not None)
         ]
 
-    def load_state_dict(self, state_dict: list[dict[str, Any]]) -> None:
-        """Take up the sums of an epoch that was interrupted."""
+    def load_state_dict(self, state_dict: list[dict[str, Any]], metrics: Mapping[str, Any]) -> None:
+        """Take up the sums of an epoch that was interrupted.
+
+        Args:
+            state_dict: of a book of the same stage.
+            metrics: the module's metric objects by name.
+        """
         for saved in state_dict:
+            if saved["metric"] is not None and saved["metric"] not in metrics:
+                continue
             self._hook, self._dataloader_idx = saved["hook"], saved["dataloader_idx"]
             self._select()
             known = self._current.get(saved["key"])
             slot = known or self._slot(saved["key"], 0.0, Options(*saved["options"]))
             slot.clear()  # what was logged since the start is in the sums already
             slot.total, slot.weight = saved["total"], saved["weight"]
+            slot.metric = None if saved["metric"] is None else metrics[saved["metric"]]
             if saved["last"] is not None:
                 slot.last = self.step_values[slot.step_name] = saved["last"]
                 slot.fresh = saved["fresh"]

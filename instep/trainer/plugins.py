@@ -44,6 +44,11 @@ def default_callbacks(settings: Settings, enable_checkpointing: bool | None) -> 
         savers = []
         callbacks = [callback for callback in callbacks if not isinstance(callback, room.EarlyStopping)]
     if settings.max_time is not None:
+        if any(isinstance(callback, room.Timer) for callback in callbacks):
+            raise SettingError(
+                f"max_time={settings.max_time} makes a Timer, but callbacks has one too. Leave one of them out.",
+                field="max_time",
+            )
         callbacks.append(room.Timer(settings.max_time))
     if settings.enable_model_summary and not any(isinstance(c, room.ModelSummary) for c in callbacks):
         callbacks.append(room.ModelSummary())

@@ -79,6 +79,7 @@ class Session:
         self.schedulers: list[LRSchedulerConfig] = []
         self.wrapped_optimizers: list[TrainOptimizer] = []
         self.manual_steps = 0
+        self.batch_idx = 0
         self.resumed: Reader | None = None
         self.accumulate = self.settings.accumulate_grad_batches
         self.book = LogBook("train")
@@ -197,6 +198,8 @@ class Session:
                 "load_from_checkpoint and start a new fit, or resume from a checkpoint folder.",
                 path=path,
             )
+        if self.resumed is not None and self.fn == "fit":
+            snapshot.resume_identity(self, self.resumed)
         self._prepare_data()
         if self.datamodule is not None:
             self.datamodule.setup(self.fn)

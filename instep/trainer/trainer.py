@@ -267,11 +267,12 @@ class Trainer(TrainerView):
                 source, step = run.source, make_step(run)
                 counts, even, complete = source.counts, 0, False
                 for batch in run.batches():
-                    batch_idx, book.batch = at.batch, batch
+                    batch_idx = run.batch_idx = at.batch
+                    book.batch = batch
                     if batch_idx >= even:  # the first batch tells of all the even ones
                         book.weight, even = counts(batch_idx)[0], source.even_batches
                     if batch_start and run.skips(batch_start, batch, batch_idx):
-                        complete = True
+                        complete = at.skipped_rest = True
                         break
                     output = step(batch, batch_idx)
                     if batch_end:

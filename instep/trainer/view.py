@@ -374,4 +374,4 @@ class TrainerView:
     def _batch_weight(self) -> float:
         run = self._run
         source = run.loaders.train
-        return source.weight(run.position.batch)
+        return source.weight(run.batch_idx)
