@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,9 +22,10 @@ from torch import Tensor, nn
 
 from instep import __version__
 from instep.distributed import raise_together
-from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
+from instep.errors import CheckpointError, CorruptCheckpointError, DataError, UnsavableStateError
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import merge_states
+from instep.trainer.metric_states import load_metric_states, metric_objects, metric_states
 from instep.trainer.optimizers import clean_name, load_optimizer_state, optimizer_state
 from instep.types import PathLike
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
@@ -81,11 +84,11 @@ class Snapshot:
             "datamodule": None if run.datamodule is None else run.datamodule.state_dict(),
             "metrics": trainer.metrics.state_dict(),
         }
-        self.own = {"rng": rng_state()}
+        self.own = {"rng": rng_state(), "metric_states": metric_states(run.module)}
         source = getattr(run, "source", None)
         if source is not None:
             (self.own if source.rank_state else self.shared)["data"] = source.state_dict(run.position.window_batch)
-            self.own["log"] = run.book.state_dict()
+            self.own["log"] = run.book.state_dict(metric_objects(run.module))
 
     @staticmethod
     def user_view(run: Session) -> dict[str, Any]:
@@ -141,6 +144,14 @@ def save(
         weights_only: leave out all that only a resumed run needs.
         info: what the manifest says beside: monitor, mode, score.
     """
+    at = run.position
+    if at.batch != at.window_batch and not weights_only and run.rank == 0:
+        warnings.warn(
+            f"this checkpoint is saved in the middle of an optimizer window (batch {at.batch}, the window began at "
+            f"{at.window_batch}). A resumed run begins the window again, with other random numbers. Save where "
+            "trainer.position.batch == trainer.position.window_batch to go on exactly",
+            stacklevel=4,
+        )
     snapshot = Snapshot(run, weights_only)
     path = store.save(
         run.position.global_step,
@@ -240,10 +251,8 @@ def _load_into(
 
 
 def resume_plugins(run: Session, reader: Reader) -> None:
-    """The seed, the run's identity, loggers, callbacks and the datamodule; before loaders and optimizers are made."""
-    _check_kind(reader)
+    """Loggers, callbacks and the datamodule; before loaders and optimizers are made."""
     state, trainer = reader.state("trainer"), run.trainer
-    trainer._seed, trainer.run_id = state["seed"], state["run_id"]
     for logger, saved in zip(trainer.loggers, state["loggers"], strict=False):
         logger.load_state_dict(saved)
     if run.datamodule is not None and state["datamodule"] is not None:
@@ -251,6 +260,13 @@ def resume_plugins(run: Session, reader: Reader) -> None:
     for callback in run.callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
+
+
+def resume_identity(run: Session, reader: Reader) -> None:
+    """The seed and the run's identity; before any hook can ask for a loader, whose order depends on the seed."""
+    _check_kind(reader)
+    state = reader.state("trainer")
+    run.trainer._seed, run.trainer.run_id = state["seed"], state["run_id"]
 
 
 def _check_kind(reader: Reader) -> None:
@@ -297,8 +313,17 @@ def resume(run: FitSession, reader: Reader) -> Callable[[], None]:
     if not same_world and run.rank == 0:  # the first rank takes over for all
         log = merge_states([reader.state(f"rank-{rank:05d}")["log"] for rank in range(state["world_size"])])
 
+    if own is not None and not same_world and own["metric_states"] and run.rank == 0:
+        warnings.warn(
+            f"{reader.path} was saved in the middle of an epoch by {state['world_size']} processes, and this run has "
+            f"{run.world_size}. What these metric objects had counted is left out: {', '.join(own['metric_states'])}",
+            stacklevel=2,
+        )
+
     def last() -> None:
-        run.book.load_state_dict(log)
+        run.book.load_state_dict(log, metric_objects(run.module))
+        if own is not None and same_world:
+            load_metric_states(run.module, own["metric_states"])
         if own is not None:
             set_rng_state(own["rng"])
         else:
@@ -318,9 +343,13 @@ def _resume_data(run: FitSession, state: dict[str, Any], own: dict[str, Any] | N
             "from a checkpoint at an epoch's end.",
             path=reader.path,
         )
-    run.source.load_state_dict(data)
     if not run.position.epoch_ended:
+        run.source.load_state_dict(data)
         run.position.batch = run.position.window_batch = run.source.first_batch
+        return
+    # Only data with a state that lives on over epochs needs it; at an epoch's end the data may be exchanged.
+    with suppress(DataError):
+        run.source.load_state_dict(data)
 
 
 def load_module(

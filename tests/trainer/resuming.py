@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchmetrics import MeanMetric
 
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback, ModelCheckpoint
@@ -133,7 +134,14 @@ class Net(TrainModule):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
+        self.average = MeanMetric()
         self.seen: list[list[int]] = []
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer.estimated_stepping_batches > 0  # makes the loaders, before the checkpoint's seed is known
+
+    def on_train_epoch_start(self) -> None:
+        self.log("epoch_start", random.random() + torch.rand(()).item(), reduce_fx="sum")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         parts = list(batch.values()) if isinstance(batch, dict) else [batch]
@@ -143,6 +151,8 @@ class Net(TrainModule):
             self.seen.append(index.tolist())
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.average.update(loss.detach())
+        self.log("average", self.average, on_step=False, on_epoch=True)
         self.log("noise", random.random() + float(np.random.rand()))
         if batch_idx % 4 == 0:
             self.log("seldom", loss)

@@ -1,0 +1,35 @@
+"""The open sums of metric objects (torchmetrics) in the middle of an epoch, which are no part of a `state_dict`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def metric_states(module: nn.Module) -> dict[str, Any]:
+    """What this rank's metric objects have seen since their last reset, by their names in the module."""
+    return {
+        name: {"updates": metric._update_count, "state": dict(metric.metric_state)}
+        for name, metric in metric_objects(module).items()
+        if metric._update_count
+    }
+
+
+def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
+    """Take up what `metric_states` gave; a metric that the module does not have any more is left out."""
+    for name, metric in metric_objects(module).items():
+        if name in states:
+            metric.reset()  # what a hook has counted since the start is in the state already
+            metric._update_count = states[name]["updates"]
+            for attribute, value in states[name]["state"].items():
+                setattr(metric, attribute, value)
+
+
+def metric_objects(module: nn.Module) -> dict[str, Any]:
+    """The module's metric objects by name; recognised without importing torchmetrics."""
+    return {
+        name: submodule
+        for name, submodule in module.named_modules()
+        if hasattr(submodule, "metric_state") and hasattr(submodule, "_update_count")
+    }
