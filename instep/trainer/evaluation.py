@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from instep.data import BatchSource
 from instep.distributed.nested import map_leaves
 from instep.state import GradientRecord
 from instep.trainer.log import EpochMetric, LogBook
+from instep.trainer.metric_states import uncounted
 
 if TYPE_CHECKING:
     from instep.trainer.session import Session
@@ -80,17 +82,15 @@ def evaluate(
                         break
                     gradient.end_of_dataloader = source.is_last
                     book.batch, book.weight = batch, source.counts(batch_idx)[0]
-                    for hook in batch_start:
-                        hook(batch, batch_idx, *which)
-                    book.enter(f"{name}_step")
-                    if context is None:
-                        outputs = step(batch, batch_idx, loader_idx)
-                    else:
-                        with context:
+                    with uncounted(module) if book.weight == 0 else nullcontext():
+                        for hook in batch_start:
+                            hook(batch, batch_idx, *which)
+                        book.enter(f"{name}_step")
+                        with context or nullcontext():
                             outputs = step(batch, batch_idx, loader_idx)
-                    book.leave("")
-                    for hook in batch_end:
-                        hook(outputs, batch, batch_idx, *which)
+                        book.leave("")
+                        for hook in batch_end:
+                            hook(outputs, batch, batch_idx, *which)
                     progress.eval_batch = batch_idx + 1
                     if trainer.settings.log_every_n_steps and (batch_idx + 1) % trainer.settings.log_every_n_steps == 0:
                         _log_steps(run, book, stage)

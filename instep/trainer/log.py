@@ -427,7 +427,8 @@ class LogBook:
             if slot.metric is not None:
                 value: float | None = float(slot.metric.compute()) if slot.weight else None
                 if reset and slot.weight:
-                    slot.metric.reset()
+                    with torch.inference_mode(False):  # else the next fit could not count into it
+                        slot.metric.reset()
             elif (slot.epoch_name, slot.hook) in shared:
                 value = shared.pop((slot.epoch_name, slot.hook))
             else:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -33,3 +37,17 @@ def metric_objects(module: nn.Module) -> dict[str, Any]:
         for name, submodule in module.named_modules()
         if hasattr(submodule, "metric_state") and hasattr(submodule, "_update_count")
     }
+
+
+@contextmanager
+def uncounted(module: nn.Module) -> Iterator[None]:
+    """What metric objects count within the block is forgotten: for a batch that is a replay."""
+    before = copy.deepcopy(metric_states(module))
+    try:
+        yield
+    finally:
+        with torch.inference_mode(False):  # what is reset must serve the next fit too
+            for name, metric in metric_objects(module).items():
+                if name not in before:
+                    metric.reset()
+            load_metric_states(module, before)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -48,6 +49,7 @@ class Counting(TrainModule):
         self.layer = nn.Linear(4, 1)
         self.dropout = nn.Dropout(0.5)
         self.trained: list[int] = []
+        self.mean_index = MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, index = batch
@@ -58,12 +60,15 @@ class Counting(TrainModule):
 
     def _evaluate(self, batch: Any) -> None:
         x, y, index = batch
-        everyone = self.all_gather(torch.tensor(len(x)))
-        torch.distributed.all_reduce(everyone.contiguous())
+        if torch.distributed.is_initialized():
+            everyone = self.all_gather(torch.tensor(len(x)))
+            torch.distributed.all_reduce(everyone.contiguous())
         error = (self.layer(x) - y).square().mean()
         self.log_dict({"error": error, "index": index.double().mean()})
         self.log("count", float(len(x)), reduce_fx="sum")
         self.log("largest", index.max(), reduce_fx="max")
+        self.mean_index.update(index)
+        self.log("metric object", self.mean_index)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate(batch)
@@ -78,21 +83,12 @@ class Counting(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class CountingAlone(Counting):
-    def _evaluate(self, batch: Any) -> None:
-        x, y, index = batch
-        error = (self.layer(x) - y).square().mean()
-        self.log_dict({"error": error, "index": index.double().mean()})
-        self.log("count", float(len(x)), reduce_fx="sum")
-        self.log("largest", index.max(), reduce_fx="max")
-
-
-def count_everything(module_class: type[Counting]) -> list[dict[str, Any]]:
+def count_everything() -> list[dict[str, Any]]:
     """What every stage makes of data sets of several lengths."""
     results = []
     for length in LENGTHS:
         torch.manual_seed(5)
-        module = module_class()
+        module = Counting()
         trainer = quiet(max_epochs=2)
         tested = trainer.test(module, loader(length), verbose=False)[0]
         validated = trainer.validate(module, loader(length), verbose=False)[0]
@@ -114,9 +110,9 @@ def count_everything(module_class: type[Counting]) -> list[dict[str, Any]]:
 
 
 def test_every_sample_counts_once() -> None:
-    [alone] = [count_everything(CountingAlone)]
+    alone = count_everything()
     for world_size in (2, 3):
-        ranks = run_ranks(count_everything, world_size, Counting, timeout_s=90.0)
+        ranks = run_ranks(count_everything, world_size, timeout_s=90.0)
         for number, length in enumerate(LENGTHS):
             expected = alone[number]
             for results in ranks:
@@ -125,6 +121,7 @@ def test_every_sample_counts_once() -> None:
                     assert got[stage]["count"] == expected[stage]["count"] == length
                     assert got[stage]["largest"] == length - 1
                     assert got[stage]["error"] == pytest.approx(expected[stage]["error"], rel=1e-6)
+                    assert got[stage]["metric object"] == pytest.approx((length - 1) / 2, rel=1e-6)
                     assert got[stage]["index"] == pytest.approx((length - 1) / 2, rel=1e-12)
                 assert got["count"] == length
                 assert got[stage] == ranks[0][number][stage], "the result is the same on every rank"
@@ -147,7 +144,7 @@ class StopOn(Callback):
             trainer.should_stop = True
 
 
-class OwnMetric(CountingAlone):
+class OwnMetric(Counting):
     """One rank's loss never falls: what EarlyStopping watches differs per rank."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -174,13 +171,13 @@ def decide() -> dict[str, Any]:
     for rank in range(2):
         for every in (1, None):
             trainer = quiet(max_epochs=2000, callbacks=[StopOn(rank)], trigger_every=every)
-            trainer.fit(CountingAlone(), loader(8))
+            trainer.fit(Counting(), loader(8))
             result[f"should_stop on {rank}, every {every}"] = trainer.global_step
     trainer = quiet(max_epochs=100, callbacks=[EarlyStopping("mine", patience=1)])
     trainer.fit(OwnMetric(), loader(8), loader(4))
     result["early stopping"] = trainer.global_step
     own = OwnTrigger()
-    quiet(max_epochs=2, callbacks=[own]).fit(CountingAlone(), loader(8))
+    quiet(max_epochs=2, callbacks=[own]).fit(Counting(), loader(8))
     result["trigger"] = own.seen
     return result
 
@@ -198,7 +195,7 @@ def test_what_one_rank_decides_all_do_at_the_same_step() -> None:
 # ---- random numbers
 
 
-class Masks(CountingAlone):
+class Masks(Counting):
     def __init__(self) -> None:
         super().__init__()
         self.masks: list[list[float]] = []
@@ -361,7 +358,7 @@ class LateUnsavable(Callback):
             checkpoint["bad"] = object()
 
 
-class FailingStep(CountingAlone):
+class FailingStep(Counting):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank == 1 and self.global_step == 2:
             raise ValueError("boom in the step")
@@ -381,11 +378,11 @@ def in_step() -> tuple[TrainModule, dict[str, Any]]:
 
 
 def in_callback() -> tuple[TrainModule, dict[str, Any]]:
-    return CountingAlone(), {"callbacks": [Failing("on_train_batch_end")]}
+    return Counting(), {"callbacks": [Failing("on_train_batch_end")]}
 
 
 def in_validation() -> tuple[TrainModule, dict[str, Any]]:
-    return CountingAlone(), {"callbacks": [Failing("on_validation_batch_end", rank=0)]}
+    return Counting(), {"callbacks": [Failing("on_validation_batch_end", rank=0)]}
 
 
 def in_logger() -> tuple[TrainModule, dict[str, Any]]:
@@ -394,12 +391,12 @@ def in_logger() -> tuple[TrainModule, dict[str, Any]]:
 
 def in_save() -> tuple[TrainModule, dict[str, Any]]:
     saver = ModelCheckpoint(every_n_train_steps=1)
-    return CountingAlone(), {"callbacks": [FailingState(), saver], "enable_checkpointing": True}
+    return Counting(), {"callbacks": [FailingState(), saver], "enable_checkpointing": True}
 
 
 def unsavable() -> tuple[TrainModule, dict[str, Any]]:
     saver = ModelCheckpoint(every_n_train_steps=1)
-    return CountingAlone(), {"callbacks": [LateUnsavable(), saver], "enable_checkpointing": True}
+    return Counting(), {"callbacks": [LateUnsavable(), saver], "enable_checkpointing": True}
 
 
 FAILURES: dict[str, tuple[Callable[..., Any], int, str]] = {
