@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from instep import Trainer
+from instep import Trainer, TrainModule
 from instep.callbacks import Callback, ModelCheckpoint
 from instep.errors import Preempted
 from tests.helpers.spawn import run_ranks
-from tests.trainer.resuming import Case, Net, Plain, StepLosses, check, run_once, run_with_stops, seed
+from tests.trainer.resuming import Augmented, Case, Net, Plain, StepLosses, check, run_once, run_with_stops, seed
+from tests.trainer.test_ranks import Gan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata with a new torch
@@ -184,3 +187,97 @@ def test_at_another_world_size(before: int, after: int, tmp_path: Path) -> None:
     for name, value in whole_weights.items():
         torch.testing.assert_close(second[0][2][name], value, atol=1e-5, rtol=0)
     assert whole_seen
+
+
+# ---- other loops
+
+
+def resumed(root: Path, make: Callable[[], TrainModule], stop: int | None, number: int, **settings: Any) -> Any:
+    """Train with new objects and other seeds; the trainer and the module."""
+    seed(50 + number)
+    module = make()
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        trigger_every=1,
+        callbacks=[] if stop is None else [_Stop(stop)],
+        **settings,
+    )
+    with nullcontext() if stop is None else pytest.raises(Preempted):
+        trainer.fit(
+            module, DataLoader(Augmented(22), batch_size=4, shuffle=True), DataLoader(Plain(4)), ckpt_path="auto"
+        )
+    return trainer, module
+
+
+@pytest.mark.filterwarnings("ignore:there is a validation loader")
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (Gan, {"max_epochs": 2}),
+        (Net, {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}),
+        (Net, {"max_epochs": 3, "limit_train_batches": 4}),
+        (Net, {"max_epochs": 3, "overfit_batches": 4}),
+        (Net, {"max_steps": 10, "val_check_interval": {"hours": 1}}),
+    ],
+    ids=["manual", "reloaded", "limited", "overfit", "max-steps"],
+)
+def test_other_loops(make: Callable[[], TrainModule], settings: dict[str, Any], tmp_path: Path) -> None:
+    whole, expected = resumed(tmp_path / "whole", make, None, 0, **settings)
+    for stop in (1, 3, 4):
+        root = tmp_path / str(stop)
+        resumed(root, make, stop, 0, **settings)
+        trainer, module = resumed(root, make, None, 1, **settings)
+        assert trainer.global_step == whole.global_step
+        for name, value in expected.state_dict().items():
+            assert torch.equal(module.state_dict()[name], value), (stop, name)
+
+
+def test_a_shorter_run_goes_on_when_max_steps_is_raised(tmp_path: Path) -> None:
+    whole, expected = resumed(tmp_path / "whole", Net, None, 0, max_steps=14)
+    resumed(tmp_path / "parts", Net, None, 0, max_steps=8)
+    trainer, module = resumed(tmp_path / "parts", Net, None, 1, max_steps=14)
+    assert torch.equal(module.net[0].weight, expected.net[0].weight)
+    assert trainer.callback_metrics["loss_epoch"] == whole.callback_metrics["loss_epoch"]
+
+
+def test_a_preempted_run_is_saved_before_its_monitored_metric_exists(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(monitor="val_loss_epoch")
+    seed(1)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        trigger_every=1,
+        callbacks=[_Stop(1), saver],
+    )
+    with pytest.raises(Preempted) as stopped:
+        trainer.fit(Net(), DataLoader(Plain(22), batch_size=4), DataLoader(Plain(4)))
+    assert stopped.value.checkpoint is not None
+    assert stopped.value.checkpoint.name == "step-00000002-1"
+    assert saver.best_k_models == {}
+
+
+class SaveEachBatch(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "mine")
+
+
+def test_a_save_within_a_window_is_warned_of(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        max_steps=1,
+        accumulate_grad_batches=2,
+        callbacks=[SaveEachBatch()],
+    )
+    with pytest.warns(UserWarning, match=r"in the middle of an optimizer window \(batch 1"):
+        trainer.fit(Net(), DataLoader(Plain(8), batch_size=4))
