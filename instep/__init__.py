@@ -21,12 +21,16 @@ _HOME = {
     "Strategy": "instep.strategies",
     "TrainModule": "instep.trainer",
     "Trainer": "instep.trainer",
+    "debug_launcher": "instep.launch.functions",
+    "notebook_launcher": "instep.launch.functions",
     "seed_everything": "instep.utils.seed",
 }
 
 if TYPE_CHECKING:
     from instep.callbacks import Callback as Callback
     from instep.data import DataModule as DataModule
+    from instep.launch.functions import debug_launcher as debug_launcher
+    from instep.launch.functions import notebook_launcher as notebook_launcher
     from instep.loggers import Logger as Logger
     from instep.state import AcceleratorState as AcceleratorState
     from instep.state import GradientState as GradientState

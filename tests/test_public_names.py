@@ -23,6 +23,8 @@ PUBLIC = {
         "TrainModule",
         "Trainer",
         "__version__",
+        "debug_launcher",
+        "notebook_launcher",
         "seed_everything",
     ],
     "instep.callbacks": [

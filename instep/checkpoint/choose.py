@@ -39,7 +39,7 @@ def newest_first(found: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 
 def best_first(found: Sequence[CheckpointInfo], monitor: str | None = None) -> list[CheckpointInfo]:
-    """By the monitored score, the best first and the newer first among equals.
+    """By the monitored score, the best first and the older first among equals, as ModelCheckpoint ranks them.
 
     A checkpoint without a score, or with nan, is left out: it is never the best.
 
@@ -56,7 +56,7 @@ def best_first(found: Sequence[CheckpointInfo], monitor: str | None = None) -> l
     """
     scored: list[tuple[float, CheckpointInfo]] = []
     rules: set[tuple[str, str]] = set()
-    for info in newest_first(found):
+    for info in reversed(newest_first(found)):
         about = info.manifest.info
         score, name, mode = about.get("score"), about.get("monitor"), about.get("mode", "min")
         if score is None or name is None or (monitor is not None and name != monitor) or math.isnan(float(score)):
@@ -70,7 +70,7 @@ def best_first(found: Sequence[CheckpointInfo], monitor: str | None = None) -> l
             f"these checkpoints were scored by different rules: {', '.join(f'{n} ({m})' for n, m in sorted(rules))}. "
             "Say which one is meant with monitor=..., or give the path."
         )
-    return [info for _, info in sorted(scored, key=lambda pair: pair[0])]  # stable: newest first among equals
+    return [info for _, info in sorted(scored, key=lambda pair: pair[0])]  # stable: oldest first among equals
 
 
 def check_keyword(keyword: str) -> str:

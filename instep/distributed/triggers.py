@@ -78,6 +78,7 @@ class Triggers:
         self._every = every or 1
         self._set: dict[str, str] = {}
         self._agreed: dict[str, Trigger] = {}
+        self._unclaimed: set[str] = set()  # users' own, agreed on in tick or sync and not asked for yet
         self._next = 0
         self._outstanding: _Outstanding | None = None
         self._last: tuple[int, float] | None = None
@@ -166,6 +167,11 @@ class Triggers:
         """
         if self._abandoned:
             return False
+        # What the loop came to know in the meantime is known alike on all ranks: no message is needed.
+        claimed = self._unclaimed if name is None else self._unclaimed & {name}
+        if claimed:
+            self._unclaimed = self._unclaimed - claimed
+            return True
         snapshot = dict(self._set)
         asked = {
             key: why for key, why in snapshot.items() if (key not in self._reserved if name is None else key == name)
@@ -173,7 +179,7 @@ class Triggers:
         if not self._read(self._start(asked))[0]:
             return False
         if name not in self._reserved:
-            self._consume(self._exchange(asked))
+            self._unclaimed.difference_update(trigger.name for trigger in self._consume(self._exchange(asked)))
         return True
 
     def abandon(self) -> None:
@@ -240,6 +246,7 @@ class Triggers:
         for name in found:
             self._set.pop(name, None)
         self._agreed.update(found)
+        self._unclaimed.update(found.keys() - self._reserved)
         return tuple(found.values())
 
 

@@ -28,12 +28,12 @@ class Strategy:
                 name = "averaged_gradients"
                 multi_process = True
 
-                def optimizer_step(self, optimizer):
+                def optimizer_step(self, optimizer, closure=None, **kwargs):
                     for group in optimizer.param_groups:
                         for p in group["params"]:
                             if p.grad is not None:
                                 all_reduce_(p.grad, "mean")  # of instep.distributed
-                    super().optimizer_step(optimizer)
+                    super().optimizer_step(optimizer, closure, **kwargs)
 
             register_strategy("averaged_gradients", AveragedGradients)
             Trainer(strategy="averaged_gradients", devices=2)
@@ -127,28 +127,23 @@ class Strategy:
             self.precision.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         """Step one optimizer.
 
         Args:
             optimizer: the bare optimizer.
             closure: computes the gradients, and the loss that it returns.
             kwargs: passed to the optimizer's `step`.
-
-        Returns:
-            False when the gradient scaler skipped the step because a gradient was not finite.
         """
         scaler = self.precision.scaler
         if scaler is None:
             optimizer.step(closure, **kwargs) if closure is not None else optimizer.step(**kwargs)
-            return True
+            return
         if closure is not None:
             closure()  # the scaler takes no closure
-        before = scaler.get_scale()
         scaler.step(optimizer, **kwargs)
         scaler.update()
         self._unscaled.discard(id(optimizer))
-        return scaler.get_scale() >= before
 
     # ---- state
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from instep.distributed.nested import map_leaves
 from instep.state import GradientRecord
 from instep.trainer.log import EpochMetric, LogBook
 from instep.trainer.metric_states import uncounted
+from instep.trainer.step import within
 
 if TYPE_CHECKING:
     from instep.trainer.session import Session
@@ -50,8 +52,7 @@ def evaluate(
     """
     name = "test" if stage == "test" else "validation"
     trainer, module, hooks, progress = run.trainer, run.module, run.hooks, run.trainer.progress
-    step = run.step_function(f"{name}_step", "batch", "batch_idx", "dataloader_idx")
-    context = run.precision.context()
+    step = within(run.precision.context(), run.step_function(f"{name}_step", "batch", "batch_idx", "dataloader_idx"))
     batch_start, batch_end = hooks[f"on_{name}_batch_start"], hooks[f"on_{name}_batch_end"]
     several = len(sources) > 1
     book = LogBook(stage, run.world_size, len(sources))
@@ -77,17 +78,14 @@ def evaluate(
                 source.set_epoch(trainer.current_epoch)
                 gradient.dataloader_references.append(source)
                 gradient.active_dataloader = source
-                for batch_idx, batch in enumerate(run.on_device(source, loader_idx)):
-                    if batch_idx == limit:
-                        break
+                for batch_idx, batch in enumerate(islice(run.on_device(source, loader_idx), limit)):
                     gradient.end_of_dataloader = source.is_last
                     book.batch, book.weight = batch, source.counts(batch_idx)[0]
                     with uncounted(module) if book.weight == 0 else nullcontext():
                         for hook in batch_start:
                             hook(batch, batch_idx, *which)
                         book.enter(f"{name}_step")
-                        with context or nullcontext():
-                            outputs = step(batch, batch_idx, loader_idx)
+                        outputs = step(batch, batch_idx, loader_idx)
                         book.leave("")
                         for hook in batch_end:
                             hook(outputs, batch, batch_idx, *which)
@@ -97,9 +95,11 @@ def evaluate(
                 _left(gradient)
             book.set_loader(None)
             book.batch = book.weight = None
-            trainer.metrics.put_epoch(book.reduce(trainer.global_step, reset=False)[1], final=False)
+            arrived, epoch_metrics = book.reduce(trainer.global_step, reset=False)
+            trainer.metrics.put_epoch(epoch_metrics, final=False)
             hooks.call(f"on_{name}_epoch_end")
-            arrived, epoch_metrics = book.reduce(trainer.global_step, reset=True)
+            more, epoch_metrics = book.reduce(trainer.global_step, reset=True)
+            arrived += more
             if stage != "sanity_check":
                 trainer.metrics.log_steps(arrived)
                 trainer.metrics.put_epoch(epoch_metrics)
@@ -127,8 +127,7 @@ def predict(run: Session, sources: Sequence[BatchSource], keep: bool) -> list[An
         The outputs of this rank's batches, on the CPU; a list of lists with several loaders.
     """
     trainer, module, hooks, progress = run.trainer, run.module, run.hooks, run.trainer.progress
-    step = run.step_function("predict_step", "batch", "batch_idx", "dataloader_idx")
-    context = run.precision.context()
+    step = within(run.precision.context(), run.step_function("predict_step", "batch", "batch_idx", "dataloader_idx"))
     batch_start, batch_end = hooks["on_predict_batch_start"], hooks["on_predict_batch_end"]
     modes = _modes(module)
     trainer.state.stage = progress.stage = "predict"
@@ -148,11 +147,7 @@ def predict(run: Session, sources: Sequence[BatchSource], keep: bool) -> list[An
                     replayed = source.counts(batch_idx)[0] == 0
                     for hook in () if replayed else batch_start:
                         hook(batch, batch_idx, *which)
-                    if context is None:
-                        outputs = step(batch, batch_idx, loader_idx)
-                    else:
-                        with context:
-                            outputs = step(batch, batch_idx, loader_idx)
+                    outputs = step(batch, batch_idx, loader_idx)
                     progress.eval_batch = batch_idx + 1
                     if replayed:
                         continue

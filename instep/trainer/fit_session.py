@@ -14,7 +14,7 @@ import torch
 from instep.callbacks.base import Callback
 from instep.data import BatchSource
 from instep.distributed import Trigger
-from instep.errors import Preempted, SettingError
+from instep.errors import HookError, Preempted, SettingError
 from instep.trainer import snapshot
 from instep.trainer.evaluation import evaluate
 from instep.trainer.hooks import Hook, is_overridden
@@ -53,6 +53,9 @@ class FitSession(Session):
         """Take up a checkpoint's optimizers, position, data and random generators."""
         if self.resumed is not None:
             self._resume_last = snapshot.resume(self, self.resumed)
+            at = self.position
+            where = f"epoch {at.epoch + 1}, batch {at.batch}, step {at.global_step}"
+            self.trainer.print(f"Resuming from {self.resumed.path}: {where}.")
 
     def sanity_check(self) -> None:
         """A few validation batches, so that a broken validation shows before hours of training."""
@@ -93,6 +96,17 @@ class FitSession(Session):
             snapshot.dry_run(self)
 
     # ---- epochs
+
+    def say_why_it_ended(self) -> None:
+        """One line for people: which limit was reached, or who asked for the stop."""
+        at, s, trainer = self.position, self.settings, self.trainer
+        if trainer._stop_agreed:
+            why = trainer.stop_reason or "a stop was asked for"
+        elif s.max_steps != -1 and at.global_step >= s.max_steps:
+            why = f"max_steps={s.max_steps} reached"
+        else:
+            why = f"max_epochs={s.max_epochs} reached"
+        trainer.print(f"fit ended at step {at.global_step}: {why}.")
 
     @property
     def finished(self) -> bool:
@@ -178,13 +192,22 @@ class FitSession(Session):
             if self.module.automatic_optimization:
                 step_schedulers(self.schedulers, "epoch", at.epoch + 1, trainer.callback_metrics, self._scheduler_hook)
             at.epoch_ended = True
-        for hook in self._epochs_end["monitoring"]:
-            hook()
+            for hook in self._epochs_end["monitoring"]:
+                hook()
+        elif self._savers():
+            self._save_now("the run ended within an epoch")  # its metrics are not there to rank it by
         self.agree_on_triggers()
 
     def skips(self, hooks: tuple[Hook, ...], batch: Any, batch_idx: int) -> bool:
         """Call `on_train_batch_start`; True when one of them returned -1."""
-        return -1 in [hook(batch, batch_idx) for hook in hooks]
+        if -1 not in [hook(batch, batch_idx) for hook in hooks]:
+            return False
+        if self.world_size > 1:
+            raise HookError(
+                "on_train_batch_start returned -1 to skip the rest of the epoch. With several processes the others "
+                "would not know: use trainer.set_trigger('stop') to end the run, or limit_train_batches."
+            )
+        return True
 
     # ---- validation
 
@@ -289,10 +312,12 @@ class FitSession(Session):
             raise SystemExit(143)
         path = self._save_now(trigger.reason)
         self.trainer.interrupted = True
+        at, s, batches = self.position, self.settings, self.source.num_batches
+        epoch = f"epoch {at.epoch + 1}{f'/{s.max_epochs}' if s.max_epochs != -1 else ''}"
         message = (
-            f"Stopped by {trigger.reason or 'the preempted trigger'} (rank {trigger.rank}) at step "
-            f"{self.position.global_step} of epoch {self.position.epoch}. Saved {path}. "
-            'Run the same command with ckpt_path="auto" to go on.'
+            f"Stopped by {trigger.reason or 'the preempted trigger'} (rank {trigger.rank}) at step {at.global_step}: "
+            f"{epoch}, batch {at.window_batch}{f' of {batches}' if batches is not None else ''}. Saved {path}. "
+            'To go on, run it again with ckpt_path="auto".'
         )
         self.trainer.print(message)
         raise Preempted(message, path)

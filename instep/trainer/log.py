@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from instep.distributed import find_batch_size, gather_object
 from instep.errors import LogError
+from instep.trainer.packed import PackedCopy
 
 
 class Options(NamedTuple):
@@ -139,45 +141,6 @@ _COMBINE: dict[str, Callable[[float, float], float]] = {
     "min": _smaller,
     "max": _larger,
 }
-
-
-class PackedCopy:
-    """Scalars on their way to the host: one stacked transfer per dtype and device, not waited for on a GPU.
-
-    Args:
-        values: 0-dim tensors, and numbers, which pass through.
-    """
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._values = list(values)
-        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for i, value in enumerate(self._values):
-            if isinstance(value, Tensor):
-                groups.setdefault((value.dtype, value.device), []).append(i)
-        self._copies: list[tuple[list[int], Tensor]] = []
-        self._event: torch.cuda.Event | None = None
-        for (_, device), places in groups.items():
-            packed = torch.stack([self._values[i] for i in places])
-            if device.type == "cuda":
-                packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record(torch.cuda.current_stream(device))
-            self._copies.append((places, packed))
-
-    @property
-    def ready(self) -> bool:
-        """Whether `floats` returns without waiting."""
-        return self._event is None or self._event.query()
-
-    def floats(self) -> list[float]:
-        """The values in their order; waits for the transfer."""
-        if self._event is not None:
-            self._event.synchronize()
-        for places, packed in self._copies:
-            for i, value in zip(places, packed.tolist(), strict=True):
-                self._values[i] = value
-        self._copies = []
-        return [float(value) for value in self._values]
 
 
 class StepMetrics(NamedTuple):
@@ -368,20 +331,21 @@ class LogBook:
                 fresh.append(slot)
                 values.append(slot.last)
             slot.fresh = False
-        if values:
+        # Values synced over ranks: a collective, by what all ranks know of, not by who has a fresh value (a rank that
+        # replayed a batch has none) nor by when the device is ready.
+        synced = step_values and self._world_size > 1 and any(s.on_step and s.options.sync_dist for s in self._all())
+        if values or synced:
             self._outstanding = (PackedCopy(values), held, fresh, step)
             self._held_weights = weights
-            # A collective follows for synced values: not when the device is ready, but at this step on every rank.
-            synced = self._world_size > 1 and any(slot.options.sync_dist for slot in fresh)
             if wait or synced or self._outstanding[0].ready:
-                arrived += self._arrive()
+                arrived += self._arrive(synced)
         return arrived
 
     def settle(self, step: int) -> list[StepMetrics]:
         """Bring everything that `state_dict` needs to the host; step values stay due at the next `hand_over`."""
         return self.hand_over(step, wait=True, step_values=False)
 
-    def _arrive(self) -> list[StepMetrics]:
+    def _arrive(self, synced: bool = False) -> list[StepMetrics]:
         if self._outstanding is None:
             return []
         copy, held, fresh, step = self._outstanding
@@ -393,15 +357,16 @@ class LogBook:
                 slot.add(value, weight)
             at += count
         metrics = {slot.step_name: value for slot, value in zip(fresh, floats[at:], strict=True)}
-        synced = [slot.step_name for slot in fresh if slot.options.sync_dist]
-        if synced and self._world_size > 1:
-            for name, values in _by_name(gather_object({name: metrics[name] for name in synced})).items():
+        if synced:
+            mine = {slot.step_name: metrics[slot.step_name] for slot in fresh if slot.options.sync_dist}
+            for name, values in _by_name(gather_object(mine)).items():
                 metrics[name] = sum(values) / len(values)
         self.step_values.update(metrics)
         if not metrics:
             return []
-        logged = {slot.step_name: metrics[slot.step_name] for slot in fresh if slot.options.logger is not False}
-        return [StepMetrics(logged, step, {s.step_name: metrics[s.step_name] for s in fresh if s.options.prog_bar})]
+        slots = {slot.step_name: slot for slot in self._all() if slot.on_step}
+        logged = {name: value for name, value in metrics.items() if slots[name].options.logger is not False}
+        return [StepMetrics(logged, step, {name: v for name, v in metrics.items() if slots[name].options.prog_bar})]
 
     def reduce(self, step: int, reset: bool) -> tuple[list[StepMetrics], list[EpochMetric]]:
         """The epoch values so far, reduced over ranks. Collective.
@@ -535,7 +500,7 @@ def check_value(name: str, value: Any) -> None:
             )
     elif isinstance(value, dict):
         raise LogError(f"self.log({name!r}) got a dict; use self.log_dict for several values at once.")
-    elif not isinstance(value, (int, float)) and not _is_metric(value):
+    elif not isinstance(value, Real) and not _is_metric(value):
         raise LogError(
             f"self.log({name!r}) got {type(value).__name__} {value!r}; it takes a number, a tensor with one element, "
             "or a metric object with compute()."

@@ -222,7 +222,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
                 are averaged over ranks too, when they are handed over. False: nothing is reduced.
             add_dataloader_idx: append the loader's index to the name when there are several.
             batch_size: samples behind the value (its weight); by default known from the sampler or the batch.
-            rank_zero_only: only the main process logs it; nothing is reduced.
+            rank_zero_only: the call is made on the main process only, so nothing is reduced.
 
         Raises:
             LogError: a wrong value. Also a hook where nothing can be logged, or contradicting arguments for one name:
@@ -330,7 +330,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             self._trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Gather tensors of all ranks, stacked in a new first dimension. Collective.
+        """Gather tensors of all ranks, stacked in a new first dimension; one process gets its data back. Collective.
 
         Args:
             data: a tensor, or a nest of them, alike in shape on all ranks.
@@ -391,10 +391,11 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             if is_overridden(self, name, TrainModule):
                 self.__dict__[name] = torch.compile(getattr(self, name), *args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Any:
         # Copies and saved modules must not carry the Trainer, nor steps compiled for another object.
+        state = super().__getstate__()  # without the compiled forward
         left_out = {"_trainer": None, "_log_buffer": None}
-        return {key: left_out.get(key, value) for key, value in self.__dict__.items() if key not in STEPS}
+        return {key: left_out.get(key, value) for key, value in state.items() if key not in STEPS}
 
 
 def _bare(optimizer: Any) -> Optimizer:
@@ -409,6 +410,8 @@ def accepted_arguments(step: Any, offered: tuple[str, ...]) -> int:
         offered: their names in order, such as ("batch", "batch_idx", "dataloader_idx").
     """
     parameters = inspect.signature(step).parameters.values()
+    if any(p.name == "dataloader_iter" for p in parameters):
+        raise HookError("a step with a dataloader_iter argument is not taken over: take (batch, batch_idx), one batch")
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return len(offered)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -36,9 +36,7 @@ def default_callbacks(settings: Settings, enable_checkpointing: bool | None) -> 
             "enable_checkpointing=False, but callbacks has a ModelCheckpoint. Leave one of them out.",
             field="enable_checkpointing",
         )
-    if settings.barebones:
-        return callbacks
-    from instep import callbacks as room  # late: each default is loaded only when it is on
+    from instep import callbacks as room  # its names load when used: each default only when it is on
 
     if settings.fast_dev_run:
         savers = []
@@ -50,6 +48,8 @@ def default_callbacks(settings: Settings, enable_checkpointing: bool | None) -> 
                 field="max_time",
             )
         callbacks.append(room.Timer(settings.max_time))
+    if settings.barebones:
+        return callbacks
     if settings.enable_model_summary and not any(isinstance(c, room.ModelSummary) for c in callbacks):
         callbacks.append(room.ModelSummary())
     if settings.enable_progress_bar and not any(isinstance(c, room.ProgressBar) for c in callbacks):

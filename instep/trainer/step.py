@@ -6,8 +6,9 @@ order of hooks is Lightning's: the gradients are zeroed between forward and back
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError
+from instep.strategies import Strategy
 from instep.trainer.hooks import is_overridden
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import step_schedulers
@@ -22,7 +24,7 @@ from instep.trainer.optimizers import step_schedulers
 if TYPE_CHECKING:
     from instep.trainer.fit_session import FitSession
 
-Step = Callable[[Any, int], Any]
+Step = Callable[..., Any]
 
 
 def make_step(run: FitSession) -> Step:
@@ -34,9 +36,8 @@ def automatic_step(run: FitSession) -> Step:
     """The step of automatic optimization."""
     module, strategy, at, source, book = run.module, run.strategy, run.position, run.source, run.book
     gradient = run.state.gradient
-    training_step = run.step_function("training_step", "batch", "batch_idx")
+    training_step = within(strategy.precision.context(), run.step_function("training_step", "batch", "batch_idx"))
     optimizer: Optimizer | None = run.optimizers[0] if run.optimizers else None
-    context = strategy.precision.context()
     schedules = [config for config in run.schedulers if config.interval == "step"]
     scheduler_hook = module.lr_scheduler_step if is_overridden(module, "lr_scheduler_step", TrainModule) else None
     clip = run.clip_function(optimizer)
@@ -45,8 +46,10 @@ def automatic_step(run: FitSession) -> Step:
     own_zero_grad = is_overridden(module, "optimizer_zero_grad", TrainModule)
     own_backward = module.backward if is_overridden(module, "backward", TrainModule) else None
     own_step = is_overridden(module, "optimizer_step", TrainModule) or _wants_closure(optimizer)
-    scaled = strategy.precision.scaler is not None
-    plain_backward = own_backward is None and not scaled
+    scaler = strategy.precision.scaler
+    plain_backward = own_backward is None and scaler is None and not is_overridden(strategy, "backward", Strategy)
+    plain_step = scaler is None and not is_overridden(strategy, "optimizer_step", Strategy)
+    plateau = any(config.reduce_on_plateau for config in schedules)
     accumulate = run.accumulate
     if accumulate > 1 and _wants_closure(optimizer):
         raise SettingError(
@@ -62,11 +65,7 @@ def automatic_step(run: FitSession) -> Step:
 
     def forward_backward(batch: Any, batch_idx: int) -> Any:
         nonlocal opened
-        if context is None:
-            output = training_step(batch, batch_idx)
-        else:
-            with context:
-                output = training_step(batch, batch_idx)
+        output = training_step(batch, batch_idx)
         if buffer:
             book.drain()
         loss = output if type(output) is Tensor and output.requires_grad and not output.ndim else _loss_of(output, run)
@@ -108,7 +107,9 @@ def automatic_step(run: FitSession) -> Step:
         if clip is not None:
             clip()
 
-    must_prepare = bool(scaled or before_step or clip is not None or (accumulate > 1 and not source.reliable))
+    must_prepare = bool(
+        scaler is not None or before_step or clip is not None or (accumulate > 1 and not source.reliable)
+    )
 
     # ------------------------------------------------------------------ the step
     def step(batch: Any, batch_idx: int) -> Any:
@@ -132,15 +133,19 @@ def automatic_step(run: FitSession) -> Step:
             else:
                 if must_prepare:
                     before_optimizer()
-                if scaled:
-                    stepped = strategy.optimizer_step(optimizer)
-                else:
+                if plain_step:
                     optimizer.step()
+                else:
+                    scale = scaler.get_scale() if scaler is not None and schedules else 0.0
+                    strategy.optimizer_step(optimizer)
+                    # A smaller scale: a gradient was not finite and the step was skipped.
+                    stepped = scale == 0.0 or scaler is None or scaler.get_scale() >= scale
         opened = 0
         at.batch = at.window_batch = batch_idx + 1
         at.global_step += 1
         if schedules and stepped:
-            step_schedulers(schedules, "step", at.global_step, run.trainer.callback_metrics, scheduler_hook)
+            metrics = run.trainer.callback_metrics if plateau else {}
+            step_schedulers(schedules, "step", at.global_step, metrics, scheduler_hook)
         return output
 
     # ------------------------------------------------------------------
@@ -176,15 +181,13 @@ def manual_step(run: FitSession) -> Step:
     """The step of manual optimization: the module does everything; a batch that stepped an optimizer counts."""
     strategy, at, source, book = run.strategy, run.position, run.source, run.book
     gradient = run.state.gradient
-    training_step = run.step_function("training_step", "batch", "batch_idx")
-    context = strategy.precision.context()
+    training_step = within(strategy.precision.context(), run.step_function("training_step", "batch", "batch_idx"))
 
     def step(batch: Any, batch_idx: int) -> Any:
         at.validated = False
         gradient.end_of_dataloader = source.is_last
         run.manual_steps = 0
-        with context or nullcontext():
-            output = training_step(batch, batch_idx)
+        output = training_step(batch, batch_idx)
         if book.buffer:
             book.drain()
         at.batch = at.window_batch = batch_idx + 1
@@ -193,6 +196,18 @@ def manual_step(run: FitSession) -> Step:
         return output
 
     return step
+
+
+def within(context: AbstractContextManager[Any] | None, function: Step) -> Step:
+    """`function`, run inside the context each time; the function itself where there is none."""
+    if context is None:
+        return function
+
+    def run(*args: Any) -> Any:
+        with context:
+            return function(*args)
+
+    return run
 
 
 def _loss_of(output: Any, run: FitSession) -> Tensor | None:
@@ -206,6 +221,7 @@ def _loss_of(output: Any, run: FitSession) -> Tensor | None:
                 "training_step returned None to skip a batch. With several processes the others would wait for this "
                 "rank's gradients: return a loss multiplied by 0 instead."
             )
+        warnings.warn("training_step returned None: the batch is skipped. Is a `return loss` missing?", stacklevel=2)
         return None
     if not isinstance(loss, Tensor):
         raise HookError(

@@ -299,6 +299,7 @@ class Trainer(TrainerView):
 
             hooks.call("on_train_end")
             hooks.call("on_fit_end")
+            run.say_why_it_ended()
 
     # ------------------------------------------------------------------ evaluation
 
@@ -321,6 +322,11 @@ class Trainer(TrainerView):
 
         Returns:
             For each loader a dict of what was logged, the same on every rank.
+
+        Raises:
+            UsageError: there is no model, or no data.
+            HookError: the module has no `validation_step`.
+            CheckpointError: `ckpt_path` is not there, does not verify, or does not fit the module.
         """
         return self._evaluate("validate", "val", model, dataloaders, ckpt_path, verbose, datamodule)
 
@@ -332,7 +338,7 @@ class Trainer(TrainerView):
         verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
-        """Run the test loaders once. Arguments and result are those of `validate`."""
+        """Run the test loaders once. Arguments, result and errors are those of `validate`."""
         return self._evaluate("test", "test", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def predict(
@@ -415,7 +421,7 @@ class Trainer(TrainerView):
         """In a plain script that asked for several devices: become the agent of the ranks."""
         if self._session is not None:
             raise UsageError("this Trainer is running already; make another one for a run inside a run")
-        if self._device_count > 1 and self._environment.launcher == "none":
+        if self.world_size > 1 and self._environment.launcher == "none":
             launch(self.settings, self._device_count)
 
     def _begin(self, model: TrainModule) -> None:

@@ -29,7 +29,7 @@ def seed_process(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_everything(seed: int = 0) -> int:
+def seed_everything(seed: int = 0, workers: bool = True) -> int:
     """Seed python, numpy and torch alike on all ranks.
 
     The Trainer takes its own seed (shuffling, per-rank random streams) from torch's initial seed, so one call at the
@@ -38,12 +38,13 @@ def seed_everything(seed: int = 0) -> int:
 
     Args:
         seed: 0 to 2**63 - 1.
+        workers: as in Lightning; loader workers are seeded in any case, so False is refused.
 
     Returns:
         The seed.
 
     Raises:
-        ValueError: the seed is out of range.
+        ValueError: the seed is out of range, or `workers` is False.
 
     Example:
         >>> seed_everything(7)
@@ -51,6 +52,8 @@ def seed_everything(seed: int = 0) -> int:
     """
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed} is out of range: give an integer from 0 to 2**63 - 1")
+    if not workers:
+        raise ValueError("workers=False: instep seeds loader workers in any case; leave the argument out")
     import numpy  # noqa: F401  the user's code may load it later: seed it now
 
     seed_process(seed)

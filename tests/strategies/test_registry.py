@@ -98,7 +98,7 @@ def test_the_base_class_is_complete_for_one_device():
     strategy.clip_gradients(optimizer, 1e-3)
     assert float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])) <= 1.001e-3
     before = module.layer.weight.detach().clone()
-    assert strategy.optimizer_step(optimizer)
+    strategy.optimizer_step(optimizer)
     assert not torch.equal(before, module.layer.weight)
     state = {name: value.clone() for name, value in strategy.model_state().items()}
     torch.nn.init.zeros_(module.layer.weight)
@@ -114,3 +114,26 @@ def test_ddp_in_one_process_is_the_module_itself():
     trainer = quiet(strategy="ddp", max_epochs=1)
     trainer.fit(module, loader())
     assert trainer.global_step == 4
+
+
+class HalvedGradients(Strategy):
+    """Overrides what a user's strategy would."""
+
+    name = "halved"
+
+    def __init__(self) -> None:
+        self.backwards = self.steps = 0
+
+    def backward(self, loss, *args, **kwargs):
+        self.backwards += 1
+        super().backward(loss / 2, *args, **kwargs)
+
+    def optimizer_step(self, optimizer, closure=None, **kwargs):
+        self.steps += 1
+        super().optimizer_step(optimizer, closure, **kwargs)
+
+
+def test_a_users_strategy_does_the_backward_and_the_step() -> None:
+    strategy = HalvedGradients()
+    quiet(strategy=strategy, max_steps=3).fit(Toy(), loader())
+    assert (strategy.backwards, strategy.steps) == (3, 3)

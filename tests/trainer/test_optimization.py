@@ -107,6 +107,7 @@ def test_validation_waits_for_the_windows_end_and_leaves_it_alone():
     assert_same(weights(plain), weights(checked))
 
 
+@pytest.mark.filterwarnings("ignore:training_step returned None")
 def test_none_skips_a_batch_and_nothing_of_the_window_before_comes_back():
     class Skips(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -128,6 +129,7 @@ def test_none_skips_a_batch_and_nothing_of_the_window_before_comes_back():
         torch.testing.assert_close(value, weights(other)[name], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:training_step returned None")
 @pytest.mark.parametrize("own", [False, True])
 def test_a_window_of_nothing_but_none_changes_nothing(own: bool):
     class Skips(Toy):
@@ -596,3 +598,12 @@ def test_manual_backward_is_refused_in_automatic_optimization():
     module.training_step = lambda batch, batch_idx: module.manual_backward(module.loss(batch))
     with pytest.raises(UsageError, match="manual_backward"):
         quiet(max_epochs=1).fit(module, loader())
+
+
+def test_a_forgotten_return_is_told():
+    class Forgets(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match="return loss"):
+        quiet(max_steps=2).fit(Forgets(), loader())
