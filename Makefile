@@ -14,6 +14,7 @@ venv: $(VENV)/.torch  ## make the virtual environment, with torch
 
 # One stamp file for each set of packages: made again when what it lists has changed.
 $(VENV)/.torch: constraints-dev.txt
+	@echo 'Installing into $(VENV); this takes a minute or two.'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	@touch $@
