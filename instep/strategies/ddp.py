@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.distributed import broadcast
+from instep.errors import DistributedError
+from instep.state import read_environment
 from instep.strategies.base import Strategy
 
 
@@ -57,11 +59,18 @@ class DDPStrategy(Strategy):
         self.ddp_options = ddp_options
         self._ddp: nn.parallel.DistributedDataParallel | None = None
         self._manual = False
+        self._syncs = True
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._manual = not getattr(module, "automatic_optimization", True)
         trains = any(p.requires_grad for p in module.parameters())
         if not torch.distributed.is_initialized():
+            world_size = read_environment().world_size
+            if world_size > 1:
+                raise DistributedError(
+                    f"this process is one of {world_size}, but their process group is gone, so that each would train "
+                    "by itself. Leave it alone until the run has ended: something called destroy_process_group()."
+                )
             return
         if not optimizers or not trains:
             _share_weights(module)
@@ -83,22 +92,30 @@ class DDPStrategy(Strategy):
             return lambda *args: ddp(name, *args)
 
         def manual_step(*args: Any) -> Any:
-            # Backward runs inside the step: forward must not arm the reducer, each backward does (prepare_backward).
+            # Backward runs inside the step: forward must not arm the reducer, before or after it; each backward does
+            # (prepare_backward).
             ddp.require_backward_grad_sync = False
             try:
                 return ddp(name, *args)
             finally:
-                ddp.require_backward_grad_sync = True
+                ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
 
         return manual_step
 
     def prepare_backward(self, loss: Tensor) -> None:
         ddp = self._ddp
-        if ddp is None or not self._manual or not torch.is_grad_enabled():
+        if ddp is None or not self._manual or not self._syncs or not torch.is_grad_enabled():
             return
-        ddp.require_backward_grad_sync = True
-        ddp.require_forward_param_sync = True
         ddp.reducer.prepare_for_backward([loss] if ddp.find_unused_parameters and not ddp.static_graph else [])
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._ddp is None else self._ddp.no_sync()
+        return nullcontext() if self._ddp is None else self._without_sync(self._ddp)
+
+    @contextmanager
+    def _without_sync(self, ddp: nn.parallel.DistributedDataParallel) -> Iterator[None]:
+        before, self._syncs = self._syncs, False  # DDP's own flag is down in every manual step
+        try:
+            with ddp.no_sync():
+                yield
+        finally:
+            self._syncs = before

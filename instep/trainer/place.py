@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
 
@@ -9,20 +10,24 @@ import torch
 
 from instep.errors import SettingError
 from instep.state import PartialState, ProcessEnvironment, find_device_kind, read_environment
+from instep.state.device import DeviceKind, make_current
 from instep.trainer.settings import Settings
+
+_CHOSEN = "INSTEP_DEVICES"  # which devices the ranks that `launch` started were given
 
 
 def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
     """Processes on this machine.
 
     Raises:
-        SettingError: the launcher started another number.
+        SettingError: the launcher started another number, or there are no such devices.
     """
     devices, kind = settings.devices, find_device_kind(settings.accelerator)
     launched = environment.launcher != "none"
     if devices == "auto":
         count = environment.local_world_size if launched else 1 if kind.name == "cpu" else kind.count()
     elif isinstance(devices, tuple):
+        _check_indices(devices, kind, launched)
         count = len(devices)
     else:
         count = kind.count() if devices == -1 else int(devices)
@@ -48,22 +53,100 @@ def launch(settings: Settings, count: int) -> NoReturn:
     from instep.launch.command import this_command
     from instep.launch.engine import run, spec_for_nodes
 
-    indices = settings.devices if isinstance(settings.devices, tuple) else ()
-    env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, indices))} if indices else {}
+    env = {}
+    if isinstance(settings.devices, tuple):
+        env = {"CUDA_VISIBLE_DEVICES": _visible(settings.devices), _CHOSEN: str(settings.devices)}
     sys.exit(run(spec_for_nodes(count, settings.num_nodes, this_command(), env)))
 
 
+def _check_indices(devices: tuple[int, ...], kind: DeviceKind, launched: bool) -> None:
+    if launched:
+        if os.environ.get(_CHOSEN) == str(devices):
+            return
+        raise SettingError(
+            f"devices={list(devices)}: the launcher has given each process its device already. Choose with "
+            f"CUDA_VISIBLE_DEVICES={','.join(map(str, devices))} where it is started, and give devices={len(devices)}.",
+            field="devices",
+            got=devices,
+        )
+    if max(devices) >= kind.count():
+        raise SettingError(
+            f"devices={list(devices)}: this process sees {kind.count()} {kind.name} devices, numbered from 0.",
+            field="devices",
+            got=devices,
+        )
+    if len(devices) > 1 and kind.name != "cuda":
+        raise SettingError(
+            f"devices={list(devices)}: choosing among several devices works for cuda, and this is {kind.name}. Hide the "
+            f"others from the program, and give devices={len(devices)}.",
+            field="devices",
+            got=devices,
+        )
+
+
+def _visible(indices: tuple[int, ...]) -> str:
+    """CUDA_VISIBLE_DEVICES for these of the devices that this process sees."""
+    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return ",".join(seen[index] if seen else str(index) for index in indices)
+
+
+def _check_indices(devices: tuple[int, ...], kind: DeviceKind, launched: bool) -> None:
+    if launched:
+        if os.environ.get(_CHOSEN) == str(devices):
+            return
+        raise SettingError(
+            f"devices={list(devices)}: the launcher has given each process its device already. Choose with "
+            f"CUDA_VISIBLE_DEVICES={','.join(map(str, devices))} where it is started, and give devices={len(devices)}.",
+            field="devices",
+            got=devices,
+        )
+    if max(devices) >= kind.count():
+        raise SettingError(
+            f"devices={list(devices)}: this process sees {kind.count()} {kind.name} devices, numbered from 0.",
+            field="devices",
+            got=devices,
+        )
+    if len(devices) > 1 and kind.name != "cuda":
+        raise SettingError(
+            f"devices={list(devices)}: choosing among several devices works for cuda, and this is {kind.name}. Hide the "
+            f"others from the program, and give devices={len(devices)}.",
+            field="devices",
+            got=devices,
+        )
+
+
+def _visible(indices: tuple[int, ...]) -> str:
+    """CUDA_VISIBLE_DEVICES for these of the devices that this process sees."""
+    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return ",".join(seen[index] if seen else str(index) for index in indices)
+
+
 def connect(settings: Settings) -> PartialState:
-    """This process's state; with several processes they meet here."""
+    """This process's state; with several processes they meet here.
+
+    Raises:
+        SettingError: the process runs on another kind of device already.
+    """
     if read_environment().launcher != "none":
         from instep.launch.report import report_failures  # late: only ranks need it
 
         report_failures()
-    return PartialState(cpu=True) if find_device_kind(settings.accelerator).name == "cpu" else PartialState()
+    wanted = find_device_kind(settings.accelerator).name
+    process = PartialState(cpu=True) if wanted == "cpu" else PartialState()
+    if process.device.type != wanted:
+        raise SettingError(
+            f"accelerator={settings.accelerator!r} means {wanted} here, but this process runs on {process.device.type}, "
+            "as its first Trainer or PartialState chose. Use one kind of device in a program.",
+            field="accelerator",
+            got=settings.accelerator,
+        )
+    return process
 
 
 def device_of(settings: Settings, process: PartialState, environment: ProcessEnvironment) -> torch.device:
-    """This process's device; `devices=[1]` in a process that nobody launched means the second one."""
+    """This process's device, made the current one; `devices=[1]` in a process that nobody launched is the second."""
     if isinstance(settings.devices, tuple) and environment.launcher == "none":
-        return torch.device(process.device.type, settings.devices[0])
+        device = torch.device(process.device.type, settings.devices[0])
+        make_current(device)
+        return device
     return process.device
