@@ -138,7 +138,8 @@ class Net(TrainModule):
         self.seen: list[list[int]] = []
 
     def setup(self, stage: str) -> None:
-        assert self.trainer.estimated_stepping_batches > 0  # makes the loaders, before the checkpoint's seed is known
+        if stage == "fit":  # makes the loaders, before optimizers and all the rest are restored
+            assert self.trainer.estimated_stepping_batches > 0
 
     def on_train_epoch_start(self) -> None:
         self.log("epoch_start", random.random() + torch.rand(()).item(), reduce_fx="sum")
