@@ -32,16 +32,4 @@ class LambdaCallback(Callback):
                 raise SettingError(
                     f"LambdaCallback({name}=...) must be a function, got {function!r}.", field=name, got=function
                 )
-        # Methods of a class of its own: the Trainer looks at classes to see which hooks are overridden.
-        methods = {name: _method(name, function) for name, function in hooks.items()}
-        own = type("LambdaCallback", (type(self),), {**methods, "__module__": __name__})
-        object.__setattr__(self, "__class__", own)
-
-
-def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def hook(self: Callback, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    hook.__name__ = name
-    hook.__qualname__ = f"LambdaCallback.{name}"
-    return hook
+            setattr(self, name, function)  # the Trainer sees an object's own hooks too

@@ -23,8 +23,8 @@ class LearningRateMonitor(Callback):
     `name` from `configure_optimizers` replaces `lr-Adam`; `-momentum` and `-weight_decay` added for those.
 
     Args:
-        logging_interval: "step": every `log_every_n_steps` steps; "epoch": at every epoch's start; None: each as its
-            scheduler's interval says, and by step where there is none.
+        logging_interval: "step": every `log_every_n_steps` steps, for 0 never; "epoch": at every epoch's start; None:
+            each as its scheduler's interval says, and by step where there is none.
         log_momentum: log momentum too, for Adam and its kind the first beta; 0 where an optimizer has none.
         log_weight_decay: log weight decay too; 0 where an optimizer has none.
         log_key_prefix: put before every name.
@@ -55,6 +55,8 @@ class LearningRateMonitor(Callback):
         self.log_key_prefix = log_key_prefix or ""
         self.latest: dict[str, float] = {}
         self._logged_step = -1
+        if logging_interval != "epoch":  # of this object, not of the class: others have no call at every step
+            self.on_train_batch_start = self._before_batch
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -74,9 +76,10 @@ class LearningRateMonitor(Callback):
                 )
         self._logged_step = -1
 
-    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step
-        if step % trainer.log_every_n_steps == 0 and step != self._logged_step and self.logging_interval != "epoch":
+    def _before_batch(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        type(self).on_train_batch_start(self, trainer, module, batch, batch_idx)  # a subclass's
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if every and step % every == 0 and step != self._logged_step:
             self._logged_step = step  # accumulation: several batches come at one step
             self._log(trainer, "step")
 

@@ -7,52 +7,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.callbacks.base import Callback
-from instep.errors import SettingError, one_of
+from instep.errors import one_of
+from instep.utils.duration import parse_duration
 
 if TYPE_CHECKING:
     from instep.trainer import Trainer, TrainModule
 
 _STAGES = ("train", "validate", "test")
 _AGAIN_S = 1.0  # a stop that the Trainer may not follow yet (min_steps) is asked for again, but not at every step
-
-
-def parse_duration(duration: str | timedelta | dict[str, float], field: str = "duration") -> float:
-    """Seconds of a duration.
-
-    Args:
-        duration: "DD:HH:MM:SS", a timedelta, or its keyword arguments as a dict.
-        field: the argument's name, for the error's text.
-
-    Returns:
-        Seconds, at least 0.
-
-    Raises:
-        SettingError: it is none of these, or negative.
-
-    Example:
-        >>> parse_duration("00:01:30:00"), parse_duration({"minutes": 2})
-        (5400.0, 120.0)
-    """
-    error = SettingError(
-        f'{field}={duration!r} is not a duration. Give "DD:HH:MM:SS", a datetime.timedelta, '
-        'or a dict of its arguments such as {"hours": 12}.',
-        field=field,
-        got=duration,
-    )
-    if isinstance(duration, str):
-        parts = duration.strip().split(":")
-        if len(parts) != 4 or not all(part.isdigit() for part in parts):
-            raise error
-        days, hours, minutes, seconds = map(int, parts)
-        duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    elif isinstance(duration, dict):
-        try:
-            duration = timedelta(**duration)
-        except TypeError:
-            raise error from None
-    if not isinstance(duration, timedelta) or duration < timedelta(0):
-        raise error
-    return duration.total_seconds()
 
 
 class Timer(Callback):
@@ -83,8 +45,10 @@ class Timer(Callback):
     ) -> None:
         if interval not in ("step", "epoch"):
             raise one_of("interval", interval, ("step", "epoch"))
-        self.duration_s = None if duration is None else parse_duration(duration)
+        self.duration_s = None if duration is None else parse_duration("duration", duration).total_seconds()
         self.interval = interval
+        if interval == "step":  # of this object, not of the class: others have no call at every step
+            self.on_train_batch_end = self._after_batch
         self.verbose = verbose
         self._start: dict[str, float] = {}
         self._end: dict[str, float] = {}
@@ -127,10 +91,9 @@ class Timer(Callback):
         decides = remaining is not None and trainer.is_global_zero
         self._deadline = time.monotonic() + remaining if decides and remaining is not None else float("inf")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self.interval == "step" and time.monotonic() >= self._deadline:
+    def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        type(self).on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)  # a subclass's
+        if time.monotonic() >= self._deadline:
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 from instep.errors import SettingError, one_of
 from instep.state.device import KINDS
 from instep.strategies.precision import PRECISIONS
+from instep.utils.duration import parse_duration
 
 ACCELERATORS = ("auto", "gpu", *KINDS)
 
 _PRECISION_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
-_CLOCK = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
 
 
 def wrong(field: str, got: Any, expected: str) -> SettingError:
@@ -63,26 +63,6 @@ def limit(field: str, value: Any) -> int | float:
     raise wrong(field, value, f"a number of batches (int, 0 or more) or a fraction (float, 0.0 to 1.0){hint}")
 
 
-def duration(field: str, value: Any) -> timedelta:
-    """A positive time: `"DD:HH:MM:SS"`, a timedelta, or a dict of timedelta's arguments."""
-    expected = "a time above zero: 'DD:HH:MM:SS', a timedelta, or a dict like {'hours': 1, 'minutes': 30}"
-    time = value
-    if isinstance(value, str):
-        clock = _CLOCK.fullmatch(value.strip())
-        if clock is None:
-            raise wrong(field, value, expected)
-        days, hours, minutes, seconds = map(int, clock.groups())
-        time = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    elif isinstance(value, Mapping):
-        try:
-            time = timedelta(**value)
-        except TypeError as error:
-            raise wrong(field, value, f"{expected} ({error})") from error
-    if not isinstance(time, timedelta) or time <= timedelta(0):
-        raise wrong(field, value, expected)
-    return time
-
-
 def val_check_interval(field: str, value: Any) -> int | float | timedelta:
     """A fraction of the epoch (float), a number of training batches (int), or a wall time."""
     if is_int(value) and value >= 1:
@@ -90,7 +70,7 @@ def val_check_interval(field: str, value: Any) -> int | float | timedelta:
     if isinstance(value, float) and 0.0 < value <= 1.0:
         return value
     if isinstance(value, str | timedelta | Mapping):
-        return duration(field, value)
+        return parse_duration(field, value)
     raise wrong(
         field,
         value,

@@ -16,6 +16,7 @@ from instep.loggers.base import Logger
 from instep.state.device import find_device_kind
 from instep.strategies import Strategy, strategy_names
 from instep.trainer import checks
+from instep.utils.duration import parse_duration
 
 DEFAULT_MAX_EPOCHS = 1000
 
@@ -302,7 +303,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "min_epochs": checks.at_least(0),
     "max_steps": checks.at_least(-1, "-1 for no limit"),
     "min_steps": checks.at_least(0),
-    "max_time": checks.duration,
+    "max_time": parse_duration,
     "limit_train_batches": checks.limit,
     "limit_val_batches": checks.limit,
     "limit_test_batches": checks.limit,

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from instep.callbacks import Callback, LambdaCallback
+from instep.callbacks.base import HOOKS
 from instep.errors import SettingError
+from instep.trainer.hooks import is_overridden
 
 
-def test_functions_become_hooks_of_the_class():
+def test_functions_become_hooks():
     calls = []
     callback = LambdaCallback(
         setup=lambda trainer, module, stage: calls.append(stage),
@@ -16,11 +20,13 @@ def test_functions_become_hooks_of_the_class():
     callback.on_train_batch_end(None, None, None, None, 3)
     callback.on_train_end(None, None)
     assert calls == ["fit", 3]
-    overridden = [name for name in vars(Callback) if getattr(type(callback), name) is not getattr(Callback, name)]
-    assert {"setup", "on_train_batch_end"} <= set(overridden)
-    assert "on_train_end" not in overridden
-    assert isinstance(callback, LambdaCallback)
+    assert [name for name in HOOKS if is_overridden(callback, name, Callback)] == ["setup", "on_train_batch_end"]
     assert callback.state_key == "LambdaCallback"
+
+
+def test_it_can_be_pickled():
+    callback = pickle.loads(pickle.dumps(LambdaCallback(on_fit_end=print)))
+    assert callback.on_fit_end is print
 
 
 def test_two_do_not_share_hooks():

@@ -6,8 +6,9 @@ from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
-from instep.callbacks import LearningRateMonitor
+from instep.callbacks import Callback, LearningRateMonitor
 from instep.errors import SettingError
+from instep.trainer.hooks import is_overridden
 from tests.callbacks.fakes import FakeSchedulerConfig, FakeTrainer
 
 
@@ -31,6 +32,18 @@ def test_logs_every_n_steps_once_per_step():
     records = fit(monitor, trainer, accumulate=3)
     assert records == [({"lr-Adam": 0.1}, 0), ({"lr-Adam": 0.1}, 50), ({"lr-Adam": 0.1}, 100)]
     assert monitor.latest == {"lr-Adam": 0.1}
+
+
+def test_never_by_step():
+    trainer = FakeTrainer(optimizers=[Adam(parameters(), lr=0.1)], log_every_n_steps=0)
+    assert fit(LearningRateMonitor(), trainer) == []
+    trainer.global_step = 0
+    assert fit(LearningRateMonitor("epoch"), trainer) == [({"lr-Adam": 0.1}, 0)]
+
+
+@pytest.mark.parametrize(("interval", "has"), [("step", True), (None, True), ("epoch", False)])
+def test_a_hook_at_every_step_only_where_it_is_used(interval, has):
+    assert is_overridden(LearningRateMonitor(interval), "on_train_batch_start", Callback) is has
 
 
 def test_the_schedulers_interval_decides_by_default():

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
+import copy
 import json
-from datetime import timedelta
 
 import pytest
 
-from instep.callbacks import Timer
+from instep.callbacks import Callback, Timer
 from instep.callbacks import timer as module
-from instep.callbacks.timer import parse_duration
 from instep.errors import SettingError
+from instep.trainer.hooks import is_overridden
 from tests.callbacks.fakes import FakeTrainer
 
 
@@ -25,25 +25,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(module.time, "monotonic", clock.monotonic)
     return clock
-
-
-@pytest.mark.parametrize(
-    ("duration", "seconds"),
-    [
-        ("00:00:00:00", 0),
-        ("01:02:03:04", 93784),
-        (timedelta(minutes=1.5), 90),
-        ({"hours": 1, "minutes": 1}, 3660),
-    ],
-)
-def test_parse_duration(duration, seconds):
-    assert parse_duration(duration) == seconds
-
-
-@pytest.mark.parametrize("duration", ["12:00:00", "1:2:3:x", "", 60, None, {"hour": 1}, timedelta(seconds=-1)])
-def test_parse_duration_refuses(duration):
-    with pytest.raises(SettingError, match=r"max_time=.*DD:HH:MM:SS"):
-        parse_duration(duration, field="max_time")
 
 
 def step(timer: Timer, trainer: FakeTrainer) -> int:
@@ -88,6 +69,23 @@ def test_epoch_interval(clock):
     timer.on_train_epoch_end(trainer, None)
     assert len(trainer.triggers) == 1
     assert trainer.printed == []
+
+
+def test_a_hook_at_every_step_only_where_it_is_used(clock):
+    assert is_overridden(Timer(interval="step"), "on_train_batch_end", Callback)
+    assert not is_overridden(Timer(interval="epoch"), "on_train_batch_end", Callback)
+    seen = []
+
+    class Mine(Timer):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+            seen.append(batch_idx)
+
+    timer, trainer = copy.deepcopy(Mine(duration={"seconds": 1})), FakeTrainer()
+    timer.on_train_start(trainer, None)
+    clock.now += 2
+    assert step(timer, trainer) == 1
+    assert seen == [0]
 
 
 def test_earlier_runs_count(clock):
