@@ -23,8 +23,6 @@ from instep.errors import DataError, SettingError, one_of
 from instep.types import Stateful
 from instep.utils.seed import derive_seed
 
-_LIMIT_NAMES = {"validate": "val", "sanity": "val"}
-
 
 def prepare_loader(
     loader: Any,
@@ -61,7 +59,8 @@ def prepare_loader(
         seed_samples: seed random augmentation by (seed, epoch, sample index), whatever the world size and workers.
         batch_size: use another batch size per rank than the loader's.
         limit: an int counts batches per rank, a float is a fraction of them; None takes all.
-        stage: "train", "val", "test" or "predict", for the name of the limit in errors.
+        stage: "train", "val", "test" or "predict"; it names the limit in errors, and only for "train" is a loader's
+            own state kept, to resume by.
         device: where the batches will go; for CUDA they are put into pinned memory.
         uneven: when ranks have different numbers of batches (never so where instep spreads the data): "stop" at the
             first exhausted one, "join": exhausted ranks replay a batch with weight 0, or "error".
@@ -83,7 +82,7 @@ def prepare_loader(
         raise one_of("uneven", uneven, UNEVEN)
     if not hasattr(loader, "__iter__"):
         raise DataError(f"{type(loader).__name__} cannot be iterated. Give a DataLoader or another iterable of batches")
-    name = f"limit_{_LIMIT_NAMES.get(stage, stage)}_batches"
+    name = f"limit_{stage}_batches"
     choice = _Choice(rank, world_size, seed, limit, name, uneven)
     if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset) and _has_end(loader):
         pin = loader.pin_memory or (device is not None and device.type == "cuda")
@@ -108,7 +107,7 @@ def prepare_loader(
             field="use_distributed_sampler",
             got=True,
         )
-    return _by_iteration(loader, choice, frozen=not shuffle_allowed)
+    return _by_iteration(loader, choice, frozen=not shuffle_allowed, resumable=stage == "train")
 
 
 class _Choice:
@@ -225,8 +224,10 @@ def _by_index(
     )
 
 
-def _by_iteration(loader: Any, choice: _Choice, *, frozen: bool) -> PreparedLoader:
+def _by_iteration(loader: Any, choice: _Choice, *, frozen: bool, resumable: bool) -> PreparedLoader:
     stateful = _stateful_part(loader)
+    if not resumable:
+        stateful = None  # its state would be copied at every batch, for a position that nobody saves
     length, estimate = _lengths(loader)
     lengths = choice.everyone(length)
     if None in lengths:

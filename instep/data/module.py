@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +27,6 @@ class DataModule(HyperParameters):
     Attributes:
         trainer: the Trainer that uses the data, None outside of a run.
         prepare_data_per_node: run `prepare_data` on one process of each node, not of the whole job.
-        allow_zero_length_dataloader_with_multiple_devices: Lightning's setting, never needed: ranks without data
-            replay a sample with weight 0.
 
     Example:
         >>> class Squares(DataModule):
@@ -51,7 +50,6 @@ class DataModule(HyperParameters):
         super().__init__()
         self.trainer: Any = None
         self.prepare_data_per_node = True
-        self.allow_zero_length_dataloader_with_multiple_devices = False
 
     # ---- where the data comes from
 
@@ -142,18 +140,19 @@ class DataModule(HyperParameters):
         if all(datasets is None for datasets, _ in given.values()):
             raise SettingError("from_datasets got no data set: give at least one of train, val, test and predict")
 
-        def loader(dataset: Any, shuffle: bool) -> DataLoader[Any]:
-            shuffle = shuffle and not isinstance(dataset, IterableDataset)
-            return DataLoader(dataset, batch_size, shuffle=shuffle, num_workers=num_workers)
+        data = cls(**options)
+        for name, (datasets, shuffle) in given.items():
+            if datasets is not None:
+                setattr(data, name, partial(_loaders, datasets, batch_size, num_workers, shuffle))
+        return data
 
-        def method(datasets: Any, shuffle: bool) -> Any:
-            if isinstance(datasets, Mapping):
-                return lambda: {name: loader(dataset, shuffle) for name, dataset in datasets.items()}
-            if isinstance(datasets, Sequence) and not hasattr(datasets, "__getitems__"):
-                return lambda: [loader(dataset, shuffle) for dataset in datasets]
-            return lambda: loader(datasets, shuffle)
 
-        methods = {name: method(*pair) for name, pair in given.items() if pair[0] is not None}
-        # A class of its own: the Trainer looks for overridden methods on the class.
-        overridden = {name: (lambda self, make=make: make()) for name, make in methods.items()}
-        return type(cls.__name__, (cls,), overridden)(**options)
+def _loaders(datasets: Any, batch_size: int, num_workers: int, shuffle: bool) -> Any:
+    """A plain loader of a data set; as many as there are, in the same form, of several."""
+    if isinstance(datasets, Mapping):
+        return {name: _loaders(dataset, batch_size, num_workers, shuffle) for name, dataset in datasets.items()}
+    if isinstance(datasets, Sequence) and not hasattr(datasets, "__getitems__"):
+        return [_loaders(dataset, batch_size, num_workers, shuffle) for dataset in datasets]
+    dataset: Dataset[Any] = datasets
+    shuffle = shuffle and not isinstance(dataset, IterableDataset)
+    return DataLoader(dataset, batch_size, shuffle=shuffle, num_workers=num_workers)

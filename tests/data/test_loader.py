@@ -271,7 +271,7 @@ def test_limit_counts_steps_per_rank() -> None:
     assert len(prepare_loader(DataLoader(Numbers(20), batch_size=2), limit=0.5)) == 5
     assert list(prepare_loader(DataLoader(Numbers(20)), limit=0)) == []
     with pytest.raises(SettingError, match=r"limit_val_batches=0\.01"):
-        prepare_loader(DataLoader(Numbers(20)), limit=0.01, stage="validate")
+        prepare_loader(DataLoader(Numbers(20)), limit=0.01, stage="val")
 
 
 def test_shuffle_not_allowed_takes_the_data_in_sequence() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -62,8 +63,8 @@ def test_from_datasets() -> None:
     assert not isinstance(data.val_dataloader()[0].sampler, RandomSampler)
     assert len(data.test_dataloader()) == 3
     assert data.predict_dataloader() is None
-    assert type(data).train_dataloader is not DataModule.train_dataloader
-    assert type(data).predict_dataloader is DataModule.predict_dataloader
+    assert type(data) is DataModule
+    assert len(pickle.loads(pickle.dumps(data)).test_dataloader()) == 3
     mine = Squares.from_datasets(first, batch_size=3, length=4)
     assert isinstance(mine, Squares)
     assert mine.hparams.length == 4

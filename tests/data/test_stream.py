@@ -265,6 +265,16 @@ def test_another_world_size_is_refused_within_an_epoch() -> None:
         source.load_state_dict({"kind": "index"})
 
 
+@pytest.mark.parametrize(("stage", "copies"), [("train", 7), ("val", 0)])
+def test_states_are_copied_for_training_only(stage: str, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    state_dict = Stateful.state_dict
+    monkeypatch.setattr(Stateful, "state_dict", lambda self: asked.append(self) or state_dict(self))
+    source = prepare_loader(DataLoader(Stateful(), batch_size=2), stage=stage)
+    assert len(run(source)) == 6
+    assert len(asked) == copies
+
+
 def test_torchdatas_silent_trap_is_refused() -> None:
     data: Any = torch.arange(4)
     with pytest.raises(SettingError, match="shuffle=True"):
