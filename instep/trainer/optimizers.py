@@ -22,7 +22,6 @@ __all__ = [
     "clean_name",
     "configure",
     "load_optimizer_state",
-    "names_of",
     "optimizer_state",
     "step_schedulers",
 ]
@@ -207,7 +206,7 @@ def _warn_about_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -
         elif outside:
             warnings.warn(
                 f"{len(outside)} parameters of {type(optimizer).__name__} are not in the module: they are trained, but "
-                "not saved with it",
+                "not saved with it, and their optimizer state goes by position. Make them parameters of the module",
                 stacklevel=3,
             )
 
@@ -221,8 +220,6 @@ def step_schedulers(
     count: int,
     metrics: Mapping[str, Any],
     module_hook: Callable[[Any, Any], Any] | None = None,
-    *,
-    plateau: bool | None = None,
 ) -> None:
     """Step the schedulers that are due: once per optimizer step or once per epoch, never per process.
 
@@ -232,13 +229,12 @@ def step_schedulers(
         count: how many of them have ended, this one included.
         metrics: the logged metrics, for plateau schedulers.
         module_hook: the module's `lr_scheduler_step(scheduler, metric)` where it is overridden.
-        plateau: only plateau schedulers (True), only the others (False), or all (None).
 
     Raises:
         SettingError: a strict scheduler's metric was not logged.
     """
     for config in configs:
-        if config.interval != interval or count % config.frequency or plateau not in (None, config.reduce_on_plateau):
+        if config.interval != interval or count % config.frequency:
             continue
         metric = None
         if config.reduce_on_plateau:

@@ -63,56 +63,20 @@ def _check_indices(devices: tuple[int, ...], kind: DeviceKind, launched: bool) -
     if launched:
         if os.environ.get(_CHOSEN) == str(devices):
             return
-        raise SettingError(
-            f"devices={list(devices)}: the launcher has given each process its device already. Choose with "
-            f"CUDA_VISIBLE_DEVICES={','.join(map(str, devices))} where it is started, and give devices={len(devices)}.",
-            field="devices",
-            got=devices,
+        problem = (
+            "the launcher has given each process its device already. Choose with "
+            f"CUDA_VISIBLE_DEVICES={','.join(map(str, devices))} where it is started, and give devices={len(devices)}"
         )
-    if max(devices) >= kind.count():
-        raise SettingError(
-            f"devices={list(devices)}: this process sees {kind.count()} {kind.name} devices, numbered from 0.",
-            field="devices",
-            got=devices,
+    elif max(devices) >= kind.count():
+        problem = f"this process sees {kind.count()} {kind.name} devices, numbered from 0"
+    elif len(devices) > 1 and kind.name != "cuda":
+        problem = (
+            f"several devices can be chosen for cuda, and this is {kind.name}. Hide the others from the program, and "
+            f"give devices={len(devices)}"
         )
-    if len(devices) > 1 and kind.name != "cuda":
-        raise SettingError(
-            f"devices={list(devices)}: choosing among several devices works for cuda, and this is {kind.name}. Hide the "
-            f"others from the program, and give devices={len(devices)}.",
-            field="devices",
-            got=devices,
-        )
-
-
-def _visible(indices: tuple[int, ...]) -> str:
-    """CUDA_VISIBLE_DEVICES for these of the devices that this process sees."""
-    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return ",".join(seen[index] if seen else str(index) for index in indices)
-
-
-def _check_indices(devices: tuple[int, ...], kind: DeviceKind, launched: bool) -> None:
-    if launched:
-        if os.environ.get(_CHOSEN) == str(devices):
-            return
-        raise SettingError(
-            f"devices={list(devices)}: the launcher has given each process its device already. Choose with "
-            f"CUDA_VISIBLE_DEVICES={','.join(map(str, devices))} where it is started, and give devices={len(devices)}.",
-            field="devices",
-            got=devices,
-        )
-    if max(devices) >= kind.count():
-        raise SettingError(
-            f"devices={list(devices)}: this process sees {kind.count()} {kind.name} devices, numbered from 0.",
-            field="devices",
-            got=devices,
-        )
-    if len(devices) > 1 and kind.name != "cuda":
-        raise SettingError(
-            f"devices={list(devices)}: choosing among several devices works for cuda, and this is {kind.name}. Hide the "
-            f"others from the program, and give devices={len(devices)}.",
-            field="devices",
-            got=devices,
-        )
+    else:
+        return
+    raise SettingError(f"devices={list(devices)}: {problem}.", field="devices", got=devices)
 
 
 def _visible(indices: tuple[int, ...]) -> str:
@@ -135,8 +99,8 @@ def connect(settings: Settings) -> PartialState:
     process = PartialState(cpu=True) if wanted == "cpu" else PartialState()
     if process.device.type != wanted:
         raise SettingError(
-            f"accelerator={settings.accelerator!r} means {wanted} here, but this process runs on {process.device.type}, "
-            "as its first Trainer or PartialState chose. Use one kind of device in a program.",
+            f"accelerator={settings.accelerator!r} means {wanted} here, but this process runs on "
+            f"{process.device.type}, as its first Trainer or PartialState chose. Use one kind of device in a program.",
             field="accelerator",
             got=settings.accelerator,
         )

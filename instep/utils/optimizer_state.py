@@ -12,7 +12,6 @@ first one when the parameter is tied. The tree is what a checkpoint stores:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -85,7 +84,6 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         ['weight', 'bias']
     """
     names = names_of(module, [optimizer])
-    _warn_outside(module, optimizer, names)
     packed = optimizer.state_dict()
     by_index = {
         index: names[parameter]
@@ -119,7 +117,6 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, tree: Mapping[
             Nothing was changed then.
     """
     names = names_of(module, [optimizer])
-    _warn_outside(module, optimizer, names)
     _check(optimizer, names, tree)
     groups = []
     state: dict[Any, Any] = dict(tree.get("common", {}))
@@ -188,17 +185,6 @@ def _check(optimizer: Optimizer, names: Mapping[Tensor, str], tree: Mapping[str,
         raise CheckpointError(
             f"The saved state of {kind} does not fit its parameters. {'; '.join(problems[:5])}. "
             "Use the module and configure_optimizers of that run, or resume from the weights alone."
-        )
-
-
-def _warn_outside(module: nn.Module, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-    inside = names_of(module)
-    outside = [names[p] for options in optimizer.param_groups for p in options["params"] if p not in inside]
-    if outside:
-        warnings.warn(
-            f"{len(outside)} parameters of {type(optimizer).__name__} are not in the module: their optimizer state is "
-            f"saved by position, as {_few(outside)}. Make them parameters of the module.",
-            stacklevel=3,
         )
 
 

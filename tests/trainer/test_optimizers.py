@@ -202,15 +202,6 @@ def test_plateau_gets_its_metric_zero_too():
     assert steps.calls == [(0.0,), (torch.tensor(2.0),)]
 
 
-def test_plateau_and_others_can_be_stepped_apart():
-    steps, plateau = Steps(), Steps()
-    configs = [LRSchedulerConfig(steps), LRSchedulerConfig(plateau, monitor="loss", reduce_on_plateau=True)]
-    step_schedulers(configs, "epoch", 1, {}, plateau=False)
-    assert (len(steps.calls), len(plateau.calls)) == (1, 0)
-    step_schedulers(configs, "epoch", 1, {"loss": 1.0}, plateau=True)
-    assert (len(steps.calls), len(plateau.calls)) == (1, 1)
-
-
 def test_a_missing_metric():
     steps = Steps()
     config = LRSchedulerConfig(steps, monitor="val_loss", reduce_on_plateau=True)
