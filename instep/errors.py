@@ -8,7 +8,6 @@
     ├── LogError (ValueError)                 `self.log` got a wrong value, or contradicts an earlier call
     ├── DataError (ValueError)                a loader or a batch cannot be used
     ├── MissingPackageError (ImportError)     an optional package is not installed
-    ├── NonFiniteError (ArithmeticError)      a loss or a monitored metric is not finite
     ├── CheckpointError (RuntimeError)        a checkpoint could not be written or read
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── CorruptCheckpointError            a file is missing, too short, or its checksum differs
@@ -75,10 +74,6 @@ class DataError(InstepError, ValueError):
 
 class MissingPackageError(InstepError, ImportError):
     """An optional package is not installed; the text has the exact `pip install`."""
-
-
-class NonFiniteError(InstepError, ArithmeticError):
-    """A loss or a monitored metric is not finite."""
 
 
 class CheckpointError(InstepError, RuntimeError):

@@ -59,7 +59,6 @@ PUBLIC = {
         "InstepError",
         "LogError",
         "MissingPackageError",
-        "NonFiniteError",
         "Preempted",
         "RemoteError",
         "SettingError",

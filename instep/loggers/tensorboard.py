@@ -31,7 +31,6 @@ class TensorBoardLogger(Logger):
         version: with `save_dir`, the folder below that; see `Logger`.
         prefix: put before every metric's name, joined by "-".
         sub_dir: a folder below all that.
-        log_graph: True: `log_graph` writes the model's graph, by torch's SummaryWriter, which runs the model once.
         flush_s: seconds after which events are on the disk at the latest.
 
     Raises:
@@ -55,7 +54,6 @@ class TensorBoardLogger(Logger):
         version: int | str | None = None,
         prefix: str = "",
         sub_dir: str | None = None,
-        log_graph: bool = False,
         flush_s: float = 10.0,
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
@@ -64,7 +62,6 @@ class TensorBoardLogger(Logger):
                 f"flush_s={flush_s!r} must be a positive number of seconds.", field="flush_s", got=flush_s
             )
         self._sub_dir = sub_dir
-        self._graph = log_graph
         self._flush_s = flush_s
         self._writer: Any = None
         self._summary_writer: Any = None
@@ -140,17 +137,15 @@ class TensorBoardLogger(Logger):
         self._add(summary=self._proto.Summary(value=[value]))
 
     def _log_graph(self, module: Any, example_input: Any) -> None:
-        if self._graph:
-            if example_input is None:
-                example_input = getattr(module, "example_input_array", None)
-            if example_input is None:
-                raise SettingError(
-                    "TensorBoardLogger(log_graph=True) needs an input to trace the model with: set "
-                    "`example_input_array` on the module, or leave log_graph out.",
-                    field="log_graph",
-                    got=True,
-                )
-            self.experiment.add_graph(module, example_input)
+        if example_input is None:
+            example_input = getattr(module, "example_input_array", None)
+        if example_input is None:
+            raise SettingError(
+                "TensorBoardLogger.log_graph needs an input to run the model with: give example_input, or set "
+                "`example_input_array` on the module.",
+                field="example_input",
+            )
+        self.experiment.add_graph(module, example_input)
 
     def _save(self) -> None:
         self._writer.flush()

@@ -114,11 +114,6 @@ class PartialState:
         return self.process_index == self.num_processes - 1
 
     @property
-    def debug(self) -> bool:
-        """Whether collectives are checked (`INSTEP_DEBUG=1`)."""
-        return process.held().debug
-
-    @property
     def owns_process_group(self) -> bool:
         """Whether instep made the process group, and may destroy it."""
         groups = process.held().groups
