@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +139,12 @@ def test_a_signal_to_one_rank_stops_all(pair: dict[str, Any], tmp_path: Path) ->
 
 @pytest.mark.dist
 def test_a_killed_rank_ends_the_job_which_can_be_resumed(pair: dict[str, Any], tmp_path: Path) -> None:
-    start = time.monotonic()
     killed = run(tmp_path, "--devices", "2", "--do", "SIGKILL", "--rank", "1", "--step", "5")
     expect(killed, 1)
     assert "rank 1 failed with SIGKILL" in killed.stderr, killed.stderr
     assert saved(tmp_path) == ["step-00000003-1"]
     expect(run(tmp_path, start=torchrun(2)), 0)
     assert results(tmp_path, 2) == [pair, pair]
-    assert time.monotonic() - start < 60.0
 
 
 @pytest.mark.dist
