@@ -37,7 +37,6 @@ class FitSession(Session):
         """Loaders and the log book; after this, `source` is the training data."""
         self.book = LogBook("train", self.world_size)
         self.source = self.loaders.train
-        self.source.history = self.accumulate  # a state is taken at the end of the window, wherever in it we are
         self._validates = self.loaders.validates
         self._epochs_end = {
             "others": self.hooks.of_callbacks("on_train_epoch_end", lambda c: not c.monitoring),

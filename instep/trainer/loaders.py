@@ -48,6 +48,11 @@ class Loaders:
     # ---- training
 
     @property
+    def prepared_train(self) -> BatchSource | None:
+        """The training data, where it is prepared already."""
+        return self._train
+
+    @property
     def train(self) -> BatchSource:
         """The training data."""
         if self._train is None:
@@ -79,6 +84,7 @@ class Loaders:
         else:
             source = self._prepare(raw, "train", limit, micro_batch)
         run.state.gradient.num_steps = run.accumulate
+        source.history = run.accumulate  # a state is taken at the end of the window, wherever in it we are
         if source.num_batches == 0 and limit != 0:
             raise DataError("the training loader gives no batch; is the dataset empty, or drop_last with few samples?")
         return source
@@ -134,7 +140,8 @@ class Loaders:
 
     def reload_evaluation(self, stage: str) -> None:
         """Ask the user for the evaluation loaders again."""
-        self._eval.pop(stage, None)
+        for source in self._eval.pop(stage, ()):
+            source.close()
 
     # ---- both
 

@@ -156,15 +156,24 @@ class TrainerView:
 
     @property
     def should_stop(self) -> bool:
-        """Whether all ranks agreed to stop. Setting it is local and asks for a stop."""
+        """Whether all ranks agreed to stop. Setting it is local and asks for a stop.
+
+        Raises:
+            UsageError: it was set to False after all had agreed.
+        """
         return self._stop_agreed
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         if value:
             self.set_trigger("stop", "trainer.should_stop")
-        else:
+        elif self._session is None:
             self._stop_agreed = False
+        elif self._stop_agreed:
+            raise UsageError(
+                "trainer.should_stop = False: all ranks have agreed to stop, and one cannot take that back alone. Ask "
+                "for the stop later, or call fit again to go on."
+            )
 
     # ---- what is known
 
@@ -311,9 +320,8 @@ class TrainerView:
 
     @property
     def train_dataloader(self) -> Any:
-        """The prepared training data of the run."""
-        run = self._session or self._last
-        return None if run is None else run.loaders.train
+        """The prepared training data of the running fit, from `on_fit_start` on; else None."""
+        return None if self._session is None else self._session.loaders.prepared_train
 
     @property
     def num_training_batches(self) -> int | float:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from instep import DataModule
 from instep.data import CombinedLoader
+from instep.data.index import IndexLoader
 from instep.errors import DataError, SettingError, UsageError
 from tests.trainer.toys import Stream, Toy, loader, quiet, samples
 
@@ -265,6 +266,23 @@ def test_reloading_every_n_epochs():
     trainer.fit(Own())
     assert epochs == {"train": [0, 2, 4], "val": [0, 2, 4]}
     assert trainer.global_step == 1 + 1 + 2 + 2 + 3
+
+
+def test_what_is_reloaded_is_prepared_like_the_first_and_the_old_is_closed(monkeypatch: pytest.MonkeyPatch):
+    seen: list[Any] = []
+    closed: list[Any] = []
+    monkeypatch.setattr(IndexLoader, "close", lambda self: closed.append(self))
+
+    class Notes(Toy):
+        def on_train_epoch_start(self) -> None:
+            source = self.trainer.train_dataloader
+            assert source.history == 2
+            seen.extend([source, *self.trainer._run.loaders.evaluation("val")])
+
+    trainer = quiet(max_epochs=2, reload_dataloaders_every_n_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(Notes(), loader(), loader(3))
+    assert len(set(map(id, seen))) == 4
+    assert {id(source) for source in closed} == set(map(id, seen))
 
 
 # ---- on the way to the step
