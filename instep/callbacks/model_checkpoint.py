@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
 import warnings
@@ -70,7 +71,9 @@ class ModelCheckpoint(Callback):
         verbose: print what is saved and deleted.
         save_last: keep the newest as well, whatever its score. With a monitor it is saved at every occasion.
         save_top_k: how many of the best to keep; -1 for all, 0 for none.
-        save_on_exception: save when the run fails. With several processes only if all of them get that far.
+        save_on_exception: save when the run fails. With several processes only if all of them get that far. What
+            failed may have left half an optimizer step, so that checkpoint is of a kind of its own: "auto", "last" and
+            "best" do not resume from it, its path does. Nothing older is deleted for it.
         save_weights_only: leave out what only a resumed run needs.
         mode: "min" or "max".
         auto_insert_metric_name: write "val_loss=0.25" rather than "0.25" into names.
@@ -179,8 +182,8 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there; a checkpoint that has gone in the meantime is forgotten."""
-        self.best_k_models = {path: s for path, s in state_dict["best_k_models"].items() if Path(path).is_dir()}
+        """Go on from there; `on_train_start` forgets checkpoints that have gone in the meantime."""
+        self.best_k_models = dict(state_dict["best_k_models"])
         self.best_model_score = state_dict["best_model_score"]
         self.best_model_path = state_dict["best_model_path"]
         self.last_model_path = state_dict["last_model_path"]
@@ -192,11 +195,22 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._last_step_saved, self._position_saved = -1, None
+        self._forget_the_gone(trainer)
         if trainer.resumed_from is not None:
             self._adopt(trainer.resumed_from)
             self._last_step_saved, self._position_saved = trainer.global_step, trainer.position.state_dict()
         if self.train_time_interval is not None and trainer.is_global_zero:
             self._next_time = time.monotonic() + self.train_time_interval.total_seconds()
+
+    def _forget_the_gone(self, trainer: Trainer) -> None:
+        """What the main process does not find on the disk is forgotten on all ranks."""
+        known = {*self.best_k_models, self.best_model_path, self.last_model_path}
+        there = trainer.agree({path for path in known if os.path.isdir(path)})
+        self.best_k_models = {path: score for path, score in self.best_k_models.items() if path in there}
+        self.last_model_path = self.last_model_path if self.last_model_path in there else ""
+        if self.best_model_path not in there:
+            self.best_model_path, self.best_model_score = "", None
+            self._find_best()
 
     def _adopt(self, resumed_from: Reader) -> None:
         """The checkpoint that the run went on from was committed after its own state was collected: take it in."""
@@ -241,7 +255,11 @@ class ModelCheckpoint(Callback):
         if not self.save_on_exception or isinstance(exception, Preempted) or trainer.global_step == 0:
             return
         if trainer.all_ranks_arrive(timeout_s=10.0):
-            self._save(trainer, last=True)
+            kind = "weights" if self.save_weights_only else "exception"
+            name = self._name(trainer)
+            path = trainer.save_to(self.dirpath, name, weights_only=self.save_weights_only, kind=kind)
+            if self.verbose:
+                trainer.print(f"saved {path}")
         else:
             warnings.warn("no checkpoint of the failed run: not all processes got to saving it", stacklevel=2)
 
@@ -291,7 +309,7 @@ class ModelCheckpoint(Callback):
         doomed = self._rank(str(path), score, trainer) if ranked else set()
         if before and before not in self.best_k_models and before != self.last_model_path and self.save_top_k != -1:
             doomed.add(before)
-        self._delete(trainer, path, doomed)
+        self._delete(trainer, path, trainer.agree(doomed))
         return path
 
     def _rank(self, path: str, score: float, trainer: Trainer) -> set[str]:
@@ -311,6 +329,14 @@ class ModelCheckpoint(Callback):
                 worst = self.policy.worst(self.best_k_models)
                 del self.best_k_models[worst]
                 doomed.add(worst)
+        self._find_best()
+        return doomed
+
+    def _find_best(self) -> None:
+        """The best of those kept; where nothing has a score, what was the best stays."""
+        if self.monitor is None:
+            self.best_model_path = next(reversed(self.best_k_models), self.best_model_path)
+            return
         ranked = {key: value for key, value in self.best_k_models.items() if not math.isnan(value)}
         if ranked:
             best = next(iter(ranked))
@@ -318,7 +344,6 @@ class ModelCheckpoint(Callback):
                 if self.policy.better(value, ranked[best]):
                     best = key
             self.best_model_path, self.best_model_score = best, ranked[best]
-        return doomed
 
     def _delete(self, trainer: Trainer, newest: Path, doomed: set[str]) -> None:
         """Old checkpoints go only after the new one was read back and verified."""

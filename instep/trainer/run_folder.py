@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from instep.trainer.session import Session
     from instep.trainer.trainer import Trainer
 
+EXIT_INTERRUPTED = 130  # what shells say of a process that SIGINT ended
 _VERSION = re.compile(r"version_(\d+)")
 
 
@@ -33,7 +34,7 @@ class RunFolder:
         """Where checkpoints go unless ModelCheckpoint has a `dirpath`; None before the folder is chosen."""
         return None if self.path is None else self.path / "checkpoints"
 
-    # ---- choosing; both are collective
+    # ---- choosing; all collective: rank 0 looks at the disk
 
     def find_checkpoint(self, run: Session, ckpt_path: Any) -> Path | None:
         """The checkpoint that `ckpt_path` means, verified.
@@ -49,12 +50,13 @@ class RunFolder:
             CheckpointNotFoundError: there is none.
             CorruptCheckpointError: a path was given and what is there does not verify.
         """
-        from instep.checkpoint import CheckpointStore, find_checkpoint  # late: only who needs them pays for it
-
         if ckpt_path is None:
             return None
+        from instep.checkpoint import CheckpointStore, find_checkpoint  # late: only who needs them pays for it
+
         if ckpt_path not in ("last", "best", "auto"):
-            return Path(ckpt_path) if Path(ckpt_path).is_file() else find_checkpoint(ckpt_path)
+            given = Path(ckpt_path).absolute()
+            return run.on_rank_zero(lambda: given if given.is_file() else find_checkpoint(given), f"finding {given}")
         kind = "full" if run.fn == "fit" else None
         callback = run.trainer.checkpoint_callback
         monitor = callback.monitor if callback is not None and ckpt_path == "best" else None
@@ -62,13 +64,14 @@ class RunFolder:
             ckpt_path = "last"  # nothing is measured: the newest is the best, as in callback.best_model_path
         if callback is not None and callback.dirpath is not None:
             return CheckpointStore(callback.dirpath).resolve(ckpt_path, kind=kind, monitor=monitor)
-        for version in run.agree([str(path) for path in self._versions()]) if self.path is None else [str(self.path)]:
-            store = CheckpointStore(Path(version) / "checkpoints")
+        versions = [self.path] if self.path else run.on_rank_zero(self._versions, f"looking for runs in {self.base}")
+        for version in versions:
+            store = CheckpointStore(version / "checkpoints")
             found = store.newest_verified(kind)
             if found is None:
                 continue
             if self.path is None and ckpt_path == "auto" and run.fn == "fit":
-                self.path = Path(version)  # the same command goes on in the same folder
+                self.path = version  # the same command goes on in the same folder
             return store.resolve("best", kind=kind, monitor=monitor) if ckpt_path == "best" else found.path
         if ckpt_path == "auto":
             return None
@@ -78,10 +81,17 @@ class RunFolder:
             path=self.base,
         )
 
+    def adopt(self, run: Session, folder: str | None) -> None:
+        """Go on in the run folder of the checkpoint that is resumed, if it is one of this root's and still there."""
+        if self.path is None and folder is not None:
+            own = Path(folder).parent == self.base.absolute()
+            there = run.on_rank_zero(lambda: own and Path(folder).is_dir(), f"looking for {folder}")
+            self.path = Path(folder) if there else None
+
     def choose(self, run: Session) -> Path:
         """The folder, made with the next free number the first time."""
         if self.path is None:
-            self.path = Path(run.agree(str(self._make()) if run.rank == 0 else None))
+            self.path = run.on_rank_zero(self._make, f"making a run folder in {self.base}")
         return self.path
 
     def _make(self) -> Path:
@@ -109,16 +119,16 @@ class RunFolder:
 
     # ---- how it ended
 
+    def say_running(self, run: Session) -> None:
+        """Replace what `status.json` says of an earlier run; where this stays, the run was killed. Collective."""
+        if self.path is not None:
+            run.on_rank_zero(lambda: self._write({"status": "running"}), f"writing {self.path / 'status.json'}")
+
     def write_status(self, trainer: Trainer, error: BaseException | None) -> None:
         """Say in `status.json` how the run ended, since plain torchrun turns every exit code into 1."""
         if self.path is None or not trainer.is_global_zero:
             return
-        if error is None:
-            status, code = "done", 0
-        elif isinstance(error, Preempted):
-            status, code = "preempted", EXIT_PREEMPTED
-        else:
-            status, code = "failed", EXIT_FAILED
+        status, code = _outcome(error)
         content: dict[str, Any] = {
             "status": status,
             "exit_code": code,
@@ -127,6 +137,23 @@ class RunFolder:
             "checkpoint": str(error.checkpoint) if isinstance(error, Preempted) else None,
             "error": None if error is None or status == "preempted" else f"{type(error).__name__}: {error}",
         }
+        self._write(content)
+
+    def _write(self, content: dict[str, Any]) -> None:
+        assert self.path is not None
         temporary = self.path / ".status.json"
         temporary.write_text(json.dumps(content, indent=2) + "\n")
         os.replace(temporary, self.path / "status.json")
+
+
+def _outcome(error: BaseException | None) -> tuple[str, int]:
+    """How a run ended, and the exit code that the process has if nobody catches the error."""
+    if error is None:
+        return "done", 0
+    if isinstance(error, Preempted):
+        return "preempted", EXIT_PREEMPTED
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", EXIT_INTERRUPTED
+    if isinstance(error, SystemExit):
+        return "interrupted", error.code if isinstance(error.code, int) else int(error.code is not None)
+    return "failed", EXIT_FAILED

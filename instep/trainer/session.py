@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from traceback import print_exception
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
-from instep.distributed import Triggers, broadcast_object, wait_for_everyone
+from instep.distributed import Triggers, broadcast_object
 from instep.errors import CheckpointError, HookError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
 from instep.trainer import snapshot
-from instep.trainer.hooks import Hook, HookTable, ModuleHooks, is_overridden
+from instep.trainer.hooks import Hook, HookTable, ModuleHooks, is_overridden, refuse_old_hooks
 from instep.trainer.loaders import Loaders
 from instep.trainer.log import LogBook, NullBuffer
 from instep.trainer.module import TrainModule, accepted_arguments
@@ -37,9 +39,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from instep.checkpoint import Reader
+    from instep.loggers.base import Logger
     from instep.trainer.trainer import Trainer
 
 
+T = TypeVar("T")
 LOOP_TRIGGERS = ("stop", "save", "preempted", "validate")
 
 
@@ -81,6 +85,7 @@ class Session:
         self.manual_steps = 0
         self.batch_idx = 0
         self.resumed: Reader | None = None
+        self.swept: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
         self.accumulate = self.settings.accumulate_grad_batches
         self.book = LogBook("train")
         self.loaders = Loaders(self, loaders)
@@ -116,7 +121,7 @@ class Session:
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
         if self.fn == "fit":
-            self._stack.enter_context(SignalGuard(self.triggers))
+            self._stack.enter_context(SignalGuard(self.triggers, quiet=self.rank != 0))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -125,22 +130,27 @@ class Session:
 
     def _leave(self, error: BaseException | None) -> None:
         """Undo everything, each thing even if another fails; the first error of all is the one that is raised."""
-        undo: list[Callable[[], None]] = [
+        first = error
+
+        def close(logger: Logger) -> None:
+            logger.finalize("success" if first is None else _status(first))
+
+        undo: list[Callable[[], Any]] = [
             self._call_teardown,
-            lambda: self._finish(error),
+            *[partial(close, logger) for logger in self.trainer.loggers],
+            lambda: self._finish(first),
             self._detach,
-            self._stack.close,
+            lambda: self._stack.__exit__(type(first) if first else None, first, None),
         ]
         if error is not None:
             undo = [self._abandon, lambda: self._call_on_exception(error), *undo]
-        first = error
         for step in undo:
             try:
                 step()
-            except Exception as another:  # noqa: BLE001  raised below, or printed beside the first one
+            except BaseException as another:  # noqa: BLE001  raised below, or printed beside the first one
                 if first is None:
                     first = another
-                else:
+                elif another is not first:
                     print_exception(another)
         if first is not None and error is None:
             raise first
@@ -151,13 +161,9 @@ class Session:
             self.triggers.abandon()
 
     def _finish(self, error: BaseException | None) -> None:
-        trainer = self.trainer
-        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
-        trainer.state.status = "finished" if error is None else "interrupted" if stopped else "failed"
-        for logger in trainer.loggers:
-            logger.finalize({"finished": "success"}.get(trainer.state.status, trainer.state.status))
+        self.trainer.state.status = _status(error)
         if self.fn == "fit":
-            trainer.run_folder.write_status(trainer, error)
+            self.trainer.run_folder.write_status(self.trainer, error)
 
     def _call_on_exception(self, error: BaseException) -> None:
         for hook in HookTable(self.trainer, self.module, self.callbacks).of_callbacks("on_exception"):
@@ -191,7 +197,8 @@ class Session:
         self.hooks = HookTable(trainer, module, self.callbacks)
         self._check_hooks()
         path = trainer.run_folder.find_checkpoint(self, self.ckpt_path)
-        self.resumed = snapshot.open_checkpoint(self, path) if path is not None and path.is_dir() else None
+        if path is not None and self.on_rank_zero(path.is_dir, f"looking at {path}"):
+            self.resumed = snapshot.open_checkpoint(self, path)
         if path is not None and self.resumed is None and self.fn == "fit":
             raise CheckpointError(
                 f"{path} is a file of weights only, so a run cannot be resumed from it. Load it with "
@@ -207,6 +214,8 @@ class Session:
         if self.resumed is not None and self.fn == "fit":
             snapshot.resume_plugins(self, self.resumed)
         start_loggers(self, module, self.datamodule)
+        if self.fn == "fit":
+            trainer.run_folder.say_running(self)
         if is_overridden(module, "configure_model", ModuleHooks):
             module.configure_model()
         self.strategy.place(module)
@@ -214,6 +223,7 @@ class Session:
             snapshot.load_weights(self, path, self.resumed)
 
     def _check_hooks(self) -> None:
+        refuse_old_hooks(self.module)
         needed = {
             "fit": ("training_step", "configure_optimizers"),
             "validate": ("validation_step",),
@@ -238,12 +248,12 @@ class Session:
     def _prepare_data(self) -> None:
         process = PartialState()
         per_node = getattr(self.datamodule or self.module, "prepare_data_per_node", True)
-        if process.is_local_main_process if per_node else process.is_main_process:
-            if self.datamodule is not None:
+        mine = process.is_local_main_process if per_node else process.is_main_process
+        with process.local_main_process_first() if per_node else process.main_process_first():  # its error is all's
+            if mine and self.datamodule is not None:
                 self.datamodule.prepare_data()
-            if is_overridden(self.module, "prepare_data", ModuleHooks):
+            if mine and is_overridden(self.module, "prepare_data", ModuleHooks):
                 self.module.prepare_data()
-        wait_for_everyone()
 
     def configure_optimizers(self) -> None:
         """Call the module's `configure_optimizers`, then spread the module."""
@@ -312,6 +322,23 @@ class Session:
     def agree(self, value: Any) -> Any:
         """The main process's value, on every rank."""
         return broadcast_object(value) if self.world_size > 1 else value
+
+    def on_rank_zero(self, decide: Callable[[], T], doing: str) -> T:
+        """What `decide()` returns on the main process, or that it failed there, on every rank. Collective.
+
+        Args:
+            decide: looks at the disk, for instance.
+            doing: names the work, for the errors of the other ranks.
+        """
+        from instep.checkpoint.together import on_rank_zero  # late: its package loads what only saving needs
+
+        return on_rank_zero(decide, doing)
+
+
+def _status(error: BaseException | None) -> str:
+    if error is None:
+        return "finished"
+    return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
 
 
 class _torch_flags:

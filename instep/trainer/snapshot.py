@@ -22,16 +22,18 @@ from torch import Tensor, nn
 
 from instep import __version__
 from instep.distributed import raise_together
-from instep.errors import CheckpointError, CorruptCheckpointError, DataError, UnsavableStateError
+from instep.errors import CheckpointError, CorruptCheckpointError, DataError, RemoteError, UnsavableStateError
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import merge_states
 from instep.trainer.metric_states import load_metric_states, metric_objects, metric_states
 from instep.trainer.optimizers import clean_name, load_optimizer_state, optimizer_state
 from instep.types import PathLike
+from instep.utils.hparams import AttributeDict
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
 
 if TYPE_CHECKING:
     from instep.checkpoint import CheckpointStore, Reader, Writer
+    from instep.loggers.base import Logger
     from instep.trainer.fit_session import FitSession
     from instep.trainer.module import TrainModule
     from instep.trainer.session import Session
@@ -63,6 +65,7 @@ class Snapshot:
             "global_step": trainer.global_step,
             "world_size": run.world_size,
             "hyper_parameters": checkpoint.pop("hyper_parameters"),
+            "hparams_name": checkpoint.pop("hparams_name"),
             "user": {key: value for key, value in checkpoint.items() if key not in _VIEW},
         }
         self.extra = extra
@@ -73,6 +76,7 @@ class Snapshot:
         self.optimizers = [optimizer_state(run.module, optimizer) for optimizer in run.optimizers]
         self.shared |= {
             "run_id": trainer.run_id,
+            "run_folder": trainer.log_dir,
             "seed": trainer.seed,
             "precision": run.precision.name,
             "strategy": run.strategy.name,
@@ -80,7 +84,10 @@ class Snapshot:
             "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
             "scaler": run.precision.state_dict(),
             "callbacks": {callback.state_key: state for callback in run.callbacks if (state := callback.state_dict())},
-            "loggers": [{**logger.state_dict(), "global_step": trainer.global_step} for logger in trainer.loggers],
+            "loggers": {
+                key: {**logger.state_dict(), "global_step": trainer.global_step}
+                for key, logger in _by_class(trainer.loggers).items()
+            },
             "datamodule": None if run.datamodule is None else run.datamodule.state_dict(),
             "metrics": trainer.metrics.state_dict(),
         }
@@ -100,6 +107,7 @@ class Snapshot:
             "instep_version": __version__,
             "state_dict": run.strategy.model_state(),
             "hyper_parameters": dict(run.module.hparams),
+            "hparams_name": run.module._hparams_name,
         }
         for hook in run.hooks.of_callbacks("on_save_checkpoint"):
             hook(checkpoint)
@@ -120,7 +128,7 @@ class Snapshot:
             writer.state(f"rank-{self._rank:05d}", self.own)
 
 
-_VIEW = {"epoch", "global_step", "instep_version", "state_dict", "hyper_parameters"}
+_VIEW = {"epoch", "global_step", "instep_version", "state_dict", "hyper_parameters", "hparams_name"}
 
 
 def _split(state_dict: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -130,6 +138,37 @@ def _split(state_dict: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any
     for name, value in state_dict.items():
         (tensors if isinstance(value, Tensor) else extra)[clean_name(name)] = value
     return tensors, extra
+
+
+def _by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
+    """Loggers by class and number in it, so that one more of another class disturbs nobody's state."""
+    names = [type(logger).__name__ for logger in loggers]
+    return {(name, names[:index].count(name)): loggers[index] for index, name in enumerate(names)}
+
+
+def _collect(run: Session, weights_only: bool = False) -> Snapshot:
+    """The snapshot of every rank, or an error on all: hooks of the user's are called, and may fail on one only."""
+    snapshot: Snapshot | None = None
+    error: Exception | None = None
+    try:
+        snapshot = Snapshot(run, weights_only)
+    except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
+        error = caught
+    raise_together(error, "collecting the state of the run")
+    assert snapshot is not None
+    return snapshot
+
+
+def _sweep(run: Session, store: CheckpointStore) -> None:
+    """Clear a folder of what killed runs left, before this one's first save in it."""
+    if store.root in run.swept:
+        return
+    run.swept.add(store.root)
+    try:
+        store.sweep()
+    except (CheckpointError, RemoteError) as error:
+        if run.rank == 0:
+            warnings.warn(f"what an earlier run left in {store.root} stays there: {error}", stacklevel=2)
 
 
 def save(
@@ -142,7 +181,7 @@ def save(
         store: where to.
         name: the folder's name, without its attempt.
         weights_only: leave out all that only a resumed run needs.
-        info: what the manifest says beside: monitor, mode, score.
+        info: what the manifest says beside: monitor, mode, score; or another kind.
     """
     at = run.position
     if at.batch != at.window_batch and not weights_only and run.rank == 0:
@@ -152,7 +191,8 @@ def save(
             "trainer.position.batch == trainer.position.window_batch to go on exactly",
             stacklevel=4,
         )
-    snapshot = Snapshot(run, weights_only)
+    snapshot = _collect(run, weights_only)
+    _sweep(run, store)
     path = store.save(
         run.position.global_step,
         snapshot.write,
@@ -166,21 +206,24 @@ def save(
 
 
 def dry_run(run: FitSession) -> None:
-    """Find state that cannot be saved before the first step, not in hour ten.
+    """Find state that cannot be saved before the first step, not in hour ten. Collective.
 
     Raises:
         UnsavableStateError: names the owner and the key.
     """
     from instep.checkpoint import encode  # late: only a run with checkpoints pays for it
 
-    error: UnsavableStateError | None = None
+    snapshot = _collect(run)
+    error: Exception | None = None
     try:
-        snapshot = Snapshot(run)
-        for owner, tree in (("", snapshot.shared), ("model_extra", snapshot.extra), ("rank", snapshot.own)):
-            encode(tree, owner)
+        encode(snapshot.shared)
+        for owner in ("extra", "optimizers", "own"):
+            encode(getattr(snapshot, owner), owner)
     except UnsavableStateError as caught:
         hint = " Leave it out: self.save_hyperparameters(ignore=[...])." if "hyper_parameters" in str(caught) else ""
         error = UnsavableStateError(f"this run could not be saved, so it is not started: {caught}{hint}")
+    except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
+        error = caught
     raise_together(error, "checking that the run can be saved")
 
 
@@ -230,7 +273,7 @@ def _view_of(reader: Reader) -> dict[str, Any]:
     state_dict: dict[str, Any] = dict(reader.tensors("model.safetensors"))
     if reader.has("model_extra.json"):
         state_dict |= reader.state("model_extra")
-    kept = {key: trainer[key] for key in ("epoch", "global_step", "instep_version", "hyper_parameters")}
+    kept = {key: trainer.get(key) for key in _VIEW - {"state_dict"}}
     return {**kept, **trainer["user"], "state_dict": state_dict}
 
 
@@ -253,13 +296,21 @@ def _load_into(
 def resume_plugins(run: Session, reader: Reader) -> None:
     """Loggers, callbacks and the datamodule; before loaders and optimizers are made."""
     state, trainer = reader.state("trainer"), run.trainer
-    for logger, saved in zip(trainer.loggers, state["loggers"], strict=False):
-        logger.load_state_dict(saved)
+    for key, logger in _by_class(trainer.loggers).items():
+        if key in state["loggers"]:
+            logger.load_state_dict(state["loggers"][key])
     if run.datamodule is not None and state["datamodule"] is not None:
         run.datamodule.load_state_dict(state["datamodule"])
     for callback in run.callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
+    unclaimed = sorted(set(state["callbacks"]) - {callback.state_key for callback in run.callbacks})
+    if unclaimed and run.rank == 0:
+        warnings.warn(
+            f"{reader.path} has the state of callbacks that this run does not have, or has with other arguments; it is "
+            f"left out: {', '.join(unclaimed)}",
+            stacklevel=2,
+        )
 
 
 def resume_identity(run: Session, reader: Reader) -> None:
@@ -267,6 +318,8 @@ def resume_identity(run: Session, reader: Reader) -> None:
     _check_kind(reader)
     state = reader.state("trainer")
     run.trainer._seed, run.trainer.run_id = state["seed"], state["run_id"]
+    if run.ckpt_path == "auto":
+        run.trainer.run_folder.adopt(run, state.get("run_folder"))  # the same command goes on in the same folder
 
 
 def _check_kind(reader: Reader) -> None:
@@ -374,7 +427,11 @@ def load_module(
         saved = {**saved, **json.loads(Path(hparams_file).read_text())}
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    merged = {key: value for key, value in saved.items() if takes_all or key in parameters} | arguments
+    name = checkpoint.get("hparams_name")
+    merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
+    if name is not None:
+        merged[name] = AttributeDict(saved)  # they came as one argument, with all of them in it
+    merged |= arguments
     try:
         module = cls(**merged)
     except TypeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,8 @@ def test_on_exception(tmp_path: Path):
         run(tmp_path, saver, module=Fails())
     assert names(tmp_path / "kept") == ["step-00000002-1"]
     module = Toy()
-    quiet(max_epochs=1).fit(module, loader(), ckpt_path=tmp_path / "kept" / "step-00000002-1")
+    with pytest.warns(UserWarning, match=r"left out: ModelCheckpoint\(monitor='never'"):
+        quiet(max_epochs=1).fit(module, loader(), ckpt_path=tmp_path / "kept" / "step-00000002-1")
     assert len(module.seen) == 2
     with pytest.raises(ValueError, match="no more"):
         run(tmp_path, ModelCheckpoint(tmp_path / "none"), module=Fails())
@@ -301,6 +303,19 @@ def test_the_state_survives_a_restart(tmp_path: Path):
     assert names(tmp_path / "kept") == ["step-00000008-1", "step-00000012-1"]
     assert second.best_model_path == str(tmp_path / "kept" / "step-00000008-1")
     assert second.best_model_score == 1.0
+
+
+@pytest.mark.parametrize(("scores", "best"), [([1.0, 2.0, 3.0], 2.0), ([3.0, 2.0, 1.0], 1.0)])
+def test_a_checkpoint_that_has_gone_is_forgotten(scores: list[float], best: float, tmp_path: Path):
+    first = ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=3)
+    run(tmp_path, first, module=Scored(scores), max_epochs=3)
+    shutil.rmtree(tmp_path / "kept" / "step-00000004-1")  # the best, or the worst
+    second = ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=3)
+    run_on = quiet(max_epochs=3, callbacks=[second], enable_checkpointing=True, default_root_dir=tmp_path)
+    run_on.fit(Scored([]), loader(), loader(3), ckpt_path="last")
+    assert second.best_model_score == best
+    assert sorted(Path(path).name for path in second.best_k_models) == ["step-00000008-1", "step-00000012-1"]
+    assert Path(second.best_model_path).is_dir()
 
 
 def test_both_of_two_take_in_the_checkpoint_they_resume_from(tmp_path: Path):

@@ -1,0 +1,111 @@
+"""The run folder: who chooses it, who goes on in it, and what `status.json` says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep import Callback, Trainer
+from instep.callbacks import ModelCheckpoint
+from instep.loggers import Logger
+from tests.trainer.toys import Toy, loader, quiet
+
+
+def status(trainer: Trainer) -> dict[str, Any]:
+    assert trainer.log_dir is not None
+    return json.loads((Path(trainer.log_dir) / "status.json").read_text())
+
+
+class Raises(Callback):
+    """Raises in one hook, and keeps what status.json said when the hook was called."""
+
+    def __init__(self, hook: str, error: BaseException | None) -> None:
+        self.said: list[dict[str, Any]] = []
+
+        def run(trainer: Any, *args: Any) -> None:
+            self.said.append(status(trainer))
+            if error is not None:
+                raise error
+
+        setattr(self, hook, run)
+
+
+class Keeps(Logger):
+    def __init__(self, fail: bool = False) -> None:
+        super().__init__()
+        self.fail = fail
+        self.closed: list[str] = []
+
+    def _finalize(self, status: str) -> None:
+        self.closed.append(status)
+        if self.fail:
+            raise ValueError("the disk is full")
+
+
+@pytest.mark.parametrize(
+    ("hook", "error", "expected", "logged"),
+    [
+        ("on_train_end", None, ("done", 0), "success"),
+        ("on_train_start", ValueError("no"), ("failed", 1), "failed"),
+        ("on_train_start", KeyboardInterrupt(), ("interrupted", 130), "interrupted"),
+        ("on_train_start", SystemExit(143), ("interrupted", 143), "interrupted"),
+        ("on_train_start", SystemExit("bye"), ("interrupted", 1), "interrupted"),
+        ("teardown", ValueError("no"), ("failed", 1), "failed"),
+        ("teardown", KeyboardInterrupt(), ("interrupted", 130), "interrupted"),
+    ],
+)
+def test_the_status_is_that_of_the_first_error(
+    hook: str, error: BaseException | None, expected: tuple[str, int], logged: str, tmp_path: Path
+):
+    callback, logger = Raises(hook, error), Keeps()
+    trainer = quiet(max_epochs=1, callbacks=[callback], logger=logger, default_root_dir=tmp_path)
+    module = Toy()
+    if error is None:
+        trainer.fit(module, loader())
+    else:
+        with pytest.raises(type(error)) as caught:
+            trainer.fit(module, loader())
+        assert caught.value is error
+    assert callback.said[0] == {"status": "running"}
+    said = status(trainer)
+    assert (said["status"], said["exit_code"]) == expected
+    assert logger.closed == [logged]
+    assert trainer.train_dataloader is None, "detached"
+    assert trainer.state.fn is None
+
+
+def test_a_logger_that_fails_at_the_end_skips_nothing(tmp_path: Path):
+    loggers = [Keeps(fail=True), Keeps()]
+    trainer = quiet(max_epochs=1, logger=loggers, default_root_dir=tmp_path)
+    with pytest.raises(Exception, match="the disk is full"):
+        trainer.fit(Toy(), loader())
+    assert [logger.closed for logger in loggers] == [["success"], ["failed"]]
+    assert status(trainer)["status"] == "failed"
+
+
+# ---- "auto" with checkpoints elsewhere
+
+
+def resumed(root: Path, kept: Path, epochs: int) -> Trainer:
+    trainer = quiet(
+        max_epochs=epochs, callbacks=[ModelCheckpoint(kept)], default_root_dir=root, enable_checkpointing=True
+    )
+    trainer.fit(Toy(), loader(), ckpt_path="auto")
+    return trainer
+
+
+def test_auto_goes_on_in_the_same_run_folder_wherever_the_checkpoints_are(tmp_path: Path):
+    first = resumed(tmp_path / "runs", tmp_path / "kept", 1)
+    second = resumed(tmp_path / "runs", tmp_path / "kept", 2)
+    assert (second.log_dir, second.global_step) == (first.log_dir, 8)
+    elsewhere = resumed(tmp_path / "others", tmp_path / "kept", 3)
+    assert elsewhere.log_dir == str(tmp_path / "others" / "instep_runs" / "version_0"), "the root that was asked for"
+    shutil.rmtree(tmp_path / "others" / "instep_runs" / "version_0")
+    (tmp_path / "others" / "instep_runs" / "version_4").mkdir()
+    gone = resumed(tmp_path / "others", tmp_path / "kept", 4)
+    assert gone.log_dir == str(tmp_path / "others" / "instep_runs" / "version_5")
+    assert gone.global_step == 16

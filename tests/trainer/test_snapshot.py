@@ -1,0 +1,157 @@
+"""What a checkpoint holds beside tensors, and how it finds its owner again."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instep import Trainer, TrainModule
+from instep.callbacks import ModelCheckpoint, Timer
+from instep.checkpoint import CheckpointStore
+from instep.errors import UnsavableStateError
+from instep.loggers import Logger
+from tests.trainer.toys import Toy, loader, quiet
+
+
+def fit(root: Path, *, module: TrainModule | None = None, ckpt_path: Any = None, **settings: Any) -> Trainer:
+    given = {"max_epochs": 1, "enable_checkpointing": True, "default_root_dir": root, **settings}
+    trainer = quiet(**given)
+    trainer.fit(module or Toy(), loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_an_optimizer_that_cannot_be_saved_is_found_before_the_first_step(tmp_path: Path):
+    class Stubborn(Toy):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([{"params": self.parameters(), "owner": object()}], lr=0.1)
+
+    module = Stubborn()
+    with pytest.raises(UnsavableStateError, match=r"not started.*optimizers.*owner"):
+        fit(tmp_path, module=module)
+    assert module.seen == []
+
+
+# ---- states and their owners
+
+
+class One(Logger):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.got = state_dict["label"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "label": self.name}
+
+
+class Other(One):
+    pass
+
+
+def test_loggers_find_their_state_by_class_and_number(tmp_path: Path):
+    fit(tmp_path, logger=[One(name="a"), One(name="b"), Other(name="c")])
+    loggers = [Logger(), Other(), One(), One()]
+    fit(tmp_path, logger=loggers, max_epochs=2, ckpt_path="last")
+    assert [logger.got for logger in loggers if isinstance(logger, One)] == ["c", "a", "b"]
+
+
+def test_the_state_of_a_callback_that_is_gone_is_left_out_with_a_warning(tmp_path: Path):
+    fit(tmp_path, callbacks=[Timer()])
+    with pytest.warns(UserWarning, match=r"callbacks that this run does not have.*Timer"):
+        fit(tmp_path, max_epochs=2, ckpt_path="last")
+
+
+# ---- hyperparameters
+
+
+class Plain(TrainModule):
+    """A module that keeps no hyperparameters by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class FromConfig(Plain):
+    def __init__(self, config: Any, factor: float = 1.0) -> None:
+        super().__init__()
+        self.rate = config.rate if isinstance(config, argparse.Namespace) else config["rate"]
+        self.factor = factor
+        self.save_hyperparameters(config)
+
+
+class FromAll(Plain):
+    def __init__(self, config: Any, **others: Any) -> None:
+        super().__init__()
+        self.rate, self.others = config.rate, others
+        self.save_hyperparameters(config)
+
+
+@pytest.mark.parametrize("config", [{"rate": 0.5}, argparse.Namespace(rate=0.5)])
+def test_hyperparameters_that_came_as_one_argument_are_given_back_as_one(config: Any, tmp_path: Path):
+    trainer = fit(tmp_path, module=FromConfig(config))
+    path = trainer.save_checkpoint(tmp_path / "mine")
+    loaded = FromConfig.load_from_checkpoint(path, factor=2.0)
+    assert (loaded.rate, loaded.factor, dict(loaded.hparams)) == (0.5, 2.0, {"rate": 0.5})
+
+
+def test_one_argument_beside_any_others(tmp_path: Path):
+    trainer = fit(tmp_path, module=FromAll(argparse.Namespace(rate=0.5)))
+    loaded = FromAll.load_from_checkpoint(trainer.save_checkpoint(tmp_path / "mine"))
+    assert (loaded.rate, loaded.others) == (0.5, {})
+
+
+# ---- folders of checkpoints
+
+
+def test_what_killed_runs_left_is_swept_before_the_first_save(tmp_path: Path):
+    left = tmp_path / "kept" / ".deleting-step-00000004-1"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    fit(tmp_path, callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2)])
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-00000004-1"]
+
+
+def test_what_cannot_be_swept_stays_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    left = tmp_path / "kept" / ".deleting-step-00000004-1"
+    left.mkdir(parents=True)
+
+    def refuse(self: Any, path: Path) -> None:
+        raise PermissionError(13, "not yours")
+
+    monkeypatch.setattr("instep.checkpoint.files.LocalFiles.remove_tree", refuse)
+    with pytest.warns(UserWarning, match=r"stays there.*not yours"):
+        fit(tmp_path, callbacks=[ModelCheckpoint(tmp_path / "kept")])
+    assert [info.step for info in CheckpointStore(tmp_path / "kept").scan()] == [4]
+
+
+class Fails(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 6:
+            raise ValueError("no more")
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_an_exception_left_is_saved_beside_the_others_and_not_resumed_by_auto(tmp_path: Path):
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "kept", save_on_exception=True)
+
+    with pytest.raises(ValueError, match="no more"):
+        fit(tmp_path, module=Fails(), callbacks=[saver()], max_epochs=2)
+    found = CheckpointStore(tmp_path / "kept").scan()
+    assert [(info.step, info.kind) for info in found] == [(6, "exception"), (4, "full")]
+    module = Toy()
+    fit(tmp_path, module=module, callbacks=[saver()], max_epochs=2, ckpt_path="auto")
+    assert len(module.seen) == 4, "from step 4 on"
+    module = Toy()
+    fit(tmp_path, module=module, callbacks=[saver()], max_epochs=2, ckpt_path=found[0].path)
+    assert len(module.seen) == 2, "from step 6 on, by its path"
