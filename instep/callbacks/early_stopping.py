@@ -194,6 +194,13 @@ class EarlyStopping(Callback):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._fitting = stage == "fit"
 
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """A run that was stopped stays stopped when it is resumed, unless its patience was raised in the meantime."""
+        reason = self.stopping_reason
+        patient = reason is EarlyStoppingReason.PATIENCE_EXHAUSTED and self.wait_count < self.patience
+        if reason is not EarlyStoppingReason.NOT_STOPPED and not patient:
+            trainer.set_trigger("stop", reason=f"EarlyStopping: {self.stopping_reason_message}")
+
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._fitting and not trainer.sanity_checking and not self._at_epoch_end(trainer):
             self._check(trainer)

@@ -259,6 +259,7 @@ class Trainer(TrainerView):
             run.start_training()
             hooks.call("on_train_start")
             run.check_saving()
+            run.agree_on_triggers()
             batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
             max_steps, hand_over_every = self.settings.max_steps, self.settings.log_every_n_steps or 500
 

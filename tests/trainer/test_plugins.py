@@ -70,6 +70,24 @@ def test_early_stopping_waits_for_the_minimum():
     assert trainer.current_epoch == 3
 
 
+def test_a_stopped_run_stays_stopped_until_its_patience_is_raised(tmp_path: Path):
+    def steps(patience: int) -> int:
+        trainer = Trainer(
+            max_epochs=8,
+            accelerator="cpu",
+            callbacks=[EarlyStopping("score", patience=patience)],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(Scored([1.0] * 8), loader(), loader(), ckpt_path="auto")
+        return trainer.global_step
+
+    assert [steps(2), steps(2), steps(2)] == [12, 12, 12]
+    assert steps(4) == 20
+
+
 def test_early_stopping_without_its_metric():
     with pytest.raises(UsageError, match="watches 'scor', which was not logged"):
         quiet(max_epochs=1, callbacks=EarlyStopping("scor")).fit(Scored([1.0]), loader(), loader(3))
