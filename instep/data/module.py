@@ -150,9 +150,12 @@ class DataModule(HyperParameters):
 def _loaders(datasets: Any, batch_size: int, num_workers: int, shuffle: bool) -> Any:
     """A plain loader of a data set; as many as there are, in the same form, of several."""
     if isinstance(datasets, Mapping):
-        return {name: _loaders(dataset, batch_size, num_workers, shuffle) for name, dataset in datasets.items()}
-    several = isinstance(datasets, Sequence) and not hasattr(datasets, "__getitems__")
-    if several:
-        return [_loaders(dataset, batch_size, num_workers, shuffle) for dataset in datasets]
-    shuffle = shuffle and not isinstance(datasets, IterableDataset)
-    return DataLoader(datasets, batch_size, shuffle=shuffle, num_workers=num_workers)
+        return {name: _loader(dataset, batch_size, num_workers, shuffle) for name, dataset in datasets.items()}
+    if isinstance(datasets, Sequence) and not hasattr(datasets, "__getitems__"):
+        return [_loader(dataset, batch_size, num_workers, shuffle) for dataset in datasets]
+    return _loader(datasets, batch_size, num_workers, shuffle)
+
+
+def _loader(dataset: Any, batch_size: int, num_workers: int, shuffle: bool) -> DataLoader[Any]:
+    shuffle = shuffle and not isinstance(dataset, IterableDataset)
+    return DataLoader(dataset, batch_size, shuffle=shuffle, num_workers=num_workers)
