@@ -70,6 +70,7 @@ class ProgressBar(Callback):
         self._loop: tuple[Any, ...] = ()
         self._loop_start_s = 0.0
         self._train_start_s = 0.0
+        self._train_first = 0
         self._epoch_done: Line | None = None
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, float | int | str]:
@@ -90,6 +91,7 @@ class ProgressBar(Callback):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._close_epoch(trainer, module)
         self._train_start_s = time.monotonic()
+        self._train_first = trainer.progress.outer_batch  # not 0 in an epoch that a checkpoint was in
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._guard(self._note_epoch, trainer)
@@ -253,7 +255,7 @@ class ProgressBar(Callback):
         line.metrics = self.get_metrics(trainer, module)
         batches = f"{line.done} batches in {clock(line.elapsed_s)}"
         if line.elapsed_s > 0:
-            batches += f" ({line.done / line.elapsed_s:.1f} it/s)"
+            batches += f" ({(line.done - self._train_first) / line.elapsed_s:.1f} it/s)"
         screen.print("  ".join(filter(None, [line.title, batches, line.note, line.metric_text()])))
 
 

@@ -30,7 +30,7 @@ from instep.state.control import exchange
 
 BOUNDARY_S = 0.05
 MAX_EVERY = 10_000
-LOOP_TRIGGERS = ("stop", "save", "preempted")
+LOOP_TRIGGERS = ("stop", "save", "preempted", "validate")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-LOOP_TRIGGERS = ("stop", "save", "preempted", "validate")
 
 
 class Session:
@@ -108,7 +107,7 @@ class Session:
             trainer._seed = int(broadcast_object(torch.initial_seed() & (2**63 - 1)))
         self.world_size, self.rank = process.num_processes, process.process_index
         self.device = device_of(self.settings, process, trainer._environment)
-        self.triggers = Triggers(self.settings.trigger_every, reserved=LOOP_TRIGGERS)
+        self.triggers = Triggers(self.settings.trigger_every)
         self.precision = Precision(self.settings.precision, self.device)
         self.strategy.connect(self.device, self.precision)
         self.state = push_run(Run(f"Trainer.{self.fn}", self.precision.mixed_precision, num_steps=self.accumulate))
@@ -159,6 +158,8 @@ class Session:
         """Wait for nobody from here on: the other ranks may never come."""
         if hasattr(self, "triggers"):  # not yet, if the processes never met
             self.triggers.abandon()
+        if self.trainer._book is not None:
+            self.trainer._book.buffer.clear()  # what raised is not collected a second time
 
     def _finish(self, error: BaseException | None) -> None:
         self.trainer.state.status = _status(error)

@@ -288,7 +288,8 @@ def _load_into(
     except RuntimeError as error:
         raise CheckpointError(
             f"the weights of {path} do not fit {type(module).__name__}: {error}. "
-            "Set strict_loading = False on the module (or strict=False) to load what fits by name.",
+            "Set strict_loading = False on the module (or strict=False) to load what fits by name. If ckpt_path='auto' "
+            "found the run of another script, give each script a default_root_dir of its own.",
             path=path,
         ) from error
 
@@ -299,6 +300,8 @@ def resume_plugins(run: Session, reader: Reader) -> None:
     for key, logger in _by_class(trainer.loggers).items():
         if key in state["loggers"]:
             logger.load_state_dict(state["loggers"][key])
+    if run.rank == 0:
+        _warn_of_changes(state["hyper_parameters"], dict(run.module.hparams), reader.path)
     if run.datamodule is not None and state["datamodule"] is not None:
         run.datamodule.load_state_dict(state["datamodule"])
     for callback in run.callbacks:
@@ -309,6 +312,18 @@ def resume_plugins(run: Session, reader: Reader) -> None:
         warnings.warn(
             f"{reader.path} has the state of callbacks that this run does not have, or has with other arguments; it is "
             f"left out: {', '.join(unclaimed)}",
+            stacklevel=2,
+        )
+
+
+def _warn_of_changes(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    # By repr: values may be tensors or anything else that does not compare to True or False.
+    changed = [key for key in saved.keys() & now.keys() if repr(saved[key]) != repr(now[key])]
+    if changed:
+        listed = ", ".join(f"{key}={now[key]!r} (there {saved[key]!r})" for key in sorted(changed))
+        warnings.warn(
+            f"this run has other hyperparameters than {path}: {listed}. What the checkpoint holds is restored all the "
+            "same, learning rates among it; load_from_checkpoint and a new fit start with the new ones.",
             stacklevel=2,
         )
 

@@ -254,7 +254,10 @@ def test_another_architecture_is_a_clear_error(tmp_path: Path):
     trainer = quiet(max_epochs=1)
     trainer.fit(Sized(6), loader())
     path = trainer.save_checkpoint(tmp_path / "sized")
-    with pytest.raises(CheckpointError, match=r"(?s)do not fit Sized.*size mismatch.*strict_loading"):
+    with (
+        pytest.warns(UserWarning, match=r"width=7 \(there 6\)"),
+        pytest.raises(CheckpointError, match=r"(?s)do not fit Sized.*size mismatch.*strict_loading"),
+    ):
         quiet(max_epochs=2).fit(Sized(7), loader(), ckpt_path=path)
     with pytest.raises(CheckpointError, match="do not fit Toy"):
         quiet().test(Toy(), loader(), ckpt_path=path)
