@@ -1,8 +1,8 @@
-"""What the benchmarks share: children on a pseudo-terminal, CPU pinning, the machine's description, results and tables.
+"""What the benchmarks share: children on a pseudo-terminal, turns, the machine's description, results and tables.
 
-Each measurement runs in a fresh process (`run_child`), whose standard output and error are a pseudo-terminal, so that a
-progress bar draws as it does for a person. With several CPUs the child is pinned to one of them, with all its threads,
-and this process, which drains the terminal, to the others: what a framework does in background threads counts too.
+Each measurement runs in a fresh process, whose standard output and error are a pseudo-terminal, so that a progress bar
+draws as it does for a person. With several CPUs it is pinned to one of them, with all its threads, and this process,
+which drains the terminal, to the others: what a framework does in background threads counts too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import struct
 import subprocess
@@ -21,70 +22,142 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 RESULTS = Path(__file__).with_name("results")
 PACKAGES = ("torch", "instep", "lightning", "accelerate", "pytorch-ignite", "numpy", "rich", "tqdm", "tensorboard")
 ROWS, COLUMNS = 40, 120  # of the pseudo-terminal
 
 
-def run_child(script: str, request: dict[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
-    """Run `python script --child REQUEST` on a pseudo-terminal and return what its `answer` wrote.
+class Child:
+    """A process that runs `python script --child REQUEST` on a pseudo-terminal of its own.
 
     Args:
         script: the benchmark's file.
         request: JSON values for its measuring function.
-        timeout_s: after that the child is killed.
-
-    Returns:
-        The measuring function's result, and `terminal_bytes`: how much it wrote to the terminal.
-
-    Raises:
-        RuntimeError: the child failed or took too long; the text ends with what it printed last.
+        timeout_s: after that it is killed.
     """
-    import fcntl  # late: these three are missing on Windows, where import_time.py works all the same
-    import pty
-    import termios
 
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+    def __init__(self, script: str, request: dict[str, Any], timeout_s: float = 600.0) -> None:
+        import fcntl  # late: these three are missing on Windows, where import_time.py works all the same
+        import pty
+        import termios
+
+        self._what = f"{Path(script).name} {request}"
+        self._folder = tempfile.TemporaryDirectory(prefix="benchmark-")
+        folder = self._folder.name
         asked = Path(folder, "request.json")
         asked.write_text(json.dumps({**request, "root": folder, "cpu": pin_parent()}))
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-        env = {**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        child = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, script, "--child", str(asked)],
             stdin=subprocess.DEVNULL,
             stdout=theirs,
             stderr=theirs,
-            env=env,
+            env={**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             cwd=folder,
         )
         os.close(theirs)
-        deadline = threading.Timer(timeout_s, child.kill)
-        deadline.start()
-        written, tail = _drain(ours)
-        status = child.wait()
-        deadline.cancel()
-        os.close(ours)
-        answer = Path(folder, "answer.json")
-        if status or not answer.exists():
-            raise RuntimeError(f"{script} {request} ended with status {status}; it printed last:\n{tail}")
-        return {**json.loads(answer.read_text()), "terminal_bytes": written}
+        self._written, self._tail = 0, b""
+        self._reader = threading.Thread(target=self._drain, args=(ours,), daemon=True)
+        self._reader.start()
+        self._deadline = threading.Timer(timeout_s, self._process.kill)
+        self._deadline.start()
+
+    def _drain(self, terminal: int) -> None:
+        while True:
+            try:
+                chunk = os.read(terminal, 65536)
+            except OSError:  # Linux reports the other end's closing as EIO
+                chunk = b""
+            if not chunk:
+                os.close(terminal)
+                return
+            self._written += len(chunk)
+            self._tail = (self._tail + chunk)[-6000:]
+
+    def until_stopped(self) -> None:
+        """Wait until it has stopped itself (see `take_turns`)."""
+        _, status = os.waitpid(self._process.pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+            self._fail()
+
+    def go_on(self) -> None:
+        """Let it run again, until it stops itself the next time."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def result(self) -> dict[str, Any]:
+        """Wait for its end.
+
+        Returns:
+            The measuring function's result, and `terminal_bytes`: how much it wrote to the terminal.
+
+        Raises:
+            RuntimeError: it failed or took too long; the text ends with what it printed last.
+        """
+        status = self._process.wait()
+        self._deadline.cancel()
+        self._reader.join()
+        path = Path(self._folder.name, "answer.json")
+        if status or not path.exists():
+            self._fail()
+        answer = json.loads(path.read_text())
+        self._folder.cleanup()
+        return {**answer, "terminal_bytes": self._written}
+
+    def _fail(self) -> NoReturn:
+        self._deadline.cancel()
+        self._reader.join()
+        self._folder.cleanup()
+        last = self._tail.decode(errors="replace")
+        raise RuntimeError(f"{self._what} ended with status {self._process.returncode}; it printed last:\n{last}")
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        self._deadline.cancel()
+        if self._process.returncode is None:
+            self._process.kill()
+            self._process.wait()
 
 
-def _drain(terminal: int) -> tuple[int, str]:
-    """Read until all writers are gone; the number of bytes and the last of them as text."""
-    written, tail = 0, b""
-    while True:
-        try:
-            chunk = os.read(terminal, 65536)
-        except OSError:  # Linux reports the other end's closing as EIO
-            chunk = b""
-        if not chunk:
-            return written, tail.decode(errors="replace")
-        written += len(chunk)
-        tail = (tail + chunk)[-6000:]
+def run_child(script: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Run one child to its end and return its result."""
+    return Child(script, request).result()
+
+
+def take_turns(script: str, base: dict[str, Any], own: dict[str, Any], turns: int) -> list[dict[str, Any]]:
+    """Run two children in turns on one CPU: base, own, base, own, ..., base.
+
+    Both stop themselves (SIGSTOP: all threads) at the start and at the end of each turn, and note the times while they
+    run. So whatever slows the machine down for longer than a turn slows both down alike, and neither is measured while
+    the other runs, imports or shuts down.
+
+    Args:
+        script: the benchmark's file.
+        base: the request of the first, which gets one turn more.
+        own: that of the second.
+        turns: of the second.
+
+    Returns:
+        The results of both.
+    """
+    children = [Child(script, base), Child(script, own)]
+    try:
+        for child in children:
+            child.until_stopped()
+        for turn in range(2 * turns + 1):
+            children[turn % 2].go_on()
+            children[turn % 2].until_stopped()
+        results = []
+        for child in children:
+            child.go_on()
+            results.append(child.result())
+        return results
+    finally:
+        for child in children:
+            child.kill()
 
 
 def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

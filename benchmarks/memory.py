@@ -29,12 +29,12 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     import workload
 
     torch.set_num_threads(1)
-    clock = workload.Clock(request["first"], request["last"], harness.resident_bytes)
+    clock = workload.Clock([request["first"], request["last"]], harness.resident_bytes)
     loader = workload.make_loader("loader", request["last"] + REST, clock)
     train: Any = contenders.load(request["contender"])
     logging = {} if request["contender"] == "handwritten" else {"log_every_n_steps": 1}
     train(request["case"], loader, Path(request["root"]), **logging)
-    return {"resident_bytes": list(clock.marks.values())}
+    return {"resident_bytes": clock.all_notes()}
 
 
 def main() -> int:

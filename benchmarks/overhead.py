@@ -1,6 +1,6 @@
 """Microseconds per step that a trainer costs over a handwritten loop.
 
-    python benchmarks/overhead.py              # about 25 minutes
+    python benchmarks/overhead.py              # about 20 minutes
     python benchmarks/overhead.py --quick      # a rough look: 2,000 steps, 3 repetitions
     python benchmarks/overhead.py --data ready # ready batches instead of a DataLoader
 
@@ -12,10 +12,13 @@ The clock sits in the data, the same for all: wall time from when batch 500 is a
 end do not. Saves are timed alone, five of them after the epoch.
 
 The handwritten loop is `contenders/handwritten_run.py`: zero_grad, forward, loss, backward, step. Each measurement is
-paired: a fresh process, pinned to one CPU with all its threads, runs the handwritten loop, the contender, and the
-handwritten loop again; the overhead is the contender's time minus the mean of the two. Contenders and cases are
-interleaved, in another order in each repetition, and the median over repetitions is reported. The row `handwritten`
-measures the handwritten loop in the contender's place: the noise. Standard output and error are a pseudo-terminal.
+paired: two fresh processes, one with the handwritten loop and one with the contender, are pinned to the same CPU with
+all their threads and take turns of 1,000 steps: one runs while the other is stopped (SIGSTOP). The overhead is the
+mean, over the contender's ten turns, of its time minus the mean of the handwritten turns before and after. (A bar that
+was stopped is late, and redraws at once when its turn begins: this counts.) Contenders and cases are interleaved, in
+another order in each repetition, and the median over repetitions is reported; so is the median over all turns, which
+bears a machine that is not quite idle better. The row `handwritten` measures a second handwritten loop in the
+contender's place: the noise. Standard output and error are pseudo-terminals.
 
 Cases: `bare` has no logger, progress bar, summary or checkpoint. `log` is that with one `self.log("loss", loss)` per
 step. `everything` has that log with the bar, TensorBoard and CSV loggers, and ModelCheckpoint, all at their defaults.
@@ -26,8 +29,10 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,35 +40,53 @@ import contenders
 import harness
 
 WARMUP = 500  # steps before the clock starts
-REST = 100  # steps after it stops
+TURN = 1000  # steps
+REST = 100  # steps after the clock stops
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """In a fresh process: the handwritten loop, the contender, the handwritten loop again."""
+    """In a fresh process: one epoch of one loop, in turns."""
     import torch  # late: the parent needs none of it
     import workload
 
     torch.set_num_threads(1)
     root = Path(request["root"])
-
-    def epoch(name: str) -> tuple[tuple[float, float], contenders.Save]:
-        clock = workload.Clock(WARMUP, WARMUP + request["steps"], workload.times)
-        loader = workload.make_loader(request["data"], WARMUP + request["steps"] + REST, clock)
-        save = contenders.load(name)(request["case"], loader, root)
-        return workload.microseconds_per_step(clock), save
-
-    contenders.load(request["contender"])  # its import changes the process for all three
-    before, _ = epoch("handwritten")
-    own, save = epoch(request["contender"])
-    after, _ = epoch("handwritten")
+    steps = request["turn"] * request["turns"]
+    clock = workload.Clock(range(WARMUP, WARMUP + steps + 1, request["turn"]), workload.pause)
+    loader = workload.make_loader(request["data"], WARMUP + steps + REST, clock)
+    save = contenders.load(request["contender"])(request["case"], loader, root)
+    notes = clock.all_notes()
+    turns_us = [
+        [(stop - start) / 1000 / request["turn"] for start, stop in zip(began, ended, strict=True)]
+        for (_, began), (ended, _) in pairwise(notes)
+    ]
     saves_ms = [_timed_save(save, root / f"save-{i}") for i in range(5)] if request["case"] == "everything" else []
-    return {"before": before, "own": own, "after": after, "saves_ms": saves_ms}
+    return {"turns_us": turns_us, "saves_ms": saves_ms}
 
 
 def _timed_save(save: contenders.Save, folder: Path) -> float:
     start = time.perf_counter()
     save(folder)
     return (time.perf_counter() - start) * 1000
+
+
+def pair(name: str, case: str, data: str, steps: int) -> dict[str, Any]:
+    """The handwritten loop and a contender in turns.
+
+    Returns:
+        `own_us`: the contender's turns, each as (wall, CPU) microseconds per step. `handwritten_us`: for each of them
+        the mean of the handwritten turns before and after. And the contender's other results.
+    """
+    turn = min(TURN, steps)
+    turns = steps // turn
+    base = {"contender": "handwritten", "case": "bare", "data": data, "turn": turn, "turns": turns + 1}
+    own = {"contender": name, "case": case, "data": data, "turn": turn, "turns": turns}
+    handwritten, contender = harness.take_turns(__file__, base, own, turns)
+    around = [
+        [(before + after) / 2 for before, after in zip(*both, strict=True)]
+        for both in pairwise(handwritten["turns_us"])
+    ]
+    return {**contender, "handwritten_us": around, "own_us": contender["turns_us"]}
 
 
 def main() -> None:
@@ -78,10 +101,9 @@ def main() -> None:
     for _ in range(repetitions):
         shuffle(jobs)
         for name, case in jobs:
-            request = {"contender": name, "case": case, "steps": steps, "data": args.data}
-            answer = harness.run_child(__file__, request)
+            answer = pair(name, case, args.data, steps)
             answers[name, case].append(answer)
-            own, base = answer["own"][0], (answer["before"][0] + answer["after"][0]) / 2
+            own, base = (statistics.fmean(wall for wall, _ in answer[key]) for key in ("own_us", "handwritten_us"))
             progress.step(f"{name} {case}: {own:.1f} us, handwritten {base:.1f} us")
     results = [
         {"contender": name, "case": case, **summary(answers[name, case])}
@@ -99,11 +121,13 @@ def summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the repetitions; wall time first, then CPU time."""
     result: dict[str, Any] = {}
     for i, kind in enumerate(("wall", "cpu")):
-        handwritten = [(a["before"][i] + a["after"][i]) / 2 for a in answers]
-        own = [a["own"][i] for a in answers]
-        result[f"handwritten_{kind}_us"] = harness.spread(handwritten)
-        result[f"own_{kind}_us"] = harness.spread(own)
-        result[f"overhead_{kind}_us"] = harness.spread([a - b for a, b in zip(own, handwritten, strict=True)])
+        own = [[turn[i] for turn in a["own_us"]] for a in answers]
+        handwritten = [[turn[i] for turn in a["handwritten_us"]] for a in answers]
+        over = [[x - y for x, y in zip(*both, strict=True)] for both in zip(own, handwritten, strict=True)]
+        result[f"handwritten_{kind}_us"] = harness.spread([statistics.fmean(turns) for turns in handwritten])
+        result[f"own_{kind}_us"] = harness.spread([statistics.fmean(turns) for turns in own])
+        result[f"overhead_{kind}_us"] = harness.spread([statistics.fmean(turns) for turns in over])
+        result[f"overhead_{kind}_us_of_all_turns"] = harness.spread([turn for turns in over for turn in turns])
     saves = [value for a in answers for value in a["saves_ms"]]
     result["save_ms"] = harness.spread(saves) if saves else None
     result["terminal_bytes"] = min(a["terminal_bytes"] for a in answers)
@@ -114,7 +138,7 @@ def report(results: list[dict[str, Any]]) -> None:
     """Print the table."""
     rows = []
     for result in results:
-        wall, cpu, save = result["overhead_wall_us"], result["overhead_cpu_us"], result["save_ms"]
+        wall, turns, save = result["overhead_wall_us"], result["overhead_wall_us_of_all_turns"], result["save_ms"]
         rows.append(
             (
                 result["contender"],
@@ -123,11 +147,13 @@ def report(results: list[dict[str, Any]]) -> None:
                 f"{result['own_wall_us']['median']:.1f}",
                 f"{wall['median']:+.1f}",
                 f"{wall['min']:+.1f} .. {wall['max']:+.1f}",
-                f"{cpu['median']:+.1f}",
+                f"{turns['median']:+.1f}",
+                f"{result['overhead_cpu_us']['median']:+.1f}",
                 f"{save['median']:.1f}" if save else "",
             )
         )
-    header = ("loop", "case", "handwritten us", "us/step", "overhead us", "min .. max", "CPU overhead us", "save ms")
+    us = ("handwritten us", "us/step", "overhead us", "min .. max", "of turns", "CPU time")
+    header = ("loop", "case", *us, "save ms")
     harness.print_table(header, rows)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,34 +17,39 @@ LEARNING_RATE = 0.01
 
 
 class Clock:
-    """Notes the time when batch `first` and when batch `last` is asked for, whoever asks.
+    """Notes something whenever one of certain batches is asked for, whoever asks.
 
     Whatever a framework does between two batches lies in between; what it does before the first and after the last
     step of the epoch (setting up, saving) does not.
 
     Args:
-        first: a batch's number; those before it are the warm-up.
-        last: a later batch's number.
-        probe: what to note.
+        batches: numbers of batches in the epoch.
+        note: called when one of them is asked for.
     """
 
-    def __init__(self, first: int, last: int, probe: Callable[[], Any] = lambda: (0, 0)) -> None:
-        self.marks: dict[int, Any] = {first: None, last: None}
-        self.steps = last - first
-        self._probe = probe
+    def __init__(self, batches: Sequence[int], note: Callable[[], Any]) -> None:
+        self.notes: list[Any] = []
+        self._expected = len(batches)
+        self._batches = frozenset(batches)
+        self._note = note
         self._batch = 0
 
     def tick(self) -> None:
         """A batch is asked for."""
         batch = self._batch
         self._batch = batch + 1
-        if batch in self.marks:
-            self.marks[batch] = self._probe()
+        if batch in self._batches:
+            self.notes.append(self._note())
 
     def collate(self, samples: list[Any]) -> Any:
         """The loader's `collate_fn`."""
         self.tick()
         return default_collate(samples)
+
+    def all_notes(self) -> list[Any]:
+        """The notes, of all batches that were named."""
+        assert len(self.notes) == self._expected, f"the run ended after {self._batch} batches"
+        return self.notes
 
 
 def times() -> tuple[int, int]:
@@ -50,12 +57,11 @@ def times() -> tuple[int, int]:
     return time.perf_counter_ns(), time.process_time_ns()
 
 
-def microseconds_per_step(clock: Clock) -> tuple[float, float]:
-    """Wall and CPU time between the clock's two marks, per step."""
-    start, stop = clock.marks.values()
-    if start is None or stop is None:
-        raise RuntimeError(f"the run ended before the clock's last mark: {clock.marks}")
-    return tuple((b - a) / 1000 / clock.steps for a, b in zip(start, stop, strict=True))  # type: ignore[return-value]
+def pause() -> tuple[tuple[int, int], tuple[int, int]]:
+    """End of a turn: stop this process until it is let go on. The times before and after."""
+    before = times()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return before, times()
 
 
 class ReadyBatches:
