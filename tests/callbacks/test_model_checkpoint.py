@@ -294,6 +294,7 @@ def test_hyperparameters_that_cannot_be_saved_come_with_advice(tmp_path: Path):
         run(tmp_path, module=Module(object()))
 
 
+@pytest.mark.filterwarnings("ignore:this run has other hyperparameters")
 def test_the_state_survives_a_restart(tmp_path: Path):
     first = ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=2)
     run(tmp_path, first, module=Scored([3.0, 1.0, 9, 9]), max_epochs=2)
@@ -305,6 +306,7 @@ def test_the_state_survives_a_restart(tmp_path: Path):
     assert second.best_model_score == 1.0
 
 
+@pytest.mark.filterwarnings("ignore:this run has other hyperparameters")
 @pytest.mark.parametrize(("scores", "best"), [([1.0, 2.0, 3.0], 2.0), ([3.0, 2.0, 1.0], 1.0)])
 def test_a_checkpoint_that_has_gone_is_forgotten(scores: list[float], best: float, tmp_path: Path):
     first = ModelCheckpoint(tmp_path / "kept", monitor="score", save_top_k=3)
@@ -318,6 +320,7 @@ def test_a_checkpoint_that_has_gone_is_forgotten(scores: list[float], best: floa
     assert Path(second.best_model_path).is_dir()
 
 
+@pytest.mark.filterwarnings("ignore:this run has other hyperparameters")
 def test_both_of_two_take_in_the_checkpoint_they_resume_from(tmp_path: Path):
     def two() -> list[Any]:
         return [ModelCheckpoint(tmp_path / "kept"), ModelCheckpoint(tmp_path / "kept", every_n_epochs=2)]
