@@ -81,6 +81,16 @@ def read_environment(environ: Mapping[str, str] | None = None) -> ProcessEnviron
     )
 
 
+def read_debug(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether `INSTEP_DEBUG` asks for checked collectives."""
+    value = (os.environ if environ is None else environ).get("INSTEP_DEBUG", "0").strip().lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    raise SettingError(f"INSTEP_DEBUG={value!r} is not a switch: set it to 1 or 0", field="INSTEP_DEBUG", got=value)
+
+
 def _number(environ: Mapping[str, str], name: str, default: int | None, low: int = 0, high: int | None = None) -> int:
     text = environ.get(name)
     if text is None or text == "":

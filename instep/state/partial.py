@@ -114,6 +114,11 @@ class PartialState:
         return self.process_index == self.num_processes - 1
 
     @property
+    def debug(self) -> bool:
+        """Whether `INSTEP_DEBUG=1` is set. `gather`, `reduce` and `broadcast` compare their calls over ranks anyway."""
+        return process.held().debug
+
+    @property
     def owns_process_group(self) -> bool:
         """Whether instep made the process group, and may destroy it."""
         groups = process.held().groups

@@ -11,7 +11,7 @@ import torch
 from instep.errors import SettingError, StateError, one_of
 from instep.state import process_group
 from instep.state.device import DeviceKind, DistributedType, device_of, find_device_kind, make_current
-from instep.state.environment import ProcessEnvironment, read_environment
+from instep.state.environment import ProcessEnvironment, read_debug, read_environment
 
 _OPTIONS = ("backend", "timeout", "pg_options", "device_id")
 
@@ -25,6 +25,7 @@ class Process:
         device: its device.
         distributed_type: what the processes are together.
         backend: the process group's, as torch names it; None for one process.
+        debug: whether collectives are checked.
         groups: the process groups; None for one process.
         asked: the arguments that were given, to compare later ones with.
     """
@@ -33,6 +34,7 @@ class Process:
     device: torch.device
     distributed_type: DistributedType
     backend: str | None
+    debug: bool
     groups: process_group.Groups | None
     asked: dict[str, Any]
 
@@ -106,14 +108,15 @@ def _checked(cpu: bool | None, kwargs: dict[str, Any]) -> dict[str, Any]:
 def _build(asked: dict[str, Any]) -> Process:
     environment = read_environment()
     process_group.check_existing(environment)
+    debug = read_debug()
     kind = find_device_kind("cpu" if asked.get("cpu") else "auto")
     device = device_of(kind, environment.local_rank)
     if environment.world_size == 1:
         make_current(device)
-        return Process(environment, device, DistributedType.NO, None, None, asked)
+        return Process(environment, device, DistributedType.NO, None, debug, None, asked)
     make_current(device)
     backend, groups = _join(environment, kind, asked)
-    return Process(environment, device, kind.distributed_type, backend, groups, asked)
+    return Process(environment, device, kind.distributed_type, backend, debug, groups, asked)
 
 
 def _join(environment: ProcessEnvironment, kind: DeviceKind, asked: dict[str, Any]) -> tuple[str, process_group.Groups]:

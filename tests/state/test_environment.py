@@ -4,6 +4,7 @@ import pytest
 
 from instep.errors import SettingError
 from instep.state import ProcessEnvironment, read_environment
+from instep.state.environment import read_debug
 
 TORCHRUN = {
     "RANK": "5",
@@ -57,3 +58,10 @@ def test_contradictions_are_errors_that_name_the_variable(change: dict[str, str 
     environ = {key: value for key, value in {**TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(SettingError, match=message):
         read_environment(environ)
+
+
+def test_debug_is_a_switch() -> None:
+    assert [read_debug({"INSTEP_DEBUG": text}) for text in ("1", "true", "0", "")] == [True, True, False, False]
+    assert read_debug({}) is False
+    with pytest.raises(SettingError, match="INSTEP_DEBUG='maybe'"):
+        read_debug({"INSTEP_DEBUG": "maybe"})

@@ -25,6 +25,7 @@ FACTS = (
     "is_main_process",
     "is_local_main_process",
     "is_last_process",
+    "debug",
 )
 
 
@@ -39,7 +40,7 @@ def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
 def test_a_process_alone() -> None:
     state = PartialState(cpu=True)
     assert [getattr(state, name) for name in FACTS] == [
-        torch.device("cpu"), DistributedType.NO, None, 1, 0, 0, 1, 0, True, True, True,
+        torch.device("cpu"), DistributedType.NO, None, 1, 0, 0, 1, 0, True, True, True, False,
     ]  # fmt: skip
     assert state.initialized
     assert state.control_group is None
@@ -78,6 +79,7 @@ def test_asking_again_for_the_same_is_fine_and_for_something_else_names_both_val
     [
         ({"WORLD_SIZE": "2"}, {}),
         ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "", "MASTER_PORT": ""}, {}),
+        ({"INSTEP_DEBUG": "maybe"}, {}),
         ({}, {"timeout": 0}),
         ({}, {"time_out": 5}),
     ],
