@@ -121,7 +121,6 @@ def test_digits_learns(tmp_path: Path, devices: int) -> None:
     said = run("digits.py", tmp_path, devices=devices)
     assert number(r"test accuracy ([\d.]+)%", said) >= 97.0
     assert number(r": (\d+) of 297 correct", said) >= 0.97 * 297
-    assert number(r"training took ([\d.]+) s", said) < 60.0
     assert number(r"trained (\d+) steps", said) == 15 * 19
     assert f"on {devices} process(es)" in said
     dashboard = re.search(r"tensorboard --logdir (.+)", said)
