@@ -8,6 +8,7 @@ which drains the terminal, to the others: what a framework does in background th
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ from typing import Any, NoReturn
 
 RESULTS = Path(__file__).with_name("results")
 PACKAGES = ("torch", "instep", "lightning", "accelerate", "pytorch-ignite", "numpy", "rich", "tqdm", "tensorboard")
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ROWS, COLUMNS = 40, 120  # of the pseudo-terminal
 
 
@@ -162,12 +164,19 @@ def take_turns(script: str, base: dict[str, Any], own: dict[str, Any], turns: in
 
 def answer(measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """In the child: pin it, measure, write the result."""
+    _die_with_parent()
     asked = Path(sys.argv[2])
     request = json.loads(asked.read_text())
     if request["cpu"] is not None:
         os.sched_setaffinity(0, {request["cpu"]})
     result = measure(request)
     asked.with_name("answer.json").write_text(json.dumps(result))
+
+
+def _die_with_parent() -> None:
+    """A child that is stopped would otherwise stay for ever when the benchmark is killed. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def pin_parent() -> int | None:
