@@ -155,6 +155,8 @@ class ModelCheckpoint(Callback):
         self.train_time_interval = train_time_interval
         self.every_n_epochs = every_n_epochs if every_n_epochs is not None else int(not several)
         self.save_on_train_epoch_end = save_on_train_epoch_end
+        if self.every_n_train_steps or train_time_interval is not None:
+            self.on_train_batch_end = self._after_batch  # a hook per step only for who needs it
         self.policy = TopK(save_top_k, mode)
         self.best_model_score: float | None = None
         self.best_model_path = ""
@@ -223,9 +225,7 @@ class ModelCheckpoint(Callback):
                 self.best_model_path, self.best_model_score = path, float(info["score"])
         self.last_model_path = path
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         at = trainer.position
         if at.batch != at.window_batch:
             return  # in the middle of an optimizer window, where a run cannot go on
