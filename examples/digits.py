@@ -138,6 +138,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
 def main() -> None:
     """Train and test, or test one checkpoint."""
     args = parse_arguments()
+    torch.set_num_threads(1)  # the net is so small that threads cost more by waiting for each other than they give
     seed_everything(args.seed)
     trainer = Trainer(
         accelerator=args.accelerator,
