@@ -196,3 +196,18 @@ HOOKS: tuple[str, ...] = tuple(
     name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_")
 )
 """The names of all hooks, in the order above."""
+
+
+def acts_at_epoch_end(trainer: Trainer, asked: bool | None) -> bool:
+    """Whether a callback that watches a metric acts at a training epoch's end, and not after each validation.
+
+    Args:
+        trainer: with its intervals of validation.
+        asked: what the user said; None leaves it to when validation runs: once per epoch, or never, means its end.
+    """
+    if asked is not None:
+        return asked
+    if sum(trainer.num_val_batches) == 0:
+        return True
+    interval = trainer.val_check_interval  # a float is a fraction of an epoch, an int counts batches
+    return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from instep.callbacks.base import Callback
+from instep.callbacks.base import Callback, acts_at_epoch_end
 from instep.errors import SettingError, UsageError, one_of
 
 if TYPE_CHECKING:
@@ -202,20 +202,16 @@ class EarlyStopping(Callback):
             trainer.set_trigger("stop", reason=f"EarlyStopping: {self.stopping_reason_message}")
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._fitting and not trainer.sanity_checking and not self._at_epoch_end(trainer):
+        if (
+            self._fitting
+            and not trainer.sanity_checking
+            and not acts_at_epoch_end(trainer, self.check_on_train_epoch_end)
+        ):
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._at_epoch_end(trainer):
+        if acts_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)
-
-    def _at_epoch_end(self, trainer: Trainer) -> bool:
-        if self.check_on_train_epoch_end is not None:
-            return self.check_on_train_epoch_end
-        if sum(trainer.num_val_batches) == 0:
-            return True
-        interval = trainer.val_check_interval  # a float is a fraction of an epoch, an int counts batches
-        return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def _check(self, trainer: Trainer) -> None:
         if trainer.fast_dev_run:

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.callbacks.base import Callback
+from instep.callbacks.base import Callback, acts_at_epoch_end
 from instep.errors import Preempted, SettingError, one_of
 from instep.types import PathLike
 
@@ -239,11 +239,15 @@ class ModelCheckpoint(Callback):
             trainer.set_trigger("save", "train_time_interval")
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._fitting and not trainer.sanity_checking and not self._at_epoch_end(trainer):
+        if (
+            self._fitting
+            and not trainer.sanity_checking
+            and not acts_at_epoch_end(trainer, self.save_on_train_epoch_end)
+        ):
             self._save_by_epoch(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._at_epoch_end(trainer):
+        if acts_at_epoch_end(trainer, self.save_on_train_epoch_end):
             self._save_by_epoch(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -269,14 +273,6 @@ class ModelCheckpoint(Callback):
         if trainer.agree(saved and not self.save_weights_only):
             return Path(self.last_model_path)
         return self._save(trainer, last=True, full=True)
-
-    def _at_epoch_end(self, trainer: Trainer) -> bool:
-        if self.save_on_train_epoch_end is not None:
-            return self.save_on_train_epoch_end
-        if sum(trainer.num_val_batches) == 0:
-            return True
-        interval = trainer.val_check_interval  # a float is a fraction of an epoch, an int counts batches
-        return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def _save_by_epoch(self, trainer: Trainer) -> None:
         due = self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0

@@ -62,7 +62,7 @@ def _load_foreign(path: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} cannot be read without running code that it names: {str(error).splitlines()[0]} "
-            "If you trust it, load it yourself with torch.load(weights_only=False) and save its state dict.",
+            "Save its state dict alone where it was made: torch.save(model.state_dict(), path).",
             path=path,
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError) as error:

@@ -8,9 +8,7 @@ same for every world size, and bit-identical after a resume.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,32 +18,12 @@ from torch import Tensor
 from instep.distributed import find_batch_size, gather_object
 from instep.errors import LogError
 from instep.trainer.packed import PackedCopy
-
-
-class Options(NamedTuple):
-    """The arguments of one `self.log` call, less name, value and batch size; they must not change for a name."""
-
-    prog_bar: bool = False
-    logger: bool | None = None
-    on_step: bool | None = None
-    on_epoch: bool | None = None
-    reduce_fx: str = "mean"
-    sync_dist: bool | None = None
-    add_dataloader_idx: bool = True
-    rank_zero_only: bool = False
-
+from instep.trainer.slots import Options, Slot, final, merge, reduction
 
 K = TypeVar("K")
 
 Entry = tuple[str, Any, Options, "int | None"]
 
-_REDUCTIONS: dict[Any, str] = {
-    **{name: name for name in ("mean", "sum", "min", "max")},
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.min: "min",
-    torch.max: "max",
-}
 _BATCH_HOOKS_OF_TRAINING = {
     "training_step",
     "on_train_batch_start",
@@ -70,77 +48,11 @@ _EPOCH_HOOKS = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end"} 
 }
 
 
-def reduction(name: str, reduce_fx: Any) -> str:
-    """The name of a `reduce_fx`, which may be given as `"mean"` or as `torch.mean`."""
-    try:
-        return _REDUCTIONS[reduce_fx]
-    except (KeyError, TypeError):
-        raise LogError(
-            f"self.log({name!r}, reduce_fx={reduce_fx!r}): use 'mean', 'sum', 'min' or 'max'; for anything else "
-            "log an object with update() and compute(), such as a torchmetrics Metric."
-        ) from None
-
-
 class NullBuffer(list[Entry]):
     """Forgets what is logged: `barebones` has no log."""
 
     def append(self, entry: Entry) -> None:
         pass
-
-
-@dataclass
-class _Slot:
-    name: str
-    options: Options
-    on_step: bool
-    on_epoch: bool
-    op: str
-    order: int
-    hook: str
-    suffix: str = ""
-    metric: Any = None
-    last: Any = None
-    fresh: bool = False
-    values: list[Any] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    total: float | None = None
-    weight: float = 0.0
-
-    @property
-    def full_name(self) -> str:
-        return self.name + self.suffix
-
-    @property
-    def step_name(self) -> str:
-        return f"{self.name}_step{self.suffix}" if self.on_epoch else self.full_name
-
-    @property
-    def epoch_name(self) -> str:
-        return f"{self.name}_epoch{self.suffix}" if self.on_step else self.full_name
-
-    def add(self, value: float, weight: float) -> None:
-        amount = value * weight if self.op == "mean" else value
-        self.total = amount if self.total is None else _COMBINE[self.op](self.total, amount)
-        self.weight += weight
-
-    def clear(self) -> None:
-        self.values, self.weights, self.total, self.weight = [], [], None, 0.0
-
-
-def _smaller(a: float, b: float) -> float:
-    return a if a <= b or math.isnan(a) else b
-
-
-def _larger(a: float, b: float) -> float:
-    return a if a >= b or math.isnan(a) else b
-
-
-_COMBINE: dict[str, Callable[[float, float], float]] = {
-    "mean": lambda a, b: a + b,
-    "sum": lambda a, b: a + b,
-    "min": _smaller,
-    "max": _larger,
-}
 
 
 class StepMetrics(NamedTuple):
@@ -170,10 +82,10 @@ class LogBook:
         self._num_loaders = num_loaders
         self._dataloader_idx: int | None = None
         self._hook = ""
-        self._slots: dict[tuple[str, int | None], dict[str, _Slot]] = {}
-        self._current: dict[str, _Slot] = {}
+        self._slots: dict[tuple[str, int | None], dict[str, Slot]] = {}
+        self._current: dict[str, Slot] = {}
         self._order = 0
-        self._outstanding: tuple[PackedCopy, list[tuple[_Slot, int]], list[_Slot], int] | None = None
+        self._outstanding: tuple[PackedCopy, list[tuple[Slot, int]], list[Slot], int] | None = None
         self._held_weights: list[float] = []
         self.step_values: dict[str, Any] = {}
         """The last step values by name (numbers or device tensors), for whoever shows them."""
@@ -241,7 +153,7 @@ class LogBook:
         size = find_batch_size(self.batch)
         return 1.0 if size is None else float(size)
 
-    def _slot(self, name: str, value: Any, options: Options) -> _Slot:
+    def _slot(self, name: str, value: Any, options: Options) -> Slot:
         known = self._current.get(name)
         if known is not None:
             changed = [
@@ -265,7 +177,7 @@ class LogBook:
         on_step, on_epoch = self._defaults(name, options)
         metric = value if _is_metric(value) else None
         op = reduction(name, options.reduce_fx)
-        slot = _Slot(name, options, on_step, on_epoch, op, self._order, self._hook, suffix, metric)
+        slot = Slot(name, options, on_step, on_epoch, op, self._order, self._hook, suffix, metric)
         self._order += 1
         self._current[name] = slot
         if not options.add_dataloader_idx:
@@ -301,7 +213,7 @@ class LogBook:
 
     # ---- out of the slots
 
-    def _all(self) -> Iterable[_Slot]:
+    def _all(self) -> Iterable[Slot]:
         # By identity: without add_dataloader_idx one slot stands for several loaders.
         return {id(slot): slot for slots in list(self._slots.values()) for slot in list(slots.values())}.values()
 
@@ -316,8 +228,8 @@ class LogBook:
             step_values: False leaves them where they are.
         """
         arrived = self._arrive()
-        held: list[tuple[_Slot, int]] = []
-        fresh: list[_Slot] = []
+        held: list[tuple[Slot, int]] = []
+        fresh: list[Slot] = []
         values: list[Any] = []
         weights: list[float] = []
         for slot in self._all():
@@ -386,7 +298,7 @@ class LogBook:
             if slot.metric is None and slot.options.sync_dist is not False and not slot.options.rank_zero_only
         }
         everywhere = gather_object(local) if self._world_size > 1 else [local]
-        shared = {name: _merge(parts) for name, parts in _by_name(everywhere).items()}
+        shared = {name: merge(parts) for name, parts in _by_name(everywhere).items()}
         result: list[EpochMetric] = []
         for slot in slots:
             if slot.metric is not None:
@@ -397,7 +309,7 @@ class LogBook:
             elif (slot.epoch_name, slot.hook) in shared:
                 value = shared.pop((slot.epoch_name, slot.hook))
             else:
-                value = _final(slot.op, slot.total, slot.weight)
+                value = final(slot.op, slot.total, slot.weight)
             if value is not None:
                 result.append(EpochMetric(slot.epoch_name, value, slot.options, slot.full_name))
             if reset:
@@ -459,20 +371,6 @@ class LogBook:
         self._select()
 
 
-def merge_states(by_rank: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The states of several ranks' books as one: sums are added up, last values are the first rank's."""
-    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for state in by_rank:
-        for slot in state:
-            known = merged.setdefault((slot["hook"], slot["dataloader_idx"], slot["key"]), slot)
-            if known is slot or slot["total"] is None:
-                continue
-            combine = _COMBINE[Options(*slot["options"]).reduce_fx]
-            known["total"] = slot["total"] if known["total"] is None else combine(known["total"], slot["total"])
-            known["weight"] += slot["weight"]
-    return list(merged.values())
-
-
 class EpochMetric(NamedTuple):
     """One reduced epoch value; `plain` is its name without the "_epoch" that parts it from a step value."""
 
@@ -513,20 +411,3 @@ def _by_name(parts: Sequence[dict[K, Any]]) -> dict[K, list[Any]]:
         for name, value in part.items():
             names.setdefault(name, []).append(value)
     return names
-
-
-def _merge(parts: Sequence[tuple[str, float | None, float]]) -> float | None:
-    op = parts[0][0]
-    total: float | None = None
-    for _, amount, _ in parts:
-        if amount is not None:
-            total = amount if total is None else _COMBINE[op](total, amount)
-    return _final(op, total, sum(weight for _, _, weight in parts))
-
-
-def _final(op: str, total: float | None, weight: float) -> float | None:
-    if total is None:
-        return None
-    if op == "mean":
-        return total / weight if weight else None
-    return total

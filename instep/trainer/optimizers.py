@@ -13,18 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from instep.errors import HookError, SettingError
-from instep.utils.optimizer_state import clean_name, load_optimizer_state, names_of, optimizer_state
-
-__all__ = [
-    "LRSchedulerConfig",
-    "OptimizerSetup",
-    "TrainOptimizer",
-    "clean_name",
-    "configure",
-    "load_optimizer_state",
-    "optimizer_state",
-    "step_schedulers",
-]
+from instep.utils.optimizer_state import names_of
 
 _FORMS = (
     "an optimizer; a list of optimizers; two lists ([optimizers], [schedulers]); a dict with 'optimizer' and perhaps "

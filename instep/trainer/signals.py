@@ -19,7 +19,8 @@ class SignalGuard:
 
     One that nobody acts on any more, because the last agreement is past, is delivered again at the end.
 
-    Does nothing outside the main thread, where Python delivers no signals.
+    Does nothing outside the main thread, where Python delivers no signals. Processes forked from this one, such as a
+    loader's workers, inherit the handler: in them Ctrl-C does nothing, since this process ends them, and SIGTERM ends.
 
     Args:
         triggers: where `preempted` is set.
@@ -32,9 +33,11 @@ class SignalGuard:
         self._triggers = triggers
         self._quiet = quiet
         self._before: dict[int, Any] = {}
+        self._pid = -1
         self.received: int | None = None
 
     def __enter__(self) -> SignalGuard:
+        self._pid = os.getpid()
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
                 self._before[number] = signal.signal(number, self._handle)
@@ -56,6 +59,11 @@ class SignalGuard:
         self._before = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
         if self.received is not None:
             self._put_back()
             self.received = None  # it is delivered now

@@ -24,11 +24,11 @@ from instep import __version__
 from instep.distributed import raise_together
 from instep.errors import CheckpointError, CorruptCheckpointError, DataError, RemoteError, UnsavableStateError
 from instep.trainer.hooks import ModuleHooks, is_overridden
-from instep.trainer.log import merge_states
 from instep.trainer.metric_states import load_metric_states, metric_objects, metric_states
-from instep.trainer.optimizers import clean_name, load_optimizer_state, optimizer_state
+from instep.trainer.slots import merge_states
 from instep.types import PathLike
 from instep.utils.hparams import AttributeDict
+from instep.utils.optimizer_state import clean_name, load_optimizer_state, optimizer_state
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
 
 if TYPE_CHECKING:

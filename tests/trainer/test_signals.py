@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 from instep import Callback
 from instep.callbacks import ModelCheckpoint
+from instep.distributed import Triggers
 from instep.errors import Preempted
+from instep.trainer.signals import SignalGuard
 from tests.trainer.toys import Toy, loader, quiet
 
 
@@ -81,3 +84,18 @@ def test_a_signal_beside_an_error_is_delivered_after_the_error_was_shown(
 def test_a_second_signal_in_teardown_leaves_everything_put_back(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, Sends("teardown", signal.SIGINT, signal.SIGINT))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_in_a_forked_child_ctrl_c_says_nothing_and_sigterm_ends(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+):
+    triggers = Triggers()
+    with SignalGuard(triggers):
+        child = os.fork()
+        if child == 0:  # as a data loader's worker is
+            signal.raise_signal(number)
+            os._exit(7)  # still here
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (7 if number == signal.SIGINT else -signal.SIGTERM)
+    assert capfd.readouterr().err == ""
