@@ -1,10 +1,15 @@
 """What processes tell each other: collectives on nested data, objects, errors, and triggers.
 
 Everything works alike with one process, where nothing is sent.
+
+Checked mode (`INSTEP_DEBUG=1`, or `PartialState(debug=True)`): before each of these collectives all ranks compare the
+operation, the names, shapes and dtypes of what they pass, and the file and line that called. The first difference is an
+error on every rank that shows all of them; a rank that does not come within the process group's time-out is named, with
+the last collective that it did. It costs a message and a note in torch's store per collective: for finding a bug.
 """
 
-from instep.distributed.collectives import all_reduce_, broadcast, gather, pad_across_processes, reduce
-from instep.distributed.nested import find_batch_size, send_to_device
+from instep.distributed.collectives import all_reduce_, broadcast, gather, gather_ragged, pad_across_processes, reduce
+from instep.distributed.nested import concatenate, find_batch_size, send_to_device, slice_tensors
 from instep.distributed.objects import (
     broadcast_object,
     broadcast_object_list,
@@ -22,13 +27,16 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_object_list",
+    "concatenate",
     "control_group",
     "find_batch_size",
     "gather",
     "gather_object",
+    "gather_ragged",
     "pad_across_processes",
     "raise_together",
     "reduce",
     "send_to_device",
+    "slice_tensors",
     "wait_for_everyone",
 ]

@@ -1,7 +1,6 @@
 """Collectives on nested tensors.
 
-`gather`, `reduce` and `broadcast` first compare what all ranks are about to do (operation, structure, shapes, dtypes)
-by one 8-byte message per rank over the control group: torch itself gives a wrong result or hangs when ranks disagree.
+All of them first compare what the ranks are about to do (operation, structure, shapes, dtypes); `agree.py` says how.
 `all_reduce_` is the bare operation for code that runs often and knows its tensors.
 
 With one process nothing is sent, and results are as with several: a 0-dim tensor gathers to shape (1,).
@@ -9,17 +8,17 @@ With one process nothing is sent, and results are as with several: a 0-dim tenso
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from instep.distributed.nested import map_leaves, tensor_leaves
-from instep.errors import DistributedError, one_of
+from instep.distributed.agree import agree, check_rank
+from instep.distributed.nested import map_leaves, tensor_leaves, with_tensors
+from instep.errors import SettingError, one_of
 from instep.state import PartialState
-from instep.state.control import exchange
+from instep.state.checked import announce
 
 REDUCTIONS = ("sum", "mean", "min", "max", "none")
 _OPS = {
@@ -50,19 +49,38 @@ def gather(data: Any) -> Any:
         tensor([3.])
     """
     state = _check_alike("gather", data)
+    return _map_tensors(lambda tensor: _all_gather(state, _as_rows(tensor)), data)
 
-    def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()
-        tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        if state.num_processes == 1:
-            return tensor
-        rows = tensor.new_empty((state.num_processes * tensor.shape[0], *tensor.shape[1:]))
-        if rows.numel():
-            parts = [_as_bytes(part) for part in rows.chunk(state.num_processes)]
-            dist.all_gather(parts, _as_bytes(tensor.contiguous()), group=_group_of(state, tensor))
-        return rows
 
-    return _map_tensors(gather_tensor, data)
+def gather_ragged(data: Any, rows: int | None = None) -> Any:
+    """Concatenate every rank's tensors along dimension 0, of which each rank may have another number. A collective.
+
+    Args:
+        data: a tensor or nested tensors of one structure and dtype on all ranks, and of one shape but for dimension 0,
+            which may also be empty. None stays None.
+        rows: use only so many rows of each of this rank's tensors; 0 takes part and gives nothing. All when None.
+
+    Returns:
+        The same structure, detached: the rows of rank 0, then those of rank 1, and so on. A 0-dim tensor counts as one
+        row, or as none where `rows` is 0.
+
+    Raises:
+        SettingError: `rows` is negative.
+        DataError: a leaf is no tensor.
+        DistributedError: ranks disagree in more than the number of rows; the text says which and in what.
+
+    Example:
+        >>> gather_ragged({"x": torch.arange(4), "loss": torch.tensor(0.5)}, rows=3)
+        {'x': tensor([0, 1, 2]), 'loss': tensor([0.5000])}
+    """
+    if rows is not None and rows < 0:
+        raise SettingError(f"rows={rows} must be at least 0, or None for all rows", field="rows", got=rows)
+    state = PartialState()
+    leaves = [(where, _as_rows(tensor)[:rows]) for where, tensor in tensor_leaves(data, "gather_ragged")]
+    alike = [_described(where, tensor, f"rows of {tuple(tensor.shape[1:])}") for where, tensor in leaves]
+    by_rank = agree("gather_ragged", alike, [tensor.shape[0] for _, tensor in leaves])
+    counts = zip(*by_rank, strict=True)
+    return with_tensors(data, [_gather_rows(state, tensor, n) for (_, tensor), n in zip(leaves, counts, strict=True)])
 
 
 def reduce(data: Any, op: str = "mean") -> Any:
@@ -107,7 +125,7 @@ def reduce(data: Any, op: str = "mean") -> Any:
 
 
 def all_reduce_(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """Combine one tensor over all ranks in place. A collective; nothing is checked.
+    """Combine one tensor over all ranks in place. A collective; nothing is compared, except in checked mode.
 
     Args:
         tensor: contiguous, of one shape and dtype on all ranks; of a floating dtype for "mean".
@@ -124,6 +142,7 @@ def all_reduce_(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     state = PartialState()
     if op == "none" or state.num_processes == 1:
         return tensor
+    announce(state.control_group, f"all_reduce_({op})", _described("", tensor, tuple(tensor.shape)))
     dist.all_reduce(tensor, op=_OPS[op], group=_group_of(state, tensor))
     return tensor.div_(state.num_processes) if op == "mean" else tensor
 
@@ -139,9 +158,11 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
         The same structure, detached: the tensors themselves on `from_process`, new ones elsewhere.
 
     Raises:
+        SettingError: there is no such rank.
         DataError: a leaf is no tensor.
         DistributedError: ranks disagree; the text says which and in what.
     """
+    check_rank(from_process)
     state = _check_alike(f"broadcast(from_process={from_process})", data)
 
     def broadcast_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,18 +191,14 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
 
     Raises:
         DataError: a leaf is no tensor.
-        DistributedError: ranks differ in the number of tensors.
+        DistributedError: ranks differ in names, dtypes or numbers of dimensions; the text says which and in what.
     """
-    tensors = [tensor for _, tensor in tensor_leaves(data, "pad_across_processes")]
-    sizes = [tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0 for tensor in tensors]
-    every = exchange(sizes, PartialState().control_group)
-    counts = [len(sizes) for sizes in every]
-    if len(set(counts)) > 1:
-        raise DistributedError(f"pad_across_processes got another number of tensors on each rank: {counts} by rank")
-    longest = iter([max(column) for column in zip(*every, strict=True)])
+    leaves = tensor_leaves(data, "pad_across_processes")
+    alike = [_described(where, tensor, f"{tensor.ndim}-dim") for where, tensor in leaves]
+    sizes = [tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0 for _, tensor in leaves]
+    by_rank = agree(f"pad_across_processes(dim={dim})", alike, sizes)
 
-    def pad_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        length = next(longest)
+    def pad_tensor(tensor: torch.Tensor, length: int) -> torch.Tensor:
         if not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] == length:
             return tensor
         shape = list(tensor.shape)
@@ -189,7 +206,8 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
         filler = tensor.new_full(shape, pad_index)
         return torch.cat([filler, tensor] if pad_first else [tensor, filler], dim=dim)
 
-    return _map_tensors(pad_tensor, data)
+    longest = map(max, zip(*by_rank, strict=True))
+    return with_tensors(data, [pad_tensor(tensor, n) for (_, tensor), n in zip(leaves, longest, strict=True)])
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
@@ -206,26 +224,43 @@ def _group_of(state: PartialState, tensor: torch.Tensor) -> dist.ProcessGroup | 
     return state.control_group if tensor.device.type == "cpu" else None
 
 
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor
+
+
+def _all_gather(state: PartialState, tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks, which have equally many."""
+    if state.num_processes == 1:
+        return tensor
+    rows = tensor.new_empty((state.num_processes * tensor.shape[0], *tensor.shape[1:]))
+    if rows.numel():
+        parts = [_as_bytes(part) for part in rows.chunk(state.num_processes)]
+        dist.all_gather(parts, _as_bytes(tensor.contiguous()), group=_group_of(state, tensor))
+    return rows
+
+
+def _gather_rows(state: PartialState, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The rows of all ranks, so many of each."""
+    longest = max(counts)
+    if min(counts) == longest:
+        return _all_gather(state, tensor)
+    # Backends gather equal sizes only; the filling goes no further than to the cut below.
+    filled = tensor.new_zeros((longest, *tensor.shape[1:]))
+    filled[: tensor.shape[0]] = tensor
+    parts = _all_gather(state, filled).split(longest)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _described(where: str, tensor: torch.Tensor, shape: Any) -> str:
+    kind = tensor.device.type  # CPU tensors take another way than those of a device
+    return f"{where or 'tensor'}: {tensor.dtype} {shape}{'' if kind == 'cpu' else f' on {kind}'}"
+
+
 def _check_alike(operation: str, data: Any) -> PartialState:
     """Make sure that all ranks do the same thing to alike tensors; the state, for what follows."""
     leaves = tensor_leaves(data, operation.partition("(")[0])
     state = PartialState()
-    if state.control_group is None:
-        return state
-    text = "\n".join(
-        [operation, *[f"{where or 'tensor'}: {tensor.dtype} {tuple(tensor.shape)}" for where, tensor in leaves]]
-    )
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    digests = torch.empty(state.num_processes, dtype=torch.int64)
-    dist.all_gather(list(digests.split(1)), torch.tensor([digest]), group=state.control_group)
-    if digests.ne(digest).any():  # the same answer on every rank: either all digests are equal or all see a difference
-        raise DistributedError(_describe(operation, exchange(text, state.control_group)))
+    if state.control_group is not None:
+        agree(operation, [_described(where, tensor, tuple(tensor.shape)) for where, tensor in leaves])
     return state
-
-
-def _describe(operation: str, texts: list[str]) -> str:
-    lines = [f"ranks disagree in a collective; this rank called {operation}. By rank:"]
-    lines += [f"  rank {rank}: " + ", ".join(text.split("\n")) for rank, text in enumerate(texts)]
-    return "\n".join(
-        [*lines, "Call the same function on every rank, with tensors of the same names, shapes and dtypes."]
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,3 +129,65 @@ def tensor_leaves(data: Any, operation: str) -> list[tuple[str, torch.Tensor]]:
                 f"a tensor, or use {'broadcast_object' if operation == 'broadcast' else 'gather_object'} for it."
             )
     return found
+
+
+def with_tensors(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """The same structure with other tensors, in the order of `tensor_leaves`."""
+    following = iter(tensors)
+    return map_leaves(lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf, data)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Join nested tensors, such as the batches of a loop, leaf by leaf.
+
+    Args:
+        data: nested tensors of one structure; not changed. None stays None.
+        dim: the dimension to join along; the others must agree. Along 0, a 0-dim tensor counts as one row.
+
+    Returns:
+        One such structure.
+
+    Raises:
+        DataError: there is nothing to join, a leaf is no tensor, or structures or shapes differ.
+
+    Example:
+        >>> concatenate([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])
+        {'x': tensor([1, 2, 3])}
+    """
+    if not data:
+        raise DataError("concatenate got an empty list: without an entry the structure is not known")
+    entries = [tensor_leaves(entry, "concatenate") for entry in data]
+    names = [[where for where, _ in entry] for entry in entries]
+    for index, found in enumerate(names):
+        if found != names[0]:
+            raise DataError(f"concatenate: entry 0 has tensors at {names[0]}, but entry {index} at {found}")
+    joined: list[torch.Tensor] = []
+    for where, *column in zip(names[0], *[[tensor for _, tensor in entry] for entry in entries], strict=True):
+        parts = [tensor.reshape(1) if tensor.ndim == 0 and dim == 0 else tensor for tensor in column]
+        others = {tuple(n for axis, n in enumerate(part.shape) if axis != dim % part.ndim) for part in parts}
+        if len(others) > 1:
+            raise DataError(
+                f"concatenate: the tensors{where and ' at ' + where} have shapes {[tuple(p.shape) for p in parts]}; "
+                f"all dimensions but {dim} must agree. pad_across_processes, or padding in the loader, makes them so."
+            )
+        joined.append(torch.cat(parts, dim=dim))
+    return with_tensors(data[0], joined)
+
+
+def slice_tensors(data: Any, tensor_slice: slice) -> Any:
+    """The same rows of every tensor, such as one process's part of a batch.
+
+    Args:
+        data: nested data; not changed. 0-dim tensors, and what is no tensor, stay as they are.
+        tensor_slice: which rows.
+
+    Returns:
+        The same structure, of views.
+
+    Example:
+        >>> slice_tensors({"x": torch.arange(4), "name": "a"}, slice(1, 3))
+        {'x': tensor([1, 2]), 'name': 'a'}
+    """
+    return map_leaves(
+        lambda leaf: leaf[tensor_slice] if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 else leaf, data
+    )

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from instep.distributed.agree import check_rank
+from instep.errors import DistributedError
 from instep.state import PartialState
+from instep.state.checked import announce
 from instep.state.control import exchange, share_error
 
 if TYPE_CHECKING:
@@ -21,9 +24,9 @@ def control_group() -> ProcessGroup | None:
     return PartialState().control_group
 
 
-def wait_for_everyone() -> None:
-    """Wait until every process is here. A collective; the device is not synchronised."""
-    PartialState().wait_for_everyone()
+def wait_for_everyone(name: str | None = None, timeout_s: float | None = None) -> None:
+    """Wait until every process is here: `PartialState.wait_for_everyone`. A collective."""
+    PartialState().wait_for_everyone(name, timeout_s)
 
 
 def gather_object(obj: Any) -> list[Any]:
@@ -61,10 +64,28 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
 
     Returns:
         The list itself.
+
+    Raises:
+        SettingError: there is no such rank.
+        DistributedError: this rank's list is not as long as that of `from_process`; it is not changed.
     """
+    check_rank(from_process)
     group = control_group()
-    if group is not None:
-        dist.broadcast_object_list(objects, src=from_process, group=group)
+    if group is None:
+        return objects
+    announce(group, f"broadcast_object_list(from_process={from_process})", f"length {len(objects)}")
+    mine = PartialState().process_index == from_process
+    parcel = [objects if mine else None]
+    dist.broadcast_object_list(parcel, src=from_process, group=group)
+    arrived = parcel[0]
+    if mine or arrived is None:
+        return objects
+    if len(arrived) != len(objects):
+        raise DistributedError(
+            f"broadcast_object_list: rank {from_process} sent {len(arrived)} objects, but the list here has "
+            f"{len(objects)} places. Give a list of the same length on every rank, such as [None] * {len(arrived)}."
+        )
+    objects[:] = arrived
     return objects
 
 

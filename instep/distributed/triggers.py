@@ -10,6 +10,11 @@ processes agree on it while they train, without waiting for each other:
 
 Invariants: all ranks have the same boundaries, since the distance between them is itself agreed; every collective here
 happens at a step that all ranks reach; a process alone keeps the same schedule. After an error nothing is waited for.
+
+At the loop's end, as at an epoch's, `sync` reads the agreement that is under way and makes a last one on everything
+that is set on any rank; nothing is left behind on the control group. What nobody asked for until then stays in
+`unclaimed`, for a `check` that comes later or for whoever wants to tell the user. What is set after the last `sync`
+stays local (`pending`) and is lost with the object.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import torch.distributed as dist
 
 from instep.errors import DistributedError, SettingError
 from instep.state import PartialState
+from instep.state.checked import announce
 from instep.state.control import exchange
 
 BOUNDARY_S = 0.05
@@ -110,6 +116,11 @@ class Triggers:
         """Everything agreed on so far, by name; the last one of each."""
         return MappingProxyType(self._agreed)
 
+    @property
+    def unclaimed(self) -> tuple[Trigger, ...]:
+        """Users' own triggers that were agreed on in `tick` or `sync` and that no `check` has asked for yet."""
+        return tuple(self._agreed[name] for name in sorted(self._unclaimed))
+
     def seen(self, name: str) -> bool:
         """Whether a trigger was agreed on so far."""
         return name in self._agreed
@@ -150,7 +161,7 @@ class Triggers:
             self._outstanding = None
         self._last = None  # what follows (validation, a save) is no step time
         snapshot = dict(self._set)
-        pending, _ = self._read(self._start(snapshot))
+        pending, _ = self._read(self._start("triggers: sync", snapshot))
         return self._consume(self._exchange(snapshot)) if pending else ()
 
     def check(self, name: str | None = None) -> bool:
@@ -176,7 +187,7 @@ class Triggers:
         asked = {
             key: why for key, why in snapshot.items() if (key not in self._reserved if name is None else key == name)
         }
-        if not self._read(self._start(asked))[0]:
+        if not self._read(self._start(f"check_trigger({name!r})", asked))[0]:
             return False
         if name not in self._reserved:
             self._unclaimed.difference_update(trigger.name for trigger in self._consume(self._exchange(asked)))
@@ -198,7 +209,7 @@ class Triggers:
                 # What a `check` has consumed since then is not reported a second time.
                 noted = {name: reason for name, reason in outstanding.snapshot.items() if name in self._set}
                 triggers = self._consume(self._exchange(noted))
-        self._outstanding = self._start(dict(self._set), self._proposal(step, now))
+        self._outstanding = self._start("triggers: tick", dict(self._set), self._proposal(step, now))
         self._last = (step, time.perf_counter())
         self._next = step + self._every
         return triggers
@@ -213,10 +224,11 @@ class Triggers:
         wanted = math.ceil(BOUNDARY_S / step_s) if step_s > BOUNDARY_S / MAX_EVERY else MAX_EVERY
         return max(1, min(wanted, 2 * self._every, MAX_EVERY))
 
-    def _start(self, snapshot: dict[str, str], proposal: int = 1) -> _Outstanding:
+    def _start(self, operation: str, snapshot: dict[str, str], proposal: int = 1) -> _Outstanding:
         message = torch.tensor([bool(snapshot), proposal], dtype=torch.int64)
         work = None
         if self._group is not None:
+            announce(self._group, operation)
             try:
                 work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             except RuntimeError as error:
@@ -234,7 +246,9 @@ class Triggers:
 
     def _exchange(self, snapshot: dict[str, str]) -> list[dict[str, str]]:
         try:
-            return exchange(snapshot, self._group)
+            return exchange(snapshot, self._group, "triggers: names")
+        except DistributedError:
+            raise  # checked mode says more
         except RuntimeError as error:
             raise _gone(error) from error
 

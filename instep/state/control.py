@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from instep.errors import RemoteError
+from instep.state.checked import announce
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def exchange(obj: Any, group: ProcessGroup | None) -> list[Any]:
-    """Every rank's object, in rank order, on every rank. A collective; alone where there is no group."""
+def exchange(obj: Any, group: ProcessGroup | None, operation: str = "gather_object") -> list[Any]:
+    """Every rank's object, in rank order, on every rank. A collective; alone where there is no group.
+
+    Args:
+        obj: anything that can be pickled.
+        group: the control group; None for a process alone.
+        operation: what it is called in checked mode.
+    """
     if group is None:
         return [obj]
+    announce(group, operation)
     objects: list[Any] = [None] * group.size()
     dist.all_gather_object(objects, obj, group=group)
     return objects
@@ -39,7 +47,7 @@ def share_error(error: BaseException | None, doing: str, group: ProcessGroup | N
     """
     report = None if error is None else "".join(traceback.format_exception(error))
     try:
-        reports = exchange(report, group)
+        reports = exchange(report, group, "raise_together")
     except Exception:
         if error is None:
             raise

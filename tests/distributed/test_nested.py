@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from instep.distributed import find_batch_size, send_to_device
+from instep.distributed import concatenate, find_batch_size, send_to_device, slice_tensors
 from instep.distributed.nested import iter_leaves, map_leaves, tensor_leaves
 from instep.errors import DataError
 
@@ -119,3 +119,44 @@ def test_what_is_no_tensor_is_named() -> None:
         tensor_leaves({"a": [torch.ones(1), "x"]}, "gather")
     with pytest.raises(DataError, match=r"broadcast takes tensors, but got a int\. .*broadcast_object"):
         tensor_leaves(3, "broadcast")
+
+
+def test_concatenate_joins_leaf_by_leaf() -> None:
+    first = {"x": torch.ones(2, 3), "rest": [torch.tensor(1), None]}
+    second = {"x": torch.zeros(1, 3), "rest": [torch.tensor(2), None]}
+    joined = concatenate([first, second, first])
+    assert joined["x"].shape == (5, 3)
+    assert joined["x"][:, 0].tolist() == [1, 1, 0, 1, 1]
+    assert joined["rest"][0].tolist() == [1, 2, 1]
+    assert joined["rest"][1] is None
+    assert first["x"].shape == (2, 3)
+    assert concatenate([torch.ones(2, 1), torch.zeros(2, 2)], dim=-1).tolist() == [[1, 0, 0]] * 2
+    assert concatenate([(torch.empty(0, dtype=torch.bool),)])[0].dtype is torch.bool
+    pairs = concatenate([Pair(torch.ones(1), torch.ones(1))] * 2)
+    assert type(pairs) is Pair
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "empty list"),
+        ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], r"entry 0 has tensors at .*'a'.*but entry 1 at .*'b'"),
+        ([[torch.ones(1), None], [None, torch.ones(1)]], "but entry 1"),
+        ([{"a": torch.ones(1, 2)}, {"a": torch.ones(1, 3)}], r"at \['a'\] have shapes \[\(1, 2\), \(1, 3\)\]"),
+        ([torch.ones(1, 2), torch.ones(2)], "all dimensions but 0 must agree"),
+        ([["text"], ["text"]], "concatenate takes tensors, but got a str"),
+    ],
+)
+def test_concatenate_says_what_does_not_fit(data: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        concatenate(data)
+
+
+def test_slice_tensors_takes_rows_and_leaves_the_rest() -> None:
+    data = {"x": torch.arange(6).reshape(3, 2), "n": torch.tensor(1), "names": ["a", None], "empty": torch.empty(0, 2)}
+    part = slice_tensors(data, slice(1, 3))
+    assert part["x"].tolist() == [[2, 3], [4, 5]]
+    assert part["n"] is data["n"]
+    assert part["names"] == ["a", None]
+    assert part["empty"].shape == (0, 2)
+    assert len(data["x"]) == 3
