@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "Accelerator": "instep.accelerator",
     "AcceleratorState": "instep.state",
     "Callback": "instep.callbacks",
     "DataModule": "instep.data",
@@ -27,6 +28,7 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    from instep.accelerator import Accelerator as Accelerator
     from instep.callbacks import Callback as Callback
     from instep.data import DataModule as DataModule
     from instep.launch.functions import debug_launcher as debug_launcher

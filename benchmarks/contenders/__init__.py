@@ -16,11 +16,12 @@ CASES = ("bare", "log", "everything")
 NAMES = {
     "handwritten": "torch",
     "instep": "instep",
+    "accelerator": "instep",
     "lightning": "lightning",
     "accelerate": "accelerate",
     "ignite": "ignite",
 }
-"""Contenders and the package that each needs."""
+"""Contenders and the package that each needs; "accelerator" is instep's, "accelerate" the peer's."""
 
 Save = Callable[[Path], Any]
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from instep.errors import HookError, SettingError
+from instep.utils.optimizer_proxy import OptimizerProxy
 from instep.utils.optimizer_state import names_of
 
 _FORMS = (
@@ -257,7 +258,7 @@ def _metric_missing(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> No
 # ---- manual optimization
 
 
-class TrainOptimizer:
+class TrainOptimizer(OptimizerProxy):
     """What `self.optimizers()` returns in manual optimization: the optimizer, with a step that the Trainer counts.
 
     Everything else is the optimizer's own: attributes are forwarded, and `isinstance(opt, torch.optim.Adam)` holds.
@@ -277,7 +278,7 @@ class TrainOptimizer:
         on_step: Callable[..., Any] | None = None,
         no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.on_step = on_step
         self._module = module
         self._no_sync = no_sync
@@ -306,15 +307,3 @@ class TrainOptimizer:
                 yield
         finally:
             self._module.untoggle_optimizer(self)
-
-    @property
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return type(self.optimizer)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet: while being copied
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"TrainOptimizer({self.optimizer!r})"

@@ -1,0 +1,40 @@
+"""`Accelerator`: a handwritten loop over the Trainer's strategies, data, loggers and checkpoints."""
+
+from instep.accelerator.accelerator import Accelerator
+from instep.accelerator.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from instep.accelerator.loader import skip_first_batches
+from instep.accelerator.local_sgd import LocalSGD
+from instep.accelerator.logging import get_logger
+from instep.accelerator.memory import clear_device_cache, find_executable_batch_size, release_memory
+from instep.accelerator.progress import tqdm
+from instep.accelerator.rng import set_seed, synchronize_rng_states
+from instep.data import DataLoaderConfiguration
+
+__all__ = [
+    "Accelerator",
+    "AutocastKwargs",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "LocalSGD",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "clear_device_cache",
+    "find_executable_batch_size",
+    "get_logger",
+    "release_memory",
+    "set_seed",
+    "skip_first_batches",
+    "synchronize_rng_states",
+    "tqdm",
+]

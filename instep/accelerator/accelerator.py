@@ -1,0 +1,559 @@
+"""`Accelerator`: the Trainer's strategies, precision, data, loggers and checkpoints for a handwritten loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.accelerator import saving
+from instep.accelerator.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    by_kind,
+)
+from instep.accelerator.loader import AcceleratedLoader
+from instep.accelerator.memory import clear_device_cache
+from instep.accelerator.preparing import Preparing
+from instep.accelerator.profiling import profile
+from instep.accelerator.trackers import Trackers
+from instep.data import DataLoaderConfiguration
+from instep.distributed import Triggers, gather_object, gather_ragged
+from instep.distributed.nested import map_leaves
+from instep.errors import DataError, SettingError, UsageError, one_of
+from instep.loggers import Logger
+from instep.state import PartialState, read_environment
+from instep.strategies import DDPStrategy, Precision, Strategy, resolve_strategy
+from instep.types import PathLike, Stateful
+
+PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+class Accelerator(Preparing):
+    """Runs a loop that you write yourself on any number of processes and devices.
+
+    It starts no processes: run the script by itself, under torchrun, or through `debug_launcher` and
+    `notebook_launcher`. `prepare` takes models, optimizers, loaders and schedulers in any order and gives back what
+    the loop uses in their place. Every sample of an epoch counts exactly once, in `backward` as in
+    `gather_for_metrics`, and a window of accumulated gradients is the mean over its samples, the last one too.
+
+    An Accelerator is an active run (see `AcceleratorState`) until `end_training()` or `free_memory()`.
+
+    Args:
+        device_placement: move models and batches to the device.
+        mixed_precision: "no", "fp16" (not on a CPU) or "bf16".
+        gradient_accumulation_steps: micro-batches of one window, used by `accumulate` and `backward`.
+        cpu: True uses the CPU although there is an accelerator.
+        dataloader_config: how loaders are prepared.
+        strategy: a name or a `Strategy`, as for the Trainer; each model gets a copy.
+        log_with: loggers: "tensorboard", "wandb", "csv", "all", a `Logger`, or a list of these.
+        project_dir: where checkpoints and logs go.
+        project_config: the same with more options.
+        gradient_accumulation_plugin: the number of micro-batches with more options.
+        step_scheduler_with_optimizer: False passes every `scheduler.step()` on.
+        kwargs_handlers: `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`,
+            `InitProcessGroupKwargs`, `ProfileKwargs`; one of each.
+        debug: checked collectives; None: as `INSTEP_DEBUG` says.
+
+    Raises:
+        SettingError: an argument is wrong, or two of them contradict each other.
+        StateError: the process state holds something else than is asked for.
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = DataLoader(torch.randn(10, 4), batch_size=4)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> for batch in loader:
+        ...     loss = model(batch).square().mean()
+        ...     accelerator.backward(loss)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> accelerator.step
+        3
+        >>> accelerator.end_training()
+
+    Source:
+        Names and meaning are those of Hugging Face Accelerate's Accelerator.
+    """
+
+    def __init__(
+        self,
+        *,
+        device_placement: bool = True,
+        mixed_precision: str = "no",
+        gradient_accumulation_steps: int = 1,
+        cpu: bool | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        strategy: str | Strategy = "auto",
+        log_with: str | Logger | Sequence[str | Logger] | None = None,
+        project_dir: PathLike | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] = (),
+        debug: bool | None = None,
+    ) -> None:
+        if mixed_precision not in PRECISION:
+            raise one_of("mixed_precision", mixed_precision, PRECISION)
+        if gradient_accumulation_plugin is None:
+            gradient_accumulation_plugin = GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)
+        elif gradient_accumulation_steps not in (1, gradient_accumulation_plugin.num_steps):
+            raise SettingError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps}, but gradient_accumulation_plugin has "
+                f"num_steps={gradient_accumulation_plugin.num_steps}. Give one of them.",
+                field="gradient_accumulation_steps",
+            )
+        if project_config is not None and project_dir is not None:
+            raise SettingError("give project_dir or project_config, not both", field="project_dir", got=project_dir)
+        self._handlers = by_kind(kwargs_handlers)
+        self._accumulation = gradient_accumulation_plugin
+        self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        if read_environment().launcher != "none":
+            from instep.launch.report import report_failures  # late: only ranks need it
+
+            report_failures()
+        group = self._handler(InitProcessGroupKwargs)
+        self._process = PartialState(cpu=cpu, debug=debug, **({} if group is None else group.options()))
+        autocast, scaler = self._handler(AutocastKwargs), self._handler(GradScalerKwargs)
+        self.precision = Precision(
+            PRECISION[mixed_precision],
+            self.device,
+            scaler_options=None if scaler is None else scaler.options(),
+            autocast_options=None if autocast is None else autocast.options(),
+        )
+        self._strategy = self._resolve(strategy)
+        self._trackers = Trackers(log_with, self.is_main_process)
+        self.triggers = Triggers(reserved=())
+        """Named triggers; `triggers.tick(step)` is the agreement that does not wait."""
+        self.save_hooks: list[Callable[..., Any]] = []
+        self.load_hooks: list[Callable[..., Any]] = []
+        super().__init__()
+
+    def _handler(self, kind: type) -> Any:
+        return self._handlers.get(kind)
+
+    def _resolve(self, strategy: str | Strategy) -> Strategy:
+        options = self._handler(DistributedDataParallelKwargs)
+        resolved = resolve_strategy(strategy, self.num_processes)
+        if options is None:
+            return resolved
+        if self.num_processes == 1:
+            return resolved  # nothing to communicate
+        if type(resolved) is not DDPStrategy or not isinstance(strategy, str):
+            raise SettingError(
+                f"DistributedDataParallelKwargs does nothing for strategy={strategy!r}: give the options to the "
+                "strategy itself.",
+                field="kwargs_handlers",
+            )
+        return DDPStrategy(**options.options())
+
+    # ---- the facts
+
+    @property
+    def mixed_precision(self) -> str:
+        """ "no", "fp16" or "bf16"."""
+        return self.precision.mixed_precision
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one window."""
+        return self._run.gradient.num_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the micro-batch in hand ends its window: gradients are reduced, optimizers step."""
+        return self._run.gradient.sync_gradients
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left out its last step because a gradient was not finite."""
+        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
+
+    @property
+    def project_dir(self) -> str | None:
+        """Where checkpoints go."""
+        folder = self.project_configuration.project_dir
+        return None if folder is None else str(folder)
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Where loggers write."""
+        folder = self.project_configuration.logging_dir
+        return self.project_dir if folder is None else str(folder)
+
+    # ---- the step
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch of a window: forward, backward, and `step`, which acts at the window's end.
+
+        Args:
+            models: those trained here; default: all that are prepared.
+        """
+        ends = self.window.enter(self.optimizers)
+        if ends or self._accumulation.sync_each_batch or self.num_processes == 1:
+            yield
+            return
+        with ExitStack() as stack:
+            for model in models or self._models.values():
+                stack.enter_context(self.no_sync(model))
+            yield
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context for the forward and backward of a micro-batch whose gradients need not be reduced yet."""
+        return self.strategy_of(model).no_sync()
+
+    def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
+        """Backpropagate a mean loss, weighed by its share in the window.
+
+        Args:
+            loss: 0-dim floating tensor: the mean over this rank's micro-batch.
+            num_items: over how many items (tokens, say) the loss is a mean. With it the window's gradient is that of
+                the mean over all items of all its micro-batches and ranks, as of one big batch. Without it samples
+                are counted.
+            kwargs: passed to `Tensor.backward`.
+
+        Raises:
+            UsageError: `num_items` for some losses of a window only, or outside of `accumulate`.
+        """
+        if num_items is not None:
+            loss = loss * self.window.weigh_items(num_items)
+        else:
+            self.window.weigh_plainly()
+            weight = self.window.weight()
+            if weight != 1.0:
+                loss = loss * weight
+        if self.precision.scaler is None:
+            loss.backward(**kwargs)
+        else:
+            self._plain.backward(loss, **kwargs)
+        if not self._run.gradient.sync_gradients:
+            for optimizer in self.optimizers:
+                optimizer.hold_gradients()
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Take the gradient scaler's factor, and what a window is divided by, out: before looking at gradients.
+
+        Args:
+            optimizer: whose gradients; default: all that are prepared.
+        """
+        if not self._run.gradient.sync_gradients:
+            return
+        asked = self.optimizers if optimizer is None else optimizer
+        for item in asked if isinstance(asked, (list, tuple)) else [asked]:
+            prepared = next((known for known in self.optimizers if item is known or item is known.optimizer), None)
+            if prepared is None:
+                raise UsageError(f"this {type(item).__name__} was not prepared by this Accelerator")
+            prepared.correct_gradients()
+            self._plain.unscale_gradients(prepared.optimizer)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Scale gradients down to a norm, at the end of a window.
+
+        Args:
+            parameters: whose gradients.
+            max_norm: the largest norm.
+            norm_type: which norm.
+
+        Returns:
+            The norm before, 0-dim; None within a window, where nothing is clipped.
+        """
+        if not self._run.gradient.sync_gradients:
+            return None
+        self.unscale_gradients()
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clip every gradient element to a largest absolute value, at the end of a window."""
+        if self._run.gradient.sync_gradients:
+            self.unscale_gradients()
+            nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The precision's context, for what is computed outside of a prepared model's forward.
+
+        Args:
+            autocast_handler: other options for this block.
+        """
+        return self.precision.context(None if autocast_handler is None else autocast_handler.options()) or nullcontext()
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[nn.Module]) -> Iterator[None]:
+        """Let ranks that have no batch left wait for the others, with `even_batches=False`.
+
+        Args:
+            joinables: the prepared models that are trained inside.
+        """
+        with ExitStack() as stack:
+            for model in joinables:
+                join = getattr(model, "join", None)
+                if join is not None:
+                    stack.enter_context(join(divide_by_initial_world_size=True))
+                elif self.num_processes > 1:
+                    raise UsageError(
+                        f"join_uneven_inputs takes models that prepare() has spread; got {type(model).__name__}"
+                    )
+            yield
+
+    def profile(self, handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """A torch profiler for the block.
+
+        Args:
+            handler: its options; default: those of `kwargs_handlers`.
+        """
+        return profile(handler or self._handler(ProfileKwargs) or ProfileKwargs(), self.process_index)
+
+    # ---- evaluation
+
+    def gather_for_metrics(self, data: Any, use_gather_object: bool = False, per_sample: bool = True) -> Any:
+        """Every rank's values for the batch in hand, each sample once. Collective.
+
+        Args:
+            data: nested tensors; with `use_gather_object` a list with an entry per sample.
+            use_gather_object: `data` holds Python objects.
+            per_sample: False: dimension 0 is not the sample (several rows per sample, a sum per batch). Then all rows
+                are taken, but for those of a rank that replays a batch because it has none left.
+
+        Returns:
+            The same structure; rows in the order of ranks, so in the order of the data. 0-dim tensors become one row
+            per rank that has samples.
+
+        Raises:
+            DataError: with `per_sample`, a tensor has another number of rows than the batch has samples.
+        """
+        loader: AcceleratedLoader | None = self._run.gradient.active_dataloader
+        mine = None if loader is None else loader.source.counts(loader.batch_idx)[0]
+        if use_gather_object:
+            if not isinstance(data, (list, tuple)):
+                raise DataError(
+                    f"gather_for_metrics(use_gather_object=True) takes a list with an entry per sample; got "
+                    f"{type(data).__name__}. For one object per rank use instep.distributed.gather_object."
+                )
+            rows = [] if mine == 0 else list(data)
+            if mine and per_sample:
+                _check_rows(len(rows), mine)
+            return [row for part in gather_object(rows) for row in part]
+        if mine and per_sample:
+            map_leaves(lambda leaf: _check_leaf(leaf, mine), data)
+        return gather_ragged(data, 0 if mine == 0 else None)
+
+    # ---- triggers
+
+    def set_trigger(self, name: str = "trigger", reason: str = "") -> None:
+        """Set a trigger on this process; free. `check_trigger` then is True on all of them."""
+        self.triggers.set(name, reason)
+
+    def check_trigger(self, name: str | None = None) -> bool:
+        """Whether any process has set a trigger since the last check; resets it on all. Collective.
+
+        Args:
+            name: the trigger; None for any.
+        """
+        return self.triggers.check(name)
+
+    # ---- checkpoints
+
+    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
+        """Make objects part of `save_state` and `load_state`.
+
+        Args:
+            objects: anything with `state_dict` and `load_state_dict`, of tensors and JSON values; by class name.
+            named: the same under a name.
+
+        Raises:
+            SettingError: an object has not both methods, or a name is taken.
+        """
+        items = [*[(type(obj).__name__, obj) for obj in objects], *named.items()]
+        for name, obj in items:
+            if not isinstance(obj, Stateful):
+                raise SettingError(
+                    f"{name} cannot be registered for checkpointing: it has no state_dict and load_state_dict",
+                    field="objects",
+                    got=obj,
+                )
+            if self.registered.get(name, obj) is not obj:
+                raise SettingError(
+                    f"two objects are registered as {name!r}. Name them: register_for_checkpointing(ema=..., ...)",
+                    field="objects",
+                    got=name,
+                )
+        self.registered.update(items)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> Callable[[], None]:
+        """Call `hook(models, weights, folder)` before a save; it may change the list of state dicts in place.
+
+        Returns:
+            What removes the hook.
+        """
+        self.save_hooks.append(hook)
+        return lambda: self.save_hooks.remove(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> Callable[[], None]:
+        """Call `hook(models, folder)` before a load.
+
+        Returns:
+            What removes the hook.
+        """
+        self.load_hooks.append(hook)
+        return lambda: self.load_hooks.remove(hook)
+
+    def save_state(self, output_dir: PathLike | None = None) -> Path:
+        """Save everything that was prepared or registered, at one instant and verified. Collective: on all ranks.
+
+        Args:
+            output_dir: the folder; `-<attempt>` is added, so that nothing is overwritten. Default: the next one in
+                `<project_dir>/checkpoints`, where `ProjectConfiguration(total_limit=)` deletes the oldest.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: it could not be written; older ones are intact.
+            DistributedError: not all ranks came.
+        """
+        self.wait_for_everyone("save_state")
+        return saving.save(self, None if output_dir is None else Path(output_dir))
+
+    def load_state(self, input_dir: PathLike | None = None) -> Path:
+        """Load what `save_state` saved into what is prepared and registered. Collective.
+
+        The next pass of a loader goes on after the batch that was done last; random generators are restored, so at
+        the same number of processes the run continues bit for bit.
+
+        Args:
+            input_dir: the folder, with or without `-<attempt>`; default: the newest of the project that verifies.
+
+        Returns:
+            The folder that was loaded.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CorruptCheckpointError: it does not verify.
+            CheckpointError: it does not fit what is prepared.
+        """
+        self.wait_for_everyone("load_state")
+        return saving.load(self, None if input_dir is None else Path(input_dir))
+
+    def restore_counters(self, step: int, seed: int) -> None:
+        """Go on from a checkpoint's step and seed; called by `load_state`."""
+        self._seed = seed
+        for optimizer in self.optimizers:
+            optimizer.steps_taken = step
+        for loader in self.dataloaders:
+            loader.source.reseed(seed)
+
+    def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """The whole model's state dict. Collective: on all ranks."""
+        return self.strategy_of(model).model_state()
+
+    def save_model(self, model: nn.Module, save_directory: PathLike) -> Path:
+        """Write a model's weights as `model.safetensors`, for anybody to load. Collective: on all ranks.
+
+        Args:
+            model: prepared, wrapped or not.
+            save_directory: the folder; made if it is not there.
+
+        Returns:
+            The file.
+        """
+        self.wait_for_everyone("save_model")
+        state = {name: value for name, value in self.get_state_dict(model).items() if isinstance(value, Tensor)}
+        return saving.save_weights(state, Path(save_directory) / "model.safetensors")
+
+    def save(self, obj: Any, file: PathLike) -> None:
+        """`torch.save` by the main process, at one instant: a reader sees the whole file or the one before."""
+        saving.save_object(obj, Path(file), self.is_main_process)
+
+    # ---- trackers
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the loggers of `log_with`, and write what was logged before.
+
+        Args:
+            project_name: the run's name, or the project's where a logger has projects.
+            config: hyperparameters.
+            init_kwargs: arguments by logger name, such as `{"wandb": {"tags": ["a"]}}`.
+        """
+        self._trackers.init(project_name, config, init_kwargs or {}, Path(self.logging_dir or "."))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Log numbers by name, from the main process.
+
+        Args:
+            values: numbers, or tensors with one element.
+            step: the step; None: one after the last.
+        """
+        self._trackers.log(values, step)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A started logger, or with `unwrap` what it writes with.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
+        return self._trackers.get(name, unwrap)
+
+    # ---- the end
+
+    def free_memory(self, *objects: Any) -> tuple[None, ...]:
+        """Let go of everything prepared and empty the device's cache; this run is not the active one any more.
+
+        Args:
+            objects: names to be rebound: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+
+        Returns:
+            As many Nones.
+        """
+        self._end()
+        clear_device_cache()
+        return (None,) * len(objects)
+
+    def clear(self, *objects: Any) -> tuple[None, ...]:
+        """`free_memory`."""
+        return self.free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Close the loggers, end the run and leave the process group. Collective."""
+        self._trackers.finish()
+        self.wait_for_everyone("end_training")
+        self.free_memory()
+        self._process.destroy_process_group()
+
+
+def _check_leaf(leaf: Any, samples: int) -> None:
+    if isinstance(leaf, Tensor) and leaf.ndim:
+        _check_rows(leaf.shape[0], samples)
+
+
+def _check_rows(rows: int, samples: int) -> None:
+    if rows != samples:
+        raise DataError(
+            f"gather_for_metrics got {rows} rows for a batch of {samples} samples on this rank. Give one row per "
+            "sample of the batch in hand (the last batch may be smaller than batch_size), or say per_sample=False."
+        )

@@ -1,0 +1,297 @@
+"""`prepare`: from the user's objects to what a loop uses in their place, and the record of all of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from instep.accelerator.facade import ProcessFacade
+from instep.accelerator.handlers import GradientAccumulationPlugin
+from instep.accelerator.loader import AcceleratedLoader
+from instep.accelerator.window import Window
+from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
+from instep.data import DataLoaderConfiguration, PreparedLoader, prepare_loader
+from instep.distributed import broadcast_object
+from instep.distributed.nested import map_leaves
+from instep.errors import SettingError, UsageError
+from instep.state import Run, pop_run, push_run
+from instep.strategies import Precision, Strategy
+from instep.types import Stateful
+from instep.utils.seed import derive_seed, seed_process
+
+
+class Preparing(ProcessFacade):
+    """The part of an Accelerator that prepares, and knows what it has prepared."""
+
+    precision: Precision
+    device_placement: bool
+    dataloader_config: DataLoaderConfiguration
+    step_scheduler_with_optimizer: bool
+    _strategy: Strategy
+    _accumulation: GradientAccumulationPlugin
+
+    def __init__(self) -> None:
+        self._plain = Strategy()  # steps and scales: nothing in these depends on how a model is spread
+        self._plain.connect(self.device, self.precision)
+        self._seed: int | None = None
+        self._forget()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Become the active run."""
+        plugin = self._accumulation
+        self._active = True
+        self._run = push_run(Run("Accelerator", self.precision.mixed_precision, self._strategy, plugin.num_steps))
+        self._run.gradient.adjust_scheduler = plugin.adjust_scheduler
+        self._run.gradient.sync_with_dataloader = plugin.sync_with_dataloader
+        self.window = Window(self._run, self.num_processes, self.device)
+
+    def _end(self) -> None:
+        """Let go of everything; this run is not the active one any more."""
+        for loader in self.dataloaders:
+            loader.close()
+        self._forget()
+        pop_run(self._run)
+        self._active = False
+
+    def _forget(self) -> None:
+        self._models: dict[str, nn.Module] = {}  # unwrapped, by name
+        self._strategies: dict[int, Strategy] = {}  # by the id of the unwrapped model
+        self._wrapped: dict[int, nn.Module] = {}
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.dataloaders: list[AcceleratedLoader] = []
+        self.registered: dict[str, Stateful] = {}
+
+    @property
+    def seed(self) -> int:
+        """What the order of the data is derived from: torch's seed when it was first asked for, rank 0's."""
+        if self._seed is None:
+            data_seed = self.dataloader_config.data_seed
+            seed = torch.initial_seed() & (2**63 - 1) if data_seed is None else data_seed
+            self._seed = int(broadcast_object(seed))
+        return self._seed
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None, **named: Any) -> Any:
+        """Make models, optimizers, loaders and schedulers ready, in any order.
+
+        Args:
+            objects: what to prepare. Anything else comes back as it is.
+            device_placement: for each of `objects`, whether it is moved; None as the Accelerator says.
+            named: the same under a name, by which a checkpoint finds it again. Two models of one class need one.
+
+        Returns:
+            What the loop uses in their place, in the given order; not a tuple for a single one.
+
+        Raises:
+            SettingError: two models have one name, or the placements are not as many as the objects.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> teacher, student = accelerator.prepare(teacher=nn.Linear(2, 2), student=nn.Linear(2, 2))
+            >>> accelerator.end_training()
+        """
+        placements = [None] * len(objects) if device_placement is None else list(device_placement)
+        if len(placements) != len(objects):
+            raise SettingError(
+                f"device_placement has {len(placements)} entries for {len(objects)} objects", field="device_placement"
+            )
+        items = [*[(None, it, place) for it, place in zip(objects, placements, strict=True)]]
+        items += [(name, it, None) for name, it in named.items()]
+        done: dict[int, Any] = {}
+        # Models first: what names and moves parameters; schedulers last: they need their optimizers.
+        for phase in (self._prepare_model_item, self._prepare_middle_item, self._prepare_scheduler_item):
+            for index, (name, item, place) in enumerate(items):
+                if index not in done:
+                    prepared = phase(name, item, place)
+                    if prepared is not None:
+                        done[index] = prepared
+        result = tuple(done.get(index, item) for index, (_, item, _) in enumerate(items))
+        return result[0] if len(result) == 1 else result
+
+    def _prepare_model_item(self, name: str | None, item: Any, place: bool | None) -> Any:
+        return self.prepare_model(item, device_placement=place, name=name) if isinstance(item, nn.Module) else None
+
+    def _prepare_middle_item(self, name: str | None, item: Any, place: bool | None) -> Any:
+        if isinstance(item, Optimizer):
+            return self.prepare_optimizer(item)
+        if isinstance(item, (DataLoader, AcceleratedLoader, PreparedLoader)):
+            return self.prepare_data_loader(item, device_placement=place, name=name)
+        return None
+
+    def _prepare_scheduler_item(self, name: str | None, item: Any, place: bool | None) -> Any:
+        is_scheduler = hasattr(item, "step") and hasattr(item, "optimizer") and isinstance(item.optimizer, Optimizer)
+        return self.prepare_scheduler(item) if is_scheduler and not isinstance(item, Optimizer) else None
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+        name: str | None = None,
+    ) -> nn.Module:
+        """Bring a model to the device and spread it.
+
+        With mixed precision its forward runs under autocast and gives float32 back.
+
+        Args:
+            model: the module.
+            device_placement: whether to move it; None as the Accelerator says.
+            evaluation_mode: it is not trained: nothing is spread.
+            name: its name in checkpoints; by default its class's.
+
+        Returns:
+            What to call in its place; with one process the module itself.
+
+        Raises:
+            SettingError: another prepared model has that name.
+        """
+        if id(model) in self._strategies:
+            return self._wrapped[id(model)]
+        if any(model is wrapped for wrapped in self._wrapped.values()):
+            return model
+        self._claim_run()
+        name = name or type(model).__name__
+        if name in self._models:
+            raise SettingError(
+                f"two models are called {name!r}, so a checkpoint could not tell them apart. Name them: "
+                "accelerator.prepare(teacher=..., student=...), or prepare_model(model, name=...).",
+                field="name",
+                got=name,
+            )
+        strategy = copy.deepcopy(self._strategy)
+        strategy.connect(self.device, self.precision)
+        if self.device_placement if device_placement is None else device_placement:
+            strategy.place(model)
+        else:
+            strategy.module = model
+        context = self.precision.context()
+        if context is not None:
+            model.forward = _in_precision(model.forward, context)
+        self._models[name] = model
+        self._strategies[id(model)] = strategy
+        self._wrapped[id(model)] = model if evaluation_mode else strategy.wrap(model)
+        return self._wrapped[id(model)]
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
+        """Make an optimizer step at the ends of windows only."""
+        for known in self.optimizers:
+            if known is optimizer or known.optimizer is optimizer:
+                return known
+        self._claim_run()
+        prepared = AcceleratedOptimizer(optimizer, self._plain, self._run.gradient, self.window)
+        self.optimizers.append(prepared)
+        self._separate_random_streams()
+        return prepared
+
+    def prepare_data_loader(
+        self, loader: Any, device_placement: bool | None = None, name: str | None = None
+    ) -> AcceleratedLoader:
+        """Make a loader give this rank its part of every batch, on its device. Collective.
+
+        Args:
+            loader: a DataLoader, or any other iterable of batches.
+            device_placement: whether batches are moved; None as the Accelerator says.
+            name: its name in checkpoints; by default its data set's.
+        """
+        for known in self.dataloaders:
+            if known is loader or known.source is loader or known.source.loader is loader:
+                return known
+        self._claim_run()
+        config = self.dataloader_config
+        moves = self.device_placement if device_placement is None else device_placement
+        source = loader
+        if not isinstance(loader, PreparedLoader):
+            source = prepare_loader(
+                loader,
+                rank=self._plain.data_rank,
+                world_size=self._plain.data_world_size,
+                seed=self.seed,
+                device=self.device if moves else None,
+                split_batches=config.split_batches,
+                dispatch=config.dispatch_batches,
+                even_batches=config.even_batches,
+                stateful=config.use_stateful_dataloader,
+            )
+        device = self.device if moves else None
+        prepared = AcceleratedLoader(source, self._run.gradient, device, config.non_blocking, name)
+        self.dataloaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Make a scheduler step once per optimizer step."""
+        for known in self.schedulers:
+            if known is scheduler or known.scheduler is scheduler:
+                return known
+        owner = getattr(scheduler.optimizer, "optimizer", scheduler.optimizer)
+        owners = [prepared for prepared in self.optimizers if prepared.optimizer is owner] or self.optimizers
+        prepared = AcceleratedScheduler(
+            scheduler, owners, self._run.gradient, self.window, self.step_scheduler_with_optimizer
+        )
+        self.schedulers.append(prepared)
+        return prepared
+
+    def _claim_run(self) -> None:
+        if not self._active:  # free_memory() or end_training() came before
+            self._begin()
+
+    def _separate_random_streams(self) -> None:
+        """Ranks draw different dropout masks; the first rank keeps the user's stream. As the Trainer does."""
+        if self.process_index:
+            seed = derive_seed(self.seed, "rank", self.process_index)
+            if torch.initial_seed() != seed:
+                seed_process(seed)
+
+    @property
+    def models_by_name(self) -> dict[str, nn.Module]:
+        """The prepared models, unwrapped, by their names in checkpoints."""
+        return dict(self._models)
+
+    def strategy_of(self, model: nn.Module) -> Strategy:
+        """The strategy of a prepared model, wrapped or not.
+
+        Raises:
+            UsageError: it was not prepared here.
+        """
+        inner = self._inner(model)
+        if inner is None:
+            raise UsageError(f"this {type(model).__name__} was not prepared by this Accelerator: call prepare() first")
+        return self._strategies[id(inner)]
+
+    def _inner(self, model: nn.Module) -> nn.Module | None:
+        return next((it for it in self._models.values() if model is it or model is self._wrapped[id(it)]), None)
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+        """The user's model in what `prepare` returned.
+
+        Args:
+            model: wrapped, or not.
+            keep_fp32_wrapper: False also takes autocast off its forward.
+        """
+        inner = self._inner(model) or model
+        if not keep_fp32_wrapper and "forward" in inner.__dict__ and hasattr(inner.forward, "_instep_plain"):
+            del inner.forward
+        return inner
+
+
+def _in_precision(forward: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            output = forward(*args, **kwargs)
+        return map_leaves(_to_float32, output)
+
+    run._instep_plain = forward  # type: ignore[attr-defined]
+    return run
+
+
+def _to_float32(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf

@@ -1,0 +1,115 @@
+"""The experiment loggers of an Accelerator: the Trainer's, by name or as objects."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from instep import loggers
+from instep.errors import SettingError, UsageError, one_of
+from instep.loggers import Logger
+
+NAMES = {"csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "WandbLogger"}
+
+
+class Trackers:
+    """What `log_with`, `init_trackers`, `log` and `end_training` act on.
+
+    What is logged before `init` is kept and written then.
+
+    Args:
+        log_with: names, "all", `Logger` objects, or a list of these.
+        is_main: whether this process writes.
+
+    Raises:
+        SettingError: a name is unknown.
+    """
+
+    def __init__(self, log_with: str | Logger | Sequence[str | Logger] | None, is_main: bool) -> None:
+        asked = [] if log_with is None else [log_with] if isinstance(log_with, (str, Logger)) else list(log_with)
+        self._asked: list[str | Logger] = []
+        for item in asked:
+            if item == "all":
+                self._asked += NAMES
+            elif isinstance(item, Logger) or item in NAMES:
+                self._asked.append(item)
+            else:
+                raise one_of("log_with", item, ("all", *NAMES))
+        self._is_main = is_main
+        self._started: dict[str, Logger] = {}
+        self._kept: list[tuple[dict[str, Any], int | None]] = []
+        self._step = 0
+        self._warned = False
+
+    def init(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None,
+        init_kwargs: Mapping[str, Mapping[str, Any]],
+        folder: Path,
+    ) -> None:
+        """Make and start the loggers."""
+        unknown = set(init_kwargs) - {item if isinstance(item, str) else _name(item) for item in self._asked}
+        if unknown:
+            raise SettingError(
+                f"init_kwargs has {', '.join(sorted(unknown))}, which log_with does not name", field="init_kwargs"
+            )
+        for item in self._asked:
+            if isinstance(item, str):
+                options = dict(init_kwargs.get(item, {}))
+                key = "project" if item == "wandb" else "name"
+                logger: Logger = getattr(loggers, NAMES[item])(**{key: project_name, **options})
+            else:
+                logger = item
+            logger.start(folder, is_main=self._is_main)
+            if config:
+                logger.log_hyperparams(config)
+            self._started[_name(logger)] = logger
+        kept, self._kept = self._kept, []
+        for values, step in kept:
+            self.log(values, step)
+
+    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Write numbers; without a step under the one after the last."""
+        if not self._asked:
+            if not self._warned:
+                warnings.warn(
+                    'accelerator.log() has nowhere to write to: give Accelerator(log_with="tensorboard"), or another '
+                    "logger, and call init_trackers()",
+                    stacklevel=3,
+                )
+            self._warned = True
+        elif not self._started:
+            self._kept.append((dict(values), step))
+        else:
+            self._step = self._step + 1 if step is None else step
+            for logger in self._started.values():
+                logger.log_metrics(values, self._step)
+
+    def get(self, name: str, unwrap: bool) -> Any:
+        """A started logger by name, or what it writes with."""
+        if name not in self._started:
+            known = ", ".join(self._started) or "none"
+            raise UsageError(
+                f"there is no tracker {name!r}; started are: {known}. Name it in log_with, then call init_trackers()."
+            )
+        logger = self._started[name]
+        return logger.experiment if unwrap else logger  # pyright: ignore[reportAttributeAccessIssue]
+
+    def finish(self) -> None:
+        """Close the loggers."""
+        if self._kept:
+            warnings.warn(
+                f"{len(self._kept)} records of accelerator.log() were never written: init_trackers() was not called",
+                stacklevel=3,
+            )
+        started, self._started, self._kept = self._started, {}, []
+        for logger in started.values():
+            logger.finalize()
+
+
+def _name(logger: Logger) -> str:
+    kind = type(logger).__name__
+    return next((name for name, known in NAMES.items() if known == kind), kind)

@@ -1,0 +1,364 @@
+"""The Accelerator in one process: prepare, windows, schedulers, skipping, and whose state is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from instep import Accelerator, AcceleratorState, GradientState
+from instep.accelerator import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    skip_first_batches,
+)
+from instep.errors import DataError, SettingError, UsageError
+from tests.accelerator.loops import Case, Net, data, decay, sgd
+from tests.trainer.toys import Toy, loader, quiet
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    made: list[Accelerator] = []
+
+    def make(**settings: Any) -> Accelerator:
+        made.append(Accelerator(cpu=True, **settings))
+        return made[-1]
+
+    yield make
+    for accelerator in made:
+        accelerator.free_memory()
+
+
+def numbers(length: int = 10, batch_size: int = 4, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(length).float()), batch_size, **options)
+
+
+def linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+# ---- prepare
+
+
+def test_prepare_takes_any_order_and_passes_the_rest_through(make: Any) -> None:
+    accelerator = make()
+    model = Net()
+    optimizer = sgd(model)
+    scheduler = decay(optimizer)
+    other = object()
+    out = accelerator.prepare(scheduler, data(Case()), other, optimizer, model)
+    assert out[4] is model
+    assert out[2] is other
+    assert isinstance(out[3], torch.optim.AdamW)
+    assert isinstance(out[0].scheduler, torch.optim.lr_scheduler.ExponentialLR)
+    assert len(out[1]) == 6
+    assert accelerator.prepare(*out) == out, "a second time changes nothing"
+
+
+def test_two_models_of_one_class_need_names(make: Any) -> None:
+    accelerator = make()
+    with pytest.raises(SettingError, match=r"two models are called 'Net'.*prepare_model"):
+        accelerator.prepare(Net(), Net())
+    accelerator.prepare(one=Net(), two=Net())
+    assert list(accelerator.models_by_name) == ["Net", "one", "two"]
+
+
+def test_a_scheduler_made_of_the_prepared_optimizer_steps_it(make: Any) -> None:
+    accelerator = make()
+    model, optimizer = linear()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"mixed_precision": "fp32"}, "mixed_precision='fp32' is not known"),
+        ({"mixed_precision": "fp16"}, "needs a GPU"),
+        ({"gradient_accumulation_steps": 0}, "num_steps"),
+        ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)}, "one of"),
+        ({"log_with": "tensorbord"}, "Did you mean 'tensorboard'"),
+        ({"kwargs_handlers": [GradientAccumulationPlugin()]}, "gradient_accumulation_plugin"),
+        ({"strategy": "dpp"}, "Did you mean 'ddp'"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_refused_and_leave_no_run_behind(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        Accelerator(cpu=True, **settings)
+    assert not AcceleratorState().initialized
+
+
+def test_handlers_without_effect_warn(make: Any) -> None:
+    with pytest.warns(UserWarning, match="gradient scaler options"):
+        make(kwargs_handlers=[GradScalerKwargs(init_scale=2.0)])
+    make(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
+
+
+def test_mixed_precision_computes_in_bfloat16_and_gives_float32(make: Any) -> None:
+    accelerator = make(mixed_precision="bf16")
+    seen: list[torch.dtype] = []
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    prepared = accelerator.prepare(model)
+    assert prepared(torch.ones(2, 4)).dtype == torch.float32
+    assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)(torch.ones(2, 4)).dtype == torch.float32
+    with accelerator.autocast():
+        assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+# ---- windows
+
+
+@pytest.mark.parametrize("zero_first", [True, False])
+@pytest.mark.parametrize("length", [8, 10, 16, 17])
+def test_a_window_is_the_mean_over_its_samples(make: Any, length: int, zero_first: bool) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    model, optimizer = linear()
+    model, optimizer, batches = accelerator.prepare(model, optimizer, numbers(length))
+    gradients: list[float] = []
+    optimizer.optimizer.register_step_pre_hook(lambda *_: gradients.append(model.weight.grad.item()))
+    for (x,) in batches:
+        with accelerator.accumulate(model):
+            if zero_first:
+                optimizer.zero_grad()
+            accelerator.backward(model(x[:, None]).mean())
+            optimizer.step()
+            if not zero_first:
+                optimizer.zero_grad()
+    windows = [torch.arange(length).float()[start : start + 8].mean().item() for start in range(0, length, 8)]
+    assert gradients == pytest.approx(windows)
+    assert accelerator.step == len(windows)
+
+
+def test_items_weigh_as_in_one_big_batch(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=3)
+    model, optimizer = linear()
+    model, optimizer, batches = accelerator.prepare(model, optimizer, numbers(16))
+    gradients: list[float] = []
+    optimizer.optimizer.register_step_pre_hook(lambda *_: gradients.append(model.weight.grad.item()))
+    for (x,) in batches:
+        kept = x[x % 3 > 0]  # another number of tokens in each
+        with accelerator.accumulate(model):
+            accelerator.backward(model(kept[:, None]).mean(), num_items=torch.tensor(len(kept)))
+            norm = accelerator.clip_grad_norm_(model.parameters(), 100.0)
+            assert (norm is not None) == accelerator.sync_gradients
+            optimizer.step()
+            optimizer.zero_grad()
+    kept = [[x for x in range(start, stop) if x % 3] for start, stop in ((0, 12), (12, 16))]
+    assert gradients == pytest.approx([sum(part) / len(part) for part in kept])
+
+
+def test_items_for_some_losses_of_a_window_are_refused(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    model, _ = linear()
+    with pytest.raises(UsageError, match=r"accelerator\.accumulate"):
+        accelerator.backward(model(torch.ones(1, 1)).mean(), num_items=2)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).mean(), num_items=2)
+        with pytest.raises(UsageError, match="two different numbers"):
+            accelerator.backward(model(torch.ones(1, 1)).mean(), num_items=3)
+    with accelerator.accumulate(model), pytest.raises(UsageError, match="for some losses"):
+        accelerator.backward(model(torch.ones(1, 1)).mean())
+
+
+def test_leaving_an_evaluation_early_moves_no_window(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    model, optimizer = linear()
+    model, optimizer, train, val = accelerator.prepare(model, optimizer, numbers(24), numbers(9))
+    ends = []
+    kept = []
+    for (x,) in train:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x[:, None]).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(accelerator.sync_gradients)
+        passing = iter(val)
+        next(passing)
+        kept.append(passing)  # an iterator that nobody closes
+    assert ends == [False, True] * 3
+    assert accelerator.step == 3
+
+
+def test_without_sync_with_dataloader_windows_run_on_over_epochs(make: Any) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = make(gradient_accumulation_plugin=plugin)
+    model, optimizer = linear()
+    model, optimizer, batches = accelerator.prepare(model, optimizer, numbers(12))
+    ends = []
+    for _ in range(2):
+        for (x,) in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x[:, None]).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(accelerator.sync_gradients)
+    assert ends == [False, True] * 3
+
+
+@pytest.mark.parametrize("adjust, expected", [(False, 3), (True, 5)])
+def test_schedulers_step_once_per_optimizer_step_or_once_per_batch_of_it(
+    make: Any, adjust: bool, expected: int
+) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=adjust)
+    accelerator = make(gradient_accumulation_plugin=plugin)
+    model, optimizer = linear()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1.0 / (count + 1))
+    model, optimizer, batches, scheduler = accelerator.prepare(model, optimizer, numbers(20), scheduler)
+    for (x,) in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x[:, None]).mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert scheduler.last_epoch == expected
+
+
+def test_a_scheduler_may_be_left_to_the_user(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=4, step_scheduler_with_optimizer=False)
+    model, optimizer = linear()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer, batches, scheduler = accelerator.prepare(model, optimizer, numbers(), scheduler)
+    optimizer.step()
+    for _ in batches:
+        with accelerator.accumulate(model):
+            scheduler.step()
+    assert scheduler.last_epoch == 3
+
+
+def test_gradients_that_were_not_stepped_with_stay_out_of_the_next_window(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    model, optimizer = linear()
+    model, optimizer, batches = accelerator.prepare(model, optimizer, numbers(16))
+    gradients: list[float] = []
+    optimizer.optimizer.register_step_pre_hook(lambda *_: gradients.append(model.weight.grad.item()))
+    for index, (x,) in enumerate(batches):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x[:, None]).mean())
+            if index != 1:  # as a loop does that skips a step
+                optimizer.step()
+            optimizer.zero_grad()
+    assert gradients == [11.5]
+
+
+# ---- loaders
+
+
+def test_a_pass_is_an_epoch_of_its_own_order(make: Any) -> None:
+    batches = make().prepare(numbers(shuffle=True))
+    passes = [torch.cat([x for (x,) in batches]).tolist() for _ in range(3)]
+    assert all(sorted(order) == list(range(10)) for order in passes)
+    assert passes[0] != passes[1] != passes[2]
+    batches.set_epoch(1)
+    assert torch.cat([x for (x,) in batches]).tolist() == passes[1]
+
+
+def test_skipping_counts_from_the_epochs_beginning_and_keeps_what_counts(make: Any) -> None:
+    accelerator = make()
+    batches = accelerator.prepare(numbers())
+    skipped = skip_first_batches(batches, 2)
+    assert len(skipped) == 1
+    assert [x.tolist() for (x,) in skipped] == [[8, 9]]
+    first = batches.epoch
+    assert [accelerator.gather_for_metrics(x).tolist() for (x,) in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert batches.epoch == first + 1
+    with pytest.raises(UsageError, match="prepare"):
+        skip_first_batches(numbers(), 1)
+
+
+def test_the_gradient_state_knows_the_loader_in_hand(make: Any) -> None:
+    accelerator = make()
+    outer, inner = accelerator.prepare(numbers(8), numbers(6))
+    state = GradientState()
+    seen = []
+    for _ in outer:
+        seen.append((state.active_dataloader is outer, state.end_of_dataloader, state.remainder))
+        for _ in inner:
+            assert state.active_dataloader is inner
+            assert state.dataloader_references == [outer, inner]
+    assert seen == [(True, False, -1), (True, True, 4)]
+    assert not state.in_dataloader
+
+
+def test_rows_that_are_not_samples_need_to_be_named(make: Any) -> None:
+    accelerator = make()
+    for (x,) in accelerator.prepare(numbers(6)):
+        assert accelerator.gather_for_metrics({"x": x, "loss": x.mean()})["loss"].shape == (1,)
+        three = x.repeat_interleave(3)
+        with pytest.raises(DataError, match="per_sample=False"):
+            accelerator.gather_for_metrics(three)
+        assert torch.equal(accelerator.gather_for_metrics(three, per_sample=False), three)
+        assert accelerator.gather_for_metrics(x.tolist(), use_gather_object=True) == x.tolist()
+        with pytest.raises(DataError, match="list with an entry per sample"):
+            accelerator.gather_for_metrics("abc", use_gather_object=True)
+
+
+# ---- the run
+
+
+def test_a_trainer_beside_an_accelerator_disturbs_nothing(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=4, mixed_precision="bf16")
+    assert (AcceleratorState().mixed_precision, GradientState().num_steps) == ("bf16", 4)
+    seen: list[Any] = []
+
+    class Watching(Toy):
+        def on_train_start(self) -> None:
+            seen.append((AcceleratorState().mixed_precision, GradientState().num_steps))
+
+    quiet(max_epochs=1, accumulate_grad_batches=2).fit(Watching(), loader())
+    assert seen == [("no", 2)]
+    assert (accelerator.mixed_precision, GradientState().num_steps) == ("bf16", 4)
+
+
+def test_two_accelerators_keep_their_own_windows(make: Any) -> None:
+    one = make(gradient_accumulation_steps=4)
+    two = make()
+    assert (one.gradient_accumulation_steps, two.gradient_accumulation_steps) == (4, 1)
+    two.free_memory()
+    assert GradientState().num_steps == 4
+
+
+def test_free_memory_ends_the_run_and_prepare_begins_one(make: Any) -> None:
+    accelerator = make()
+    model, optimizer = linear()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    assert (model, optimizer) == (None, None)
+    assert not AcceleratorState().initialized
+    model, optimizer = accelerator.prepare(*linear())
+    assert AcceleratorState().initialized
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    assert accelerator.step == 1
+
+
+def test_triggers_are_set_checked_and_reset(make: Any) -> None:
+    accelerator = make()
+    assert not accelerator.check_trigger()
+    accelerator.set_trigger("mine", "enough")
+    assert not accelerator.check_trigger("other")
+    assert accelerator.check_trigger("mine")
+    assert not accelerator.check_trigger()
+
+
+def test_profiling_writes_a_trace(make: Any, tmp_path: Any) -> None:
+    from instep.accelerator import ProfileKwargs
+
+    accelerator = make(kwargs_handlers=[ProfileKwargs(output_trace_dir=tmp_path)])
+    with accelerator.profile():
+        torch.ones(3).sum()
+    assert list(tmp_path.iterdir())

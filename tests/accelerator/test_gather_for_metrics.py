@@ -1,0 +1,113 @@
+"""Evaluation on several processes counts every sample once, whatever the lengths."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from instep import Accelerator
+from instep.accelerator import DataLoaderConfiguration, skip_first_batches
+from tests.helpers.spawn import run_ranks
+
+LENGTHS = range(1, 41)  # torch's own sampler refuses none
+BATCH_SIZES = range(1, 9)
+
+
+class Numbers(IterableDataset[Any]):
+    """0 to length - 1, each rank its own part unless it is told to give all."""
+
+    def __init__(self, length: int, part: tuple[int, int] = (0, 1)) -> None:
+        self.length = length
+        self.part = part
+
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.tensor(float(i)) for i in range(self.part[0], self.length, self.part[1]))
+
+
+def gathered(accelerator: Accelerator, batches: Any) -> list[float]:
+    """One pass, everything gathered in the ways there are, which must agree."""
+    rows: list[float] = []
+    for batch in batches:
+        (x,) = batch if isinstance(batch, (list, tuple)) else (batch,)
+        out = accelerator.gather_for_metrics({"x": x, "many": (torch.stack([x, x], 1),)})
+        assert torch.equal(out["x"], out["many"][0][:, 1])
+        tokens = accelerator.gather_for_metrics(x.repeat_interleave(3), per_sample=False)
+        assert torch.equal(tokens, out["x"].repeat_interleave(3))
+        assert accelerator.gather_for_metrics(x.tolist(), use_gather_object=True) == out["x"].tolist()
+        rows += out["x"].tolist()
+    return rows
+
+
+def check(mode: str, lengths: range, batch_sizes: range) -> int:
+    """Every length and batch size in one way of sharing the data; how many were looked at."""
+    split, dispatch = mode == "split", True if mode in ("dispatched", "dispatched stream") else None
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=split, dispatch_batches=dispatch)
+    )
+    world = accelerator.num_processes
+    looked = 0
+    for length in lengths:
+        for size in batch_sizes:
+            if mode == "dispatched stream":
+                loader: Any = DataLoader(Numbers(length), size)
+            else:
+                loader = DataLoader(TensorDataset(torch.arange(length).float()), size * world if split else size)
+            batches = accelerator.prepare(loader)
+            expected = [float(i) for i in range(length)]
+            if mode == "skipped":
+                skip = looked % 3
+                batches = skip_first_batches(batches, skip)
+                expected = expected[skip * size * world :]
+            rows = gathered(accelerator, batches)
+            assert rows == expected, (mode, length, size, rows)
+            accelerator.dataloaders.clear()
+            looked += 1
+    accelerator.free_memory()
+    return looked
+
+
+MODES = ("sharded", "split", "dispatched", "dispatched stream", "skipped")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_row_once_in_order_on_one_process(mode: str) -> None:
+    assert check(mode, LENGTHS, BATCH_SIZES) == len(LENGTHS) * len(BATCH_SIZES)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_row_once_in_order_on_several(mode: str, world: int) -> None:
+    done = run_ranks(check, world, mode, LENGTHS, BATCH_SIZES, timeout_s=300)
+    assert done == [len(LENGTHS) * len(BATCH_SIZES)] * world
+
+
+def own_streams() -> list[list[float]]:
+    """Iterable data that each rank shards by itself; ranks may have as many batches only."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    part = (accelerator.process_index, accelerator.num_processes)
+    found = []
+    for length in (8, 10, 11, 12):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ranks of unlike length: said once, and what this test is about
+            batches = accelerator.prepare(DataLoader(Numbers(length, part), 2))
+            rows = gathered(accelerator, batches)
+        assert len(set(rows)) == len(rows)
+        found.append(sorted(rows))
+    accelerator.free_memory()
+    return found
+
+
+@pytest.mark.dist
+def test_no_row_twice_where_each_rank_reads_its_own_stream() -> None:
+    for found in run_ranks(own_streams, 2):
+        # The rank that is exhausted first ends the pass for all: rows may be missing, none is there twice.
+        assert all(set(rows) <= set(range(length)) for rows, length in zip(found, (8, 10, 11, 12), strict=True))
+        assert found[0] == [float(i) for i in range(8)]
+        assert found[3] == [float(i) for i in range(12)]

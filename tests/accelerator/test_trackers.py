@@ -1,0 +1,95 @@
+"""Loggers of an Accelerator: nothing that was logged is dropped without a word."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instep import Accelerator
+from instep.errors import SettingError, UsageError
+from instep.loggers import CSVLogger, Logger
+
+
+class Rows(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(name="rows")
+        self.rows: list[Any] = []
+        self.params: list[Any] = []
+        self.ended = 0
+
+    def _log_metrics(self, metrics: Any, step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def _log_hyperparams(self, params: Any, metrics: Any = None) -> None:
+        self.params.append(params)
+
+    def _finalize(self, status: str) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    made: list[Accelerator] = []
+
+    def make(**settings: Any) -> Accelerator:
+        made.append(Accelerator(cpu=True, **settings))
+        return made[-1]
+
+    yield make
+    for accelerator in made:
+        accelerator.free_memory()
+
+
+def test_what_is_logged_before_the_start_is_kept(make: Any, tmp_path: Path) -> None:
+    rows = Rows()
+    accelerator = make(log_with=rows, project_dir=tmp_path)
+    accelerator.log({"loss": 1.0})
+    accelerator.log({"loss": torch.tensor(2.0)}, step=7)
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    accelerator.log({"loss": 3})
+    assert rows.rows == [(1, {"loss": 1.0}), (7, {"loss": 2.0}), (8, {"loss": 3})]
+    assert rows.params == [{"lr": 0.1}]
+    assert accelerator.get_tracker("Rows") is rows
+    accelerator.end_training()
+    accelerator.end_training()
+    assert rows.ended == 1
+
+
+def test_names_make_loggers_in_the_projects_folder(make: Any, tmp_path: Path) -> None:
+    accelerator = make(log_with=["csv", "tensorboard"], project_dir=tmp_path)
+    accelerator.init_trackers("project", init_kwargs={"csv": {"prefix": "my"}})
+    accelerator.log({"loss": 0.5}, step=3)
+    assert isinstance(accelerator.get_tracker("csv"), CSVLogger)
+    with pytest.raises(UsageError, match="started are: csv, tensorboard"):
+        accelerator.get_tracker("wandb")
+    accelerator.end_training()
+    [file] = tmp_path.rglob("metrics.csv")
+    [row] = csv.DictReader(file.read_text().splitlines())
+    assert (row["step"], row["my-loss"]) == ("3", "0.5")
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+def test_logging_to_nowhere_is_said_once(make: Any, recwarn: pytest.WarningsRecorder) -> None:
+    accelerator = make()
+    with pytest.warns(UserWarning, match="nowhere to write to"):
+        accelerator.log({"loss": 1.0})
+    accelerator.log({"loss": 1.0})
+
+
+def test_records_that_are_never_written_are_counted(make: Any) -> None:
+    accelerator = make(log_with="csv")
+    accelerator.log({"loss": 1.0})
+    with pytest.warns(UserWarning, match="1 records of accelerator"):
+        accelerator.end_training()
+
+
+def test_arguments_for_a_logger_that_is_not_there_are_refused(make: Any) -> None:
+    with pytest.raises(SettingError, match="wandb, which log_with does not name"):
+        make(log_with="csv").init_trackers("project", init_kwargs={"wandb": {}})
