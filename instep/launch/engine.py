@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from instep.errors import SettingError, UsageError
 from instep.launch.command import this_command
-from instep.state.environment import read_environment
+from instep.state import read_environment
 
 __all__ = ["LaunchSpec", "is_worker", "run", "spec_for_nodes", "this_command"]
 

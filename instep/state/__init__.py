@@ -7,7 +7,8 @@ WORLD_SIZE.
 
 from instep.state.device import KINDS as DEVICE_KINDS
 from instep.state.device import DeviceKind, DistributedType, find_device_kind
-from instep.state.environment import ProcessEnvironment, read_environment
+from instep.state.environment import ProcessEnvironment
+from instep.state.launchers import read_environment
 from instep.state.partial import PartialState
 from instep.state.runs import GradientRecord, Run, active_run, pop_run, push_run
 from instep.state.views import AcceleratorState, GradientState

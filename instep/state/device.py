@@ -36,12 +36,14 @@ class DeviceKind:
         backend: the collective backend of several such devices; None where torch has none.
         distributed_type: what several processes with such a device are called.
         count: how many this process sees; 0 where the kind cannot be used here.
+        extension: the module that brings the backend into torch; None where torch has it.
     """
 
     name: str
     backend: str | None
     distributed_type: DistributedType
     count: Callable[[], int]
+    extension: str | None = None
 
 
 def _count(name: str) -> Callable[[], int]:
@@ -65,10 +67,10 @@ KINDS = {
     for kind in (
         DeviceKind("cuda", "nccl", DistributedType.MULTI_GPU, _count("cuda")),
         DeviceKind("xpu", "xccl", DistributedType.MULTI_XPU, _count("xpu")),
-        DeviceKind("hpu", "hccl", DistributedType.MULTI_HPU, _count("hpu")),
-        DeviceKind("npu", "hccl", DistributedType.MULTI_NPU, _count("npu")),
+        DeviceKind("hpu", "hccl", DistributedType.MULTI_HPU, _count("hpu"), "habana_frameworks.torch.distributed.hccl"),
+        DeviceKind("npu", "hccl", DistributedType.MULTI_NPU, _count("npu"), "torch_npu"),
         DeviceKind("mps", None, DistributedType.NO, _mps_count),
-        DeviceKind("xla", "xla", DistributedType.XLA, _xla_count),
+        DeviceKind("xla", "xla", DistributedType.XLA, _xla_count, "torch_xla.distributed.xla_backend"),
         DeviceKind("cpu", "gloo", DistributedType.MULTI_CPU, lambda: 1),
     )
 }

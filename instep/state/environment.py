@@ -1,15 +1,15 @@
-"""Who the launcher says this process is. The only place that reads RANK, WORLD_SIZE and their kin."""
+"""The place of this process in its job, and how environment variables are read."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from instep.errors import SettingError
 
-Launcher = Literal["none", "torchrun"]
+Launcher = Literal["none", "torchrun", "openmpi", "mvapich", "intelmpi", "mpich", "slurm", "xla"]
 
 
 @dataclass(frozen=True)
@@ -37,50 +37,6 @@ class ProcessEnvironment:
     restart_count: int = 0
 
 
-def read_environment(environ: Mapping[str, str] | None = None) -> ProcessEnvironment:
-    """Read the launcher's variables.
-
-    torchrun's variables are understood, also when another program sets them by hand: `RANK`, `WORLD_SIZE` and
-    `LOCAL_RANK` are needed for more than one process, the rest follows for one node. Without `RANK` and `WORLD_SIZE`
-    the process is alone.
-
-    Args:
-        environ: the variables; `os.environ` by default.
-
-    Returns:
-        The process's place. Nothing is written back.
-
-    Raises:
-        SettingError: a variable is missing, is no number, is out of range, or contradicts another.
-
-    Example:
-        >>> read_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}).rank
-        1
-    """
-    environ = os.environ if environ is None else environ
-    if "RANK" not in environ and _number(environ, "WORLD_SIZE", 1) == 1:
-        return ProcessEnvironment()
-    world_size = _number(environ, "WORLD_SIZE", None, low=1)
-    rank = _number(environ, "RANK", None, high=world_size - 1)
-    num_nodes = _number(environ, "GROUP_WORLD_SIZE", 1, low=1, high=world_size)
-    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size if num_nodes == 1 else None, 1, world_size)
-    if num_nodes == 1 and local_world_size < world_size:
-        # torchrun always sets GROUP_WORLD_SIZE; whoever does not, but has fewer processes here than in all, has
-        # nodes of equal size.
-        num_nodes = -(-world_size // local_world_size)
-    local_rank = _number(environ, "LOCAL_RANK", 0 if world_size == 1 else None, high=local_world_size - 1)
-    return ProcessEnvironment(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        node_rank=_number(environ, "GROUP_RANK", rank // local_world_size, high=num_nodes - 1),
-        num_nodes=num_nodes,
-        launcher="torchrun",
-        restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-    )
-
-
 def read_debug(environ: Mapping[str, str] | None = None) -> bool:
     """Whether `INSTEP_DEBUG` asks for checked collectives."""
     value = (os.environ if environ is None else environ).get("INSTEP_DEBUG", "0").strip().lower()
@@ -91,11 +47,31 @@ def read_debug(environ: Mapping[str, str] | None = None) -> bool:
     raise SettingError(f"INSTEP_DEBUG={value!r} is not a switch: set it to 1 or 0", field="INSTEP_DEBUG", got=value)
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None, low: int = 0, high: int | None = None) -> int:
+def read_number(
+    environ: Mapping[str, str],
+    name: str,
+    default: int | None = None,
+    low: int = 0,
+    high: int | None = None,
+    beside: Iterable[str] = (),
+) -> int:
+    """An environment variable's integer.
+
+    Args:
+        environ: the variables.
+        name: the variable.
+        default: what holds where it is not set or empty; None makes that an error.
+        low: the least value.
+        high: the greatest value.
+        beside: variables of the same launcher; the error for a missing one shows those that are set.
+
+    Raises:
+        SettingError: the variable is missing, is no integer, or is out of range.
+    """
     text = environ.get(name)
     if text is None or text == "":
         if default is None:
-            known = ", ".join(f"{key}={environ[key]}" for key in _NAMES if key in environ)
+            known = ", ".join(f"{other}={environ[other]}" for other in beside if other in environ)
             raise SettingError(
                 f"{name} is not set, but the environment says that this process is one of several ({known}). Start it "
                 f"with torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK together; unset them to run alone.",
@@ -112,6 +88,3 @@ def _number(environ: Mapping[str, str], name: str, default: int | None, low: int
         bound = f"from {low} to {high}" if high is not None else f"at least {low}"
         raise SettingError(f"the environment variable {name}={number} must be {bound}", field=name, got=number)
     return number
-
-
-_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")

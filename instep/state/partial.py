@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 
 from instep.state import process
-from instep.state.control import share_error
+from instep.state.checked import announce
 from instep.state.device import DistributedType, make_current
 from instep.state.environment import ProcessEnvironment
+from instep.state.first import goes_first
 from instep.state.placement import check_index, is_index, run_where
 from instep.state.runs import clear_runs
 from instep.state.split import share_of
+from instep.state.waiting import wait_for_all
 
 
 class PartialState:
@@ -30,8 +32,10 @@ class PartialState:
 
     Args:
         cpu: True uses the CPU although there is an accelerator. Left out: the accelerator if there is one.
-        **init_process_group_kwargs: `backend` (torch's name), `timeout` of every collective (a timedelta, or seconds;
-            torch's default is 10 minutes for nccl and 30 for others), `pg_options`, `device_id`.
+        debug: whether collectives are checked over the ranks before they run. Left out: what `INSTEP_DEBUG` says.
+        **init_process_group_kwargs: `backend` (torch's name; by the device when left out; "mpi" under mpirun or srun,
+            where torch was built with it), `timeout` of every collective (a timedelta, or seconds; torch's default is
+            10 minutes for nccl and 30 for others), `pg_options`, `device_id`.
 
     Raises:
         SettingError: the environment or an argument is wrong.
@@ -48,8 +52,8 @@ class PartialState:
 
     __slots__ = ()
 
-    def __init__(self, cpu: bool | None = None, **init_process_group_kwargs: Any) -> None:
-        process.ensure(cpu, init_process_group_kwargs)
+    def __init__(self, cpu: bool | None = None, debug: bool | None = None, **init_process_group_kwargs: Any) -> None:
+        process.ensure(cpu, debug, init_process_group_kwargs)
 
     # The facts.
 
@@ -115,7 +119,7 @@ class PartialState:
 
     @property
     def debug(self) -> bool:
-        """Whether `INSTEP_DEBUG=1` is set. `gather`, `reduce` and `broadcast` compare their calls over ranks anyway."""
+        """Whether collectives are checked over the ranks before they run: the argument, else `INSTEP_DEBUG`."""
         return process.held().debug
 
     @property
@@ -132,14 +136,31 @@ class PartialState:
 
     # Waiting for each other.
 
-    def wait_for_everyone(self) -> None:
-        """Wait until every process is here. A collective; the device is not synchronised."""
-        if self.control_group is not None:
-            dist.barrier(group=self.control_group)
+    def wait_for_everyone(self, name: str | None = None, timeout_s: float | None = None) -> None:
+        """Wait until every process is here. A collective; the device is not synchronised.
+
+        Args:
+            name: what is waited for. All processes must give the same, or none.
+            timeout_s: how long to wait, in seconds, at most the process group's time-out; by default almost that.
+
+        Raises:
+            SettingError: the time-out is not above 0, or longer than the process group's.
+            DistributedError: somebody waits under another name, or did not come: the text says who, and what the
+                others wait for.
+
+        Example:
+            >>> PartialState().wait_for_everyone("the download", timeout_s=600)
+        """
+        groups = process.held().groups
+        if groups is not None:
+            announce(groups.control, f"wait_for_everyone({name!r})", timeout_s=timeout_s)
+            wait_for_all(groups, name, timeout_s)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Rank 0 runs the block, then all others do. A collective.
+
+        Inside such a block another one changes nothing: the order holds already.
 
         Raises:
             RemoteError: on the others, if the block raised on rank 0; they do not run it.
@@ -148,7 +169,8 @@ class PartialState:
             >>> with PartialState().main_process_first():
             ...     pass  # rank 0 fills a cache that the others read
         """
-        yield from self._goes_first(self.is_main_process, "main_process_first()")
+        with goes_first(process.held(), self.is_main_process, "main_process_first()"):
+            yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
@@ -157,20 +179,8 @@ class PartialState:
         Raises:
             RemoteError: on every other process, if the block raised on the first process of any node.
         """
-        yield from self._goes_first(self.is_local_main_process, "local_main_process_first()")
-
-    def _goes_first(self, first: bool, name: str) -> Iterator[None]:
-        doing = f"the block under {name}"
-        if not first:
-            share_error(None, doing, self.control_group)
+        with goes_first(process.held(), self.is_local_main_process, "local_main_process_first()"):
             yield
-            return
-        try:
-            yield
-        except BaseException as error:
-            share_error(error, doing, self.control_group)
-            raise
-        share_error(None, doing, self.control_group)
 
     # Running a function on some processes only. Decided when the function is called, so that a decorated function can
     # stand in a module that is imported before the state is built.

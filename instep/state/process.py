@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from instep.errors import SettingError, StateError, one_of
-from instep.state import process_group
+from instep.state import checked, process_group
+from instep.state.backend import resolve_backend
 from instep.state.device import DeviceKind, DistributedType, device_of, find_device_kind, make_current
-from instep.state.environment import ProcessEnvironment, read_debug, read_environment
+from instep.state.environment import ProcessEnvironment, read_debug
+from instep.state.launchers import MPI, read_environment
 
 _OPTIONS = ("backend", "timeout", "pg_options", "device_id")
 
@@ -44,10 +46,10 @@ _gone = "no PartialState() was built in this process yet"
 _DESTROYED = "its process group was destroyed"
 
 
-def ensure(cpu: bool | None, kwargs: dict[str, Any]) -> None:
+def ensure(cpu: bool | None, debug: bool | None, kwargs: dict[str, Any]) -> None:
     """Build the record, or hold what is asked for against the one there is."""
     global _process
-    asked = _checked(cpu, kwargs)
+    asked = _checked(cpu, debug, kwargs)
     if _process is None or not _is_whole(_process):
         _process = None
         _process = _build(asked)
@@ -89,34 +91,48 @@ def _is_whole(process: Process) -> bool:
     return process.groups is None or process_group.is_current(process.groups)
 
 
-def _checked(cpu: bool | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _checked(cpu: bool | None, debug: bool | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What the caller asks for, without what is left out."""
     for name in kwargs:
         if name not in _OPTIONS:
-            raise one_of("PartialState's argument", name, ("cpu", *_OPTIONS))
+            raise one_of("PartialState's argument", name, ("cpu", "debug", *_OPTIONS))
     asked = {name: value for name, value in kwargs.items() if value is not None}
     timeout = asked.get("timeout")
     if timeout is not None:
         asked["timeout"] = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if asked["timeout"] <= timedelta(0):
             raise SettingError(f"timeout={timeout} must be longer than nothing", field="timeout", got=timeout)
-    if cpu is not None:
-        asked["cpu"] = bool(cpu)
+    for name, switch in (("cpu", cpu), ("debug", debug)):
+        if switch is not None:
+            asked[name] = bool(switch)
     return asked
 
 
 def _build(asked: dict[str, Any]) -> Process:
     environment = read_environment()
     process_group.check_existing(environment)
-    debug = read_debug()
-    kind = find_device_kind("cpu" if asked.get("cpu") else "auto")
+    debug = asked["debug"] if "debug" in asked else read_debug()
+    kind = find_device_kind("cpu" if asked.get("cpu") else "xla" if environment.launcher == "xla" else "auto")
     device = device_of(kind, environment.local_rank)
-    if environment.world_size == 1:
-        make_current(device)
-        return Process(environment, device, DistributedType.NO, None, debug, None, asked)
     make_current(device)
+    if environment.world_size == 1:
+        return Process(environment, device, DistributedType.NO, None, debug, None, asked)
     backend, groups = _join(environment, kind, asked)
+    try:
+        checked.begin(groups.control, debug)
+    except BaseException:
+        process_group.leave(groups, abort=True)
+        raise
+    environment = _on_nodes(environment, groups.hosts)
     return Process(environment, device, kind.distributed_type, backend, debug, groups, asked)
+
+
+def _on_nodes(environment: ProcessEnvironment, hosts: tuple[str, ...]) -> ProcessEnvironment:
+    """The place with its node's number, which MPI does not tell."""
+    if environment.launcher not in MPI:
+        return environment
+    nodes = list(dict.fromkeys(hosts))
+    return replace(environment, node_rank=nodes.index(hosts[environment.rank]), num_nodes=len(nodes))
 
 
 def _join(environment: ProcessEnvironment, kind: DeviceKind, asked: dict[str, Any]) -> tuple[str, process_group.Groups]:
@@ -128,15 +144,7 @@ def _join(environment: ProcessEnvironment, kind: DeviceKind, asked: dict[str, An
                 f"init_process_group, or let instep make the group."
             )
         return process_group.adopt()
-    backend = options.pop("backend", None) or kind.backend
-    if backend is None:
-        raise SettingError(
-            f"WORLD_SIZE={environment.world_size}, but torch has no collectives for {kind.name}. Use the CPU "
-            f"(PartialState(cpu=True), Trainer(accelerator='cpu')) or one process."
-        )
-    if backend == kind.backend and kind.name != "cpu":
-        # The default group serves CPU tensors as well, so that a reduced metric need not visit the device.
-        backend = f"cpu:gloo,{kind.name}:{backend}"
+    backend = resolve_backend(options.pop("backend", None), kind, environment)
     return backend, process_group.join(environment, backend, options)
 
 
@@ -144,6 +152,8 @@ def _compare(asked: dict[str, Any], process: Process) -> None:
     for name, value in asked.items():
         if name == "cpu":
             got: Any = process.asked.get("cpu", process.device.type == "cpu" if value else False)
+        elif name == "debug":
+            got = process.debug
         elif name == "backend" and process.backend is not None:
             got = value if value in (process.backend, process.backend.rpartition(":")[2]) else process.backend
         else:

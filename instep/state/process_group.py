@@ -11,17 +11,21 @@ kills the process with SIGABRT.
 from __future__ import annotations
 
 import atexit
-import os
-from dataclasses import dataclass
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group
 from torch.distributed.rendezvous import rendezvous
 
 from instep.errors import SettingError
 from instep.state.environment import ProcessEnvironment
+from instep.state.launchers import meeting_url
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,11 +39,17 @@ class Groups:
         default: torch's default group.
         control: a gloo group of the same ranks for control messages.
         owned: False where the user had made the default group before.
+        timeout: of every operation of the control group.
+        hosts: the machine of each rank.
+        turns: numbers this rank's waits for everyone.
     """
 
     default: ProcessGroup
     control: ProcessGroup
     owned: bool
+    timeout: timedelta
+    hosts: tuple[str, ...]
+    turns: Iterator[int] = field(default_factory=count)
 
 
 # One store per process: a group that is built again meets its peers under a new prefix, never under the addresses that
@@ -55,7 +65,7 @@ def exists() -> bool:
 
 def adopt() -> tuple[str, Groups]:
     """Use the default group that the user made; its backend and the groups. A collective of all its processes."""
-    return dist.get_backend(), _leave_in_the_end(Groups(_world(), _new_control_group(None), owned=False))
+    return dist.get_backend(), _leave_in_the_end(_with_control_group(None, owned=False))
 
 
 def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any]) -> Groups:
@@ -78,7 +88,7 @@ def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any])
         **options,
     )
     try:
-        groups = Groups(_world(), _new_control_group(timeout), owned=True)
+        groups = _with_control_group(timeout, owned=True)
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -139,24 +149,18 @@ def _world() -> Any:
     return dist.group.WORLD
 
 
-def _new_control_group(timeout: timedelta | None) -> ProcessGroup:
-    group: Any = dist.new_group(backend="gloo", timeout=timeout)
+def _with_control_group(timeout: timedelta | None, owned: bool) -> Groups:
+    control: Any = dist.new_group(backend="gloo", timeout=timeout)
     # From here on nobody needs the store, so that rank 0, which may be its host, can end before the others.
-    dist.barrier(group=group)
-    return group
+    hosts = [""] * control.size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=control)
+    return Groups(_world(), control, owned, timeout or default_pg_timeout, tuple(hosts))
 
 
 def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Store:
     global _store, _generation
     if _store is None:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-        if missing:
-            raise SettingError(
-                f"WORLD_SIZE={environment.world_size}, but {' and '.join(missing)} is not set: the processes do not "
-                f"know where to meet. Start them with torchrun, or set it to a free port of rank 0's machine.",
-                field=missing[0],
-            )
-        _store = next(rendezvous("env://", environment.rank, environment.world_size, **kwargs))[0]
+        _store = next(rendezvous(meeting_url(environment), environment.rank, environment.world_size, **kwargs))[0]
     # On one node all ranks count the same restarts; agents of several nodes do not.
     attempt = environment.restart_count if environment.num_nodes == 1 else 0
     _generation += 1

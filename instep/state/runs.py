@@ -25,7 +25,8 @@ class GradientRecord:
         remainder: samples of the last global batch that are no padding; -1 where that is not known.
         active_dataloader: the loader that is iterated now, the innermost one; None outside.
         dataloader_references: all loaders that are iterated now, the outermost first.
-        adjust_scheduler: whether schedulers step once per window (True) or are left to the user.
+        adjust_scheduler: whether schedules are written in batches, so that one optimizer step moves them on by as
+            many batches as its window had; otherwise by one.
         sync_with_dataloader: whether a window ends with its loader.
         is_xla_gradients_synced: whether XLA has reduced the gradients of this window.
     """
@@ -49,7 +50,7 @@ class GradientRecord:
         self.remainder = -1
         self.active_dataloader: Any = None
         self.dataloader_references: list[Any] = []
-        self.adjust_scheduler = True
+        self.adjust_scheduler = False
         self.sync_with_dataloader = True
         self.is_xla_gradients_synced = False
 

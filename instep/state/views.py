@@ -18,6 +18,7 @@ class AcceleratorState(PartialState):
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8": an error if the active run has another. Left out: asks nothing.
         cpu: as for `PartialState`.
+        debug: as for `PartialState`.
         **init_process_group_kwargs: as for `PartialState`.
 
     Raises:
@@ -32,16 +33,23 @@ class AcceleratorState(PartialState):
     __slots__ = ()
 
     def __init__(
-        self, mixed_precision: str | None = None, cpu: bool | None = None, **init_process_group_kwargs: Any
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool | None = None,
+        debug: bool | None = None,
+        **init_process_group_kwargs: Any,
     ) -> None:
-        if mixed_precision is not None and mixed_precision not in MIXED_PRECISIONS:
-            raise one_of("mixed_precision", mixed_precision, MIXED_PRECISIONS)
-        super().__init__(cpu, **init_process_group_kwargs)
-        if mixed_precision is not None and mixed_precision != self.mixed_precision:
-            raise StateError(
-                f"AcceleratorState was asked for mixed_precision={mixed_precision!r}, but the active run "
-                f"({_run().name}) holds mixed_precision={self.mixed_precision!r}. Set it where that run is made."
-            )
+        # First: what raises here must not have built the process state.
+        if mixed_precision is not None:
+            if mixed_precision not in MIXED_PRECISIONS:
+                raise one_of("mixed_precision", mixed_precision, MIXED_PRECISIONS)
+            run = _run()
+            if mixed_precision != run.mixed_precision:
+                raise StateError(
+                    f"AcceleratorState was asked for mixed_precision={mixed_precision!r}, but the active run "
+                    f"({run.name}) holds mixed_precision={run.mixed_precision!r}. Set it where that run is made."
+                )
+        super().__init__(cpu, debug, **init_process_group_kwargs)
 
     @property
     def initialized(self) -> bool:
@@ -121,7 +129,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether schedulers step once per window."""
+        """Whether one optimizer step moves a schedule on by all the batches of its window, and not by one."""
         return _gradient().adjust_scheduler
 
     @property

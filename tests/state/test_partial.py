@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import os
 import pickle
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from instep.errors import RemoteError, SettingError, StateError
+from instep.errors import RemoteError, SettingError
 from instep.state import DistributedType, PartialState
 from tests.helpers.spawn import run_ranks
 
@@ -50,55 +49,6 @@ def test_a_process_alone() -> None:
     state.set_device()
     state.destroy_process_group()
     assert state.initialized
-
-
-@pytest.mark.parametrize("name", [*FACTS, "initialized", "something_new"])
-def test_nothing_can_be_assigned(name: str) -> None:
-    state = PartialState(cpu=True)
-    with pytest.raises(AttributeError, match=f"PartialState.{name} cannot be assigned"):
-        setattr(state, name, "banana")
-    with pytest.raises(AttributeError, match="cannot be deleted"):
-        delattr(state, name)
-
-
-def test_asking_again_for_the_same_is_fine_and_for_something_else_names_both_values() -> None:
-    PartialState(cpu=True, timeout=30)
-    assert PartialState().device.type == "cpu"
-    PartialState(cpu=True)
-    PartialState(timeout=timedelta(seconds=30))
-    with pytest.raises(StateError, match="cpu=False, but this process already holds cpu=True"):
-        PartialState(cpu=False)
-    with pytest.raises(StateError, match=r"timeout=.*seconds=7.*already holds timeout=.*seconds=30"):
-        PartialState(timeout=7)
-    with pytest.raises(StateError, match="backend='gloo', but this process already holds torch's default backend"):
-        PartialState(backend="gloo")
-
-
-@pytest.mark.parametrize(
-    ("environ", "kwargs"),
-    [
-        ({"WORLD_SIZE": "2"}, {}),
-        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "", "MASTER_PORT": ""}, {}),
-        ({"INSTEP_DEBUG": "maybe"}, {}),
-        ({}, {"timeout": 0}),
-        ({}, {"time_out": 5}),
-    ],
-)
-def test_construction_is_all_or_nothing(
-    environ: dict[str, str], kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SettingError):
-        PartialState(cpu=True, **kwargs)
-    assert not dist.is_initialized()
-    state = PartialState.__new__(PartialState)
-    assert not state.initialized
-    with pytest.raises(StateError, match="holds nothing"):
-        _ = state.device
-    for name in environ:
-        monkeypatch.delenv(name)
-    assert PartialState(cpu=True).num_processes == 1
 
 
 def test_a_copy_in_another_process_holds_what_that_process_holds() -> None:
@@ -238,33 +188,6 @@ def test_the_main_process_goes_first_and_its_error_reaches_the_others(tmp_path: 
         assert other[name] == "done"
         assert main[name + " again"]
         assert other[name + " again"]
-
-
-def _end_and_build_again() -> list[Any]:
-    report: list[Any] = []
-    state = PartialState(cpu=True, timeout=30)
-    state.destroy_process_group()
-    state.destroy_process_group()
-    report += [state.initialized, dist.is_initialized(), repr(state), error_of(lambda: state.num_processes)]
-    state = PartialState(cpu=True, timeout=20)
-    state.wait_for_everyone()
-    report += [state.num_processes]
-    state.wait_for_everyone()
-    dist.destroy_process_group()  # behind the state's back
-    report += [state.initialized, error_of(lambda: state.num_processes)]
-    report += [PartialState(cpu=True).num_processes]
-    state.wait_for_everyone()
-    return report
-
-
-@pytest.mark.dist
-def test_after_its_group_is_destroyed_the_state_says_so_and_can_be_built_again() -> None:
-    for report in run_ranks(_end_and_build_again, 2):
-        assert report[:3] == [False, False, "PartialState(not initialized)"]
-        assert report[3].startswith("StateError: the process state holds nothing: its process group was destroyed")
-        assert report[4:6] == [2, False]
-        assert "its process group was destroyed" in report[6]
-        assert report[7] == 2
 
 
 def _group_of_the_users_own() -> list[Any]:

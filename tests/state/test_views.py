@@ -21,7 +21,7 @@ GRADIENT_NAMES = (
 def test_outside_a_run_every_backward_is_its_own_window() -> None:
     state = GradientState()
     assert not state.initialized
-    assert [getattr(state, name) for name in GRADIENT_NAMES] == [True, 1, False, -1, None, [], True, True, False]
+    assert [getattr(state, name) for name in GRADIENT_NAMES] == [True, 1, False, -1, None, [], False, True, False]
     assert not state.in_dataloader
 
 

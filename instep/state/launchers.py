@@ -1,0 +1,296 @@
+"""The launchers that instep understands. The only place that reads RANK, WORLD_SIZE and their kin.
+
+Programs that start programs leave the variables of all of them behind: torchrun in a SLURM job, mpirun over srun. The
+innermost one says what this process is, so the first row that fits is taken:
+
+| launcher   | fits where                                   | meets at, unless MASTER_ADDR and MASTER_PORT say it     |
+|------------|----------------------------------------------|---------------------------------------------------------|
+| torchrun   | RANK is set, by torchrun or by hand          | an error: torchrun sets both                            |
+| openmpi    | OMPI_COMM_WORLD_SIZE is set                  | an error that says how mpirun passes them on            |
+| mvapich    | MV2_COMM_WORLD_SIZE is set                   | the same                                                |
+| intelmpi   | as mpich, and an I_MPI_... variable is set   | the same                                                |
+| mpich      | PMI_SIZE is set, and not by srun alone       | the same                                                |
+| slurm      | a step of several tasks, started by srun     | the first host of the node list, a port of the job's id |
+| xla        | PJRT_LOCAL_PROCESS_COUNT is set              | where torch_xla says                                    |
+| none       | otherwise: the process is alone              | nowhere                                                 |
+
+A shell of `salloc` or `sbatch` that started nothing with srun is alone, and so is a step of one task (`salloc`'s own
+shell may be one) and the shell of `srun --pty bash`. A size above 1 that would come out as one process is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from instep.errors import SettingError
+from instep.state.environment import Launcher, ProcessEnvironment, read_number
+from instep.utils.imports import require
+
+Environ = Mapping[str, str]
+MPI: tuple[Launcher, ...] = ("openmpi", "mvapich", "intelmpi", "mpich")
+
+
+class Names(NamedTuple):
+    """What a launcher calls the numbers."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+_TORCHRUN = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = Names(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+_MVAPICH = Names(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+_HYDRA = Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")  # srun sets them; sbatch and salloc do not
+
+
+def read_environment(environ: Environ | None = None) -> ProcessEnvironment:
+    """Read the launcher's variables, as the table above says.
+
+    torchrun's variables are understood also when another program sets them by hand: `RANK`, `WORLD_SIZE` and
+    `LOCAL_RANK` are needed for more than one process, the rest follows for one node.
+
+    Args:
+        environ: the variables; `os.environ` by default.
+
+    Returns:
+        The process's place. Nothing is written back.
+
+    Raises:
+        SettingError: a variable is missing, is no number, is out of range, or contradicts another.
+        MissingPackageError: torch_xla's launcher started the process, and torch_xla is not installed here.
+
+    Example:
+        >>> read_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}).rank
+        1
+        >>> read_environment({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).launcher  # no srun
+        'none'
+    """
+    environ = os.environ if environ is None else environ
+    place = next(_places(environ), ProcessEnvironment())
+    if place.launcher != "torchrun":
+        _check_world_size(environ, place)
+    elif place.world_size == 1 and "TORCHELASTIC_RUN_ID" not in environ:
+        for other in _places(environ):  # torchrun may well start one process in each of many tasks; a hand must say so
+            if other.world_size > 1:
+                raise SettingError(
+                    f"WORLD_SIZE=1, but {other.launcher} started this process as one of {other.world_size}: each "
+                    f"would believe to be alone. Unset RANK and WORLD_SIZE, or set them to the whole job's.",
+                    field="WORLD_SIZE",
+                    got=1,
+                )
+    return place
+
+
+def meeting_url(place: ProcessEnvironment, environ: Environ | None = None) -> str:
+    """Where the processes meet, as a URL for torch's `rendezvous`.
+
+    Raises:
+        SettingError: neither the variables nor the launcher say it.
+
+    Example:
+        >>> step = {"SLURM_JOB_ID": "4012", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-09,12]"}
+        >>> meeting_url(ProcessEnvironment(world_size=4, launcher="slurm"), step)
+        'tcp://gpu07:24012'
+    """
+    environ = os.environ if environ is None else environ
+    host, port = environ.get("MASTER_ADDR", ""), read_number(environ, "MASTER_PORT", 0, high=65535)
+    if place.launcher == "slurm":
+        host, port = host or _first_host(environ), port or _port_of_job(environ)
+    if place.launcher == "xla" and not host:
+        require("torch_xla.distributed.xla_backend", extra="xla", purpose="meeting by torch_xla")  # it reads this URL
+        return "xla://"
+    missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value]
+    if missing:
+        hint = "Start them with torchrun, or set"
+        if place.launcher in MPI:
+            hint = "Let mpirun pass them on (Open MPI: -x MASTER_ADDR=... ; MPICH, Intel MPI: -genv MASTER_ADDR ...):"
+        raise SettingError(
+            f"{place.launcher} started {place.world_size} processes, but {' and '.join(missing)} is not set: the "
+            f"processes do not know where to meet. {hint} MASTER_ADDR to rank 0's machine and MASTER_PORT to a free "
+            f"port of it.",
+            field=missing[0],
+        )
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _places(environ: Environ) -> Iterator[ProcessEnvironment]:
+    for fits, read in _READERS:
+        if fits(environ):
+            yield read(environ)
+
+
+def _check_world_size(environ: Environ, place: ProcessEnvironment) -> None:
+    """A job script may set WORLD_SIZE for everybody, but not to another number than the launcher's."""
+    world_size = read_number(environ, "WORLD_SIZE", place.world_size, low=1)
+    if world_size != place.world_size:
+        if place.launcher == "none":
+            read_number(environ, "RANK", beside=_TORCHRUN)
+        raise SettingError(
+            f"WORLD_SIZE={world_size}, but {place.launcher} started {place.world_size} processes: unset it, or set it "
+            f"to their number.",
+            field="WORLD_SIZE",
+            got=world_size,
+        )
+
+
+# torchrun and MPI.
+
+
+def _torchrun(environ: Environ) -> ProcessEnvironment:
+    nodes = ("GROUP_RANK", "GROUP_WORLD_SIZE")
+
+    def number(name: str, default: int | None = None, low: int = 0, high: int | None = None) -> int:
+        return read_number(environ, name, default, low, high, beside=(*_TORCHRUN, *nodes))
+
+    world_size = number("WORLD_SIZE", low=1)
+    rank = number("RANK", high=world_size - 1)
+    num_nodes = number("GROUP_WORLD_SIZE", 1, low=1, high=world_size)
+    local_world_size = number("LOCAL_WORLD_SIZE", world_size if num_nodes == 1 else None, 1, world_size)
+    if num_nodes == 1 and local_world_size < world_size:
+        # torchrun always sets GROUP_WORLD_SIZE; whoever does not, but has fewer processes here than in all, has
+        # nodes of equal size.
+        num_nodes = -(-world_size // local_world_size)
+    return ProcessEnvironment(
+        rank=rank,
+        local_rank=number("LOCAL_RANK", 0 if world_size == 1 else None, high=local_world_size - 1),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=number("GROUP_RANK", rank // local_world_size, high=num_nodes - 1),
+        num_nodes=num_nodes,
+        launcher="torchrun",
+        restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
+    )
+
+
+def _mpi(launcher: Launcher, names: Names) -> Callable[[Environ], ProcessEnvironment]:
+    """A reader. MPI does not number the nodes: they are taken as equal and filled in order until the processes meet."""
+
+    def read(environ: Environ) -> ProcessEnvironment:
+        world_size = read_number(environ, names.world_size, low=1, beside=names)
+        alone = world_size == 1
+        rank = read_number(environ, names.rank, 0 if alone else None, high=world_size - 1, beside=names)
+        size = read_number(environ, names.local_world_size, 1 if alone else None, 1, world_size, beside=names)
+        local_rank = read_number(environ, names.local_rank, 0 if alone else None, high=size - 1, beside=names)
+        return ProcessEnvironment(
+            rank, local_rank, world_size, size, rank // size, -(-world_size // size), launcher=launcher
+        )
+
+    return read
+
+
+def _is_hydra(environ: Environ) -> bool:
+    """Whether mpiexec started this process; srun may set PMI_SIZE as well, but not the number on the node."""
+    several = read_number(environ, "PMI_SIZE", 1) > 1
+    return "PMI_SIZE" in environ and (_HYDRA.local_rank in environ or (several and not _is_srun(environ)))
+
+
+def _is_intel(environ: Environ) -> bool:
+    return _is_hydra(environ) and any(name.startswith("I_MPI_") for name in environ)
+
+
+# SLURM.
+
+
+def _is_srun(environ: Environ) -> bool:
+    if not any(name in environ for name in _STEP):
+        return read_number(environ, "SLURM_PROCID", 0) > 0  # it cannot be a shell; `_slurm` says what is missing
+    if environ.get("SLURM_JOB_NAME") == "bash" and "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_ID") == "0":
+        return False
+    return read_number(environ, _size_name(environ), low=1, beside=_STEP) > 1
+
+
+def _size_name(environ: Environ) -> str:
+    # SLURM_NTASKS is the job's where `salloc` passes it through; the step's own number comes first.
+    known = "SLURM_STEP_NUM_TASKS" in environ or not any(name in environ for name in _STEP)
+    return "SLURM_STEP_NUM_TASKS" if known else "SLURM_NTASKS"
+
+
+def _slurm(environ: Environ) -> ProcessEnvironment:
+    beside = ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", *_STEP)
+    world_size = read_number(environ, _size_name(environ), low=1, beside=beside)
+    per_node = _tasks_per_node(environ, world_size)
+    one_node = len(per_node) == 1
+    node_rank = read_number(environ, "SLURM_NODEID", 0 if one_node else None, high=len(per_node) - 1, beside=beside)
+    rank = read_number(environ, "SLURM_PROCID", high=world_size - 1, beside=beside)
+    return ProcessEnvironment(
+        rank=rank,
+        local_rank=read_number(environ, "SLURM_LOCALID", high=per_node[node_rank] - 1, beside=beside),
+        world_size=world_size,
+        local_world_size=per_node[node_rank],
+        node_rank=node_rank,
+        num_nodes=len(per_node),
+        launcher="slurm",
+    )
+
+
+def _tasks_per_node(environ: Environ, world_size: int) -> list[int]:
+    """`2(x3),1` is [2, 2, 2, 1]; without that variable the tasks are spread evenly over the nodes."""
+    text = _first_of(environ, "SLURM_STEP_TASKS_PER_NODE")
+    if text:
+        parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+        tasks = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+        if None in parts or sum(tasks) != world_size:
+            raise SettingError(
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} does not add up to the step's {world_size} tasks",
+                field="SLURM_STEP_TASKS_PER_NODE",
+                got=text,
+            )
+        return tasks
+    names = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    name = next((name for name in names if environ.get(name)), names[0])
+    nodes = read_number(environ, name, 1, low=1, high=world_size)
+    return [world_size // nodes + (node < world_size % nodes) for node in range(nodes)]
+
+
+def _first_host(environ: Environ) -> str:
+    """Rank 0's host: `gpu[07-09,12],login1` begins with gpu07."""
+    hosts = _first_of(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]) if first else ""
+
+
+def _port_of_job(environ: Environ) -> int:
+    """A port of 20000 to 29999, below those that the kernel gives away: another one for each job and step."""
+    name = "SLURM_JOB_ID" if environ.get("SLURM_JOB_ID") else "SLURM_JOBID"
+    job, step = read_number(environ, name, 0), read_number(environ, "SLURM_STEP_ID", 0)
+    return 20000 + (job + 101 * step) % 10000 if job else 0
+
+
+def _first_of(environ: Environ, *names: str) -> str:
+    return next((environ[name] for name in names if environ.get(name)), "")
+
+
+# XLA.
+
+
+def _xla(environ: Environ) -> ProcessEnvironment:
+    """torch_xla's launcher tells a process its number on the node only; its runtime knows the rest."""
+    runtime = require("torch_xla.runtime", extra="xla", purpose="a process that torch_xla's launcher started")
+    size = read_number(environ, "PJRT_LOCAL_PROCESS_COUNT", low=1)
+    world_size = int(runtime.world_size())
+    return ProcessEnvironment(
+        rank=int(runtime.global_ordinal()),
+        local_rank=read_number(environ, "PJRT_LOCAL_PROCESS_RANK", 0 if size == 1 else None, high=size - 1),
+        world_size=world_size,
+        local_world_size=size,
+        node_rank=int(runtime.host_index()),
+        num_nodes=-(-world_size // size),
+        launcher="xla",
+    )
+
+
+_READERS: tuple[tuple[Callable[[Environ], bool], Callable[[Environ], ProcessEnvironment]], ...] = (
+    (lambda environ: "RANK" in environ, _torchrun),
+    (lambda environ: _OPEN_MPI.world_size in environ, _mpi("openmpi", _OPEN_MPI)),
+    (lambda environ: _MVAPICH.world_size in environ, _mpi("mvapich", _MVAPICH)),
+    (_is_intel, _mpi("intelmpi", _HYDRA)),
+    (_is_hydra, _mpi("mpich", _HYDRA)),
+    (_is_srun, _slurm),
+    (lambda environ: "PJRT_LOCAL_PROCESS_COUNT" in environ, _xla),
+)
