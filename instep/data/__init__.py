@@ -6,6 +6,8 @@
   order (`index`), a position is a number of samples, and resuming is arithmetic at any world size and worker count.
 - `stream`: loaders used as they are. Their own state, or reading again, brings them back; ranks agree on each batch
   before it is used if the data has no length.
+- `dispatch`: one process reads, in one of the two ways above, and sends every rank its part, for data that would be
+  the same on every rank.
 - `combined`: several of them as one.
 - `seeding`: random augmentation depends on the batch (or sample), not on how far ahead it is read, on the training,
   or on the workers.
@@ -16,6 +18,7 @@ break their length, data that changed since the checkpoint, and streams resumed 
 
 from instep.data.base import BatchSource, PreparedLoader
 from instep.data.combined import CombinedLoader
+from instep.data.config import DataLoaderConfiguration
 from instep.data.limits import resolve_limit
 from instep.data.loader import prepare_loader
 from instep.data.module import DataModule
@@ -24,6 +27,7 @@ from instep.data.sampler import ShardedBatches, ShardedBatchSampler
 __all__ = [
     "BatchSource",
     "CombinedLoader",
+    "DataLoaderConfiguration",
     "DataModule",
     "PreparedLoader",
     "ShardedBatchSampler",

@@ -15,7 +15,9 @@ class BatchSource(ABC):
 
     One pass at a time: `set_epoch`, then perhaps `load_state_dict` or `start_at`, then iterate. Batches are numbered
     from 0 in an epoch; a resumed pass begins at `first_batch`. The numbers are alike on all ranks, and so is
-    everything here but `counts`' first entry, `sample_indices` and, with `rank_state`, the state.
+    everything here but `counts`' first entry, `sample_indices` and, with `rank_state`, the state. Where ranks may end
+    at different numbers (`even_batches=False`), each has its own `num_batches` and `is_last`. All ranks call what
+    moves the position: with dispatched data it is a collective, and rank 0's state is the whole one.
 
     A loss that is a mean over this rank's batch, multiplied by `window_scale`, gives after averaging gradients over
     ranks and adding them up over the window the mean over all samples of the window.
@@ -55,6 +57,11 @@ class BatchSource(ABC):
     @abstractmethod
     def num_batches(self) -> int | None:
         """Number of the epoch's batches, limit applied; None when unknown. A resumed pass ends at the same number."""
+
+    @property
+    def _longest(self) -> int:
+        """`num_batches` of the rank that has most, where ranks without samples end earlier."""
+        return len(self)
 
     @property
     def reliable(self) -> bool:
@@ -143,7 +150,7 @@ class BatchSource(ABC):
         start = max(start, self.first_batch)
         if not self.reliable:
             return self.weight(batch_idx) / (stop - start)
-        stop = min(stop, len(self))
+        stop = min(stop, self._longest)
         units = self._units(batch_idx)
         if units is None:
             return 1 / (stop - start)

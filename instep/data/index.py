@@ -78,6 +78,10 @@ class IndexLoader(PreparedLoader):
         return self.first_batch + len(self.sampler)
 
     @property
+    def _longest(self) -> int:
+        return self.first_batch + self.sampler.steps
+
+    @property
     def even_batches(self) -> int:
         known = self._peers_even or not self.sampler.counted
         return self.first_batch + (self.sampler.even_steps if known else len(self.sampler))
@@ -91,7 +95,7 @@ class IndexLoader(PreparedLoader):
 
     def start_at(self, batches: int) -> None:
         self._enter(self.epoch, self.cycle)
-        batches = min(batches, len(self.sampler))
+        batches = min(batches, self.sampler.steps)
         self._move(batches, min(batches * self.sampler.per_step, self.sampler.end))
 
     def _move(self, first_batch: int, cursor: int) -> None:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Sized
+from collections.abc import Callable, Sized
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from instep.data.base import PreparedLoader
+from instep.data.dispatch import DispatchLoader
 from instep.data.draw import SamplerDraw, generators, is_distributed
 from instep.data.index import IndexLoader
 from instep.data.limits import resolve_limit
 from instep.data.rebuild import rebuild
-from instep.data.sampler import ShardedBatches, ShardedBatchSampler, ShardedSampler
-from instep.data.stream import UNEVEN, StreamLoader
+from instep.data.sampler import ShardedBatches, ShardedBatchSampler, ShardedSampler, SplitBatches
+from instep.data.stream import OWN_END, UNEVEN, StreamLoader
 from instep.distributed import gather_object
 from instep.errors import DataError, SettingError, one_of
 from instep.types import Stateful
+from instep.utils.imports import require
 from instep.utils.seed import derive_seed
 
 
@@ -38,6 +41,10 @@ def prepare_loader(
     stage: str = "train",
     device: torch.device | None = None,
     uneven: str = "stop",
+    split_batches: bool = False,
+    dispatch: bool | None = False,
+    even_batches: bool = True,
+    stateful: bool = False,
 ) -> PreparedLoader:
     """Make a loader ready for this rank. A collective: all ranks call it with the same kind of loader.
 
@@ -57,13 +64,24 @@ def prepare_loader(
         shuffle_allowed: False takes a shuffled loader in sequence, and any other in its first epoch's order.
         use_distributed_sampler: False: every rank iterates the loader as it is.
         seed_samples: seed random augmentation by (seed, epoch, sample index), whatever the world size and workers.
-        batch_size: use another batch size per rank than the loader's.
+        batch_size: use another batch size than the loader's: per rank, or of all ranks with `split_batches`.
         limit: an int counts batches per rank, a float is a fraction of them; None takes all.
         stage: "train", "val", "test" or "predict"; it names the limit in errors, and only for "train" is a loader's
             own state kept, to resume by.
         device: where the batches will go; for CUDA they are put into pinned memory.
         uneven: when ranks have different numbers of batches (never so where instep spreads the data): "stop" at the
             first exhausted one, "join": exhausted ranks replay a batch with weight 0, or "error".
+        split_batches: the loader's batch size is that of all ranks together; each batch is split over them.
+        dispatch: True: rank 0 alone reads, and sends the others their parts (see `DispatchLoader`). Batches of a plain
+            `DataLoader`'s size per rank are sliced out of larger ones; of loaders that make their batches themselves
+            each rank gets whole batches, unless `split_batches` slices them too. None does so only for data that
+            would, as far as instep can tell, be the same on every rank: iterable data that is not
+            `use_distributed_sampler=False`, and loaders that would have to be built anew.
+        even_batches: False: a rank that has no more data ends earlier than others, instead of replaying a batch with
+            weight 0 or stopping the others. `num_batches` then differs per rank. Within a dispatched epoch a batch
+            with fewer samples than ranks is still replayed.
+        stateful: read a plain `DataLoader`'s iterable data through torchdata's StatefulDataLoader, which resumes
+            without reading again (`stage="train"` only). Nothing changes for map-style data.
 
     Returns:
         The batches of this rank. `loader` stays available as its attribute of that name.
@@ -71,6 +89,7 @@ def prepare_loader(
     Raises:
         SettingError: a setting cannot be had with this loader.
         DataError: it cannot be iterated, or ranks hold different data where they must hold the same.
+        MissingPackageError: `stateful` needs torchdata.
 
     Example:
         >>> data = torch.arange(10).unsqueeze(1)
@@ -80,13 +99,53 @@ def prepare_loader(
     """
     if uneven not in UNEVEN:
         raise one_of("uneven", uneven, UNEVEN)
+    if not even_batches and uneven != "stop":
+        raise SettingError(
+            f"uneven={uneven!r} is about ranks that end together; with even_batches=False each ends alone. Choose one",
+            field="uneven",
+            got=uneven,
+        )
     if not hasattr(loader, "__iter__"):
         raise DataError(f"{type(loader).__name__} cannot be iterated. Give a DataLoader or another iterable of batches")
     name = f"limit_{stage}_batches"
-    choice = _Choice(rank, world_size, seed, limit, name, uneven)
-    if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset) and _has_end(loader):
-        pin = loader.pin_memory or (device is not None and device.type == "cuda")
-        share = _share(loader, choice, batch_size, shuffle_allowed, use_distributed_sampler)
+    indexed = type(loader) is DataLoader and _is_map_style(loader) and _has_end(loader)
+    pin = getattr(loader, "pin_memory", False) or (device is not None and device.type == "cuda")
+    split_batches = split_batches and world_size > 1
+    size = _own_size(loader) if batch_size is None else batch_size
+    if split_batches and size is not None:
+        size = _part_of(size, world_size)
+    choice = _Choice(rank, world_size, seed, limit, name, uneven if even_batches else OWN_END)
+    if dispatch is None:
+        dispatch = use_distributed_sampler and not indexed and not _shards_itself(loader)
+    if dispatch and world_size > 1:
+        if not use_distributed_sampler or _shards_itself(loader):
+            raise SettingError(
+                f"dispatch=True reads on rank 0 alone, but this {type(loader).__name__} gives each rank a part of its "
+                "own, so all others would be lost. Use dispatch=False, or a loader of all data",
+                field="dispatch",
+                got=dispatch,
+            )
+        whole = False
+        if not split_batches and size is not None and _can_batch(loader):
+            batch_size = size * world_size
+        elif not split_batches:
+            whole = True
+        read = partial(
+            prepare_loader, loader, seed=seed, shuffle_allowed=shuffle_allowed, seed_samples=seed_samples,
+            batch_size=batch_size, stage=stage, stateful=stateful,
+        )  # fmt: skip
+        reader = partial(_reader, read, choice, world_size if whole else 1)
+        return DispatchLoader(
+            loader, reader, rank=rank, world_size=world_size, seed=seed, batch_size=size, whole=whole,
+            even=even_batches, pin=pin,
+        )  # fmt: skip
+    if split_batches:
+        if _can_batch(loader):
+            batch_size, split_batches = size, False
+        elif not indexed or loader.batch_sampler is None:
+            raise _no_split(loader)
+    if indexed:
+        share = _share(loader, choice, batch_size, shuffle_allowed, use_distributed_sampler, split_batches)
         return _by_index(loader, choice, share, seed_samples=seed_samples, pin=pin)
     if seed_samples:
         warnings.warn(
@@ -95,9 +154,13 @@ def prepare_loader(
             stacklevel=2,
         )
     if batch_size is not None and batch_size != getattr(loader, "batch_size", None):
-        if type(loader) is not DataLoader or loader.batch_size is None or _is_map_style(loader):
+        if not _can_batch(loader):
             raise _no_batch_size(loader, batch_size)
         loader = rebuild(loader, batch_size=batch_size, drop_last=loader.drop_last)
+    if stateful and stage == "train" and type(loader) is DataLoader and not _is_map_style(loader):
+        torchdata = require("torchdata.stateful_dataloader", extra="data", purpose="stateful=True")
+        kind = torchdata.StatefulDataLoader
+        loader = rebuild(loader, kind, batch_size=loader.batch_size, drop_last=loader.drop_last)
     if world_size > 1 and use_distributed_sampler and _is_map_style(loader) and not _shards_itself(loader):
         raise SettingError(
             f"{type(loader).__name__} would give every one of the {world_size} ranks the same data: instep does not "
@@ -144,13 +207,15 @@ class _Share:
 
 
 def _share(
-    loader: DataLoader[Any], choice: _Choice, batch_size: int | None, shuffle_allowed: bool, spread: bool
+    loader: DataLoader[Any], choice: _Choice, batch_size: int | None, shuffle_allowed: bool, spread: bool, split: bool
 ) -> _Share:
     batch_sampler: Any = loader.batch_sampler
     items: Any = loader.sampler if batch_sampler is None else batch_sampler
     spreads_itself = is_distributed(items) or SamplerDraw(items).stateful is not None
     shared = choice.world_size == 1 or (spread and not spreads_itself)
-    ranks = {"rank": choice.rank, "world_size": choice.world_size} if shared else {}
+    ranks: dict[str, Any] = {"rank": choice.rank, "world_size": choice.world_size} if shared else {}
+    if choice.uneven == OWN_END:
+        ranks["even"] = False
     plain = type(batch_sampler) is BatchSampler
     if batch_size is not None and not plain:
         raise _no_batch_size(loader, batch_size)
@@ -171,9 +236,23 @@ def _share(
     if plain and batch_size is not None:
         items = BatchSampler(batch_sampler.sampler, batch_size, batch_sampler.drop_last)
     drawn = SamplerDraw(items)
-    drop = shared and getattr(batch_sampler, "drop_last", False) is True
-    sampler = ShardedBatches(drawn, seed=choice.seed, drop_last=drop, single=batch_sampler is None, **ranks)
+    if split:
+        if not shared:
+            raise _no_split(loader)
+        sampler = SplitBatches(drawn, seed=choice.seed, **ranks)
+    else:
+        drop = shared and getattr(batch_sampler, "drop_last", False) is True
+        sampler = ShardedBatches(drawn, seed=choice.seed, drop_last=drop, single=batch_sampler is None, **ranks)
     return _Share(sampler, drawn, shared, frozen=not shuffle_allowed)
+
+
+def _reader(read: Callable[..., PreparedLoader], choice: _Choice, group: int) -> PreparedLoader:
+    """What rank 0 reads for all, `group` batches a step."""
+    reader = read()
+    batches = reader.num_batches
+    whole = None if batches is None else -(-batches // group)
+    steps = choice.steps(whole)
+    return reader if steps is None else read(limit=steps * group)
 
 
 def _by_index(
@@ -203,7 +282,7 @@ def _by_index(
     seed = choice.seed
     if mine["generator"] is not None:
         seed = sampler.seed = derive_seed(seed, "generator", mine["generator"])
-    whole = len(sampler)
+    whole = sampler.steps
     if not share.shared:
         whole = _common_length(choice.everyone(whole), choice, loader)
     limit = choice.steps(whole)
@@ -234,7 +313,7 @@ def _by_iteration(loader: Any, choice: _Choice, *, frozen: bool, resumable: bool
         length, estimate = None, estimate if estimate is not None else length
     elif len(set(lengths)) > 1 and choice.uneven == "join":
         length, estimate = None, max(lengths)
-    else:
+    elif choice.uneven != OWN_END:
         length = _common_length(lengths, choice, loader)
     limit = choice.steps(length if length is not None else estimate)
     return StreamLoader(
@@ -285,6 +364,8 @@ def _stateful_part(loader: Any) -> Stateful | None:
 
 def _common_length(lengths: list[int], choice: _Choice, loader: Any) -> int:
     """The number of steps that all ranks run, where they have their own numbers of batches."""
+    if choice.uneven == OWN_END:
+        return max(lengths)
     if len(set(lengths)) > 1:
         numbers = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         if choice.uneven == "error":
@@ -330,13 +411,50 @@ def _is_map_style(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def _shards_itself(loader: DataLoader[Any]) -> bool:
-    for items in (loader.batch_sampler, loader.sampler):
+def _shards_itself(loader: Any) -> bool:
+    for items in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
         stateful = SamplerDraw(items).stateful if items is not None else None
         known = stateful is not None and not type(stateful).__module__.startswith(("torch.", "torchdata."))
         if is_distributed(items) or known:
             return True
     return False
+
+
+def _own_size(loader: Any) -> int | None:
+    """The loader's batch size, as far as it says."""
+    size = getattr(loader, "batch_size", None)
+    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if size is None else size
+    return size if isinstance(size, int) else None
+
+
+def _can_batch(loader: Any) -> bool:
+    """Whether the loader can be built anew with another batch size."""
+    if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
+        return False
+    return _has_end(loader) or (loader.batch_size is not None and not _is_map_style(loader))
+
+
+def _part_of(size: int, world_size: int) -> int:
+    """A rank's part of a batch size."""
+    if size % world_size:
+        below = size // world_size * world_size
+        nearest = f"{below} or {below + world_size}" if below else f"{world_size}"
+        raise SettingError(
+            f"split_batches=True divides batches of {size} over {world_size} ranks, which does not come out even. Use "
+            f"batch_size={nearest}",
+            field="batch_size",
+            got=size,
+        )
+    return size // world_size
+
+
+def _no_split(loader: Any) -> SettingError:
+    return SettingError(
+        f"split_batches=True cannot split the batches of this {type(loader).__name__} on every rank: it makes or "
+        "spreads them itself. Let rank 0 read and split them (dispatch=True), or use split_batches=False",
+        field="split_batches",
+        got=True,
+    )
 
 
 def _no_batch_size(loader: Any, batch_size: int) -> SettingError:

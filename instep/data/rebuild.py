@@ -22,13 +22,14 @@ _KEPT = (
 )
 
 
-def rebuild(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+def rebuild(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
     """A new loader with the options of another.
 
     Args:
         loader: a plain `DataLoader`, not of a subclass.
+        kind: the class of the new loader: `DataLoader`, or one that takes the same options.
         **changes: options to set otherwise; those that make batches (`batch_size`, `sampler`, `batch_sampler`,
             `drop_last`) are not kept and must be given.
     """
     options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
-    return DataLoader(**{**options, **changes})
+    return kind(**{**options, **changes})

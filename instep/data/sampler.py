@@ -2,7 +2,7 @@
 
 Invariants, for any length, batch size and world size:
 
-- every rank runs the same number of steps;
+- every rank runs the same number of steps (with `even=False` one without samples leaves the last step out);
 - every sample of the epoch belongs to exactly one rank of one step (a rank without one replays a sample with weight 0);
 - a step takes consecutive samples of the epoch's order, so that an optimizer window holds the same samples at every
   world size, as long as the global batch is the same;
@@ -38,13 +38,16 @@ class ShardedSampler(ABC):
         world_size: number of ranks that share the data.
         per_step: units that all ranks together take in a full step.
         drop_last: leave out a last step that is not full.
+        even: whether a rank without samples in the last step runs it all the same, with a replay.
 
     Attributes:
         cursor: units of the epoch that were consumed before the pass.
         limit_steps: use no more than that many steps of an epoch, counted from its start; None for all.
     """
 
-    def __init__(self, *, seed: int, rank: int, world_size: int, per_step: int, drop_last: bool) -> None:
+    def __init__(
+        self, *, seed: int, rank: int, world_size: int, per_step: int, drop_last: bool = False, even: bool = True
+    ) -> None:
         if not 0 <= rank < world_size:
             raise SettingError(f"rank={rank} is not within world_size={world_size}", field="rank", got=rank)
         self.seed = seed
@@ -52,6 +55,7 @@ class ShardedSampler(ABC):
         self.world_size = world_size
         self.per_step = per_step
         self.drop_last = drop_last
+        self.even = even
         self.epoch = 0
         self.cycle = 0
         self.cursor = 0
@@ -89,9 +93,17 @@ class ShardedSampler(ABC):
         self.cycle = cycle
         self.cursor = 0
 
-    def __len__(self) -> int:
+    @property
+    def steps(self) -> int:
+        """Steps from the cursor to the end, of the rank that has most."""
         left = max(0, self.end - self.cursor)
         return left // self.per_step if self.drop_last else -(-left // self.per_step)
+
+    def __len__(self) -> int:
+        steps = self.steps
+        if steps and not self.even and not self.samples(steps - 1)[0]:
+            return steps - 1
+        return steps
 
     @property
     def full_steps(self) -> int:
@@ -142,6 +154,7 @@ class ShardedBatchSampler(ShardedSampler):
         rank: this rank.
         world_size: number of ranks that share the data.
         drop_last: leave out a last step that is not full on every rank.
+        even: whether a rank without samples in the last step runs it all the same, with a replay.
         order: draws the order of (seed, epoch, cycle) instead, alike on all ranks; it replaces `length` and `shuffle`.
 
     Example:
@@ -160,12 +173,18 @@ class ShardedBatchSampler(ShardedSampler):
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
+        even: bool = True,
         order: Draw | None = None,
     ) -> None:
         if batch_size < 1:
             raise SettingError(f"batch_size={batch_size} is too small: give at least 1", field="batch_size")
         super().__init__(
-            seed=seed, rank=rank, world_size=world_size, per_step=world_size * batch_size, drop_last=drop_last
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            per_step=world_size * batch_size,
+            drop_last=drop_last,
+            even=even,
         )
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -199,9 +218,8 @@ class ShardedBatchSampler(ShardedSampler):
         if have == self.per_step:
             begin = start + self.rank * self.batch_size
             return begin, begin + self.batch_size
-        share, extra = divmod(have, self.world_size)
-        begin = start + self.rank * share + min(self.rank, extra)
-        return begin, begin + share + (self.rank < extra)
+        begin, end = share(have, self.rank, self.world_size)
+        return start + begin, start + end
 
     @property
     def even_steps(self) -> int:
@@ -245,6 +263,7 @@ class ShardedBatches(ShardedSampler):
         rank: this rank.
         world_size: number of ranks that share the batches.
         drop_last: leave out a last step with fewer batches than ranks.
+        even: whether a rank without a batch in the last step runs it all the same, with a replay.
         single: the items are single keys, not batches of keys: their sizes are unknown.
     """
 
@@ -256,9 +275,12 @@ class ShardedBatches(ShardedSampler):
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
+        even: bool = True,
         single: bool = False,
     ) -> None:
-        super().__init__(seed=seed, rank=rank, world_size=world_size, per_step=world_size, drop_last=drop_last)
+        super().__init__(
+            seed=seed, rank=rank, world_size=world_size, per_step=world_size, drop_last=drop_last, even=even
+        )
         self._draw = draw
         self._single = single
         self._batches: Sequence[Any] | None = None
@@ -290,11 +312,11 @@ class ShardedBatches(ShardedSampler):
             return full
         size = self._sizes[self.cursor]
         same = 0
-        for other in self._sizes[self.cursor : self.cursor + full * self.world_size]:
+        for other in self._sizes[self.cursor : self.cursor + full * self.per_step]:
             if other != size:
                 break
             same += 1
-        return same // self.world_size
+        return same // self.per_step
 
     def samples(self, step: int) -> tuple[int, int]:
         start = self.cursor + step * self.world_size
@@ -310,11 +332,48 @@ class ShardedBatches(ShardedSampler):
         return self.order[mine if mine < self.end else start]
 
     def __iter__(self) -> Iterator[Any]:
-        full, steps = self.full_steps, len(self)
-        start = self.cursor + self.rank
-        yield from self.order[start : self.cursor + full * self.world_size : self.world_size]
-        if full < steps:
-            yield self.indices(full)
+        return map(self.indices, range(len(self)))
+
+
+class SplitBatches(ShardedBatches):
+    """A slice of every batch for this rank, from a list of batches that somebody else made.
+
+    A batch is spread evenly; where it is smaller than the number of ranks, those without a sample replay its first.
+
+    Args:
+        draw: draws the batches of (seed, epoch, cycle), alike on all ranks.
+        seed: what the draw is derived from.
+        rank: this rank.
+        world_size: number of ranks that share each batch.
+        even: whether a rank without samples in the last step runs it all the same, with a replay.
+    """
+
+    def __init__(self, draw: Draw, *, seed: int, rank: int = 0, world_size: int = 1, even: bool = True) -> None:
+        super().__init__(draw, seed=seed, rank=rank, world_size=world_size, even=even)
+        self.per_step = 1
+
+    @property
+    def even_steps(self) -> int:
+        same = super().even_steps
+        return 0 if same and len(self.order[self.cursor]) % self.world_size else same
+
+    def samples(self, step: int) -> tuple[int, int]:
+        place = self.cursor + step
+        size = len(self.order[place]) if place < self.end else 0
+        begin, end = share(size, self.rank, self.world_size)
+        return end - begin, size
+
+    def indices(self, step: int) -> Any:
+        batch = self.order[self.cursor + step]
+        begin, end = share(len(batch), self.rank, self.world_size)
+        return batch[begin:end] if begin < end else batch[:1]
+
+
+def share(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Begin and end of a rank's part of so many samples, spread evenly, the first ranks having one more."""
+    part, extra = divmod(size, world_size)
+    begin = rank * part + min(rank, extra)
+    return begin, begin + part + (rank < extra)
 
 
 def _as_list(items: Any) -> list[Any]:

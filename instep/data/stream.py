@@ -32,6 +32,7 @@ from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 
 UNEVEN = ("stop", "join", "error")
+OWN_END = "own end"  # ranks do not agree: each goes on to its own end (`even_batches=False`)
 QUIET_AFTER = 3  # fetches that drew nothing: from then on only every 64th is watched, since each costs tens of us
 WATCH_EVERY = 64
 _END = object()
@@ -55,7 +56,7 @@ class StreamLoader(PreparedLoader):
         estimate: a number of batches to show where `length` is None.
         limit: give no more than that many batches an epoch; None for all.
         uneven: when ranks have different numbers of batches: "stop" at the first exhausted one, "join": it replays
-            its last batch with weight 0 until all are exhausted, or "error".
+            its last batch with weight 0 until all are exhausted, or "error"; `OWN_END`: each has its own number.
         stateful: whose state says where the data stands; None: batches are counted.
         frozen: random numbers are the first epoch's in every epoch.
     """
@@ -77,7 +78,8 @@ class StreamLoader(PreparedLoader):
         super().__init__(loader, rank=rank, world_size=world_size, seed=seed, frozen=frozen)
         self.uneven = uneven
         self.stateful = stateful
-        self.rank_state = stateful is not None or (world_size > 1 and length is None and uneven == "join")
+        self._own_ends = world_size > 1 and (uneven == OWN_END or (uneven == "join" and length is None))
+        self.rank_state = stateful is not None or self._own_ends
         self._length = _least(length, limit) if length is not None else None
         self._estimate = _least(estimate, limit)
         self._limit = sys.maxsize if limit is None else limit
@@ -145,6 +147,7 @@ class StreamLoader(PreparedLoader):
             "world_size": self.world_size,
             "rank": self.rank,
             "batches": batches_done,
+            "batch_size": self.batch_size,
             "own": own,
             "finished": finished,
             "ahead": 0 if not finished else 1 if own is not None else self._pulled - batches_done,
@@ -182,6 +185,13 @@ class StreamLoader(PreparedLoader):
                 f"{state['world_size']}; this is rank {self.rank} of {self.world_size}, and instep does not know how "
                 f"{type(self.loader).__name__} spreads its data. Resume with as many processes, or from the end of an "
                 "epoch"
+            )
+        resized = state.get("state") is None and state.get("batch_size", self.batch_size) != self.batch_size
+        if resized and state["batches"] and not state["finished"]:
+            raise DataError(
+                f"the checkpoint's data position is {state['batches']} batches of {state['batch_size']} samples; now "
+                f"the loader reads {self.batch_size} at once, so it would go on elsewhere. Resume with the same batch "
+                "size (times the number of processes, where rank 0 reads for all), or from the end of an epoch"
             )
         self.seed = state["seed"]
         self._enter(state["epoch"], state["cycle"])
@@ -222,7 +232,7 @@ class StreamLoader(PreparedLoader):
             self._open()
             if self._length is not None:
                 yield from self._give_sized(self._length)
-            elif self.world_size == 1:
+            elif self.world_size == 1 or self.uneven == OWN_END:
                 yield from self._give_alone()
             else:
                 yield from self._give_together()
@@ -254,6 +264,9 @@ class StreamLoader(PreparedLoader):
     def _skip(self, batches: int) -> None:
         if isinstance(self.loader, Sequence):
             self._iterator = iter(self.loader[batches:])
+            if self._own_ends and batches >= len(self.loader) > 0:
+                self._own_end = len(self.loader)
+                self._replay = self.loader[-1]
             return
         warnings.warn(
             f"{type(self.loader).__name__} cannot say where it stands: {batches} batches are read again and thrown "
@@ -264,8 +277,13 @@ class StreamLoader(PreparedLoader):
         assert self._iterator is not None
         for number in range(batches):
             with self._random.at(number):
-                if next(self._iterator, _END) is _END:
-                    raise DataError(f"the loader ended after {number} batches, but is to resume after {batches}")
+                batch = next(self._iterator, _END)
+            if batch is _END:
+                if self._own_ends and number:
+                    self._own_end = number
+                    return
+                raise DataError(f"the loader ended after {number} batches, but is to resume after {batches}")
+            self._replay = batch if self._own_ends else _END
 
     def _pull(self) -> Any:
         """The loader's next batch, or _END."""
