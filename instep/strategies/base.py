@@ -69,8 +69,24 @@ class Strategy:
             optimizers: the optimizers over its parameters; empty for evaluation.
         """
 
+    def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        """Spread a placed module for a handwritten loop, which calls what this returns instead of the module.
+
+        Args:
+            module: on its device already. A strategy spreads one module; copy it for more.
+            optimizers: the optimizers over its parameters.
+
+        Returns:
+            What to call; the module itself where nothing has to be added to its forward.
+        """
+        return module
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """The module that `wrap` got."""
+        return wrapped
+
     def teardown(self) -> None:
-        """Give back what `setup` took. May be called twice, and after an error."""
+        """Give back what `setup` and `wrap` took. May be called twice, and after an error."""
 
     # ---- the step
 

@@ -14,7 +14,8 @@ enters nothing), and owns the gradient scaler.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -57,9 +58,13 @@ class _DefaultDtype:
 class Precision:
     """One precision on one kind of device.
 
+    Options for a scaler or an autocast that this precision does not have are answered with a warning.
+
     Args:
         name: one of `PRECISIONS`.
         device: where the step runs.
+        scaler_options: arguments of `torch.amp.GradScaler`, such as `init_scale`; `enabled=False` trains without one.
+        autocast_options: arguments of `torch.autocast`: `enabled`, `cache_enabled`.
 
     Raises:
         SettingError: the name is unknown, or `16-mixed` is asked for on a CPU, where float16 autocast has no kernels
@@ -70,7 +75,14 @@ class Precision:
         'bf16'
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        scaler_options: Mapping[str, Any] | None = None,
+        autocast_options: Mapping[str, Any] | None = None,
+    ) -> None:
         if name not in _WEIGHTS:
             raise one_of("precision", name, PRECISIONS)
         if name == "16-mixed" and device.type == "cpu":
@@ -84,7 +96,20 @@ class Precision:
         self.device = device
         self.dtype = _WEIGHTS[name]
         """The dtype of weights and floating inputs, or None to leave them as the user made them."""
-        self.scaler = torch.amp.GradScaler(device.type) if name == "16-mixed" else None
+        for what, options, precisions in (
+            ("gradient scaler", scaler_options, ("16-mixed",)),
+            ("autocast", autocast_options, tuple(_AUTOCAST)),
+        ):
+            if options and name not in precisions:
+                warnings.warn(
+                    f"the {what} options {dict(options)} have no effect: precision={name!r} has no {what} "
+                    f"({' and '.join(precisions)} have)",
+                    stacklevel=2,
+                )
+        scaling = dict(scaler_options or {})
+        scales = name == "16-mixed" and scaling.pop("enabled", True)
+        self.scaler = torch.amp.GradScaler(device.type, **scaling) if scales else None
+        self._autocast_options = dict(autocast_options or {})
 
     @property
     def mixed_precision(self) -> str:
@@ -107,10 +132,15 @@ class Precision:
 
         return convert
 
-    def context(self) -> AbstractContextManager[Any] | None:
-        """A context for the forward pass that can be entered once per step, or None where there is nothing to enter."""
+    def context(self, autocast_options: Mapping[str, Any] | None = None) -> AbstractContextManager[Any] | None:
+        """A context for the forward pass that can be entered once per step, or None where there is nothing to enter.
+
+        Args:
+            autocast_options: instead of the ones this precision was made with.
+        """
         if self.name in _AUTOCAST:
-            return torch.autocast(self.device.type, dtype=_AUTOCAST[self.name])
+            options = self._autocast_options if autocast_options is None else autocast_options
+            return torch.autocast(self.device.type, dtype=_AUTOCAST[self.name], **options)
         return None if self.dtype is None else _DefaultDtype(self.dtype)
 
     def state_dict(self) -> dict[str, Any]:

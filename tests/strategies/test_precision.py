@@ -68,7 +68,7 @@ def test_half_autocast_is_refused_on_a_cpu():
 
 
 def test_unknown_names():
-    with pytest.raises(SettingError, match="Did you mean 'bf16-mixed'"):
+    with pytest.raises(SettingError, match=r"Did you mean 'bf16-mixed'"):
         Precision("bf16_mixed", CPU)
     assert len(PRECISIONS) == 6
 
@@ -100,3 +100,33 @@ def test_half_autocast_scales_gradients_and_skips_overflows(clip: float | None):
     trainer.fit(module, loader())
     assert all(torch.isfinite(p).all() for p in module.parameters())
     assert trainer.global_step == 4
+
+
+def test_options_without_a_place_are_said():
+    with pytest.warns(UserWarning, match=r"gradient scaler options .* no effect: precision='bf16-mixed'"):
+        Precision("bf16-mixed", CPU, scaler_options={"init_scale": 2.0})
+    with pytest.warns(UserWarning, match=r"autocast options .* no effect: precision='64-true'"):
+        Precision("64-true", CPU, autocast_options={"cache_enabled": False})
+
+
+def test_autocast_options():
+    precision = Precision("bf16-mixed", CPU, autocast_options={"enabled": False})
+    linear = torch.nn.Linear(2, 2)
+
+    def inside(options: dict[str, Any] | None) -> torch.dtype:
+        context = precision.context(options)
+        assert context is not None
+        with context:
+            return linear(torch.ones(1, 2)).dtype
+
+    assert inside(None) is torch.float32
+    assert inside({"enabled": True}) is torch.bfloat16
+    assert Precision("32-true", CPU).context({"enabled": True}) is None
+
+
+def test_scaler_options():
+    meta = torch.device("mps")  # scaling is the same arithmetic everywhere; a scaler of a CPU is refused
+    precision = Precision("16-mixed", meta, scaler_options={"init_scale": 8.0, "enabled": True})
+    assert precision.scaler is not None
+    assert precision.state_dict()["scale"] == 8.0
+    assert Precision("16-mixed", meta, scaler_options={"enabled": False}).scaler is None

@@ -1,0 +1,308 @@
+"""Settings of the Accelerator as plain dataclasses: what is passed is what holds, the environment is not read.
+
+The names are Hugging Face Accelerate's. Every value is checked when the object is made. `options()` gives the keyword
+arguments of the piece that a handler is about, on a lower floor: the strategy, the precision, the process state or
+torch's profiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Literal
+
+from instep.errors import SettingError, one_of
+from instep.strategies import DDPStrategy
+from instep.types import PathLike
+
+CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
+CommWrapper = Literal["no", "fp16", "bf16"]
+_ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
+_SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
+
+
+class KwargsHandler:
+    """What `Accelerator(kwargs_handlers=[...])` takes: one object of a class at most."""
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments for the lower floor; fields that are None ask for nothing and are left out."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}  # pyright: ignore[reportArgumentType]
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _expect(self, right: bool, field: str, expected: str) -> None:
+        _expect(self, right, field, expected)
+
+    def _check_flags(self, *names: str) -> None:
+        for name in names:
+            self._expect(isinstance(getattr(self, name), bool), name, "True or False")
+
+
+@dataclass(frozen=True)
+class AutocastKwargs(KwargsHandler):
+    """How autocast computes; for `Accelerator(kwargs_handlers=...)` and for one `accelerator.autocast(handler)`.
+
+    Args:
+        enabled: False computes in the weights' dtype inside.
+        cache_enabled: keep the 16-bit copies of the weights for the length of the context.
+
+    Example:
+        >>> AutocastKwargs(cache_enabled=False).options()
+        {'enabled': True, 'cache_enabled': False}
+    """
+
+    enabled: bool = True
+    cache_enabled: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_flags("enabled", "cache_enabled")
+
+
+@dataclass(frozen=True)
+class DistributedDataParallelKwargs(KwargsHandler):
+    """How gradients are averaged over processes; `options()` are the arguments of `DDPStrategy`.
+
+    Args:
+        broadcast_buffers: take the first rank's buffers at each forward.
+        bucket_cap_mb: size of a gradient bucket in MiB; None leaves it to torch (25, and a smaller first one).
+        find_unused_parameters: search, in each step, for parameters that took no part.
+        gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
+        static_graph: promise that every step uses the same parameters in the same way.
+        comm_hook: compress gradients on their way: "fp16", "bf16" (GPUs only), "power_sgd".
+        comm_wrapper: "fp16" or "bf16": round what PowerSGD gets to 16 bits first.
+        comm_state_option: arguments of torch's `PowerSGDState`, such as `{"matrix_approximation_rank": 2}`.
+
+    Raises:
+        SettingError: a value is wrong, or hook, wrapper and state do not go together.
+    """
+
+    broadcast_buffers: bool = True
+    bucket_cap_mb: float | None = None
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: CommHook = "no"
+    comm_wrapper: CommWrapper = "no"
+    comm_state_option: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_flags("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+        cap = self.bucket_cap_mb
+        self._expect(cap is None or (_is_number(cap) and cap > 0), "bucket_cap_mb", "a number of MiB above 0, or None")
+        state = self.comm_state_option
+        self._expect(state is None or isinstance(state, Mapping), "comm_state_option", "a dict, or None")
+        DDPStrategy(**self.options())  # knows its hooks, and refuses what does not go together
+
+    def options(self) -> dict[str, Any]:
+        options = super().options()
+        if "comm_state_option" in options:
+            options["comm_state"] = dict(options.pop("comm_state_option"))
+        return options
+
+
+@dataclass(frozen=True)
+class GradScalerKwargs(KwargsHandler):
+    """How gradients are scaled in float16 autocast; `options()` are torch's `GradScaler`'s.
+
+    Args:
+        init_scale: the first factor of the loss.
+        growth_factor: what it is multiplied by after `growth_interval` steps without an overflow; above 1.
+        backoff_factor: what it is multiplied by after an overflow; between 0 and 1.
+        growth_interval: in optimizer steps.
+        enabled: False trains without scaling.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_flags("enabled")
+        self._expect(_is_number(self.init_scale) and self.init_scale > 0, "init_scale", "a number above 0")
+        self._expect(_is_number(self.growth_factor) and self.growth_factor > 1, "growth_factor", "a number above 1")
+        backoff = self.backoff_factor
+        self._expect(_is_number(backoff) and 0 < backoff < 1, "backoff_factor", "a number between 0 and 1")
+        self._expect(_is_count(self.growth_interval, 1), "growth_interval", "a whole number of steps, at least 1")
+
+
+@dataclass(frozen=True)
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the process group is made; `options()` are those of `PartialState`.
+
+    Args:
+        backend: torch's name, such as "gloo"; None takes the device's.
+        timeout: of every collective, as a timedelta or in seconds; None takes torch's (10 minutes for nccl, 30 for
+            others).
+        pg_options: the backend's own options object.
+        device_id: the device to bind the group to, where the backend wants to know early.
+
+    Example:
+        >>> InitProcessGroupKwargs(timeout=60).options()
+        {'timeout': datetime.timedelta(seconds=60)}
+    """
+
+    backend: str | None = None
+    timeout: timedelta | float | None = None
+    pg_options: Any = None
+    device_id: Any = None
+
+    def __post_init__(self) -> None:
+        right = self.backend is None or (isinstance(self.backend, str) and self.backend != "")
+        self._expect(right, "backend", 'a name such as "nccl" or "gloo", or None')
+        timeout = self.timeout
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        right = seconds is None or (_is_number(seconds) and seconds > 0)
+        self._expect(right, "timeout", "a timedelta or a number of seconds above 0")
+        if seconds is not None:
+            object.__setattr__(self, "timeout", timedelta(seconds=seconds))
+
+
+@dataclass(frozen=True)
+class ProfileKwargs(KwargsHandler):
+    """What `accelerator.profile(handler)` records.
+
+    Args:
+        activities: of "cpu", "cuda", "xpu", "mtia", "hpu"; None records the CPU and whatever accelerator is here.
+        schedule_option: arguments of `torch.profiler.schedule` (`wait`, `warmup`, `active`, `repeat`, `skip_first`,
+            `skip_first_wait`), in calls of `step()`; None records everything.
+        on_trace_ready: called with the profiler whenever a recording is complete.
+        record_shapes: note the shapes of inputs.
+        profile_memory: note allocations.
+        with_stack: note the line of source of every operation.
+        with_flops: estimate operations of matrix products and convolutions.
+        with_modules: note which module called.
+        output_trace_dir: write a Chrome trace per rank into this folder; None writes none.
+    """
+
+    activities: tuple[str, ...] | list[str] | None = None
+    schedule_option: Mapping[str, int] | None = None
+    on_trace_ready: Callable[[Any], Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: PathLike | None = None
+
+    def __post_init__(self) -> None:
+        self._check_flags("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+        if self.activities is not None:
+            right = not isinstance(self.activities, str) and len(self.activities) > 0
+            self._expect(right, "activities", 'a list such as ["cpu", "cuda"], or None')
+            for name in self.activities:
+                if name not in _ACTIVITIES:
+                    raise one_of("activities", name, _ACTIVITIES)
+        ready = self.on_trace_ready
+        self._expect(ready is None or callable(ready), "on_trace_ready", "a function of the profiler, or None")
+        if self.schedule_option is not None:
+            for name in self.schedule_option:
+                if name not in _SCHEDULE:
+                    raise one_of("schedule_option", name, _SCHEDULE)
+            right = {"wait", "warmup", "active"} <= set(self.schedule_option)
+            self._expect(right, "schedule_option", "at least wait, warmup and active")
+            right = all(_is_count(n, int(name == "active")) for name, n in self.schedule_option.items())
+            self._expect(right, "schedule_option", "whole numbers of steps, none below 0 and active at least 1")
+
+
+@dataclass(frozen=True)
+class GradientAccumulationPlugin:
+    """How gradients are accumulated.
+
+    Args:
+        num_steps: micro-batches of one window.
+        adjust_scheduler: True: the schedule was written in batches, so that one optimizer step moves it on by as many
+            as the window had. False: one scheduler step per optimizer step.
+        sync_with_dataloader: a window ends with its loader, full or not.
+        sync_each_batch: reduce gradients at every backward: more communication, less memory under sharding.
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = False
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        _expect(self, _is_count(self.num_steps, 1), "num_steps", "a whole number of micro-batches, at least 1")
+        for name in ("adjust_scheduler", "sync_with_dataloader", "sync_each_batch"):
+            _expect(self, isinstance(getattr(self, name), bool), name, "True or False")
+
+
+@dataclass(frozen=True)
+class ProjectConfiguration:
+    """Where an Accelerator writes, and how many checkpoints it keeps.
+
+    Args:
+        project_dir: the folder of checkpoints; None writes only where a call names a folder.
+        logging_dir: the folder of loggers; None takes `project_dir`.
+        automatic_checkpoint_naming: `save_state()` without a folder numbers its own below `project_dir`.
+        total_limit: checkpoints to keep, the newest ones; None keeps all.
+
+    Raises:
+        SettingError: a value is wrong, or an option has nothing to work on.
+    """
+
+    project_dir: PathLike | None = None
+    logging_dir: PathLike | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        automatic, limit = self.automatic_checkpoint_naming, self.total_limit
+        _expect(self, isinstance(automatic, bool), "automatic_checkpoint_naming", "True or False")
+        right = not automatic or self.project_dir is not None
+        _expect(self, right, "automatic_checkpoint_naming", "a project_dir to write into beside it")
+        _expect(self, limit is None or _is_count(limit, 1), "total_limit", "a number of at least 1, or None")
+        right = limit is None or automatic
+        _expect(self, right, "total_limit", "automatic_checkpoint_naming=True beside it: nothing else is deleted")
+        if self.logging_dir is None:
+            object.__setattr__(self, "logging_dir", self.project_dir)
+
+
+_KINDS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+_ELSEWHERE = {GradientAccumulationPlugin: "gradient_accumulation_plugin", ProjectConfiguration: "project_config"}
+
+
+def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler], Any]:
+    """Handlers by their class.
+
+    Args:
+        handlers: what `kwargs_handlers` got; None for none.
+
+    Raises:
+        SettingError: one is not a handler, belongs to another argument, or there are two of one class.
+
+    Example:
+        >>> by_kind([AutocastKwargs()])[AutocastKwargs].enabled
+        True
+    """
+    found: dict[type[KwargsHandler], Any] = {}
+    for handler in handlers or ():
+        kind = type(handler)
+        if kind in _ELSEWHERE:
+            message = f"{kind.__name__} is no kwargs handler: pass it as {_ELSEWHERE[kind]}=..."
+            raise SettingError(message, field="kwargs_handlers", got=handler)
+        if kind not in _KINDS:
+            names = ", ".join(known.__name__ for known in _KINDS)
+            message = f"kwargs_handlers has {handler!r}, which is no kwargs handler. Use objects of: {names}"
+            raise SettingError(message, field="kwargs_handlers", got=handler)
+        if kind in found:
+            message = f"kwargs_handlers has two {kind.__name__}: {found[kind]!r} and {handler!r}. Keep one."
+            raise SettingError(message, field="kwargs_handlers", got=handler)
+        found[kind] = handler
+    return found
+
+
+def _expect(owner: object, right: bool, field: str, expected: str) -> None:
+    if not right:
+        got = getattr(owner, field)
+        raise SettingError(f"{type(owner).__name__}({field}={got!r}): expected {expected}", field=field, got=got)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
