@@ -123,8 +123,8 @@ class _Line:
             return DistributedError(f"{call}: another process is gone, and with it the store of the job ({error})")
         self._linger(here)
         missing = [rank for rank in range(self._world) if rank not in here]
-        what = f"{_ranks(missing)} did not come within {waited_s:.1f} s" if missing else "the connection broke"
-        lines = [f"{call}: {what} ({error}). By rank:"]
+        what = f"{_ranks(missing)} did not come" if missing else "the connection broke"
+        lines = [f"{call}: {what}; waited {waited_s:.1f} s ({error}). By rank:"]
         for rank in range(self._world):
             last = before.get(rank, "none so far")
             lines.append(f"  rank {rank}: {here.get(rank, f'not here; its last collective was {last}')}")

@@ -1,5 +1,8 @@
+"""Objects and errors, over 2, 3 and 4 processes; one start of the processes serves all tests of a world size."""
+
 from __future__ import annotations
 
+from itertools import chain, combinations
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from instep.distributed import (
     raise_together,
     wait_for_everyone,
 )
-from instep.errors import RemoteError
+from instep.errors import DistributedError, RemoteError, SettingError
 from instep.state import PartialState
 from tests.helpers.spawn import run_ranks
 
@@ -25,35 +28,35 @@ def test_a_process_alone() -> None:
     assert broadcast_object(thing) is thing
     items = [1, 2]
     assert broadcast_object_list(items) is items
+    assert broadcast_object_list(items, from_process=1) is items
     wait_for_everyone()
     raise_together(None, "nothing")
     with pytest.raises(KeyError, match="mine"):
         raise_together(KeyError("mine"), "something")
 
 
-def _objects() -> dict[str, Any]:
-    rank = PartialState(cpu=True, timeout=40).process_index
+def _objects(rank: int, world: int) -> dict[str, Any]:
     items = [rank, {"rank": rank}]
-    return {
+    report: dict[str, Any] = {
         "dict": gather_object({"rank": rank, "x": torch.full((rank + 1,), rank)}),
         "text": gather_object("ab" * rank),
         "broadcast": broadcast_object({"rank": rank}, from_process=1),
-        "list": broadcast_object_list(items, from_process=2) is items and items,
+        "list": broadcast_object_list(items, from_process=world - 1) is items and items,
     }
+    unequal = [rank] * (1 + (rank == 1))
+    try:
+        broadcast_object_list(unequal)
+        report["unequal"] = unequal
+    except DistributedError as error:
+        report["unequal"] = (str(error), unequal)
+    try:
+        broadcast_object(0, from_process=world)
+    except SettingError as error:
+        report["no such rank"] = str(error)
+    return report
 
 
-@pytest.mark.dist
-def test_objects_arrive_whole_and_in_rank_order() -> None:
-    for report in run_ranks(_objects, 3):
-        assert [entry["rank"] for entry in report["dict"]] == [0, 1, 2]
-        assert [entry["x"].tolist() for entry in report["dict"]] == [[0], [1, 1], [2, 2, 2]]
-        assert report["text"] == ["", "ab", "abab"]
-        assert report["broadcast"] == {"rank": 1}
-        assert report["list"] == [2, {"rank": 2}]
-
-
-def _together(failing: tuple[int, ...]) -> tuple[str, str, int]:
-    rank = PartialState(cpu=True, timeout=40).process_index
+def _together(rank: int, failing: tuple[int, ...]) -> tuple[str, str, int]:
     error: BaseException | None = None
     try:
         if rank in failing:
@@ -63,25 +66,72 @@ def _together(failing: tuple[int, ...]) -> tuple[str, str, int]:
     try:
         raise_together(error, "saving the checkpoint")
     except OSError as raised:
-        wait_for_everyone()
         return "own" if raised is error else "copied", str(raised), rank
     except RemoteError as raised:
-        wait_for_everyone()
         return "remote", str(raised), raised.rank
-    wait_for_everyone()
     return "none", "", -1
 
 
+def _who_fails(world: int) -> list[tuple[int, ...]]:
+    return list(chain.from_iterable(combinations(range(world), count) for count in range(world + 1)))
+
+
+def _everything() -> tuple[dict[str, Any], list[tuple[str, str, int]]]:
+    state = PartialState(cpu=True, timeout=40)
+    rank, world = state.process_index, state.num_processes
+    report = _objects(rank, world)
+    failures = [_together(rank, failing) for failing in _who_fails(world)]
+    wait_for_everyone()
+    return report, failures
+
+
+Reports = list[tuple[dict[str, Any], list[tuple[str, str, int]]]]
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids="{}-processes".format)
+def reports(request: pytest.FixtureRequest) -> Reports:
+    return run_ranks(_everything, request.param)
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("failing", [(), (0,), (1,), (1, 2), (0, 1, 2)])
-def test_an_error_of_any_rank_reaches_all(failing: tuple[int, ...]) -> None:
-    for rank, (kind, text, where) in enumerate(run_ranks(_together, 3, failing)):
-        if not failing:
-            assert kind == "none"
-        elif rank in failing:
-            assert (kind, text, where) == ("own", f"disk of {rank} is full", rank)
+def test_a_dict_and_a_text_are_gathered_whole_and_in_rank_order(reports: Reports) -> None:
+    ranks = list(range(len(reports)))
+    for report, _ in reports:
+        assert [entry["rank"] for entry in report["dict"]] == ranks
+        assert [entry["x"].tolist() for entry in report["dict"]] == [[rank] * (rank + 1) for rank in ranks]
+        assert report["text"] == ["ab" * rank for rank in ranks]
+
+
+@pytest.mark.dist
+def test_objects_of_one_rank_reach_all(reports: Reports) -> None:
+    last = len(reports) - 1
+    for report, _ in reports:
+        assert report["broadcast"] == {"rank": 1}
+        assert report["list"] == [last, {"rank": last}]
+        assert f"from_process={last + 1}: the job has {last + 1} processes" in report["no such rank"]
+
+
+@pytest.mark.dist
+def test_a_list_of_another_length_is_an_error_where_it_is(reports: Reports) -> None:
+    for rank, (report, _) in enumerate(reports):
+        if rank == 1:
+            text, unequal = report["unequal"]
+            assert "rank 0 sent 1 objects, but the list here has 2 places" in text
+            assert unequal == [1, 1]
         else:
-            assert (kind, where) == ("remote", failing[0])
-            assert text.startswith(f"saving the checkpoint failed on rank {failing[0]}")
-            assert ("and on rank 2" in text) == (failing == (1, 2))
-            assert f"OSError: disk of {failing[0]} is full" in text
+            assert report["unequal"] == [0]
+
+
+@pytest.mark.dist
+def test_an_error_of_any_rank_reaches_all(reports: Reports) -> None:
+    for rank, (_, failures) in enumerate(reports):
+        for failing, (kind, text, where) in zip(_who_fails(len(reports)), failures, strict=True):
+            if not failing:
+                assert kind == "none"
+            elif rank in failing:
+                assert (kind, text, where) == ("own", f"disk of {rank} is full", rank)
+            else:
+                assert (kind, where) == ("remote", failing[0])
+                assert text.startswith(f"saving the checkpoint failed on rank {failing[0]}")
+                assert (f"and on rank {', '.join(map(str, failing[1:]))}" in text) == bool(failing[1:])
+                assert f"OSError: disk of {failing[0]} is full" in text

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from instep.distributed import Trigger, Triggers, triggers
+from instep.distributed import Trigger, Triggers, gather_object, triggers
 from instep.errors import DistributedError, SettingError
 from instep.state import PartialState
 from tests.helpers.spawn import run_ranks
@@ -205,32 +206,96 @@ def _seconds(tick: Any, count: int = 20_000) -> float:
 # Several.
 
 
-def _each_rank_in_turn(every: int | None) -> list[Any]:
+def _each_rank_in_turn() -> dict[str, list[Any]]:
     state = PartialState(cpu=True, timeout=40)
-    report: list[Any] = []
+    report: dict[str, list[Any]] = {"every 4 steps": [], "by time": [], "blocking": []}
     for setter in range(state.num_processes):
-        own = Triggers(every=every)
         mine = {6: ("stop", f"rank {setter} said so")} if state.process_index == setter else {}
-        agreed: dict[int, tuple[Trigger, ...]] = {}
-        step = 0
-        while not agreed:
-            agreed = train(own, 1, mine, start=step)
-            step += 1
-        own.sync()
-        report.append((agreed, own.seen("stop")))
+        for kind, every in (("every 4 steps", EVERY), ("by time", None)):
+            own = Triggers(every=every)
+            agreed: dict[int, tuple[Trigger, ...]] = {}
+            step = 0
+            while not agreed:
+                agreed = train(own, 1, mine, start=step)
+                step += 1
+            own.sync()
+            report[kind].append((agreed, own.seen("stop")))
+        own = Triggers()
+        if mine:
+            own.set("mine", f"rank {setter}")
+        checks = [own.check("other"), own.check(), own.check()]
+        if mine:
+            own.set("again", f"rank {setter}")
+        report["blocking"].append((checks, own.check("again"), own.check("again"), own.agreed["again"]))
     return report
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("every", [EVERY, None])
-def test_a_trigger_of_any_single_rank_is_agreed_by_all_at_one_step(every: int | None) -> None:
-    reports = run_ranks(_each_rank_in_turn, 3, every)
-    assert reports[0] == reports[1] == reports[2]
-    for setter, (agreed, seen) in enumerate(reports[0]):
-        assert list(agreed.values()) == [(Trigger("stop", f"rank {setter} said so", setter),)]
-        assert seen
-        if every is not None:
-            assert list(agreed) == [13]  # as with one process
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_trigger_of_any_single_rank_is_agreed_by_all_at_one_step(world: int) -> None:
+    reports = run_ranks(_each_rank_in_turn, world)
+    assert all(report == reports[0] for report in reports)
+    for setter in range(world):
+        for kind in ("every 4 steps", "by time"):
+            agreed, seen = reports[0][kind][setter]
+            assert list(agreed.values()) == [(Trigger("stop", f"rank {setter} said so", setter),)]
+            assert seen
+            if kind == "every 4 steps":
+                assert list(agreed) == [13]  # as with one process
+        told = Trigger("again", f"rank {setter}", setter)
+        assert reports[0]["blocking"][setter] == ([False, True, False], True, False, told)
+
+
+def _at_the_end() -> dict[str, Any]:
+    state = PartialState(cpu=True, timeout=40)
+    own = Triggers(every=2)
+    if state.process_index == 1:
+        own.set("early", "noted at a boundary")
+    own.tick(1)
+    if state.process_index == 0:
+        own.set("late", "after the last boundary")
+    under_way = own._outstanding is not None
+    report: dict[str, Any] = {"sync": own.sync(), "left": under_way and own._outstanding, "unclaimed": own.unclaimed}
+    # Nothing is left on the group: another collective meets its like, and the next loop starts anew.
+    report["next"] = (gather_object(state.process_index), Triggers(every=2).sync())
+    report["checked"] = (own.check("early"), own.check("early"), own.check(), own.check(), own.unclaimed)
+    own.set("lost")
+    report["lost"] = own.pending
+    return report
+
+
+@pytest.mark.dist
+def test_at_the_loops_end_everything_is_agreed_and_nothing_is_under_way() -> None:
+    for report in run_ranks(_at_the_end, 3):
+        early, late = Trigger("early", "noted at a boundary", 1), Trigger("late", "after the last boundary", 0)
+        assert report["sync"] == (late, early)
+        assert report["left"] is None
+        assert report["unclaimed"] == (early, late)
+        assert report["next"] == ([0, 1, 2], ())
+        assert report["checked"] == (True, False, True, False, ())
+        assert report["lost"]
+
+
+def _on_a_device() -> tuple[list[int], float]:
+    state = PartialState(cpu=True, timeout=40)
+    weight = torch.zeros(8, device="cuda")
+    own = Triggers(every=3)
+    torch.cuda.set_sync_debug_mode("error")
+    agreed = []
+    for step in range(1, 31):
+        weight += 1
+        agreed += [step for _ in own.tick(step)]
+        if step == 4 and state.process_index == 1:
+            own.set("stop", "enough")
+    own.sync()
+    torch.cuda.set_sync_debug_mode("default")
+    return agreed, float(weight[0])
+
+
+@pytest.mark.dist
+@pytest.mark.gpu
+def test_no_tick_and_no_sync_waits_for_the_device() -> None:
+    assert run_ranks(_on_a_device, 2) == [([10], 30.0)] * 2  # set after 4, noted at 7, agreed at 10
 
 
 def _blocking_forms() -> dict[str, Any]:
