@@ -42,6 +42,7 @@ bench: $(VENV)/.bench  ## microseconds per step, import time, memory
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/triggers.py
 
 clean:  ## remove the environment and what tools have left
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

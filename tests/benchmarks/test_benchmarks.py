@@ -52,3 +52,15 @@ def test_import_time(tmp_path: Path) -> None:
     result = run("import_time.py", tmp_path, "--rounds", "1", "--contenders", "instep")
     assert result["results"]["instep"]["in_one_process_s"]["median"] > 0
     assert result["import_instep_loads_torch"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_triggers(tmp_path: Path) -> None:
+    result = run("triggers.py", tmp_path, "--worlds", "2", "--jobs", "1", "--rounds", "2", "--steps", "50")
+    [row] = result["results"]
+    assert row["processes"] == 2
+    assert row["step_us"]["median"] > 0
+    assert row["limit_us"] >= 15.0
+    assert row["added_us"]["median"] < row["step_us"]["median"]
+    assert result["machine"]["pinned_to_one_cpu"] is False
