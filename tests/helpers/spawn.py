@@ -70,7 +70,8 @@ def run_ranks(
 
     Each rank is a new process with one torch thread and torchrun's variables set; the process group is made by
     whoever needs it (`PartialState()` or `init_process_group("gloo")`) and destroyed here at the end. Processes come
-    from a fork server that has imported torch and nothing else, so a rank starts in a fraction of a second.
+    from a fork server that has imported torch and its compiler and nothing else, so a rank starts in a fraction of a
+    second.
 
     Args:
         fn: a function of a module's top level.
@@ -86,7 +87,8 @@ def run_ranks(
         RanksFailed: with the traceback and the output of each rank that failed, the first failure first.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    # DistributedDataParallel imports the compiler: seconds, which are paid once here instead of by every rank.
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
     common = {**os.environ, **_job_env(nproc), **(env or {})}
     payload = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
