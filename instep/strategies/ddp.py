@@ -43,8 +43,11 @@ def _share_weights(module: nn.Module) -> None:
 
 
 def _one_bucket_at_a_time(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """PowerSGD sends more from the callbacks of what it sent, and gloo runs those in several threads: with two buckets
-    under way, ranks would pair messages of different buckets, and crash."""
+    """Keep a hook's messages in one order on all ranks, over gloo.
+
+    PowerSGD sends more from the callbacks of what it sent, and gloo runs those in several threads: with two buckets
+    under way ranks pair messages of different buckets, and crash.
+    """
 
     @wraps(hook)
     def waiting(state, bucket):  # no annotations: torch compares them with its classes

@@ -1,0 +1,124 @@
+"""Local SGD: every rank trains by itself for some steps, then all take the mean of their weights."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from instep.distributed import gather_object, reduce
+from instep.errors import DistributedError, SettingError
+from instep.state import GradientState
+
+
+class _Accelerator(Protocol):
+    @property
+    def num_processes(self) -> int: ...
+
+    def no_sync(self, model: nn.Module) -> Any: ...
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module: ...
+
+
+class LocalSGD:
+    """A context in which ranks train apart, and their weights are averaged every `local_sgd_steps` optimizer steps.
+
+    Gradients are not reduced inside. The mean is taken of the trainable parameters and of the floating buffers (running
+    statistics), also at the end of the block; the optimizers' own state stays each rank's, as do integer buffers. After
+    an error nothing is averaged. With one process, or `enabled=False`, nothing happens.
+
+    All ranks take the same number of steps, which is checked whenever they meet.
+
+    Args:
+        accelerator: the `Accelerator`.
+        model: what its `prepare` gave.
+        local_sgd_steps: optimizer steps between two averages.
+        enabled: False leaves training as it is.
+
+    Raises:
+        SettingError: the number of steps is wrong, or ranks hold only parts of the weights.
+        DistributedError: (when ranks meet) they took different numbers of steps.
+
+    Example:
+        The step counts once a window of accumulated gradients is complete::
+
+            with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
+                for batch in loader:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(loss(model(batch)))
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        local_sgd.step()
+
+    Source:
+        Stich: Local SGD Converges Fast and Communicates Little, ICLR 2019 (https://arxiv.org/abs/1805.09767).
+    """
+
+    def __init__(self, accelerator: _Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
+            raise SettingError(
+                f"local_sgd_steps={local_sgd_steps!r} must be a whole number of optimizer steps, at least 1",
+                field="local_sgd_steps",
+                got=local_sgd_steps,
+            )
+        self.enabled = enabled and accelerator.num_processes > 1
+        self.local_sgd_steps = local_sgd_steps
+        self.steps = 0
+        """Optimizer steps since the block began."""
+        self._accelerator = accelerator
+        self._model = model
+        self._stack = ExitStack()
+        if self.enabled:
+            self._check_replicated()
+
+    def __enter__(self) -> LocalSGD:
+        self.steps = 0
+        if self.enabled:
+            self._stack.enter_context(self._accelerator.no_sync(self._model))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if self.enabled and error is None:
+            self._average()
+
+    def step(self) -> None:
+        """Count an optimizer step, and average when it is time; inside a window of accumulated gradients do nothing."""
+        if not self.enabled or not GradientState().sync_gradients:
+            return
+        self.steps += 1
+        if self.steps % self.local_sgd_steps == 0:
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """A collective. The message before it keeps ranks that are at different steps from pairing their averages."""
+        steps = gather_object(self.steps)
+        if len(set(steps)) > 1:
+            raise DistributedError(
+                f"LocalSGD: ranks took different numbers of optimizer steps when they met: {steps} by rank. Give all "
+                "ranks the same number of batches, and call step() on all of them."
+            )
+        for tensor in self._tensors():
+            tensor.copy_(reduce(tensor, "mean"))
+
+    def _tensors(self) -> list[Tensor]:
+        module = self._accelerator.unwrap_model(self._model)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        return [*parameters, *(b for b in module.buffers() if b.is_floating_point())]
+
+    def _check_replicated(self) -> None:
+        module = self._accelerator.unwrap_model(self._model)
+        for name, parameter in module.named_parameters():
+            # A DTensor knows its mesh; a parameter that DeepSpeed has cut up knows its own number.
+            if hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id"):
+                raise SettingError(
+                    f"LocalSGD needs the whole model on every rank, and {name} is sharded over ranks. Use strategy="
+                    "'ddp', or leave LocalSGD out.",
+                    field="model",
+                )

@@ -1,0 +1,101 @@
+"""A logger that knows of the other ranks: one line from the main process, or one per rank in order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+from instep.distributed import wait_for_everyone
+from instep.errors import one_of
+from instep.state import ProcessEnvironment, process, read_environment
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def known_place() -> tuple[ProcessEnvironment, bool]:
+    """This process's place, and whether the process state says so; before that the launcher does. Builds nothing."""
+    joined = process.is_held()
+    return process.held().environment if joined else read_environment(), joined
+
+
+class RankLogger(logging.LoggerAdapter):
+    """Python's logger with two more arguments in every call.
+
+    `main_process_only=True`, the default: rank 0 alone logs. False: all do, with their rank in front. `in_order=True`:
+    all do, one after the other; it is a collective, whatever the level.
+
+    Before the process state exists the launcher's environment says which rank this is; `in_order` then does not wait.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger, {})
+        self._warned: set[str] = set()
+
+    def log(
+        self,
+        level: int,
+        msg: Any,
+        *args: Any,
+        main_process_only: bool = True,
+        in_order: bool = False,
+        stacklevel: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        """Log as python does.
+
+        Args:
+            level: a number of `logging`.
+            msg: the text, with places for `args`.
+            args: filled into the text.
+            main_process_only: whether rank 0 alone logs.
+            in_order: whether all ranks log, in the order of their ranks.
+            stacklevel: as in python: how many callers up the line is said to come from.
+            kwargs: `exc_info`, `extra`, `stack_info`.
+        """
+        place, joined = known_place()
+        rank, world_size = place.rank, place.world_size
+        shown = self.isEnabledFor(level) and (in_order or not main_process_only or rank == 0)
+        if shown and world_size > 1 and (in_order or not main_process_only):
+            msg = f"[RANK {rank}] {msg}"
+        for turn in range(world_size) if in_order and joined else (rank,):
+            if shown and turn == rank:
+                self.logger.log(level, msg, *args, stacklevel=stacklevel + 1, **kwargs)
+            if in_order and joined:
+                wait_for_everyone()
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, kwargs
+
+    def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a warning the first time that this text comes, on this rank and through this object."""
+        text = str(msg) % args if args else str(msg)
+        if text not in self._warned:
+            self._warned.add(text)
+            self.log(logging.WARNING, msg, *args, stacklevel=2, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> RankLogger:
+    """A logger whose calls take `main_process_only` and `in_order`.
+
+    Only the logger of this name is touched; handlers and the root's level are the program's to set
+    (`logging.basicConfig`).
+
+    Args:
+        name: as for `logging.getLogger`; usually `__name__`.
+        log_level: "DEBUG", "INFO", "WARNING", "ERROR" or "CRITICAL"; None leaves the logger's level.
+
+    Raises:
+        SettingError: the level is unknown.
+
+    Example:
+        >>> logger = get_logger(__name__, log_level="INFO")
+        >>> logger.info("from the main process")
+        >>> logger.info("from every rank, in turn", in_order=True)
+    """
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        if not isinstance(log_level, str) or log_level.upper() not in _LEVELS:
+            raise one_of("log_level", log_level, _LEVELS)
+        logger.setLevel(log_level.upper())
+    return RankLogger(logger)

@@ -1,0 +1,217 @@
+"""Running out of memory: trying again with a smaller batch, on all ranks alike, and giving memory back."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, TypeVar, overload
+
+import torch
+
+from instep.checkpoint.together import fail_together, from_every_rank
+from instep.errors import DistributedError, HookError, SettingError, UsageError
+from instep.state import DEVICE_KINDS
+
+R = TypeVar("R")
+
+# Allocators without an exception class of their own, and what a remote or chained error says of those that have one.
+_OUT_OF_MEMORY = (
+    "out of memory",  # CUDA, XPU, MPS, NPU
+    "OutOfMemoryError",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN says when its workspace does not fit
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a device or the host, here or on the rank that it came from.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
+        (True, False)
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(seen, RuntimeError):
+            text = str(seen)
+            if any(mark in text for mark in _OUT_OF_MEMORY) or "\nMemoryError" in text:
+                return True
+        seen = seen.__cause__
+    return False
+
+
+def _halve(batch_size: int) -> int:
+    return batch_size // 2
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[..., R], starting_batch_size: int = 128, reduce: Callable[[int], int] = _halve
+) -> Callable[..., R]: ...
+
+
+@overload
+def find_executable_batch_size(
+    function: None = None, starting_batch_size: int = 128, reduce: Callable[[int], int] = _halve
+) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce: Callable[[int], int] = _halve,
+) -> Any:
+    """Make a function try again with a smaller batch size for as long as memory runs out.
+
+    The function gets the batch size first and is called without it. It should build its models, optimizers and loaders
+    inside, so that nothing of a failed attempt is kept. The size is one for all ranks: if any of them runs out of
+    memory, all try again with the next size. The size that worked is where the next call begins.
+
+    With several processes every attempt ends in an agreement of all ranks. A rank that runs out of memory alone, while
+    the others wait for it in a collective of the function, is only heard once that collective has timed out; all
+    ranks then raise.
+
+    Args:
+        function: takes `batch_size` first; left out when used with arguments: `@find_executable_batch_size(...)`.
+        starting_batch_size: the first size to try, the same on all ranks; samples per process.
+        reduce: the next size for one that was too large. Halving keeps sizes that devices like.
+
+    Returns:
+        The function without its first argument.
+
+    Raises:
+        HookError: the function takes no batch size, or a call passes arguments that it does not take.
+        SettingError: an argument is wrong, or `reduce` does not give a smaller size.
+        UsageError: (from the call) memory did not suffice for any size above 0.
+        RemoteError: (from the call) another rank raised something else than an out-of-memory error.
+
+    Example:
+        >>> @find_executable_batch_size(starting_batch_size=16)
+        ... def train(batch_size):
+        ...     if batch_size > 4:
+        ...         raise MemoryError
+        ...     return batch_size
+        >>> train()
+        4
+    """
+    if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, int) or starting_batch_size < 1:
+        raise SettingError(
+            f"starting_batch_size={starting_batch_size!r} must be a whole number of at least 1",
+            field="starting_batch_size",
+            got=starting_batch_size,
+        )
+    if function is None:
+        return partial(find_executable_batch_size, starting_batch_size=starting_batch_size, reduce=reduce)
+    return _Search(function, starting_batch_size, reduce).as_function()
+
+
+class _Search:
+    def __init__(self, function: Callable[..., Any], size: int, reduce: Callable[[int], int]) -> None:
+        self.function = function
+        self.name = getattr(function, "__name__", repr(function))
+        self.size = size
+        self.reduce = reduce
+        self.signature = inspect.signature(function)
+        first = next(iter(self.signature.parameters.values()), None)
+        if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD) or first.name in ("self", "cls"):
+            raise HookError(
+                f"{self.name}{self.signature} must take the batch size as its first argument: "
+                f"def {self.name}(batch_size, ...). In a class, decorate a function inside the method."
+            )
+
+    def as_function(self) -> Callable[..., Any]:
+        @wraps(self.function)
+        def searching(*args: Any, **kwargs: Any) -> Any:
+            try:
+                self.signature.bind(self.size, *args, **kwargs)
+            except TypeError as error:
+                raise HookError(
+                    f"{self.name}{self.signature} cannot be called like this: {error}. The batch size is passed by "
+                    "find_executable_batch_size; leave it out of the call."
+                ) from None
+            return self.run(args, kwargs)
+
+        return searching
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        size, tried = self.size, []
+        while True:
+            tried.append(size)
+            result, error = self.attempt(size, args, kwargs)
+            short, why = _agree(error, f"{self.name}(batch_size={size})", size)
+            if not short:
+                self.size = size
+                return result
+            # The error's traceback holds the frames that hold the tensors.
+            del result, error
+            clear_device_cache(garbage_collection=True)
+            smaller = self.reduce(size)
+            if isinstance(smaller, bool) or not isinstance(smaller, int) or smaller >= size:
+                raise SettingError(
+                    f"reduce({size}) gave {smaller!r}: it must give a smaller whole number", field="reduce", got=smaller
+                )
+            if smaller < 1:
+                raise UsageError(
+                    f"{self.name} ran out of memory with every batch size: tried {', '.join(map(str, tried))}. The "
+                    f"last error was:\n{why}\nThe model itself may not fit, or something outside {self.name} holds "
+                    "memory: build models, optimizers and loaders inside it."
+                )
+            size = smaller
+
+    def attempt(self, size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Exception | None]:
+        try:
+            return self.function(size, *args, **kwargs), None
+        except Exception as error:  # noqa: BLE001  agreed on and raised again by _agree
+            return None, error
+
+
+def _agree(error: Exception | None, doing: str, size: int) -> tuple[bool, str]:
+    """Whether any rank ran out of memory, and its error's text; any other error is raised on all ranks. Collective."""
+    short = error is not None and is_out_of_memory(error)
+    verdicts = from_every_rank((size, short, f"{type(error).__name__}: {error}" if short else ""))
+    sizes = [verdict[0] for verdict in verdicts]
+    if len(set(sizes)) > 1:
+        raise DistributedError(
+            f"ranks tried different batch sizes: {sizes} by rank. Give the same starting_batch_size to all."
+        ) from error
+    fail_together(None if short else error, doing)
+    return next(((True, text) for _, is_short, text in verdicts if is_short), (False, ""))
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Give memory back to the device, and None for every object: `model, optimizer = release_memory(model, optimizer)`.
+
+    What the caller's names hold is free from that assignment on: torch's next allocation finds it, and the next
+    `clear_device_cache()` gives it to the device.
+
+    Args:
+        objects: models, optimizers, tensors.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> (model,) = release_memory(model)
+        >>> model is None
+        True
+    """
+    clear_device_cache(garbage_collection=True)
+    return [None for _ in objects]
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give torch's cached memory back to the accelerator, where there is one.
+
+    Args:
+        garbage_collection: collect reference cycles first, which may hold tensors.
+    """
+    if garbage_collection:
+        gc.collect()
+    for name in ("cuda", "xpu", "npu", "mps"):
+        if DEVICE_KINDS[name].count():
+            getattr(torch, name).empty_cache()

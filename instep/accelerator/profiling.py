@@ -1,0 +1,81 @@
+"""torch's profiler for a handwritten loop, with a trace file per rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from instep.accelerator.handlers import ProfileKwargs
+
+if TYPE_CHECKING:
+    from torch.profiler import profile as Profiler
+
+
+@contextmanager
+def profile(handler: ProfileKwargs | None = None, process_index: int = 0) -> Iterator[Profiler]:
+    """Record what runs inside.
+
+    With `output_trace_dir` every rank writes `profile_<rank>.json` there, for chrome://tracing or Perfetto; what later
+    cycles of a schedule record goes to `profile_<rank>_<cycle>.json`, from 2. Traces are written after an error too.
+
+    Args:
+        handler: what to record; None takes `ProfileKwargs()`.
+        process_index: the rank, for the file's name.
+
+    Returns:
+        torch's profiler: with a schedule call its `step()` after every batch.
+
+    Example:
+        >>> with profile(ProfileKwargs(activities=["cpu"])) as profiler:
+        ...     _ = torch.ones(2) + 1
+        >>> "aten::add" in {event.key for event in profiler.key_averages()}
+        True
+    """
+    options = (handler or ProfileKwargs()).options()
+    folder, schedule = options.pop("output_trace_dir", None), options.pop("schedule_option", None)
+    activities, ready = options.pop("activities", None), options.pop("on_trace_ready", None)
+    writer = None if folder is None else _TraceWriter(Path(folder), process_index)
+    with torch.profiler.profile(
+        activities=None if activities is None else [_activity(name) for name in activities],
+        schedule=None if schedule is None else torch.profiler.schedule(**schedule),
+        on_trace_ready=_in_turn(writer, ready),
+        **options,
+    ) as profiler:
+        yield profiler
+    if writer is not None and writer.written == 0:
+        warnings.warn(
+            f"nothing was recorded, so there is no trace in {folder}: the schedule {dict(schedule or {})} counts calls "
+            "of the profiler's step(), and its first active one was not reached",
+            stacklevel=3,
+        )
+
+
+class _TraceWriter:
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)  # before training: a folder that cannot be made is found out now
+        self.folder, self.rank, self.written = folder, rank, 0
+
+    def __call__(self, profiler: Profiler) -> None:
+        self.written += 1
+        cycle = "" if self.written == 1 else f"_{self.written}"
+        profiler.export_chrome_trace(str(self.folder / f"profile_{self.rank}{cycle}.json"))
+
+
+def _in_turn(writer: _TraceWriter | None, ready: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    if writer is None or ready is None:
+        return writer or ready
+
+    def both(profiler: Profiler) -> None:
+        writer(profiler)
+        ready(profiler)
+
+    return both
+
+
+def _activity(name: str) -> Any:
+    return getattr(torch.profiler.ProfilerActivity, name.upper())

@@ -1,0 +1,80 @@
+"""Random generators over ranks: seeding them, and making them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from instep.distributed import broadcast_object
+from instep.errors import SettingError, one_of
+from instep.state import PartialState
+from instep.utils.seed import rng_state, seed_everything, set_rng_state
+
+RNG_TYPES = ("torch", "cuda", "xpu", "python", "numpy", "generator")
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> int:
+    """Seed python, numpy and torch.
+
+    Args:
+        seed: 0 to 2**63 - 1, with the rank added.
+        device_specific: add the rank, so that every process draws numbers of its own.
+        deterministic: have torch use deterministic algorithms, and raise where there is none.
+
+    Returns:
+        The seed of this process.
+
+    Raises:
+        ValueError: the seed is out of range.
+
+    Example:
+        >>> set_seed(7)
+        7
+    """
+    if device_specific:
+        seed += PartialState().process_index
+    seed_everything(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+    return seed
+
+
+def synchronize_rng_states(
+    types: Sequence[str] = ("torch", "cuda", "python", "numpy"), generator: torch.Generator | None = None
+) -> None:
+    """Give every rank the state of rank 0's random generators. A collective.
+
+    Args:
+        types: which: "torch" (the CPU's), "cuda" and "xpu" (the current device's; nothing without one), "python",
+            "numpy", "generator".
+        generator: one more, made alike too; "generator" among the types needs it.
+
+    Raises:
+        SettingError: a type is unknown, or there is no generator.
+
+    Example:
+        >>> synchronize_rng_states(["torch", "python"])
+    """
+    for name in types:
+        if name not in RNG_TYPES:
+            raise one_of("types", name, RNG_TYPES)
+    if "generator" in types and generator is None:
+        raise SettingError('types has "generator", so pass it as well: generator=...', field="generator")
+    state = rng_state()
+    chosen: dict[str, Any] = {
+        name: state[name] for name in ("torch", "python", "numpy") if name in types and name in state
+    }
+    devices = [name for name in ("cuda", "xpu") if name in types and getattr(torch, name).is_available()]
+    # The current device's: another rank has a device of another number.
+    chosen.update({name: getattr(torch, name).get_rng_state() for name in devices})
+    if generator is not None:
+        chosen["generator"] = generator.get_state()
+    chosen = broadcast_object(chosen)
+    for name in devices:
+        getattr(torch, name).set_rng_state(chosen.pop(name))
+    if generator is not None:
+        generator.set_state(chosen.pop("generator"))
+    state.pop("cuda", None)  # set above, where asked for
+    set_rng_state({**state, **chosen})
