@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from instep.state import process
-from instep.state.checked import announce
 from instep.state.device import DistributedType, make_current
 from instep.state.environment import ProcessEnvironment
 from instep.state.first import goes_first
@@ -151,10 +150,9 @@ class PartialState:
         Example:
             >>> PartialState().wait_for_everyone("the download", timeout_s=600)
         """
-        groups = process.held().groups
-        if groups is not None:
-            announce(groups.control, f"wait_for_everyone({name!r})", timeout_s=timeout_s)
-            wait_for_all(groups, name, timeout_s)
+        held = process.held()
+        if held.groups is not None:
+            wait_for_all(held.groups, name, timeout_s, held.debug)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from instep.errors import DistributedError, SettingError
+from instep.state.checked import announce
 from instep.state.control import exchange
 from instep.state.process_group import Groups
 
@@ -24,7 +25,7 @@ _MOMENT_S = 0.25
 _LINGER = timedelta(seconds=5)
 
 
-def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None) -> None:
+def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None, checked: bool) -> None:
     """Wait until every rank is here under the same name.
 
     Args:
@@ -32,17 +33,21 @@ def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None) -> N
         name: what this rank waits for.
         timeout_s: how long to wait, in seconds; a little less than the group's own time-out when None, so that the
             error here comes before the group breaks.
+        checked: whether collectives are checked: then announcing the wait is the wait.
 
     Raises:
         SettingError: the time-out is not above 0, or is longer than the group's own.
         DistributedError: on every rank, if the names differ; on those that wait, if some did not come in time.
     """
     limit_s = _limit(groups, timeout_s)
+    if checked:
+        announce(groups.control, f"wait_for_everyone({name!r})", timeout_s=limit_s)
+        return
     turn = next(groups.turns)
     mine, seen = torch.tensor(_digest(name)), torch.empty(groups.control.size(), 2, dtype=torch.int64)
-    work: Any = dist.all_gather(list(seen.unbind()), mine, group=groups.control, async_op=True)
     moment_s = min(_MOMENT_S, limit_s / 2)
     try:
+        work: Any = dist.all_gather(list(seen.unbind()), mine, group=groups.control, async_op=True)
         late = not _is_done(work, moment_s)
         if late:
             _Book(groups, turn).write(name)

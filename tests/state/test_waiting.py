@@ -30,21 +30,36 @@ def _one_stays_away() -> list[str]:
             dist.recv(torch.zeros(1), src=rank)
         report = [error_of(state.wait_for_everyone, "the download")]  # late: nobody waits, but the others had come
     else:
-        report = [error_of(state.wait_for_everyone, "the download", timeout_s=0.5)]
+        report = [error_of(state.wait_for_everyone, "the download", timeout_s=2)]
         dist.send(torch.zeros(1), dst=2)
     return [*report, error_of(state.wait_for_everyone, "the end")]
+
+
+def _one_stays_away_in_checked_mode() -> list[str]:
+    os.environ["INSTEP_DEBUG"] = "1"
+    return _one_stays_away()
 
 
 @pytest.mark.dist
 def test_every_rank_that_waits_says_who_is_missing_and_what_the_others_wait_for() -> None:
     *waiting_ranks, late = run_ranks(_one_stays_away, 3)
     for rank, (given_up, afterwards) in enumerate(waiting_ranks):
-        assert f"rank {rank} waited for everyone under 'the download', and not everybody came within 0.5 s" in given_up
+        assert f"rank {rank} waited for everyone under 'the download', and not everybody came within 2 s" in given_up
         assert f"Missing: rank 2 (on {os.uname().nodename})" in given_up
         assert "Waiting: rank 0, 1 under 'the download'" in given_up
         assert given_up.startswith("DistributedError")
         assert afterwards == "no error"  # waits still pair: the late rank met what the others had left behind
     assert late == ["no error", "no error"]
+
+
+@pytest.mark.dist
+def test_checked_mode_says_so_in_its_own_words_and_waits_still_pair() -> None:
+    reports = run_ranks(_one_stays_away_in_checked_mode, 3)
+    for given_up, afterwards in reports[:2]:
+        assert "wait_for_everyone('the download')" in given_up
+        assert "rank 2 did not come" in given_up
+        assert afterwards == "no error"
+    assert reports[2] == ["no error", "no error"]
 
 
 def _different_names() -> list[str]:
@@ -64,21 +79,18 @@ def test_waiting_under_different_names_is_an_error_that_names_both_on_every_rank
         assert "rank 0 without a name; rank 1, 2 under 'saving'" in none
 
 
-def _one_ends(folder: str) -> str:
+def _one_ends() -> str:
     state = PartialState(cpu=True, timeout=60)
     if state.process_index == 1:
-        with open(f"{folder}/rank", "w") as file:
-            file.write("about to end")
         dist.recv(torch.zeros(1), src=0)
         return ""
-    work: Any = dist.isend(torch.zeros(1), dst=1)
-    work.wait()
+    dist.send(torch.zeros(1), dst=1)
     return error_of(state.wait_for_everyone, "the end")
 
 
 @pytest.mark.dist
-def test_a_rank_that_ends_is_missed_at_once(tmp_path: Any) -> None:
-    text = run_ranks(_one_ends, 2, str(tmp_path))[0]
+def test_a_rank_that_ends_is_missed_at_once() -> None:
+    text = run_ranks(_one_ends, 2)[0]
     assert "rank 0 waited for everyone under 'the end', and the connection to another process broke" in text
     assert "Missing: rank 1" in text
 
