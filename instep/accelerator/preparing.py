@@ -245,8 +245,9 @@ class Preparing(ProcessFacade):
 
     def _separate_random_streams(self) -> None:
         """Ranks draw different dropout masks; the first rank keeps the user's stream. As the Trainer does."""
+        shared = self.seed  # a collective when first asked for
         if self.process_index:
-            seed = derive_seed(self.seed, "rank", self.process_index)
+            seed = derive_seed(shared, "rank", self.process_index)
             if torch.initial_seed() != seed:
                 seed_process(seed)
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,40 +7,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from instep.accelerator import Accelerator
 from instep.accelerator.local_sgd import LocalSGD
 from instep.distributed import gather, gather_object
 from instep.errors import DistributedError, SettingError
-from instep.state import PartialState, Run, pop_run, push_run
-from instep.strategies import DDPStrategy, Precision
 from tests.helpers.spawn import run_ranks
 
 
-class Handwritten:
-    """What LocalSGD asks of an Accelerator, over the real strategy."""
-
-    def __init__(self) -> None:
-        self.state = PartialState(cpu=True)
-        self.strategy = DDPStrategy()
-        self.strategy.connect(self.state.device, Precision("32-true", self.state.device))
-
-    @property
-    def num_processes(self) -> int:
-        return self.state.num_processes
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self.strategy.no_sync()
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return self.strategy.unwrap(model)
-
-
-def start() -> tuple[Handwritten, nn.Module, torch.optim.Optimizer]:
-    accelerator = Handwritten()
+def start(**settings: Any) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    accelerator = Accelerator(cpu=True, **settings)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     model[0].bias.requires_grad_(False)
-    wrapped = accelerator.strategy.wrap(model)
-    return accelerator, wrapped, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return (accelerator, *accelerator.prepare(model, optimizer))
 
 
 def batches(rank: int, count: int) -> list[Tensor]:
@@ -66,12 +45,12 @@ def train(count: int, every: int, enabled: bool = True) -> list[bool]:
     accelerator, model, optimizer = start()
     equal = []
     with LocalSGD(accelerator, model, every, enabled) as local:
-        for batch in batches(accelerator.state.process_index, count):
+        for batch in batches(accelerator.process_index, count):
             step(model, optimizer, batch)
             local.step()
             equal.append(alike(model))
     equal.append(alike(model))
-    step(model, optimizer, batches(accelerator.state.process_index, 1)[0])
+    step(model, optimizer, batches(accelerator.process_index, 1)[0])
     equal.append(torch.equal(*(parameters_of(model))))  # gradients are averaged again
     return equal
 
@@ -90,7 +69,7 @@ def parameters_of(model: nn.Module) -> tuple[Tensor, Tensor]:
 def mean_by_hand(every: int) -> tuple[Tensor, Tensor]:
     """What LocalSGD ends with, and the mean of what each rank gets by itself."""
     accelerator, model, optimizer = start()
-    rank = accelerator.state.process_index
+    rank = accelerator.process_index
     with LocalSGD(accelerator, model, every):
         for batch in batches(rank, 3):
             step(model, optimizer, batch)
@@ -108,7 +87,7 @@ def mean_by_hand(every: int) -> tuple[Tensor, Tensor]:
 
 def uneven() -> str:
     accelerator, model, optimizer = start()
-    rank = accelerator.state.process_index
+    rank = accelerator.process_index
     try:
         with LocalSGD(accelerator, model, 2) as local:
             for _ in range(2 if rank == 0 else 1):
@@ -123,22 +102,21 @@ def fails_alone() -> list[int]:
     accelerator, model, _ = start()
     with pytest.raises(KeyError), LocalSGD(accelerator, model, 2):
         raise KeyError
-    return gather_object(accelerator.state.process_index)
+    return gather_object(accelerator.process_index)
 
 
 def accumulated() -> tuple[int, list[bool]]:
-    accelerator, model, optimizer = start()
-    run = push_run(Run("test", num_steps=2))
+    accelerator, model, optimizer = start(gradient_accumulation_steps=2)
     equal = []
-    try:
-        with LocalSGD(accelerator, model, 1) as local:
-            for i, batch in enumerate(batches(accelerator.state.process_index, 4)):
-                run.gradient.sync_gradients = i % 2 == 1
-                step(model, optimizer, batch)
+    with LocalSGD(accelerator, model, 1) as local:
+        for batch in batches(accelerator.process_index, 4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
                 local.step()
-                equal.append(alike(model))
-    finally:
-        pop_run(run)
+            equal.append(alike(model))
+    accelerator.end_training()
     return local.steps, equal
 
 
@@ -146,7 +124,7 @@ def sharded() -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    accelerator = Handwritten()
+    accelerator = Accelerator(cpu=True)
     model = nn.Linear(4, 2)
     mesh = init_device_mesh("cpu", (accelerator.num_processes,))
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))

@@ -57,3 +57,17 @@ def test_an_error_leaves_the_trace(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), profile(handler):
         [torch.ones(2).exp(), 1 // 0]
     assert "aten::exp" in operations(tmp_path / "profile_0.json")
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+def test_an_error_of_the_callback_waits_for_the_end() -> None:
+    seen: list[int] = []
+
+    def fails(profiler: Any) -> None:
+        seen.append(profiler.step_num)
+        raise OSError(f"disk full at step {profiler.step_num}")
+
+    handler = ProfileKwargs(["cpu"], {"wait": 0, "warmup": 1, "active": 1}, fails)
+    with pytest.raises(OSError, match="disk full at step 2"), profile(handler) as profiler:
+        [(torch.ones(2).exp(), profiler.step()) for _ in range(4)]
+    assert seen == [2, 4]
