@@ -223,3 +223,56 @@ def interrupt(line: list[str], root: Path, sent: signal.Signals) -> Finished:
         else:
             process.send_signal(sent)
         return finish(process, TIMEOUT_S)
+
+
+# ---- the Accelerator's
+
+
+def by_ranks(example: str, *args: str, ranks: int = 1) -> str:
+    """Run an example by itself or under torchrun, and return what it printed."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    line = [sys.executable, *(launcher if ranks > 1 else []), str(EXAMPLES / example), *args]
+    done = run_command(line, timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_handwritten_loop_learns_resumes_and_counts_exactly(tmp_path: Path) -> None:
+    common = ("--cpu", "--root", str(tmp_path))
+    said = by_ranks("accelerator_loop.py", *common, "--epochs", "5", "--accumulate", "2")
+    assert "trained 120 steps on 1 process(es)" in said
+    said = by_ranks("accelerator_loop.py", *common, "--epochs", "8", "--accumulate", "2", "--resume", ranks=2)
+    assert "trained 192 steps on 2 process(es)" in said
+    assert number(r"test accuracy ([\d.]+)%", said) >= 95.0
+    correct = number(r"test accuracy .*: (\d+) of 297 correct", said)
+    newest = str(max((tmp_path / "checkpoints").iterdir()))
+    for ranks in (1, 2):
+        again = by_ranks("accelerator_loop.py", *common, "--evaluate", newest, ranks=ranks)
+        assert number(r"test accuracy .*: (\d+) of 297 correct", again) == correct
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_work_is_done_once_and_seen_everywhere(tmp_path: Path, ranks: int) -> None:
+    said = by_ranks("deferred_work.py", "--root", str(tmp_path), ranks=ranks)
+    assert said.count("download") == said.count("map") == said.count("save") == 1
+    assert len(re.findall(r"rank \d did: .*weights add up to 1\.000000", said)) == ranks
+    said = by_ranks("deferred_work.py", "--root", str(tmp_path), ranks=ranks)
+    assert said.count("nothing") == ranks
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks, setter, blocking", [(1, 0, False), (3, 1, False), (3, 2, True)])
+def test_one_rank_stops_all_at_one_step(ranks: int, setter: int, blocking: bool) -> None:
+    args = ("--setter", str(setter), *(["--blocking"] if blocking else []))
+    said = by_ranks("early_stop_trigger.py", *args, ranks=ranks)
+    match = re.search(r"stopped at steps \[([\d, ]+)\] of (\d+) because rank (\d)", said)
+    assert match
+    steps = {int(step) for step in match[1].split(", ")}
+    assert len(steps) == 1
+    assert steps.pop() < int(match[2])
+    assert int(match[3]) == setter
