@@ -61,7 +61,7 @@ class Run:
     Args:
         name: what it is called in errors, such as "Trainer.fit".
         mixed_precision: "no", "fp16", "bf16" or "fp8".
-        plugin: the strategy's settings, whatever they are.
+        plugin: the strategy, with its settings.
         num_steps: micro-batches of one accumulation window.
 
     Attributes:

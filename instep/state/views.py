@@ -63,7 +63,7 @@ class AcceleratorState(PartialState):
 
     @property
     def plugin(self) -> Any:
-        """The settings of the active run's strategy; None where it has none."""
+        """The active run's strategy, with its settings."""
         return _run().plugin
 
     @property

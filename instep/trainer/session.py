@@ -110,7 +110,8 @@ class Session:
         self.triggers = Triggers(self.settings.trigger_every)
         self.precision = Precision(self.settings.precision, self.device)
         self.strategy.connect(self.device, self.precision)
-        self.state = push_run(Run(f"Trainer.{self.fn}", self.precision.mixed_precision, num_steps=self.accumulate))
+        run = Run(f"Trainer.{self.fn}", self.precision.mixed_precision, self.strategy, self.accumulate)
+        self.state = push_run(run)
         self._stack.callback(pop_run, self.state)
         self._stack.enter_context(_torch_flags(trainer))
         trainer._session = self

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from instep import Callback
+from instep import AcceleratorState, Callback
 from instep.errors import UsageError
 from tests.trainer.toys import Toy, loader, quiet
 
@@ -48,3 +48,15 @@ def test_an_agreed_stop_cannot_be_taken_back_by_one_rank():
     assert not trainer.should_stop
     with pytest.raises(UsageError, match="one cannot take that back"):
         quiet(max_epochs=3, trigger_every=1, callbacks=[Withdraws("on_train_end")]).fit(Toy(), loader())
+
+
+def test_the_state_shows_the_running_strategy() -> None:
+    seen: list[object] = []
+
+    class Looking(Toy):
+        def on_train_start(self) -> None:
+            seen.append(AcceleratorState().plugin)
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Looking(), loader())
+    assert seen == [trainer.strategy]
