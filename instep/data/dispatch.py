@@ -105,18 +105,25 @@ class DispatchLoader(PreparedLoader):
     def _ask(self, action: Callable[[Any], Any]) -> None:
         """Do something with the reader where it is; everywhere: learn where it stands then, or of its error."""
         error: Exception | None = None
-        try:
-            if self._reads:
+        head = torch.empty(3, dtype=torch.int64)
+        if self._reads:
+            try:
                 action(self._reader)
-        except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
-            error = caught
-        raise_together(error, "preparing the data on rank 0")
-        reader = self._reader
-        first, total = broadcast_object(None if reader is None else (reader.first_batch, reader.num_batches))
+                assert self._reader is not None
+                total = self._reader.num_batches
+                head = torch.tensor([_BATCH, self._reader.first_batch, _UNKNOWN if total is None else total])
+            except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
+                error = caught
+                head[0] = _FAILED
+        dist.broadcast(head, src=0, group=control_group())
+        status, first, total = head.tolist()
+        if status == _FAILED:
+            raise_together(error, "preparing the data on rank 0")
         self._pulled = first
         self._begin(-(-first // self._group))
         self._given = self.first_batch
-        self._num_batches = None if total is None else self.first_batch + math.ceil((total - first) / self._group)
+        left = math.ceil((total - first) / self._group)
+        self._num_batches = None if total == _UNKNOWN else self.first_batch + left
 
     @property
     def num_batches(self) -> int | None:
@@ -197,10 +204,9 @@ class DispatchLoader(PreparedLoader):
     def _receive(self) -> Iterator[_Step]:
         """This rank's parts of the steps; all ranks ask for each at the same time."""
         read = self._read(self._reader) if self._reader is not None else iter(())
-        self._sent = b""
         status = _BATCH
         while status == _BATCH:
-            error, buffers = None, []
+            error, described, sent, buffers = None, None, b"", []
             head = torch.zeros(4 + self.world_size, dtype=torch.int64)
             try:
                 found = next(read, None)
@@ -209,9 +215,6 @@ class DispatchLoader(PreparedLoader):
                     described, buffers = _take_apart(parts)
                     sent = pickle.dumps(described)
                     changed = sent != self._sent
-                    self._sent = sent
-                    if changed:
-                        self._parts = described
                     head = torch.tensor([_BATCH, last, changed, max(map(len, buffers)), *rows])
             except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
                 error = caught
@@ -223,7 +226,7 @@ class DispatchLoader(PreparedLoader):
             if status != _BATCH:
                 return
             if changed:
-                self._parts = broadcast_object(self._parts)
+                self._parts, self._sent = broadcast_object(described), sent
             mine = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
             if size:
                 to_send = [_filled(buffers[rank], size) for rank in self._ranks] if self._reads else None
@@ -298,7 +301,7 @@ def _put_together(described: Any, buffer: torch.Tensor) -> Any:
     def take(leaf: Any) -> Any:
         nonlocal offset
         if not isinstance(leaf, _Place):
-            return leaf
+            return copy.deepcopy(leaf)  # the description may serve the next batch too
         begin, end = offset, offset + leaf.num_bytes
         offset = end + -end % _ALIGN
         return buffer[begin:end].view(leaf.dtype).view(leaf.shape)
@@ -333,15 +336,19 @@ def _slice_rows(data: Any, rows: int | None, begin: int, end: int) -> Any:
             mapping[key] = _slice_rows(value, rows, begin, end)
         return mapping
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        names = [field.name for field in dataclasses.fields(data) if field.init]
-        return dataclasses.replace(data, **{name: _slice_rows(getattr(data, name), rows, begin, end) for name in names})
-    shape = getattr(data, "shape", ())
+        instance = copy.copy(data)
+        for field in dataclasses.fields(data):
+            # object's own setter: the class may be frozen
+            object.__setattr__(instance, field.name, _slice_rows(getattr(data, field.name), rows, begin, end))
+        return instance
+    leaf: Any = data
+    shape = getattr(leaf, "shape", ())
     if len(shape) == 0:
         return data
     if shape[0] != rows:
         raise DataError(
-            f"rank 0 splits its batches over the ranks, but a batch of {rows} samples has a {type(data).__name__} of "
+            f"rank 0 splits its batches over the ranks, but a batch of {rows} samples has a {type(leaf).__name__} of "
             f"shape {tuple(shape)}: its dimension 0 is not the sample. Give batches whose tensors all begin with the "
             "sample, or dispatch=False"
         )
-    return data[begin:end]
+    return leaf[begin:end]

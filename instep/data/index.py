@@ -264,7 +264,9 @@ class IndexLoader(PreparedLoader):
 
     def _with_workers(self) -> DataLoader[Any]:
         indices = _Indices(self)
-        batching = {"sampler": indices, "batch_size": None} if self._single else {"batch_sampler": indices}
+        batching: dict[str, Any] = (
+            {"sampler": indices, "batch_size": None} if self._single else {"batch_sampler": indices}
+        )
         return rebuild(
             self.loader,
             dataset=SeededDataset(self.dataset, restore=False),
