@@ -610,3 +610,51 @@ def test_nothing_is_warned_about() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Counter(flat(list(prepare_loader(DataLoader(Numbers(5)))))) == Counter(range(5))
+
+
+def test_split_batches_must_come_out_even() -> None:
+    with pytest.raises(SettingError, match=r"batches of 10 over 4 ranks.*batch_size=8 or 12") as caught:
+        prepare_loader(DataLoader(Numbers(9), batch_size=10), world_size=4, split_batches=True)
+    assert (caught.value.field, caught.value.got) == ("batch_size", 10)
+    with pytest.raises(SettingError, match=r"batch_size=4$"):
+        prepare_loader(DataLoader(Numbers(9), batch_size=3), world_size=4, split_batches=True)
+    assert prepare_loader(DataLoader(Numbers(9), batch_size=8), world_size=4, split_batches=True).batch_size == 2
+    data = Numbers(9)
+    spread = BatchSampler(DistributedSampler(data, 2, 0), 4, False)
+    assert (
+        len(next(iter(prepare_loader(DataLoader(data, batch_sampler=spread), world_size=2, split_batches=True)))) == 2
+    )
+    for loader in ([[1, 2], [3, 4]], DataLoader(data, batch_size=None)):
+        with pytest.raises(SettingError, match="dispatch=True"):
+            prepare_loader(loader, world_size=2, split_batches=True)
+
+
+def test_split_batches_resume_at_another_world_size() -> None:
+    def make() -> DataLoader[int]:
+        return DataLoader(Numbers(11), batch_sampler=_Chunks(range(11)))
+
+    class _Chunks(list[Any]):
+        def __init__(self, numbers: Any) -> None:
+            super().__init__([list(numbers[start : start + 3]) for start in range(0, len(numbers), 3)])
+
+    first = sources(make, 2, split_batches=True)
+    taken = []
+    for source in first:
+        for number, batch in zip(range(2), source, strict=False):
+            taken += batch.tolist()[: source.counts(number)[0]]
+    resumed = sources(make, 3, split_batches=True)
+    for source in resumed:
+        source.load_state_dict(first[0].state_dict(2))
+    assert sorted(taken + real(resumed)) == list(range(11))
+
+
+def test_ranks_that_end_alone_weigh_as_if_all_ran() -> None:
+    even = sources(lambda: DataLoader(Numbers(9), batch_size=4), 2)
+    alone = sources(lambda: DataLoader(Numbers(9), batch_size=4), 2, even_batches=False)
+    assert [len(source) for source in even] == [2, 2]
+    assert [len(source) for source in alone] == [2, 1]
+    assert [source.window_scale(0, 2) for source in alone] == [source.window_scale(0, 2) for source in even]
+    assert [source.window_scale(0, 2) for source in alone] == [pytest.approx(4 * 2 / 9)] * 2
+    with pytest.raises(SettingError, match="Choose one") as caught:
+        prepare_loader([1], even_batches=False, uneven="join")
+    assert caught.value.field == "uneven"

@@ -272,3 +272,44 @@ def test_combined_loaders_agree_and_resume() -> None:
     assert second == second_again
     assert len(first) == len(second) == 5
     assert [step[1][1] for step in first] == [step[1][1] for step in second] == [8, 7, 8, 7, 7]
+
+
+def _alone() -> list[Any]:
+    """Each rank to its own end; no collective in the step."""
+    found = []
+    lists = [torch.tensor([rank()])] * (2 + rank())
+    for loader in (DataLoader(Mine([7, 4]), batch_size=2), lists, Data(5 + 3 * rank())):
+        if isinstance(loader, Data):
+            loader = DataLoader(loader, batch_size=2)  # type: ignore[arg-type]
+        source = prepare_loader(
+            loader, rank=rank(), world_size=2, even_batches=False, use_distributed_sampler=False, limit=None
+        )
+        flags = [source.is_last for _ in source]
+        assert flags == [False] * (len(flags) - 1) + [True]
+        source.start_at(len(flags) - 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert len(list(source)) == 1
+        found.append(len(flags))
+    return found
+
+
+def test_every_rank_may_end_alone() -> None:
+    assert run_ranks(_alone, 2) == [[4, 2, 3], [2, 3, 4]]
+
+
+def _skipped() -> list[Any]:
+    found = []
+    for loader in (DataLoader(Mine([7, 3]), batch_size=2), [torch.tensor([i]) for i in range(4 - 2 * rank())]):
+        source = prepare_loader(loader, rank=rank(), world_size=2, uneven="join")
+        source.start_at(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(run(source))
+    return found
+
+
+def test_joined_ranks_skip_past_their_own_end() -> None:
+    first, second = run_ranks(_skipped, 2)
+    assert [step[:2] for step in first[0] + first[1]] == [([7], (1, 1)), ([3], (1, 1))]
+    assert [step[:2] for step in second[0] + second[1]] == [([103], (0, 1)), ([1], (0, 1))]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import RandomSampler as TorchRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from instep.data import PreparedLoader, prepare_loader
-from instep.errors import DataError, SettingError, UsageError
+from instep.errors import DataError, MissingPackageError, SettingError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata with a new torch
 replays = pytest.mark.filterwarnings("ignore:.* cannot say where it stands")
@@ -308,3 +309,39 @@ def test_set_epoch_reaches_the_data_set() -> None:
     data = Told(2)
     prepare_loader(DataLoader(data)).set_epoch(4)
     assert data.epoch == 4
+
+
+def test_stateful_reads_iterable_data_through_torchdata(recwarn: pytest.WarningsRecorder) -> None:
+    def make(**options: Any) -> PreparedLoader:
+        loader = DataLoader(Stateful(), batch_size=2, num_workers=1, drop_last=True)
+        return prepare_loader(loader, stateful=True, **options)
+
+    source = make(batch_size=3)
+    assert isinstance(source.loader, StatefulDataLoader)
+    source = make(batch_size=3)
+    started = run(source, stop=1)
+    resumed = make(batch_size=3)
+    resumed.load_state_dict(source.state_dict(1))
+    places = [[sample[0] for sample in batch] for batch in started + run(resumed)]
+    assert places == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert not [warning for warning in recwarn if "cannot say where it stands" in str(warning.message)]
+    assert type(make(stage="val").loader) is DataLoader
+    mapped = DataLoader([1, 2])  # type: ignore[arg-type]
+    assert prepare_loader(mapped, stateful=True).loader is mapped
+
+
+def test_stateful_without_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchdata", None)
+    monkeypatch.delitem(sys.modules, "torchdata.stateful_dataloader")
+    with pytest.raises(MissingPackageError, match=r"pip install 'instep\[data\]'"):
+        prepare_loader(DataLoader(Stream(3)), stateful=True)
+
+
+def test_a_position_in_batches_of_another_size_is_refused() -> None:
+    source = prepare_loader(DataLoader(Stream(11), batch_size=2))
+    run(source, stop=2)
+    state = source.state_dict(2)
+    other = prepare_loader(DataLoader(Stream(11), batch_size=3))
+    with pytest.raises(DataError, match="2 batches of 2 samples"):
+        other.load_state_dict(state)
+    other.load_state_dict({**state, "finished": True})
