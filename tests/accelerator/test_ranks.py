@@ -141,14 +141,14 @@ def test_ranks_without_data_wait_in_join() -> None:
 
 def compressed() -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
-    handler = DistributedDataParallelKwargs(comm_hook="bf16")
+    handler = DistributedDataParallelKwargs(comm_hook="fp16")
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
     model = nn.Linear(3, 1)
     model = accelerator.prepare(model)
     accelerator.backward(model(torch.rand(4, 3) + accelerator.process_index).mean())
     grad = accelerator.unwrap_model(model).weight.grad
     accelerator.free_memory()
-    return grad.flatten().tolist(), grad.bfloat16().float().flatten().tolist()
+    return grad.flatten().tolist(), grad.half().float().flatten().tolist()
 
 
 def test_gradients_travel_as_the_comm_hook_says() -> None:
