@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.accelerator import saving
+from instep.accelerator.checkpointing import Checkpointing
 from instep.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -23,7 +23,6 @@ from instep.accelerator.handlers import (
 )
 from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.memory import clear_device_cache
-from instep.accelerator.preparing import Preparing
 from instep.accelerator.profiling import profile
 from instep.accelerator.trackers import Trackers
 from instep.data import DataLoaderConfiguration
@@ -33,12 +32,12 @@ from instep.errors import DataError, SettingError, UsageError, one_of
 from instep.loggers import Logger
 from instep.state import PartialState, read_environment
 from instep.strategies import DDPStrategy, Precision, Strategy, resolve_strategy
-from instep.types import PathLike, Stateful
+from instep.types import PathLike
 
 PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
-class Accelerator(Preparing):
+class Accelerator(Checkpointing):
     """Runs a loop that you write yourself on any number of processes and devices.
 
     It starts no processes: run the script by itself, under torchrun, or through `debug_launcher` and
@@ -139,8 +138,6 @@ class Accelerator(Preparing):
         self._trackers = Trackers(log_with, self.is_main_process)
         self.triggers = Triggers(reserved=())
         """Named triggers; `triggers.tick(step)` is the agreement that does not wait."""
-        self.save_hooks: list[Callable[..., Any]] = []
-        self.load_hooks: list[Callable[..., Any]] = []
         super().__init__()
 
     def _handler(self, kind: type) -> Any:
@@ -371,119 +368,6 @@ class Accelerator(Preparing):
             name: the trigger; None for any.
         """
         return self.triggers.check(name)
-
-    # ---- checkpoints
-
-    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
-        """Make objects part of `save_state` and `load_state`.
-
-        Args:
-            objects: anything with `state_dict` and `load_state_dict`, of tensors and JSON values; by class name.
-            named: the same under a name.
-
-        Raises:
-            SettingError: an object has not both methods, or a name is taken.
-        """
-        items = [*[(type(obj).__name__, obj) for obj in objects], *named.items()]
-        for name, obj in items:
-            if not isinstance(obj, Stateful):
-                raise SettingError(
-                    f"{name} cannot be registered for checkpointing: it has no state_dict and load_state_dict",
-                    field="objects",
-                    got=obj,
-                )
-            if self.registered.get(name, obj) is not obj:
-                raise SettingError(
-                    f"two objects are registered as {name!r}. Name them: register_for_checkpointing(ema=..., ...)",
-                    field="objects",
-                    got=name,
-                )
-        self.registered.update(items)
-
-    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> Callable[[], None]:
-        """Call `hook(models, weights, folder)` before a save; it may change the list of state dicts in place.
-
-        Returns:
-            What removes the hook.
-        """
-        self.save_hooks.append(hook)
-        return lambda: self.save_hooks.remove(hook)
-
-    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> Callable[[], None]:
-        """Call `hook(models, folder)` before a load.
-
-        Returns:
-            What removes the hook.
-        """
-        self.load_hooks.append(hook)
-        return lambda: self.load_hooks.remove(hook)
-
-    def save_state(self, output_dir: PathLike | None = None) -> Path:
-        """Save everything that was prepared or registered, at one instant and verified. Collective: on all ranks.
-
-        Args:
-            output_dir: the folder; `-<attempt>` is added, so that nothing is overwritten. Default: the next one in
-                `<project_dir>/checkpoints`, where `ProjectConfiguration(total_limit=)` deletes the oldest.
-
-        Returns:
-            The folder.
-
-        Raises:
-            CheckpointError: it could not be written; older ones are intact.
-            DistributedError: not all ranks came.
-        """
-        self.wait_for_everyone("save_state")
-        return saving.save(self, None if output_dir is None else Path(output_dir))
-
-    def load_state(self, input_dir: PathLike | None = None) -> Path:
-        """Load what `save_state` saved into what is prepared and registered. Collective.
-
-        The next pass of a loader goes on after the batch that was done last; random generators are restored, so at
-        the same number of processes the run continues bit for bit.
-
-        Args:
-            input_dir: the folder, with or without `-<attempt>`; default: the newest of the project that verifies.
-
-        Returns:
-            The folder that was loaded.
-
-        Raises:
-            CheckpointNotFoundError: there is none.
-            CorruptCheckpointError: it does not verify.
-            CheckpointError: it does not fit what is prepared.
-        """
-        self.wait_for_everyone("load_state")
-        return saving.load(self, None if input_dir is None else Path(input_dir))
-
-    def restore_counters(self, step: int, seed: int) -> None:
-        """Go on from a checkpoint's step and seed; called by `load_state`."""
-        self._seed = seed
-        for optimizer in self.optimizers:
-            optimizer.steps_taken = step
-        for loader in self.dataloaders:
-            loader.source.reseed(seed)
-
-    def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """The whole model's state dict. Collective: on all ranks."""
-        return self.strategy_of(model).model_state()
-
-    def save_model(self, model: nn.Module, save_directory: PathLike) -> Path:
-        """Write a model's weights as `model.safetensors`, for anybody to load. Collective: on all ranks.
-
-        Args:
-            model: prepared, wrapped or not.
-            save_directory: the folder; made if it is not there.
-
-        Returns:
-            The file.
-        """
-        self.wait_for_everyone("save_model")
-        state = {name: value for name, value in self.get_state_dict(model).items() if isinstance(value, Tensor)}
-        return saving.save_weights(state, Path(save_directory) / "model.safetensors")
-
-    def save(self, obj: Any, file: PathLike) -> None:
-        """`torch.save` by the main process, at one instant: a reader sees the whole file or the one before."""
-        saving.save_object(obj, Path(file), self.is_main_process)
 
     # ---- trackers
 

@@ -24,7 +24,6 @@ from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
 from instep.state import Run, pop_run, push_run
 from instep.strategies import Precision, Strategy
-from instep.types import Stateful
 from instep.utils.seed import derive_seed, seed_process
 
 
@@ -69,7 +68,6 @@ class Preparing(ProcessFacade):
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[AcceleratedLoader] = []
-        self.registered: dict[str, Stateful] = {}
 
     @property
     def seed(self) -> int:

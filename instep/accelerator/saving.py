@@ -12,10 +12,8 @@ their optimizer, loaders by name or data, registered objects by name.
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,22 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from instep import __version__
-from instep.checkpoint import CheckpointStore, Reader, Writer, find_checkpoint, write_tensors
+from instep.checkpoint import CheckpointStore, Reader, Writer, find_checkpoint
 from instep.checkpoint.together import on_rank_zero
 from instep.distributed import raise_together
-from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UnsavableStateError
+from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from instep.utils.optimizer_state import clean_name, load_optimizer_state, optimizer_state
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
 
 if TYPE_CHECKING:
-    from instep.accelerator.accelerator import Accelerator
+    from instep.accelerator.checkpointing import Checkpointing
     from instep.accelerator.loader import AcceleratedLoader
 
 T = TypeVar("T")
 KIND = "accelerator"
 
 
-def save(accelerator: Accelerator, path: Path | None) -> Path:
+def save(accelerator: Checkpointing, path: Path | None) -> Path:
     """Save everything that was prepared or registered. Collective."""
     if not accelerator.sync_gradients:
         warnings.warn(
@@ -80,7 +78,7 @@ def _keep(store: CheckpointStore, newest: Path, limit: int) -> None:
         store.delete(info.path)
 
 
-def load(accelerator: Accelerator, path: Path | None) -> Path:
+def load(accelerator: Checkpointing, path: Path | None) -> Path:
     """Load what `save` wrote into what is prepared and registered now. Collective."""
     if path is None:
         store, _ = _place(accelerator, None)
@@ -103,7 +101,7 @@ def load(accelerator: Accelerator, path: Path | None) -> Path:
     return found
 
 
-def _place(accelerator: Accelerator, path: Path | None) -> tuple[CheckpointStore, str | None]:
+def _place(accelerator: Checkpointing, path: Path | None) -> tuple[CheckpointStore, str | None]:
     if path is not None:
         path = path.absolute()
         return CheckpointStore(path.parent), path.name
@@ -122,7 +120,7 @@ def _place(accelerator: Accelerator, path: Path | None) -> tuple[CheckpointStore
 # ---- out
 
 
-def _collect(accelerator: Accelerator, path: Path) -> dict[str, Any]:
+def _collect(accelerator: Checkpointing, path: Path) -> dict[str, Any]:
     models = accelerator.models_by_name
     weights = {name: dict(accelerator.strategy_of(model).model_state()) for name, model in models.items()}
     for hook in accelerator.save_hooks:
@@ -184,7 +182,7 @@ def named_loaders(loaders: Iterable[AcceleratedLoader]) -> dict[str, Accelerated
 # ---- in
 
 
-def _restore(accelerator: Accelerator, reader: Reader) -> None:
+def _restore(accelerator: Checkpointing, reader: Reader) -> None:
     shared, models = reader.state("accelerator"), accelerator.models_by_name
     for hook in accelerator.load_hooks:
         hook(list(models.values()), reader.path)
@@ -216,7 +214,7 @@ def _restore(accelerator: Accelerator, reader: Reader) -> None:
 
 
 def _restore_models(
-    accelerator: Accelerator, models: Mapping[str, nn.Module], saved: list[str], reader: Reader
+    accelerator: Checkpointing, models: Mapping[str, nn.Module], saved: list[str], reader: Reader
 ) -> None:
     tensors: dict[str, Any] = dict(reader.tensors("model.safetensors"))
     if reader.has("model_extra.json"):
@@ -236,7 +234,7 @@ def _restore_models(
 
 
 def _restore_optimizers(
-    accelerator: Accelerator, models: Mapping[str, nn.Module], reader: Reader
+    accelerator: Checkpointing, models: Mapping[str, nn.Module], reader: Reader
 ) -> list[torch.optim.Optimizer | None]:
     """Load each optimizer's state from the one that had its parameters; the optimizers in the saved order."""
     trees: list[Any] = reader.state("optimizer")
@@ -284,42 +282,3 @@ def _differs(reader: Reader, wanted: str, there: list[str]) -> CheckpointError:
         "prepared when it was saved.",
         path=reader.path,
     )
-
-
-# ---- single files
-
-
-def save_weights(state: Mapping[str, Tensor], file: Path) -> Path:
-    """A safetensors file, at one instant. Collective: the main process writes."""
-
-    def write() -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with _replacing(file) as temporary:
-            write_tensors(temporary, {clean_name(name): value for name, value in state.items()}, {"format": "pt"})
-
-    on_rank_zero(write, f"saving {file}")
-    return file
-
-
-def save_object(obj: Any, file: Path, is_main: bool) -> None:
-    """`torch.save`, at one instant, by the main process."""
-    if not is_main:
-        return
-    try:
-        with _replacing(file) as temporary:
-            torch.save(obj, temporary)
-    except (AttributeError, TypeError) as error:
-        raise UnsavableStateError(f"{file} could not be saved: {error}", path=file) from error
-
-
-@contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
-    """A hidden sibling to write to, which takes the file's place when all went well."""
-    temporary = file.with_name(f".{file.name}.saving")
-    try:
-        yield temporary
-        with temporary.open("rb+") as written:
-            os.fsync(written.fileno())
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)

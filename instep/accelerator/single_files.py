@@ -1,0 +1,53 @@
+"""One file, at one instant: a reader sees the whole of it or the one before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.checkpoint import write_tensors
+from instep.checkpoint.together import on_rank_zero
+from instep.errors import UnsavableStateError
+from instep.utils.optimizer_state import clean_name
+
+
+def save_weights(state: Mapping[str, Tensor], file: Path) -> Path:
+    """A safetensors file, at one instant. Collective: the main process writes."""
+
+    def write() -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _replacing(file) as temporary:
+            write_tensors(temporary, {clean_name(name): value for name, value in state.items()}, {"format": "pt"})
+
+    on_rank_zero(write, f"saving {file}")
+    return file
+
+
+def save_object(obj: Any, file: Path, is_main: bool) -> None:
+    """`torch.save`, at one instant, by the main process."""
+    if not is_main:
+        return
+    try:
+        with _replacing(file) as temporary:
+            torch.save(obj, temporary)
+    except (AttributeError, TypeError) as error:
+        raise UnsavableStateError(f"{file} could not be saved: {error}", path=file) from error
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """A hidden sibling to write to, which takes the file's place when all went well."""
+    temporary = file.with_name(f".{file.name}.saving")
+    try:
+        yield temporary
+        with temporary.open("rb+") as written:
+            os.fsync(written.fileno())
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
