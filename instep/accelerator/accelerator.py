@@ -21,13 +21,14 @@ from instep.accelerator.handlers import (
     ProjectConfiguration,
     by_kind,
 )
-from instep.accelerator.loader import AcceleratedLoader
+from instep.accelerator.loader import AcceleratedLoader, SkippedLoader, skip_first_batches
 from instep.accelerator.memory import clear_device_cache
 from instep.accelerator.profiling import profile
 from instep.accelerator.trackers import Trackers
+from instep.accelerator.wrappers import AcceleratedOptimizer
 from instep.data import DataLoaderConfiguration
 from instep.distributed import Triggers, gather_object, gather_ragged
-from instep.distributed.nested import map_leaves
+from instep.distributed.nested import iter_leaves, map_leaves
 from instep.errors import DataError, SettingError, UsageError, one_of
 from instep.loggers import Logger
 from instep.state import PartialState, read_environment
@@ -90,7 +91,7 @@ class Accelerator(Checkpointing):
         self,
         *,
         device_placement: bool = True,
-        mixed_precision: str = "no",
+        mixed_precision: str | None = "no",
         gradient_accumulation_steps: int = 1,
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -103,6 +104,7 @@ class Accelerator(Checkpointing):
         kwargs_handlers: Sequence[Any] = (),
         debug: bool | None = None,
     ) -> None:
+        mixed_precision = "no" if mixed_precision is None else mixed_precision
         if mixed_precision not in PRECISION:
             raise one_of("mixed_precision", mixed_precision, PRECISION)
         if gradient_accumulation_plugin is None:
@@ -125,65 +127,22 @@ class Accelerator(Checkpointing):
             from instep.launch.report import report_failures  # late: only ranks need it
 
             report_failures()
-        group = self._handler(InitProcessGroupKwargs)
-        self._process = PartialState(cpu=cpu, debug=debug, **({} if group is None else group.options()))
-        autocast, scaler = self._handler(AutocastKwargs), self._handler(GradScalerKwargs)
-        self.precision = Precision(
+        group = self._handlers.get(InitProcessGroupKwargs)
+        process = PartialState(cpu=cpu, debug=debug, **({} if group is None else group.options()))
+        autocast, scaler = self._handlers.get(AutocastKwargs), self._handlers.get(GradScalerKwargs)
+        precision = Precision(
             PRECISION[mixed_precision],
-            self.device,
+            process.device,
             scaler_options=None if scaler is None else scaler.options(),
             autocast_options=None if autocast is None else autocast.options(),
         )
-        self._strategy = self._resolve(strategy)
-        self._trackers = Trackers(log_with, self.is_main_process)
+        self._strategy = _resolve(strategy, process.num_processes, self._handlers.get(DistributedDataParallelKwargs))
+        self._trackers = Trackers(log_with, process.is_main_process)
         self.triggers = Triggers(reserved=())
         """Named triggers; `triggers.tick(step)` is the agreement that does not wait."""
-        super().__init__()
-
-    def _handler(self, kind: type) -> Any:
-        return self._handlers.get(kind)
-
-    def _resolve(self, strategy: str | Strategy) -> Strategy:
-        options = self._handler(DistributedDataParallelKwargs)
-        resolved = resolve_strategy(strategy, self.num_processes)
-        if options is None:
-            return resolved
-        if self.num_processes == 1:
-            return resolved  # nothing to communicate
-        if type(resolved) is not DDPStrategy or not isinstance(strategy, str):
-            raise SettingError(
-                f"DistributedDataParallelKwargs does nothing for strategy={strategy!r}: give the options to the "
-                "strategy itself.",
-                field="kwargs_handlers",
-            )
-        return DDPStrategy(**options.options())
+        super().__init__(process, precision)  # last: it makes this the active run
 
     # ---- the facts
-
-    @property
-    def mixed_precision(self) -> str:
-        """ "no", "fp16" or "bf16"."""
-        return self.precision.mixed_precision
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one window."""
-        return self._run.gradient.num_steps
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the micro-batch in hand ends its window: gradients are reduced, optimizers step."""
-        return self._run.gradient.sync_gradients
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left out its last step because a gradient was not finite."""
-        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps so far."""
-        return max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
 
     @property
     def project_dir(self) -> str | None:
@@ -207,16 +166,23 @@ class Accelerator(Checkpointing):
             models: those trained here; default: all that are prepared.
         """
         ends = self.window.enter(self.optimizers)
-        if ends or self._accumulation.sync_each_batch or self.num_processes == 1:
-            yield
-            return
-        with ExitStack() as stack:
-            for model in models or self._models.values():
-                stack.enter_context(self.no_sync(model))
-            yield
+        # Ranks that end by themselves have windows of unlike length: they must reduce in each micro-batch.
+        syncs = ends or self._accumulation.sync_each_batch or not self.dataloader_config.even_batches
+        try:
+            with ExitStack() as stack:
+                if not syncs and self.num_processes > 1:
+                    for model in models or self._models.values():
+                        stack.enter_context(self.no_sync(model))
+                yield
+        finally:
+            self.window.leave()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context for the forward and backward of a micro-batch whose gradients need not be reduced yet."""
+        """A context for the forward and backward of a micro-batch whose gradients need not be reduced yet.
+
+        Args:
+            model: prepared, wrapped or not.
+        """
         return self.strategy_of(model).no_sync()
 
     def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
@@ -235,8 +201,7 @@ class Accelerator(Checkpointing):
         if num_items is not None:
             loss = loss * self.window.weigh_items(num_items)
         else:
-            self.window.weigh_plainly()
-            weight = self.window.weight()
+            weight = self.window.weigh_plainly()
             if weight != 1.0:
                 loss = loss * weight
         if self.precision.scaler is None:
@@ -260,13 +225,24 @@ class Accelerator(Checkpointing):
             prepared = next((known for known in self.optimizers if item is known or item is known.optimizer), None)
             if prepared is None:
                 raise UsageError(f"this {type(item).__name__} was not prepared by this Accelerator")
-            prepared.correct_gradients()
-            self._plain.unscale_gradients(prepared.optimizer)
+            self._unscale(prepared)
+
+    def _unscale(self, optimizer: AcceleratedOptimizer) -> None:
+        optimizer.correct_gradients()
+        self._plain.unscale_gradients(optimizer.optimizer)
+
+    def _unscale_owners(self, parameters: Sequence[Tensor]) -> None:
+        """Before these parameters' gradients are looked at; those of other optimizers may not be there yet."""
+        if self.precision.scaler is not None or self.window.corrects:
+            ids = {id(p) for p in parameters}
+            for optimizer in self.optimizers:
+                if optimizer.owns(ids):
+                    self._unscale(optimizer)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Scale gradients down to a norm, at the end of a window.
+        """Scale gradients down to a norm, at the end of a window. Collective where losses came with `num_items`.
 
         Args:
             parameters: whose gradients.
@@ -278,13 +254,20 @@ class Accelerator(Checkpointing):
         """
         if not self._run.gradient.sync_gradients:
             return None
-        self.unscale_gradients()
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._unscale_owners(parameters)
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clip every gradient element to a largest absolute value, at the end of a window."""
+        """Clip every gradient element, at the end of a window. Collective where losses came with `num_items`.
+
+        Args:
+            parameters: whose gradients.
+            clip_value: the largest absolute value.
+        """
         if self._run.gradient.sync_gradients:
-            self.unscale_gradients()
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            self._unscale_owners(parameters)
             nn.utils.clip_grad_value_(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -319,7 +302,7 @@ class Accelerator(Checkpointing):
         Args:
             handler: its options; default: those of `kwargs_handlers`.
         """
-        return profile(handler or self._handler(ProfileKwargs) or ProfileKwargs(), self.process_index)
+        return profile(handler or self._handlers.get(ProfileKwargs) or ProfileKwargs(), self.process_index)
 
     # ---- evaluation
 
@@ -327,8 +310,8 @@ class Accelerator(Checkpointing):
         """Every rank's values for the batch in hand, each sample once. Collective.
 
         Args:
-            data: nested tensors; with `use_gather_object` a list with an entry per sample.
-            use_gather_object: `data` holds Python objects.
+            data: nested tensors; without any tensor in it a list of Python objects with an entry per sample.
+            use_gather_object: `data` is such a list although it holds tensors.
             per_sample: False: dimension 0 is not the sample (several rows per sample, a sum per batch). Then all rows
                 are taken, but for those of a rank that replays a batch because it has none left.
 
@@ -341,10 +324,10 @@ class Accelerator(Checkpointing):
         """
         loader: AcceleratedLoader | None = self._run.gradient.active_dataloader
         mine = None if loader is None else loader.source.counts(loader.batch_idx)[0]
-        if use_gather_object:
+        if use_gather_object or not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(data)):
             if not isinstance(data, (list, tuple)):
                 raise DataError(
-                    f"gather_for_metrics(use_gather_object=True) takes a list with an entry per sample; got "
+                    f"gather_for_metrics takes tensors, or a list of objects with an entry per sample; got "
                     f"{type(data).__name__}. For one object per rank use instep.distributed.gather_object."
                 )
             rows = [] if mine == 0 else list(data)
@@ -355,10 +338,24 @@ class Accelerator(Checkpointing):
             map_leaves(lambda leaf: _check_leaf(leaf, mine), data)
         return gather_ragged(data, 0 if mine == 0 else None)
 
+    def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedLoader:
+        """`instep.accelerator.skip_first_batches`.
+
+        Args:
+            dataloader: what `prepare` returned for a loader.
+            num_batches: batches to leave out, counted from the epoch's beginning.
+        """
+        return skip_first_batches(dataloader, num_batches)
+
     # ---- triggers
 
     def set_trigger(self, name: str = "trigger", reason: str = "") -> None:
-        """Set a trigger on this process; free. `check_trigger` then is True on all of them."""
+        """Set a trigger on this process; free. `check_trigger` then is True on all of them.
+
+        Args:
+            name: the trigger.
+            reason: why, for people.
+        """
         self.triggers.set(name, reason)
 
     def check_trigger(self, name: str | None = None) -> bool:
@@ -408,6 +405,8 @@ class Accelerator(Checkpointing):
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
         """Let go of everything prepared and empty the device's cache; this run is not the active one any more.
 
+        What is registered for checkpointing stays.
+
         Args:
             objects: names to be rebound: `model, optimizer = accelerator.free_memory(model, optimizer)`.
 
@@ -428,6 +427,19 @@ class Accelerator(Checkpointing):
         self.wait_for_everyone("end_training")
         self.free_memory()
         self._process.destroy_process_group()
+
+
+def _resolve(strategy: str | Strategy, num_processes: int, options: DistributedDataParallelKwargs | None) -> Strategy:
+    resolved = resolve_strategy(strategy, num_processes)
+    if options is None or num_processes == 1:  # alone there is nothing to communicate
+        return resolved
+    if type(resolved) is not DDPStrategy or not isinstance(strategy, str):
+        raise SettingError(
+            f"DistributedDataParallelKwargs does nothing for strategy={strategy!r}: give the options to the strategy "
+            "itself.",
+            field="kwargs_handlers",
+        )
+    return DDPStrategy(**options.options())
 
 
 def _check_leaf(leaf: Any, samples: int) -> None:

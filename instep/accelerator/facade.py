@@ -17,7 +17,15 @@ from instep.state.device import DistributedType
 class ProcessFacade:
     """The part of an Accelerator that needs no model: all of it is `PartialState` and `instep.distributed`."""
 
-    _process: PartialState
+    def __init__(self, process: PartialState) -> None:
+        self._process = process
+        # Who this process is stays known after end_training(), when the state holds nothing any more.
+        self._device, self._distributed_type = process.device, process.distributed_type
+        self._rank, self._local_rank, self._world_size = (
+            process.process_index,
+            process.local_process_index,
+            process.num_processes,
+        )
 
     @property
     def state(self) -> AcceleratorState:
@@ -32,42 +40,42 @@ class ProcessFacade:
     @property
     def device(self) -> torch.device:
         """The device of this process."""
-        return self._process.device
+        return self._device
 
     @property
     def distributed_type(self) -> DistributedType:
         """What the processes are together."""
-        return self._process.distributed_type
+        return self._distributed_type
 
     @property
     def num_processes(self) -> int:
         """The world size."""
-        return self._process.num_processes
+        return self._world_size
 
     @property
     def process_index(self) -> int:
         """The rank of this process, from 0."""
-        return self._process.process_index
+        return self._rank
 
     @property
     def local_process_index(self) -> int:
         """The rank of this process on its node, from 0."""
-        return self._process.local_process_index
+        return self._local_rank
 
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
-        return self._process.is_main_process
+        return self._rank == 0
 
     @property
     def is_local_main_process(self) -> bool:
         """Whether this is the first process of its node."""
-        return self._process.is_local_main_process
+        return self._local_rank == 0
 
     @property
     def is_last_process(self) -> bool:
         """Whether this is the last rank."""
-        return self._process.is_last_process
+        return self._rank == self._world_size - 1
 
     def wait_for_everyone(self, name: str | None = None, timeout_s: float | None = None) -> None:
         """`PartialState.wait_for_everyone`."""
@@ -109,7 +117,8 @@ class ProcessFacade:
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the first process of every node."""
-        self._process.print(*args, **kwargs)
+        if self._local_rank == 0:
+            print(*args, **kwargs)  # noqa: T201 (this is what the method is for)
 
     def gather(self, data: Any) -> Any:
         """`instep.distributed.gather`."""

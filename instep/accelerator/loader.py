@@ -31,6 +31,9 @@ class AcceleratedLoader:
     Attributes:
         batch_idx: number of the batch in hand, from 0 in an epoch; -1 before the first.
         epoch: the epoch of the pass that runs or ran last; -1 before the first.
+        batches_done: how many of the epoch's batches `backward` has seen; None in a pass that trains nothing.
+        full_batches: batches with a lower number weigh the same.
+        reliable: whether the number of batches was known when the pass began.
     """
 
     def __init__(
@@ -45,13 +48,15 @@ class AcceleratedLoader:
         self.name = name
         self.batch_idx = -1
         self.epoch = -1
+        self.batches_done: int | None = None
         self.full_batches = 0
-        """Batches with a lower number weigh the same."""
+        self.reliable = True
         self._gradient = gradient
         self._device = device
         self._non_blocking = non_blocking
         self._next_epoch = 0
-        self._ended = True
+        self._pass: object = None  # the one that runs; an older iterator of the same loader is refused
+        self._loaded: StateDict | None = None
 
     # ---- what users of a DataLoader read
 
@@ -93,28 +98,42 @@ class AcceleratedLoader:
         if batches is not None:
             source.start_at(batches)
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-        self._ended = False
+        resumed, self._loaded = self._loaded is not None, None
         source.history = gradient.num_steps  # a checkpoint within a window goes back to its beginning
         self.batch_idx = source.first_batch - 1
+        self.batches_done = source.first_batch if resumed else None
         self.full_batches = source.full_batches(gradient.num_steps)
-        gradient.dataloader_references.append(self)
+        self.reliable = source.reliable
+        self._pass = this = object()
+        gradient.dataloader_references = [*(it for it in gradient.dataloader_references if it is not self), self]
         try:
             for batch in self._on_device():
                 self.batch_idx += 1
-                # With every batch: a loop that was left early must not stay the active one.
-                gradient.active_dataloader = self
-                gradient.end_of_dataloader = source.is_last
-                if source.is_last:
-                    total = source.counts(self.batch_idx)[1]
-                    gradient.remainder = -1 if total is None else total
+                self._show()
                 yield batch
-            self._ended = True
+                if self._pass is not this:
+                    raise UsageError(
+                        "this loader was iterated anew before this pass over it had ended. Prepare a second loader for "
+                        "a loop within the loop."
+                    )
+            self.batches_done = None
         finally:
-            gradient.dataloader_references = [other for other in gradient.dataloader_references if other is not self]
-            if gradient.active_dataloader is self:
-                gradient.active_dataloader = (gradient.dataloader_references or [None])[-1]
-                gradient.end_of_dataloader = False
-                gradient.remainder = -1
+            if self._pass is this:
+                references = [other for other in gradient.dataloader_references if other is not self]
+                gradient.dataloader_references, self._pass = references, None
+                if gradient.active_dataloader is self:
+                    if references:
+                        references[-1]._show()
+                    else:
+                        gradient.active_dataloader, gradient.end_of_dataloader, gradient.remainder = None, False, -1
+
+    def _show(self) -> None:
+        """Let the gradient state speak of this loader: with every batch, since a loop may have been left early."""
+        source, gradient = self.source, self._gradient
+        gradient.active_dataloader = self
+        gradient.end_of_dataloader = source.is_last
+        total = source.counts(self.batch_idx)[1] if source.is_last else None
+        gradient.remainder = -1 if total is None else total
 
     def _on_device(self) -> Iterator[Any]:
         device = self._device
@@ -127,27 +146,38 @@ class AcceleratedLoader:
     # ---- checkpoints
 
     @property
-    def batches_done(self) -> int:
-        """Batches of the epoch that were given out, the one in hand included."""
-        return self.batch_idx + 1
+    def place(self) -> tuple[int, int]:
+        """The epoch, and the number of the batch in hand."""
+        return self.epoch, self.batch_idx
 
-    def state_dict(self, batches_done: int | None = None) -> StateDict:
-        """Where the loader stands: the epoch, and the place in it.
+    def state_dict(self, within: int = 0) -> StateDict:
+        """Where training stands in this loader: the epoch, and how many of its batches are done.
+
+        A batch is done when `backward` has seen it. A pass without any (an evaluation) has no place to go back to.
 
         Args:
-            batches_done: another number of batches than was given out: the window's beginning.
+            within: micro-batches to go back by, to the beginning of the window.
         """
-        if self._ended:
+        if self._loaded is not None:
+            return self._loaded
+        if self.batches_done is None:
             return {"epoch": self._next_epoch, "source": None}
-        done = self.batches_done if batches_done is None else batches_done
-        return {"epoch": self.epoch, "source": self.source.state_dict(done)}
+        return {"epoch": self.epoch, "source": self.source.state_dict(self.batches_done - within)}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Make the next pass go on where the state says."""
         self._next_epoch = int(state["epoch"])
-        self._ended = state["source"] is None
+        self._loaded = state
         if state["source"] is not None:
             self.source.load_state_dict(state["source"])
+        else:
+            self.source.set_epoch(self._next_epoch + 1)  # what another state had set is void
+            self._loaded = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # not set yet: while being copied
+            raise AttributeError(name)
+        return getattr(self.source.loader, name)
 
     def close(self) -> None:
         """Let go of worker processes."""

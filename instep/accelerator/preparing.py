@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from instep.accelerator.facade import ProcessFacade
+from instep.accelerator.forward import put_on, take_off
 from instep.accelerator.handlers import GradientAccumulationPlugin
 from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.window import Window
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
 from instep.data import DataLoaderConfiguration, PreparedLoader, prepare_loader
 from instep.distributed import broadcast_object
-from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
-from instep.state import Run, pop_run, push_run
+from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision, Strategy
 from instep.utils.seed import derive_seed, seed_process
 
@@ -30,19 +28,47 @@ from instep.utils.seed import derive_seed, seed_process
 class Preparing(ProcessFacade):
     """The part of an Accelerator that prepares, and knows what it has prepared."""
 
-    precision: Precision
     device_placement: bool
     dataloader_config: DataLoaderConfiguration
     step_scheduler_with_optimizer: bool
     _strategy: Strategy
     _accumulation: GradientAccumulationPlugin
 
-    def __init__(self) -> None:
-        self._plain = Strategy()  # steps and scales: nothing in these depends on how a model is spread
-        self._plain.connect(self.device, self.precision)
+    def __init__(self, process: PartialState, precision: Precision) -> None:
+        super().__init__(process)
+        self.precision = precision
         self._seed: int | None = None
         self._forget()
         self._begin()
+
+    # ---- the facts
+
+    @property
+    def mixed_precision(self) -> str:
+        """ "no", "fp16" or "bf16"."""
+        return self.precision.mixed_precision
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one window."""
+        return self._run.gradient.num_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the micro-batch in hand ends its window: gradients are reduced, optimizers step."""
+        return self._run.gradient.sync_gradients
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left out its last step because a gradient was not finite."""
+        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
+
+    # ---- the run
 
     def _begin(self) -> None:
         """Become the active run."""
@@ -62,6 +88,10 @@ class Preparing(ProcessFacade):
         self._active = False
 
     def _forget(self) -> None:
+        for model in getattr(self, "_models", {}).values():
+            take_off(model)
+        self._plain = Strategy()  # steps and scales: nothing in these depends on how a model is spread
+        self._plain.connect(self.device, self.precision)
         self._models: dict[str, nn.Module] = {}  # unwrapped, by name
         self._strategies: dict[int, Strategy] = {}  # by the id of the unwrapped model
         self._wrapped: dict[int, nn.Module] = {}
@@ -79,12 +109,13 @@ class Preparing(ProcessFacade):
         return self._seed
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None, **named: Any) -> Any:
-        """Make models, optimizers, loaders and schedulers ready, in any order.
+        """Make models, optimizers, loaders and schedulers ready, in any order. Collective.
 
         Args:
             objects: what to prepare. Anything else comes back as it is.
             device_placement: for each of `objects`, whether it is moved; None as the Accelerator says.
-            named: the same under a name, by which a checkpoint finds it again. Two models of one class need one.
+            named: models and loaders under a name, by which a checkpoint finds them again. Two models of one class
+                need one. Optimizers and schedulers are found by the parameters they step.
 
         Returns:
             What the loop uses in their place, in the given order; not a tuple for a single one.
@@ -136,28 +167,32 @@ class Preparing(ProcessFacade):
         evaluation_mode: bool = False,
         name: str | None = None,
     ) -> nn.Module:
-        """Bring a model to the device and spread it.
+        """Bring a model to the device and spread it. Collective.
 
         With mixed precision its forward runs under autocast and gives float32 back.
 
         Args:
             model: the module.
             device_placement: whether to move it; None as the Accelerator says.
-            evaluation_mode: it is not trained: nothing is spread.
+            evaluation_mode: it is not trained: every rank gets the first one's weights, and no more.
             name: its name in checkpoints; by default its class's.
 
         Returns:
             What to call in its place; with one process the module itself.
 
         Raises:
-            SettingError: another prepared model has that name.
+            SettingError: another prepared model has that name, or it has a dot.
         """
-        if id(model) in self._strategies:
-            return self._wrapped[id(model)]
-        if any(model is wrapped for wrapped in self._wrapped.values()):
-            return model
+        known = self._inner(model)
+        if known is not None:
+            return self._wrapped[id(known)]
+        model = self._strategy.unwrap(model)  # it may be what prepare returned before free_memory()
         self._claim_run()
-        name = name or type(model).__name__
+        name = name or type(_without_compile(model)).__name__
+        if "." in name:
+            raise SettingError(
+                f"name={name!r}: a model's name has no dots, which part the names of weights", field="name"
+            )
         if name in self._models:
             raise SettingError(
                 f"two models are called {name!r}, so a checkpoint could not tell them apart. Name them: "
@@ -171,18 +206,26 @@ class Preparing(ProcessFacade):
             strategy.place(model)
         else:
             strategy.module = model
-        context = self.precision.context()
-        if context is not None:
-            model.forward = _in_precision(model.forward, context)
+        put_on(model, self.precision)
         self._models[name] = model
         self._strategies[id(model)] = strategy
+        if evaluation_mode:
+            strategy.setup(model, ())
         self._wrapped[id(model)] = model if evaluation_mode else strategy.wrap(model)
         return self._wrapped[id(model)]
 
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        """Make an optimizer step at the ends of windows only."""
+        """Make an optimizer step at the ends of windows only. Collective.
+
+        From here on ranks draw different random numbers, as with the Trainer; the first one keeps the user's stream.
+
+        Args:
+            optimizer: over parameters of prepared models, or any others.
+        """
+        if type(optimizer) is AcceleratedOptimizer:
+            optimizer = optimizer.optimizer
         for known in self.optimizers:
-            if known is optimizer or known.optimizer is optimizer:
+            if known.optimizer is optimizer:
                 return known
         self._claim_run()
         prepared = AcceleratedOptimizer(optimizer, self._plain, self._run.gradient, self.window)
@@ -199,10 +242,17 @@ class Preparing(ProcessFacade):
             loader: a DataLoader, or any other iterable of batches.
             device_placement: whether batches are moved; None as the Accelerator says.
             name: its name in checkpoints; by default its data set's.
+
+        Raises:
+            SettingError: another prepared loader has that name.
         """
         for known in self.dataloaders:
             if known is loader or known.source is loader or known.source.loader is loader:
                 return known
+        if name is not None and any(known.name == name for known in self.dataloaders):
+            raise SettingError(f"two loaders are called {name!r}; give each a name of its own", field="name", got=name)
+        if isinstance(loader, AcceleratedLoader):
+            loader = loader.source.loader  # prepared before free_memory()
         self._claim_run()
         config = self.dataloader_config
         moves = self.device_placement if device_placement is None else device_placement
@@ -225,14 +275,19 @@ class Preparing(ProcessFacade):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Make a scheduler step once per optimizer step."""
+        """Make a scheduler step once per optimizer step.
+
+        Args:
+            scheduler: made with the optimizer, prepared or not.
+        """
+        if isinstance(scheduler, AcceleratedScheduler):
+            scheduler = scheduler.scheduler
         for known in self.schedulers:
-            if known is scheduler or known.scheduler is scheduler:
+            if known.scheduler is scheduler:
                 return known
-        owner = getattr(scheduler.optimizer, "optimizer", scheduler.optimizer)
-        owners = [prepared for prepared in self.optimizers if prepared.optimizer is owner] or self.optimizers
+        self._claim_run()
         prepared = AcceleratedScheduler(
-            scheduler, owners, self._run.gradient, self.window, self.step_scheduler_with_optimizer
+            scheduler, self.optimizers, self._run.gradient, self.window, self.step_scheduler_with_optimizer
         )
         self.schedulers.append(prepared)
         return prepared
@@ -266,31 +321,30 @@ class Preparing(ProcessFacade):
         return self._strategies[id(inner)]
 
     def _inner(self, model: nn.Module) -> nn.Module | None:
-        return next((it for it in self._models.values() if model is it or model is self._wrapped[id(it)]), None)
+        """The prepared model that is meant, which may be wrapped, or compiled afterwards."""
+        candidates = (model, _without_compile(model))
+        for inner in self._models.values():
+            if any(it is inner or it is self._wrapped[id(inner)] for it in candidates):
+                return inner
+        return None
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """The user's model in what `prepare` returned.
 
         Args:
             model: wrapped, or not.
-            keep_fp32_wrapper: False also takes autocast off its forward.
+            keep_fp32_wrapper: False also takes the precision off its forward.
+            keep_torch_compile: False also takes off what `torch.compile` put around it.
         """
-        inner = self._inner(model) or model
-        if not keep_fp32_wrapper and "forward" in inner.__dict__ and hasattr(inner.forward, "_instep_plain"):
-            del inner.forward
-        return inner
+        inner = self._inner(model)
+        if inner is None:
+            inner = self._strategy.unwrap(_without_compile(model))
+        if not keep_fp32_wrapper:
+            take_off(inner)
+        return inner if keep_torch_compile else _without_compile(inner)
 
 
-def _in_precision(forward: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with context:
-            output = forward(*args, **kwargs)
-        return map_leaves(_to_float32, output)
-
-    run._instep_plain = forward  # type: ignore[attr-defined]
-    return run
-
-
-def _to_float32(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf
+def _without_compile(model: nn.Module) -> nn.Module:
+    return getattr(model, "_orig_mod", model)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from instep.distributed import all_reduce_
-from instep.errors import SettingError, UsageError
+from instep.errors import UsageError
 from instep.state import Run
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class Window:
     """The accumulation window of one Accelerator.
 
-    A window belongs to the loader whose batch is in hand: its place is the batch's number, not a count of calls. So
-    leaving an evaluation loop early moves nothing, and a resumed epoch goes on in the same windows.
+    A window belongs to the loader that is trained on: its place is the batch's number, not a count of calls. So
+    leaving an evaluation loop early moves nothing, a second `accumulate` for the same batch (a GAN's two halves) stays
+    in its micro-batch, and a resumed epoch goes on in the same windows.
 
     Args:
         run: whose gradient record is written.
@@ -30,60 +31,86 @@ class Window:
     """
 
     def __init__(self, run: Run, num_processes: int, device: torch.device) -> None:
-        self._run = run
         self._gradient = run.gradient
         self._num_processes = num_processes
         self._device = device
-        self._calls = 0  # micro-batches of loops without a prepared loader
-        self._entered = False
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.loader: AcceleratedLoader | None = None
+        """The loader whose batch was trained on last; None where windows do not end with one."""
         self.length = run.gradient.num_steps
-        """Micro-batches of the window that ended last."""
+        """Micro-batches of the open window so far, or of the one that ended last."""
+        self._places: dict[int, tuple[int, int]] = {}  # of the loaders that run, when they were looked at last
+        self._calls = 0  # micro-batches of loops without a prepared loader
+        self._entered = self._inside = False
         self._items: Tensor | float | None = None
         self._items_of_batch: Tensor | float | None = None
         self._plain = False
         self._factor: Tensor | float | None = None
 
-    @property
-    def loader(self) -> AcceleratedLoader | None:
-        """The loader whose batch is in hand, if windows end with it."""
-        return self._gradient.active_dataloader if self._gradient.sync_with_dataloader else None
-
     def enter(self, optimizers: Sequence[AcceleratedOptimizer]) -> bool:
-        """Take the next micro-batch; whether it ends its window."""
-        gradient, loader = self._gradient, self.loader
+        """Take the micro-batch in hand; whether it ends its window."""
+        gradient = self._gradient
+        moved = self._look()
+        loader, num_steps = self.loader, gradient.num_steps
+        if loader is not None and not moved and self._entered:
+            self._inside = True
+            return gradient.sync_gradients  # for this batch it was called before
         if loader is None:
-            place = self._calls % gradient.num_steps + 1
+            place = self._calls % num_steps + 1
             self._calls += 1
-            first, ends = place == 1, place == gradient.num_steps
+            first, ends = place == 1, place == num_steps
         else:
-            place = loader.batch_idx % gradient.num_steps + 1
+            place = loader.batch_idx % num_steps + 1
             first = place == 1 or loader.batch_idx == loader.source.first_batch
-            ends = place == gradient.num_steps or loader.is_last
+            ends = place == num_steps or loader.is_last
         if first or not self._entered:
             abandoned = self._entered and not gradient.sync_gradients
             self._items = self._factor = None
             self._plain = False
-            self._entered = True
             for optimizer in optimizers:
                 optimizer.begin_window(abandoned)
         self._items_of_batch = None
+        self._entered = self._inside = True
         self.length = place
         gradient.sync_gradients = ends
         return ends
 
+    def leave(self) -> None:
+        """The micro-batch is done."""
+        self._inside = False
+
+    def _look(self) -> bool:
+        """Find the loader that is trained on among those that run; whether its batch is another than last time.
+
+        It stays the same as long as it gives batches. Else it is the outermost one that has: a batch of other data,
+        pulled within the loop, makes no window.
+        """
+        running: list[AcceleratedLoader] = self._gradient.dataloader_references
+        if not self._gradient.sync_with_dataloader or not running:
+            self.loader = None
+            return True
+        moved = [loader for loader in running if self._places.get(id(loader)) != loader.place]
+        if moved and not any(loader is self.loader for loader in moved):
+            self.loader = moved[0]
+        elif not moved and not any(loader is self.loader for loader in running):
+            self.loader = running[-1]
+        self._places = {id(loader): loader.place for loader in running}
+        return bool(moved)
+
     def weight(self) -> float:
         """What the mean loss of the batch in hand counts in its window, for the mean over all samples of all ranks."""
+        if not self._inside:
+            self._look()
         loader, num_steps = self.loader, self._gradient.num_steps
         if loader is None:
             return 1.0 / num_steps
         index = loader.batch_idx
-        if index < loader.full_batches:
-            return 1.0 / num_steps
-        return loader.source.window_scale(index, num_steps)
+        loader.batches_done = index + 1
+        return 1.0 / num_steps if index < loader.full_batches else loader.source.window_scale(index, num_steps)
 
     def weigh_items(self, num_items: Tensor | float) -> Tensor | float:
         """The factor of a loss that is a mean over `num_items`; the window's sum is divided out before the step."""
-        if not self._entered:
+        if not self._inside:
             raise UsageError(
                 "backward(num_items=...) weighs the losses of a window by their items: say where its micro-batches "
                 "begin and end by `with accelerator.accumulate(model):` around forward, backward and step."
@@ -91,7 +118,7 @@ class Window:
         if self._plain:
             raise _mixed()
         if self._items_of_batch is None:
-            count = num_items.detach().to(self._device, torch.float64) if isinstance(num_items, Tensor) else num_items
+            count = num_items.detach().to(self._device, self._dtype) if isinstance(num_items, Tensor) else num_items
             self._items = count if self._items is None else self._items + count
             self._items_of_batch = num_items
         elif self._items_of_batch is not num_items and self._items_of_batch != num_items:
@@ -99,26 +126,38 @@ class Window:
                 "backward(num_items=...) got two different numbers for one micro-batch. Give the same number with "
                 "each of its losses."
             )
+        if self.loader is not None:
+            self.loader.batches_done = self.loader.batch_idx + 1
         return num_items
 
-    def weigh_plainly(self) -> None:
-        """A loss came without a number of items."""
-        if self._items is not None:
+    def weigh_plainly(self) -> float:
+        """The factor of a loss that came without a number of items."""
+        if not self._inside:
+            self._items = None  # of a loop before this one
+        elif self._items is not None:
             raise _mixed()
         self._plain = True
+        return self.weight()
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the gradients of the window have to be corrected before they are looked at."""
+        return self._entered and (self._items is not None or (self.loader is not None and not self.loader.reliable))
 
     def correction(self) -> Tensor | float | None:
         """What the gradients of a finished window must be multiplied by; None for nothing. Collective with items."""
+        if not self.corrects:
+            return None
         if self._factor is None:
             self._factor = self._compute()
-        return None if isinstance(self._factor, float) and self._factor == 1.0 else self._factor
+        return self._factor
 
     def _compute(self) -> Tensor | float:
         if self._items is not None:
-            total = torch.as_tensor(self._items, dtype=torch.float64, device=self._device).clone()
+            total = torch.as_tensor(self._items, dtype=self._dtype, device=self._device).clone()
             return self._num_processes / all_reduce_(total).clamp_(min=1.0)
-        loader = self.loader if self._entered else None
-        return 1.0 if loader is None else loader.source.rescale(loader.batch_idx, self._gradient.num_steps)
+        assert self.loader is not None
+        return self.loader.source.rescale(self.loader.batch_idx, self._gradient.num_steps)
 
 
 def _mixed() -> UsageError:
@@ -126,14 +165,3 @@ def _mixed() -> UsageError:
         "backward() was called with num_items for some losses of a window and without for others, so their weights "
         "cannot be compared. Give num_items with every loss, or with none."
     )
-
-
-def check_num_steps(num_steps: Any) -> int:
-    """A number of micro-batches."""
-    if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
-        raise SettingError(
-            f"gradient_accumulation_steps={num_steps!r} must be an integer of at least 1",
-            field="gradient_accumulation_steps",
-            got=num_steps,
-        )
-    return num_steps

@@ -53,7 +53,10 @@ class Strategy:
         """Called once per run, before the module exists on its device."""
         self.device = device
         self.precision = precision
+        self.step_was_skipped = False
+        """Whether `optimizer_step` left its last step out, because a scaled gradient was not finite."""
         self._unscaled: set[int] = set()
+        self._finished: set[int] = set()  # those that have stepped since the scaler was updated, or forgot gradients
 
     def place(self, module: nn.Module) -> None:
         """Move the module to its device in its dtype. The optimizers are made after this."""
@@ -114,7 +117,20 @@ class Strategy:
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the gradient scaler's factor; the loss itself where the precision does not scale."""
-        return loss if self.precision.scaler is None else self.precision.scaler.scale(loss)
+        if self.precision.scaler is None:
+            return loss
+        self.update_scaler()
+        return self.precision.scaler.scale(loss)
+
+    def update_scaler(self) -> None:
+        """Adapt the factor to the steps taken since the last time: before the next loss is scaled, and before a save.
+
+        Not after each step: it makes the scaler forget what it knows of the other optimizers' gradients.
+        """
+        if self._finished and self._unscaled <= self._finished and self.precision.scaler is not None:
+            self.precision.scaler.update()
+            self._unscaled.clear()
+            self._finished.clear()
 
     def prepare_backward(self, loss: Tensor) -> None:
         """Called before each backward of manual optimization, where the loss does not leave through the step."""
@@ -143,6 +159,11 @@ class Strategy:
             self.precision.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
+    def forget_gradients(self, optimizer: Optimizer) -> None:
+        """The gradients were set to zero without a step; the next ones are scaled again."""
+        if id(optimizer) in self._unscaled:
+            self._finished.add(id(optimizer))
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         """Step one optimizer.
 
@@ -157,9 +178,15 @@ class Strategy:
             return
         if closure is not None:
             closure()  # the scaler takes no closure
-        scaler.step(optimizer, **kwargs)
-        scaler.update()
-        self._unscaled.discard(id(optimizer))
+        stepped: list[bool] = []
+        hook = optimizer.register_step_post_hook(lambda *_: stepped.append(True))
+        try:
+            scaler.step(optimizer, **kwargs)
+        finally:
+            hook.remove()
+        self.step_was_skipped = not stepped
+        self._unscaled.add(id(optimizer))
+        self._finished.add(id(optimizer))
 
     # ---- state
 

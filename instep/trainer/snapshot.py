@@ -74,6 +74,7 @@ class Snapshot:
         if weights_only:
             return
         self.optimizers = [optimizer_state(run.module, optimizer) for optimizer in run.optimizers]
+        run.strategy.update_scaler()
         self.shared |= {
             "run_id": trainer.run_id,
             "run_folder": trainer.log_dir,

@@ -136,10 +136,8 @@ def automatic_step(run: FitSession) -> Step:
                 if plain_step:
                     optimizer.step()
                 else:
-                    scale = scaler.get_scale() if scaler is not None and schedules else 0.0
                     strategy.optimizer_step(optimizer)
-                    # A smaller scale: a gradient was not finite and the step was skipped.
-                    stepped = scale == 0.0 or scaler is None or scaler.get_scale() >= scale
+                    stepped = not strategy.step_was_skipped
         opened = 0
         at.batch = at.window_batch = batch_idx + 1
         at.global_step += 1

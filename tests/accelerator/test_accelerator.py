@@ -303,7 +303,7 @@ def test_rows_that_are_not_samples_need_to_be_named(make: Any) -> None:
             accelerator.gather_for_metrics(three)
         assert torch.equal(accelerator.gather_for_metrics(three, per_sample=False), three)
         assert accelerator.gather_for_metrics(x.tolist(), use_gather_object=True) == x.tolist()
-        with pytest.raises(DataError, match="list with an entry per sample"):
+        with pytest.raises(DataError, match="list of objects with an entry per sample"):
             accelerator.gather_for_metrics("abc", use_gather_object=True)
 
 

@@ -176,8 +176,9 @@ def test_dispatched_batches_are_shared_out() -> None:
 def state_after_the_end() -> int:
     accelerator = Accelerator(cpu=True)
     accelerator.end_training()
+    assert accelerator.is_main_process == (accelerator.process_index == 0)  # still known
     with pytest.raises(StateError):
-        _ = accelerator.num_processes
+        accelerator.wait_for_everyone()
     again = Accelerator(cpu=True)
     total = int(again.reduce(torch.tensor(1)))
     again.end_training()

@@ -1,0 +1,372 @@
+"""Steps of more than one model, optimizer or loader, and models that are copied, compiled or call themselves."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from instep import Accelerator
+from instep.accelerator import DataLoaderConfiguration
+from instep.errors import SettingError, UsageError
+from tests.helpers.spawn import run_ranks
+
+
+def numbers(length: int = 10, batch_size: int = 4) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(length).float()), batch_size)
+
+
+def linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    """A model whose gradient is its mean input, and whose weight therefore is minus the sum of the steps."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def pair(accelerator: Accelerator) -> tuple[Any, Any, Any, Any]:
+    (d, d_sgd), (g, g_sgd) = linear(), linear()
+    return accelerator.prepare(d=d, d_sgd=d_sgd, g=g, g_sgd=g_sgd)
+
+
+def loss(model: nn.Module, x: float = 1.0) -> torch.Tensor:
+    return model(torch.tensor([[x]])).mean()
+
+
+@pytest.fixture
+def scaled(make: Any, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    """An Accelerator whose losses are scaled, by the scaler of a CPU: the arithmetic is that of every device."""
+    accelerator = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    monkeypatch.setattr(accelerator.precision, "scaler", scaler)
+    return accelerator
+
+
+# ---- scaled gradients
+
+
+def test_clipping_one_optimizer_leaves_the_other_scaled(scaled: Accelerator) -> None:
+    d, d_sgd, g, g_sgd = pair(scaled)
+    for step in (1, 2):
+        for model, optimizer in ((d, d_sgd), (g, g_sgd)):
+            optimizer.zero_grad()
+            scaled.backward(loss(model))
+            norm = scaled.clip_grad_norm_(model.parameters(), 100.0)
+            assert norm is not None
+            assert norm.item() == 1.0
+            optimizer.step()
+            assert model.weight.item() == -step
+
+
+def test_two_optimizers_of_one_backward_are_unscaled_once_each(scaled: Accelerator) -> None:
+    d, d_sgd, g, g_sgd = pair(scaled)
+    for step in (1, 2):
+        scaled.backward(loss(d) + loss(g))
+        scaled.clip_grad_norm_([*d.parameters(), *g.parameters()], 100.0)
+        for optimizer in (d_sgd, g_sgd):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (d.weight.item(), g.weight.item()) == (-step, -step)
+
+
+def test_a_step_that_the_user_skips_leaves_the_next_one_right(scaled: Accelerator) -> None:
+    model, optimizer = scaled.prepare(*linear())
+    scaled.backward(loss(model))
+    scaled.clip_grad_norm_(model.parameters(), 100.0)
+    optimizer.zero_grad()
+    scaled.backward(loss(model))
+    scaled.clip_grad_norm_(model.parameters(), 100.0)
+    optimizer.step()
+    assert model.weight.item() == -1.0
+
+
+def test_a_gradient_that_is_not_finite_skips_step_and_schedule(scaled: Accelerator) -> None:
+    model, optimizer = linear()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    schedule, model = scaled.prepare(schedule, model)
+    optimizer = scaled.prepare(optimizer)  # after its schedule, in a call of its own
+    for x, skipped in ((float("inf"), True), (1.0, False)):
+        scaled.backward(loss(model, x))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        assert scaled.optimizer_step_was_skipped == skipped
+    assert model.weight.item() == -1.0
+    assert schedule.get_last_lr() == [0.5]
+    scaled._plain.update_scaler()
+    assert scaled.precision.state_dict()["scale"] == 512.0
+
+
+# ---- windows
+
+
+def test_both_halves_of_a_gan_are_in_one_micro_batch(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    d, d_sgd, g, g_sgd = pair(accelerator)
+    steps: dict[str, list[float]] = {"d": [], "g": []}
+    d_sgd.optimizer.register_step_pre_hook(lambda *_: steps["d"].append(d.weight.grad.item()))
+    g_sgd.optimizer.register_step_pre_hook(lambda *_: steps["g"].append(g.weight.grad.item()))
+    for (x,) in accelerator.prepare(numbers(16)):
+        for model, optimizer in ((d, d_sgd), (g, g_sgd)):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x[:, None]).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert steps == {"d": [3.5, 11.5], "g": [3.5, 11.5]}
+
+
+def test_so_they_are_with_items_and_clipping(make: Any) -> None:
+    accelerator = make()
+    d, d_sgd, g, g_sgd = pair(accelerator)
+    for (x,) in accelerator.prepare(numbers(4)):
+        with accelerator.accumulate(d, g):
+            for model, optimizer in ((d, d_sgd), (g, g_sgd)):
+                accelerator.backward(model(x[:, None]).mean(), num_items=4)
+                accelerator.clip_grad_norm_(model.parameters(), 100.0)
+                optimizer.step()
+    assert (d.weight.item(), g.weight.item()) == (-1.5, -1.5)
+
+
+def test_data_pulled_within_the_loop_makes_no_window(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    model, optimizer, train, other = accelerator.prepare(*linear(), numbers(16), numbers(12))
+    more = iter(other)
+    ends = []
+    for (x,) in train:
+        next(more, None)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x[:, None]).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(accelerator.sync_gradients)
+    assert ends == [False, True, False, True]
+    assert model.weight.item() == -15.0
+
+
+def test_a_loop_of_loops_has_the_windows_of_the_inner_one(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    model, optimizer, tasks, batches = accelerator.prepare(*linear(), numbers(3, 1), numbers(12))
+    ends = []
+    for _ in tasks:
+        for (x,) in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x[:, None]).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(accelerator.sync_gradients)
+    assert ends == [False, True, True] * 3
+
+
+def test_a_closure_is_for_windows_of_one(make: Any) -> None:
+    accelerator = make()
+    model, _ = linear()
+    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = (model(torch.ones(1, 1)) - 1).square().mean()
+        accelerator.backward(value)
+        return value
+
+    optimizer.step(closure)
+    assert model.weight.item() > 0
+    model, _ = linear()
+    windows = make(gradient_accumulation_steps=2)
+    _, optimizer = windows.prepare(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(UsageError, match="gradient_accumulation_steps=1"):
+        optimizer.step(closure)
+
+
+# ---- loaders
+
+
+def test_an_older_pass_over_the_same_loader_is_refused(make: Any) -> None:
+    loader = make().prepare(numbers())
+    older = iter(loader)
+    next(older)
+    assert len(list(loader)) == 3
+    with pytest.raises(UsageError, match="second loader"):
+        next(older)
+
+
+def test_after_an_inner_loop_the_state_speaks_of_the_outer_one_again(make: Any) -> None:
+    accelerator = make()
+    outer, inner = accelerator.prepare(numbers(8), numbers(6))
+    seen = []
+    for _ in outer:
+        for _ in inner:
+            pass
+        state = accelerator.gradient_state
+        seen.append((state.active_dataloader is outer, state.end_of_dataloader, state.remainder))
+    assert seen == [(True, False, -1), (True, True, 4)]
+
+
+# ---- positions
+
+
+def train_on(accelerator: Accelerator, loader: Any, batches: int) -> list[float]:
+    model, seen = nn.Linear(1, 1), []
+    for (x,) in loader:
+        seen += x.tolist()
+        accelerator.backward(model(x[:, None]).mean())
+        if len(seen) >= 4 * batches:
+            break
+    return seen
+
+
+def test_a_state_that_was_loaded_and_not_used_is_saved_again(make: Any) -> None:
+    accelerator = make()
+    first, second, third = (accelerator.prepare_data_loader(numbers(12), name=name) for name in "abc")
+    assert train_on(accelerator, first, 1) == [0, 1, 2, 3]
+    second.load_state_dict(first.state_dict())
+    third.load_state_dict(second.state_dict())
+    assert [x.tolist() for (x,) in third] == [[4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_a_state_of_a_beginning_takes_the_place_of_one_within(make: Any) -> None:
+    accelerator = make()
+    first, second = (accelerator.prepare_data_loader(numbers(12), name=name) for name in "ab")
+    start = first.state_dict()
+    train_on(accelerator, first, 1)
+    second.load_state_dict(first.state_dict())
+    second.load_state_dict(start)
+    assert len(list(second)) == 3
+
+
+def test_an_evaluation_that_was_left_has_no_place_to_go_back_to(make: Any) -> None:
+    accelerator = make()
+    first, second = (accelerator.prepare_data_loader(numbers(12), name=name) for name in "ab")
+    for _ in first:
+        break
+    second.load_state_dict(first.state_dict())
+    assert len(list(second)) == 3
+
+
+def test_a_batch_in_hand_that_was_not_trained_on_comes_again(make: Any) -> None:
+    accelerator = make()
+    first, second = (accelerator.prepare_data_loader(numbers(12), name=name) for name in "ab")
+    model = nn.Linear(1, 1)
+    for index, (x,) in enumerate(first):
+        if index == 1:
+            second.load_state_dict(first.state_dict())  # at the top of the body
+            break
+        accelerator.backward(model(x[:, None]).mean())
+    assert [x.tolist() for (x,) in second] == [[4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+# ---- models
+
+
+def test_a_copy_computes_with_its_own_weights_in_the_same_precision(make: Any) -> None:
+    model = make(mixed_precision="bf16").prepare(linear()[0])
+    other = copy.deepcopy(model)
+    nn.init.ones_(other.weight)
+    assert (loss(model).item(), loss(other).item()) == (0.0, 1.0)
+    assert loss(other).dtype == torch.float32
+
+
+def test_precision_ends_with_the_accelerator(make: Any) -> None:
+    seen: list[torch.dtype] = []
+    model = nn.Sequential(linear()[0])
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    first = make(mixed_precision="bf16")
+    loss(first.prepare(model))
+    first.free_memory()
+    loss(make().prepare(model))
+    assert seen == [torch.bfloat16, torch.float32]
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        return self(self.layer(x), depth - 1) if depth else x
+
+
+def test_a_model_that_calls_itself_leaves_no_precision_on(make: Any) -> None:
+    make(mixed_precision="bf16").prepare(Recursive())(torch.ones(1, 2))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_compiled_models_are_known_by_what_is_in_them(make: Any) -> None:
+    accelerator = make()
+    model = linear()[0]
+    compiled = torch.compile(model, backend="eager")
+    prepared = accelerator.prepare(compiled)
+    assert list(accelerator.models_by_name) == ["Linear"]
+    assert accelerator.unwrap_model(prepared) is compiled
+    assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
+    other = accelerator.prepare_model(linear()[0], name="other")
+    later = torch.compile(other, backend="eager")
+    with accelerator.accumulate(later):
+        assert accelerator.unwrap_model(later) is other
+
+
+def test_what_was_prepared_before_is_prepared_again_from_its_inside(make: Any) -> None:
+    accelerator = make()
+    first = accelerator.prepare(*linear(), numbers())
+    accelerator.free_memory()
+    second = accelerator.prepare(*first)
+    assert second[0] is first[0]
+    assert type(second[1].optimizer) is torch.optim.SGD
+    assert second[2].source.loader is first[2].source.loader
+
+
+def test_names_that_a_checkpoint_could_not_tell_apart_are_refused(make: Any) -> None:
+    accelerator = make()
+    accelerator.prepare_model(linear()[0], name="a")
+    for name in ("a", "a.b"):
+        with pytest.raises(SettingError, match=f"{name!r}"):
+            accelerator.prepare_model(linear()[0], name=name)
+    accelerator.prepare_data_loader(numbers(), name="train")
+    with pytest.raises(SettingError, match="two loaders"):
+        accelerator.prepare_data_loader(numbers(), name="train")
+
+
+# ---- several processes
+
+
+def weights_for_evaluation() -> float:
+    accelerator = Accelerator(cpu=True)
+    trained, optimizer = linear()
+    accelerator.prepare(trained=trained, optimizer=optimizer)  # from here on ranks draw different numbers
+    model = accelerator.prepare_model(nn.Linear(1, 1), evaluation_mode=True, name="teacher")
+    weight = model.weight.item()
+    accelerator.free_memory()
+    return weight
+
+
+@pytest.mark.dist
+def test_a_model_for_evaluation_is_the_same_on_all_ranks() -> None:
+    one, other = run_ranks(weights_for_evaluation, 2)
+    assert one == other
+
+
+def windows_that_end_apart() -> tuple[int, float]:
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(even_batches=False)
+    )
+    model, optimizer, loader = accelerator.prepare(*linear(), numbers(9, 2))
+    batches = 0
+    with accelerator.join_uneven_inputs([model]):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x[:, None]).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            batches += 1
+    weight = accelerator.unwrap_model(model).weight.item()
+    accelerator.end_training()
+    return batches, weight
+
+
+@pytest.mark.dist
+def test_windows_of_ranks_that_end_apart_do_not_hang() -> None:
+    (one, weight), (other, same) = run_ranks(windows_that_end_apart, 2)
+    assert (one, other) == (3, 2)
+    assert weight == same
