@@ -134,11 +134,19 @@ def _record_in(record: Mapping[str, Any]) -> FileRecord:
 
 
 def _plain(name: str) -> str:
-    if not is_plain_name(name):
+    if not is_inner_name(name):
         raise ValueError(f"the file name {name!r} leads out of the folder")
     return name
 
 
 def is_plain_name(name: str) -> bool:
     """Whether a name is that of a visible file in the folder itself, and not the manifest's."""
-    return name == Path(name).name and not name.startswith(".") and name != MANIFEST and "\0" not in name and name != ""
+    return "/" not in name and is_inner_name(name)
+
+
+def is_inner_name(name: str) -> bool:
+    """Whether a name is that of a visible file in the folder or in one below it, and not the manifest's."""
+    parts = name.split("/")
+    return name != MANIFEST and all(
+        part == Path(part).name and not part.startswith(".") and "\0" not in part and part != "" for part in parts
+    )

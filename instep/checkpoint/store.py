@@ -20,7 +20,7 @@ from instep.checkpoint.manifest import MANIFEST, Manifest
 from instep.checkpoint.owner import is_gone, this_process
 from instep.checkpoint.reader import Reader, file_problem, folder_problems
 from instep.checkpoint.together import fail_together, from_every_rank, on_rank_zero, place
-from instep.checkpoint.writer import Writer
+from instep.checkpoint.writer import Writer, foreign_files
 from instep.errors import CheckpointError, CheckpointNotFoundError, DistributedError
 from instep.types import PathLike
 
@@ -237,6 +237,7 @@ class CheckpointStore:
     ) -> None:
         renamed = False
         try:
+            records = _joined(parts, temp)
             manifest = Manifest(
                 step=parts[0][0],
                 attempt=attempt,
@@ -244,7 +245,7 @@ class CheckpointStore:
                 world_size=len(parts),
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 versions={"instep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-                files=_joined(parts, temp),
+                files={**foreign_files(temp, records, self.files), **records},
                 info=info,
             )
             self.files.write_file(temp / MANIFEST, manifest.to_bytes())

@@ -1,8 +1,9 @@
-"""What a save writes with: every file of a checkpoint goes through here and is recorded."""
+"""What a save writes with: every file of a checkpoint is recorded here, also those that somebody else wrote."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from instep.checkpoint.encode import encode
 from instep.checkpoint.files import FileRecord, LocalFiles
-from instep.checkpoint.manifest import is_plain_name
+from instep.checkpoint.manifest import is_inner_name, is_plain_name
 from instep.checkpoint.tensors import write_tensors
 from instep.errors import SettingError, UnsavableStateError
 
@@ -22,7 +23,7 @@ class Writer:
     File names are shared by all ranks: put the rank into those of per-rank files.
 
     Args:
-        folder: the folder being written.
+        folder: the hidden folder being written. What else is put there becomes part of the checkpoint too.
         files: the file operations.
         rank: this process.
         world_size: the number of ranks that save.
@@ -32,7 +33,7 @@ class Writer:
         self.rank = rank
         self.world_size = world_size
         self.records: dict[str, FileRecord] = {}
-        self._folder = folder
+        self.folder = folder
         self._files = files
 
     def tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -87,4 +88,18 @@ class Writer:
     def _path(self, name: str) -> Path:
         if not is_plain_name(name):
             raise SettingError(f"{name!r} cannot name a file of a checkpoint: give a plain, visible name", got=name)
-        return self._folder / name
+        return self.folder / name
+
+
+def foreign_files(folder: Path, known: Mapping[str, FileRecord], files: LocalFiles) -> dict[str, FileRecord]:
+    """The records of the visible files that did not go through a Writer, those of subfolders too; on the disk."""
+    found: dict[str, FileRecord] = {}
+    for here, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(here, name) for name in names):
+            name = path.relative_to(folder).as_posix()
+            if name not in known and is_inner_name(name):
+                found[name] = files.take_in(path)
+        if Path(here) != folder:
+            files.sync_folder(Path(here))
+    return found

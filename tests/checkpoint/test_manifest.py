@@ -71,7 +71,9 @@ def sealed(body: Any) -> bytes:
     return text + b',\n "xxh3": "' + digest(text).encode() + b'"\n}\n'
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", ".hidden", "manifest.json", "", ".."])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/../b", "a/.b", "a//b", "a/", ".hidden", "manifest.json", "", ".."]
+)
 def test_names_that_lead_out_of_the_folder_are_refused(name: str) -> None:
     body = json.loads(MANIFEST.to_bytes())
     del body["xxh3"]

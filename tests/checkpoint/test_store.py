@@ -46,6 +46,28 @@ def test_save_and_read(store: CheckpointStore) -> None:
     assert set(found.manifest.files) == {path.name for path in path.iterdir()} - {"manifest.json"}
 
 
+def test_files_that_somebody_else_writes_into_the_folder_become_part_of_it(store: CheckpointStore) -> None:
+    store.files.trace = log = Log()
+
+    def write(writer: Writer) -> None:
+        writer.json("own.json", 1)
+        (writer.folder / "model" / ".cache").mkdir(parents=True)
+        for name in ("notes.txt", ".hidden", "model/config.json", "model/manifest.json"):
+            (writer.folder / name).write_text(name)
+
+    path = store.save(1, write)
+    files = store.read(path).manifest.files
+    # A manifest's name is free in a folder below.
+    assert sorted(files) == ["model/config.json", "model/manifest.json", "notes.txt", "own.json"]
+    synced = {p.name for op, p in log.operations if op in ("fsync", "fsync_folder")}
+    assert {"notes.txt", "config.json", "model"} <= synced
+    assert store.verify(path) == []
+    flip(path / "model" / "config.json", 0)
+    assert len(store.verify(path)) == 1
+    store.delete(path)
+    assert not path.exists()
+
+
 def test_weights_are_a_plain_safetensors_file(store: CheckpointStore) -> None:
     path = store.save(1, writes(2.0))
     assert load_file(path / "model.safetensors")["weight"].tolist() == [2.0] * 40
