@@ -13,6 +13,8 @@ from instep.accelerator.handlers import ProjectConfiguration
 from instep.accelerator.preparing import Preparing
 from instep.accelerator.single_files import save_object, save_weights
 from instep.errors import SettingError
+from instep.state import PartialState
+from instep.strategies import Precision
 from instep.types import PathLike, Stateful
 
 
@@ -21,8 +23,8 @@ class Checkpointing(Preparing):
 
     project_configuration: ProjectConfiguration
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, process: PartialState, precision: Precision) -> None:
+        super().__init__(process, precision)
         self.registered: dict[str, Stateful] = {}
         self.save_hooks: list[Callable[..., Any]] = []
         self.load_hooks: list[Callable[..., Any]] = []
@@ -54,22 +56,30 @@ class Checkpointing(Preparing):
         self.registered.update(items)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> Callable[[], None]:
-        """Call `hook(models, weights, folder)` before a save; it may change the list of state dicts in place.
+        """Call a hook before each save, on every rank.
+
+        Args:
+            hook: `hook(models, weights, folder)`: the unwrapped models, a list of their state dicts, and the folder
+                that becomes the checkpoint. State dicts may be changed, replaced or taken out of the list, which are
+                not written then. Files that it writes into the folder, from one rank each, become part of the
+                checkpoint. It must not wait for other ranks.
 
         Returns:
             What removes the hook.
         """
-        self.save_hooks.append(hook)
-        return lambda: self.save_hooks.remove(hook)
+        return _register(self.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> Callable[[], None]:
-        """Call `hook(models, folder)` before a load.
+        """Call a hook before each load, on every rank.
+
+        Args:
+            hook: `hook(models, folder)`: a list of the unwrapped models, and the checkpoint. Models that it takes out
+                of the list are its own to load.
 
         Returns:
             What removes the hook.
         """
-        self.load_hooks.append(hook)
-        return lambda: self.load_hooks.remove(hook)
+        return _register(self.load_hooks, hook)
 
     def save_state(self, output_dir: PathLike | None = None) -> Path:
         """Save everything that was prepared or registered, at one instant and verified. Collective: on all ranks.
@@ -83,6 +93,7 @@ class Checkpointing(Preparing):
 
         Raises:
             CheckpointError: it could not be written; older ones are intact.
+            SettingError: two loaders, optimizers or schedulers cannot be told apart by name.
             DistributedError: not all ranks came.
         """
         self.wait_for_everyone("save_state")
@@ -117,7 +128,11 @@ class Checkpointing(Preparing):
             loader.source.reseed(seed)
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """The whole model's state dict. Collective: on all ranks."""
+        """The whole model's state dict. Collective: on all ranks.
+
+        Args:
+            model: prepared, wrapped or not.
+        """
         return self.strategy_of(model).model_state()
 
     def save_model(self, model: nn.Module, save_directory: PathLike) -> Path:
@@ -135,5 +150,18 @@ class Checkpointing(Preparing):
         return save_weights(state, Path(save_directory) / "model.safetensors")
 
     def save(self, obj: Any, file: PathLike) -> None:
-        """`torch.save` by the main process, at one instant: a reader sees the whole file or the one before."""
+        """`torch.save` by the main process, at one instant: a reader sees the whole file or the one before.
+
+        Args:
+            obj: what to save.
+            file: where to; its folder is there.
+
+        Raises:
+            UnsavableStateError: it cannot be pickled; the file that was there is intact.
+        """
         save_object(obj, Path(file), self.is_main_process)
+
+
+def _register(hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> Callable[[], None]:
+    hooks.append(hook)
+    return lambda: hooks.remove(hook)

@@ -7,24 +7,24 @@ accelerator.json                counters, schedulers, scaler, loaders, registere
 rank-00000.json/.safetensors    random generators of each rank, and loaders with a state per rank
 
 Nothing is matched by the order of `prepare`: models by name, optimizers by the names of their parameters, schedulers by
-their optimizer, loaders by name or data, registered objects by name.
+class and optimizer, loaders by name or data, registered objects by name. Two of one name are refused.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from instep import __version__
 from instep.checkpoint import CheckpointStore, Reader, Writer, find_checkpoint
 from instep.checkpoint.together import on_rank_zero
 from instep.distributed import raise_together
-from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError, UsageError
 from instep.utils.optimizer_state import clean_name, load_optimizer_state, optimizer_state
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
 
@@ -45,22 +45,25 @@ def save(accelerator: Checkpointing, path: Path | None) -> Path:
             stacklevel=4,
         )
     store, name = _place(accelerator, path)
-    collected: dict[str, Any] = {}
+    weights: dict[str, dict[str, Any]] = {}
+    shared: dict[str, Any] = {}
     error: Exception | None = None
-    try:
-        collected = _collect(accelerator, path or store.root)
+    try:  # what may need the other ranks; the rest must not
+        weights = {it: dict(accelerator.strategy_of(m).model_state()) for it, m in accelerator.models_by_name.items()}
+        shared["seed"] = accelerator.seed
     except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
         error = caught
-    raise_together(error, "collecting the state")
+    raise_together(error, "collecting the weights")
 
     def write(writer: Writer) -> None:
+        kept = _run_save_hooks(accelerator, weights, writer.folder)
+        optimizers = _optimizers(accelerator)
+        own = _collect(accelerator, [optimizer for optimizer, _ in optimizers.values()], shared)
         if writer.rank == 0:
-            writer.tensors("model.safetensors", collected["model"], {"format": "pt"})
-            if collected["extra"]:
-                writer.state("model_extra", collected["extra"])
-            writer.state("optimizer", collected["optimizers"])
-            writer.state("accelerator", collected["shared"])
-        writer.state(f"rank-{writer.rank:05d}", collected["own"])
+            _write_weights(writer, kept)
+            writer.state("optimizer", [tree for _, tree in optimizers.values()])
+            writer.state("accelerator", {**shared, "models": list(kept)})
+        writer.state(f"rank-{writer.rank:05d}", own)
 
     saved = store.save(accelerator.step, write, info={"kind": KIND}, name=name)
     limit = accelerator.project_configuration.total_limit
@@ -70,7 +73,7 @@ def save(accelerator: Checkpointing, path: Path | None) -> Path:
 
 
 def _keep(store: CheckpointStore, newest: Path, limit: int) -> None:
-    """Delete the oldest, once the newest is known to be whole."""
+    """Delete the oldest, once the newest is known to be whole. Collective."""
     problems = store.verify_together(newest)
     if problems:
         raise CorruptCheckpointError(f"{newest} does not verify: {'; '.join(problems)}", path=newest)
@@ -120,63 +123,114 @@ def _place(accelerator: Checkpointing, path: Path | None) -> tuple[CheckpointSto
 # ---- out
 
 
-def _collect(accelerator: Checkpointing, path: Path) -> dict[str, Any]:
-    models = accelerator.models_by_name
-    weights = {name: dict(accelerator.strategy_of(model).model_state()) for name, model in models.items()}
+def _run_save_hooks(
+    accelerator: Checkpointing, weights: Mapping[str, dict[str, Any]], folder: Path
+) -> dict[str, dict[str, Any]]:
+    """The state dicts that the hooks have left, by model."""
+    left = list(weights.values())
     for hook in accelerator.save_hooks:
-        hook(list(models.values()), list(weights.values()), path)
+        hook(list(accelerator.models_by_name.values()), left, folder)
+    if len(left) == len(weights):
+        return dict(zip(weights, left, strict=True))
+    kept = {name: state for name, state in weights.items() if any(state is it for it in left)}
+    if len(kept) != len(left):
+        raise UsageError(
+            f"the hooks before save_state left {len(left)} state dicts of {len(weights)}, some of them new ones: it "
+            "is not known whose they are. Take state dicts out of the list, or change or replace them; not both."
+        )
+    return kept
+
+
+def _write_weights(writer: Writer, weights: Mapping[str, Mapping[str, Any]]) -> None:
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
     for name, state in weights.items():
         for key, value in state.items():
-            full = clean_name(key) if len(models) == 1 else f"{name}.{clean_name(key)}"
+            full = clean_name(key) if len(weights) == 1 else f"{name}.{clean_name(key)}"
             (tensors if isinstance(value, Tensor) else extra)[full] = value
-    module = whole(models)
-    optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
-    done = None
-    if not accelerator.sync_gradients and accelerator.window.loader is not None:
-        done = accelerator.window.loader.batch_idx + 1 - accelerator.window.length
+    if weights:  # where hooks have taken all, the file's name is theirs
+        writer.tensors("model.safetensors", tensors, {"format": "pt"})
+    if extra:
+        writer.state("model_extra", extra)
+
+
+def _collect(accelerator: Checkpointing, optimizers: list[Optimizer], shared: dict[str, Any]) -> dict[str, Any]:
+    """Add what all ranks share to `shared`; what is this rank's own."""
+    window = accelerator.window
     loaders: dict[str, Any] = {}
-    own_loaders: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for name, loader in named_loaders(accelerator.dataloaders).items():
-        active = loader is accelerator.window.loader
-        (own_loaders if loader.source.rank_state else loaders)[name] = loader.state_dict(done if active else None)
-    shared = {
-        "instep_version": __version__,
-        "world_size": accelerator.num_processes,
-        "mixed_precision": accelerator.mixed_precision,
-        "seed": accelerator.seed,
-        "step": accelerator.step,
-        "models": list(models),
-        "schedulers": [
-            {"class": type(it.scheduler).__name__, "optimizers": it.places(optimizers), "state": it.state_dict()}
-            for it in accelerator.schedulers
-        ],
-        "scaler": accelerator.precision.state_dict(),
-        "loaders": loaders,
-        "objects": {name: obj.state_dict() for name, obj in accelerator.registered.items()},
-    }
-    trees = [optimizer_state(module, optimizer) for optimizer in optimizers]
-    own = {"rng": rng_state(), "loaders": own_loaders}
-    return {"model": tensors, "extra": extra, "optimizers": trees, "shared": shared, "own": own}
+        within = window.length if loader is window.loader and not accelerator.sync_gradients else 0
+        (own if loader.source.rank_state else loaders)[name] = loader.state_dict(within)
+    shared.update(
+        instep_version=__version__,
+        world_size=accelerator.num_processes,
+        mixed_precision=accelerator.mixed_precision,
+        step=accelerator.step,
+        schedulers={name: it.state_dict() for name, it in _schedulers(accelerator, optimizers).items()},
+        scaler=accelerator.precision.state_dict(),
+        loaders=loaders,
+        rank_loaders=list(own),
+        objects={name: obj.state_dict() for name, obj in accelerator.registered.items()},
+    )
+    return {"rng": rng_state(), "loaders": own}
+
+
+# ---- what each thing is called, on the way out and in
+
+
+def _keyed(what: str, items: Iterable[tuple[str, T]], advice: str) -> dict[str, T]:
+    named: dict[str, T] = {}
+    for name, item in items:
+        if name in named:
+            short = name if len(name) <= 80 else f"{name[:80]} ..."
+            raise SettingError(f"a checkpoint could not tell two {what} apart: both are {short!r}. {advice}", got=name)
+        named[name] = item
+    return named
 
 
 def whole(models: Mapping[str, nn.Module]) -> nn.Module:
     """One module of all, whose parameter names are those of the checkpoint."""
-    return next(iter(models.values())) if len(models) == 1 else nn.ModuleDict(dict(models))
+    if len(models) == 1:
+        return next(iter(models.values()))
+    module = nn.Module()
+    module._modules.update(models)  # add_module refuses names such as "train"
+    return module
 
 
 def named_loaders(loaders: Iterable[AcceleratedLoader]) -> dict[str, AcceleratedLoader]:
-    """Loaders by their given name, or by their data; alike ones are numbered."""
-    named: dict[str, AcceleratedLoader] = {}
-    for loader in loaders:
-        name = loader.name
-        if name is None:
-            size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else "?"
-            name = f"{type(loader.dataset).__name__}[{size}]"
-            name += f"#{sum(other.startswith(name) for other in named)}" if name in named else ""
-        named[name] = loader
-    return named
+    """Loaders by their given name, or by their data."""
+    advice = "Give names of their own: accelerator.prepare(train=..., val=...)."
+    return _keyed("loaders", ((it.name or _data_name(it.dataset), it) for it in loaders), advice)
+
+
+def _data_name(dataset: Any) -> str:
+    return f"{type(dataset).__name__}[{len(dataset) if hasattr(dataset, '__len__') else '?'}]"
+
+
+def _optimizers(accelerator: Checkpointing) -> dict[str, tuple[Optimizer, dict[str, Any]]]:
+    """Optimizers and their states, by the names of their parameters."""
+    module = whole(accelerator.models_by_name)
+    both = [(it.optimizer, optimizer_state(module, it.optimizer)) for it in accelerator.optimizers]
+    advice = "Prepare the models that own their parameters, and step no parameter by two optimizers."
+    return _keyed("optimizers", ((_parameters(tree), (it, tree)) for it, tree in both), advice)
+
+
+def _parameters(tree: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(tree["shapes"]))
+
+
+def _schedulers(accelerator: Checkpointing, optimizers: Sequence[Optimizer | None]) -> dict[str, Any]:
+    """The user's schedulers, by class and the places of their optimizers in the checkpoint."""
+    named = (
+        (f"{type(it.scheduler).__name__} of optimizer {', '.join(map(str, it.places(optimizers)))}", it.scheduler)
+        for it in accelerator.schedulers
+    )
+    advice = (
+        "Prepare the optimizers that they were made with; join several of one optimizer by torch's ChainedScheduler "
+        "or SequentialLR, or use register_for_checkpointing(warmup=..., decay=...) in place of prepare."
+    )
+    return _keyed("schedulers", named, advice)
 
 
 # ---- in
@@ -184,28 +238,31 @@ def named_loaders(loaders: Iterable[AcceleratedLoader]) -> dict[str, Accelerated
 
 def _restore(accelerator: Checkpointing, reader: Reader) -> None:
     shared, models = reader.state("accelerator"), accelerator.models_by_name
+    loaders = named_loaders(accelerator.dataloaders)
+    _same_names(reader, "objects registered for checkpointing", shared["objects"], accelerator.registered)
+    _same_names(reader, "loaders", [*shared["loaders"], *shared["rank_loaders"]], loaders)
+    rank = accelerator.process_index
+    own = reader.state(f"rank-{rank:05d}") if rank < shared["world_size"] else None
+    if shared["world_size"] == accelerator.num_processes:
+        assert own is not None
+        places = {**shared["loaders"], **own["loaders"]}
+    else:
+        places = {**shared["loaders"], **_places_of_another_world(accelerator, reader, shared)}
+    left = list(models.values())
     for hook in accelerator.load_hooks:
-        hook(list(models.values()), reader.path)
-    _restore_models(accelerator, models, shared["models"], reader)
-    optimizers = _restore_optimizers(accelerator, models, reader)
-    saved = list(shared["schedulers"])
-    for scheduler in accelerator.schedulers:
-        wanted = (type(scheduler.scheduler).__name__, scheduler.places(optimizers))
-        state = _take(saved, lambda it, wanted=wanted: (it["class"], list(it["optimizers"])) == wanted)
-        if state is None:
-            raise _differs(reader, f"a {wanted[0]} for this optimizer", [it["class"] for it in shared["schedulers"]])
-        scheduler.scheduler.load_state_dict(state["state"])
+        hook(left, reader.path)
+    kept = {name: model for name, model in models.items() if any(model is it for it in left)}
+    if kept or not models:  # what hooks took out of the list they load
+        _restore_models(accelerator, kept, shared["models"], reader)
+    schedulers = _schedulers(accelerator, _restore_optimizers(accelerator, reader))
+    _same_names(reader, "schedulers", shared["schedulers"], schedulers)
+    for name, scheduler in schedulers.items():
+        scheduler.load_state_dict(shared["schedulers"][name])
     accelerator.precision.load_state_dict(shared["scaler"])
     accelerator.restore_counters(shared["step"], shared["seed"])
-    _same_names(reader, "objects registered for checkpointing", shared["objects"], accelerator.registered)
     for name, obj in accelerator.registered.items():
         obj.load_state_dict(shared["objects"][name])
-    rank, same_world = accelerator.process_index, shared["world_size"] == accelerator.num_processes
-    own = reader.state(f"rank-{rank:05d}") if reader.has(f"rank-{rank:05d}.json") else None
-    places = {**shared["loaders"], **(own["loaders"] if own is not None and same_world else {})}
-    named = named_loaders(accelerator.dataloaders)
-    _same_names(reader, "loaders", places, named)
-    for name, loader in named.items():
+    for name, loader in loaders.items():
         loader.load_state_dict(places[name])
     if own is not None:
         set_rng_state(own["rng"])
@@ -213,16 +270,34 @@ def _restore(accelerator: Checkpointing, reader: Reader) -> None:
         seed_process(derive_seed(shared["seed"], "rank", rank, "step", shared["step"]))
 
 
+def _places_of_another_world(accelerator: Checkpointing, reader: Reader, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """The places of loaders with a state per rank, which fit where all ranks were between two epochs."""
+    names, world_size = shared["rank_loaders"], shared["world_size"]
+    if not names:
+        return {}
+    every = [reader.state(f"rank-{rank:05d}")["loaders"] for rank in range(world_size)]
+    within = [name for name in names if any(of_rank[name]["source"] is not None for of_rank in every)]
+    if within:
+        raise CheckpointError(
+            f"{reader.path} was saved by {world_size} processes and is loaded by {accelerator.num_processes}, but "
+            f"within an epoch the place in {', '.join(within)} is known per process only. Resume with {world_size} "
+            "processes, or from a checkpoint between epochs; data with a length resumes at any number of processes.",
+            path=reader.path,
+        )
+    return every[0]
+
+
 def _restore_models(
     accelerator: Checkpointing, models: Mapping[str, nn.Module], saved: list[str], reader: Reader
 ) -> None:
-    tensors: dict[str, Any] = dict(reader.tensors("model.safetensors"))
-    if reader.has("model_extra.json"):
-        tensors |= reader.state("model_extra")
     if len(models) != 1 or len(saved) != 1:  # a single one fits by its parameters' names, whatever it is called
-        _same_names(reader, "models", saved, models)
+        taken = accelerator.models_by_name.keys() - models
+        _same_names(reader, "models", [name for name in saved if name not in taken], models)
+    tensors: dict[str, Any] = dict(reader.tensors("model.safetensors")) if saved else {}
+    if saved and reader.has("model_extra.json"):
+        tensors |= reader.state("model_extra")
     for name, model in models.items():
-        prefix = "" if len(models) == 1 else f"{name}."
+        prefix = "" if len(saved) == 1 else f"{name}."
         own = {clean_name(key): key for key in model.state_dict()}
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         try:
@@ -233,36 +308,26 @@ def _restore_models(
             ) from error
 
 
-def _restore_optimizers(
-    accelerator: Checkpointing, models: Mapping[str, nn.Module], reader: Reader
-) -> list[torch.optim.Optimizer | None]:
+def _restore_optimizers(accelerator: Checkpointing, reader: Reader) -> list[Optimizer | None]:
     """Load each optimizer's state from the one that had its parameters; the optimizers in the saved order."""
     trees: list[Any] = reader.state("optimizer")
-    module = whole(models) if models else nn.Module()
-    order: list[torch.optim.Optimizer | None] = [None] * len(trees)
-    left = dict(enumerate(trees))
-    for prepared in accelerator.optimizers:
-        names = optimizer_state(module, prepared.optimizer)["shapes"].keys()
-        place = next((at for at, tree in left.items() if tree["shapes"].keys() == names), None)
-        if place is None:
+    here = _optimizers(accelerator)
+    places = {_parameters(tree): place for place, tree in enumerate(trees)}
+    order: list[Optimizer | None] = [None] * len(trees)
+    module = whole(accelerator.models_by_name)
+    for names, (optimizer, own) in here.items():
+        if names not in places:
             raise _differs(
                 reader,
-                f"an optimizer of the {len(names)} parameters {', '.join(list(names)[:3])} ...",
+                f"an optimizer of the {len(own['shapes'])} parameters {', '.join(list(own['shapes'])[:3])} ...",
                 [f"{tree['optimizer']} of {len(tree['shapes'])}" for tree in trees],
             )
-        load_optimizer_state(module, prepared.optimizer, left.pop(place))
-        prepared.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
-        order[place] = prepared.optimizer
-    if left:
-        raise _differs(reader, f"{len(accelerator.optimizers)} optimizers", [tree["optimizer"] for tree in trees])
+        load_optimizer_state(module, optimizer, trees[places[names]])
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
+        order[places[names]] = optimizer
+    if len(here) < len(trees):
+        raise _differs(reader, f"{len(here)} optimizers", [tree["optimizer"] for tree in trees])
     return order
-
-
-def _take(items: list[T], fits: Callable[[T], bool]) -> T | None:
-    for index, item in enumerate(items):
-        if fits(item):
-            return items.pop(index)
-    return None
 
 
 def _same_names(reader: Reader, what: str, saved: Iterable[str], here: Iterable[str]) -> None:

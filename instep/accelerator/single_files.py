@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from instep.checkpoint import write_tensors
+from instep.checkpoint.files import LocalFiles
 from instep.checkpoint.together import on_rank_zero
 from instep.errors import UnsavableStateError
 from instep.utils.optimizer_state import clean_name
@@ -36,8 +38,12 @@ def save_object(obj: Any, file: Path, is_main: bool) -> None:
     try:
         with _replacing(file) as temporary:
             torch.save(obj, temporary)
-    except (AttributeError, TypeError) as error:
-        raise UnsavableStateError(f"{file} could not be saved: {error}", path=file) from error
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise UnsavableStateError(
+            f"a {type(obj).__name__} could not be saved as {file}: {error}. Save what torch.save can pickle, such as a "
+            "state_dict; the file that was there is intact.",
+            path=file,
+        ) from error
 
 
 @contextmanager
@@ -49,5 +55,6 @@ def _replacing(file: Path) -> Iterator[Path]:
         with temporary.open("rb+") as written:
             os.fsync(written.fileno())
         temporary.replace(file)
+        LocalFiles().sync_folder(file.parent)
     finally:
         temporary.unlink(missing_ok=True)

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from instep import Accelerator
 from instep.accelerator import ProjectConfiguration
 from instep.checkpoint import load_weights
-from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError
+from instep.checkpoint.files import LocalFiles
+from instep.checkpoint.manifest import read_manifest
+from instep.data import DataLoaderConfiguration
+from instep.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    SettingError,
+    UnsavableStateError,
+    UsageError,
+)
+from instep.state import PartialState
 from tests.accelerator.loops import Net, sgd
 from tests.helpers.spawn import RanksFailed, run_ranks
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    made: list[Accelerator] = []
-
-    def make(**settings: Any) -> Accelerator:
-        made.append(Accelerator(cpu=True, **settings))
-        return made[-1]
-
-    yield make
-    for accelerator in made:
-        accelerator.free_memory()
 
 
 class Other(Net):
@@ -127,13 +127,20 @@ def test_hooks_see_and_change_what_is_saved(make: Any, tmp_path: Path) -> None:
     seen: list[Any] = []
 
     def leave_out(models: list[nn.Module], weights: list[dict[str, Any]], folder: Path) -> None:
-        seen.append((models, folder))
+        seen.append(models)
         del weights[0]["layers.0.bias"]
+        (folder / "config").mkdir()
+        (folder / "config" / "notes.txt").write_text("mine")
 
     remove = accelerator.register_save_state_pre_hook(leave_out)
     path = accelerator.save_state(tmp_path / "state")
-    assert seen == [([model], tmp_path / "state")]
+    assert seen == [[model]]
     assert "layers.0.bias" not in load_weights(path)
+    notes = path / "config" / "notes.txt"
+    assert notes.read_text() == "mine"
+    notes.write_text("damaged")
+    with pytest.raises(CorruptCheckpointError, match=r"notes.txt has 7 bytes instead of 4"):
+        accelerator.load_state(path)
     remove()
     path = accelerator.save_state(tmp_path / "state")
     assert path.name == "state-2"
@@ -141,6 +148,128 @@ def test_hooks_see_and_change_what_is_saved(make: Any, tmp_path: Path) -> None:
     accelerator.register_load_state_pre_hook(lambda models, folder: seen.append(folder))
     accelerator.load_state(tmp_path / "state")
     assert seen[-1] == path
+
+
+@pytest.mark.parametrize("popped", [[0], [1], [1, 0]])
+def test_what_a_hook_takes_out_of_the_list_is_neither_written_nor_loaded(
+    make: Any, tmp_path: Path, popped: list[int]
+) -> None:
+    first = make()
+    models = first.prepare(Net(), Other())
+    names = [f"model.{type(model).__name__}.pt" for model in models]
+
+    def take_out(here: list[nn.Module], weights: list[dict[str, Any]], folder: Path) -> None:
+        for index in popped:
+            torch.save(weights.pop(index), folder / names[index])
+
+    first.register_save_state_pre_hook(take_out)
+    path = first.save_state(tmp_path / "state")
+    left = [model for index, model in enumerate(models) if index not in popped]
+    assert (path / "model.safetensors").exists() is bool(left)
+    if left:
+        assert torch.equal(load_weights(path)["layers.0.bias"], left[0].layers[0].bias)
+
+    second = make()
+    new = second.prepare(Net(), Other())
+    with pytest.raises(CheckpointError, match="has the models"):
+        second.load_state(path)
+
+    def put_in(here: list[nn.Module], folder: Path) -> None:
+        for index in popped:
+            here.pop(index).load_state_dict(torch.load(folder / names[index]))
+
+    second.register_load_state_pre_hook(put_in)
+    second.load_state(path)
+    for p, q in zip(nn.ModuleList(models).parameters(), nn.ModuleList(new).parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_model_that_a_load_hook_takes_stays_as_it_is(make: Any, tmp_path: Path) -> None:
+    accelerator = make()
+    model = accelerator.prepare(Net())
+    path = accelerator.save_state(tmp_path / "state")
+    nn.init.zeros_(model.layers[0].weight)
+    accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+    accelerator.load_state(path)
+    assert not model.layers[0].weight.any()
+
+
+def test_state_dicts_that_hooks_replace_and_take_out_at_once_are_refused(make: Any, tmp_path: Path) -> None:
+    accelerator = make()
+    accelerator.prepare(Net(), Other())
+    remove = accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.append({}))
+    with pytest.raises(UsageError, match="left 3 state dicts of 2"):
+        accelerator.save_state(tmp_path / "state")
+    assert list(tmp_path.iterdir()) == []
+    remove()
+
+    def replace(models: list[nn.Module], weights: list[dict[str, Any]], folder: Path) -> None:
+        weights[1] = {"it": torch.ones(1)}
+
+    accelerator.register_save_state_pre_hook(replace)
+    weights = load_weights(accelerator.save_state(tmp_path / "state"))
+    assert torch.equal(weights["Other.it"], torch.ones(1))
+    assert not any(name.startswith("Other.layers") for name in weights)
+
+
+def numbers(length: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(length).float()), 2)
+
+
+def twins(what: str) -> list[Any]:
+    """Two things that a checkpoint could tell apart by their order only."""
+    if what == "loaders":
+        return [numbers(6), numbers(6)]
+    free = [torch.optim.SGD([nn.Parameter(torch.zeros(2))]) for _ in range(2)]
+    if what == "optimizers":
+        return free
+    return [free[0], *[torch.optim.lr_scheduler.StepLR(free[0], size) for size in (1, 2)]]
+
+
+@pytest.mark.parametrize("what", ["loaders", "optimizers", "schedulers"])
+def test_what_only_its_order_could_tell_apart_is_refused(make: Any, tmp_path: Path, what: str) -> None:
+    first = make()
+    *rest, second_twin = twins(what)
+    first.prepare(*rest)
+    path = first.save_state(tmp_path / "state")
+    first.prepare(second_twin)
+    with pytest.raises(SettingError, match=f"two {what} apart"):
+        first.save_state(tmp_path / "state")
+    with pytest.raises(SettingError, match=f"two {what} apart"):
+        first.load_state(path)
+
+
+def test_loaders_alike_are_told_apart_by_name(make: Any, tmp_path: Path) -> None:
+    first = make()
+    train, val = first.prepare(train=numbers(6), val=numbers(6))
+    train.set_epoch(3)
+    path = first.save_state(tmp_path / "state")
+    second = make()
+    val, train = second.prepare(val=numbers(6), train=numbers(6))
+    second.load_state(path)
+    assert (train.state_dict()["epoch"], val.state_dict()["epoch"]) == (3, 0)
+
+
+def test_a_scheduler_that_is_not_prepared_any_more_is_missed(make: Any, tmp_path: Path) -> None:
+    first = make()
+    net = Net()
+    optimizer = sgd(net)
+    first.prepare(net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    path = first.save_state(tmp_path / "state")
+    second = make()
+    net = Net()
+    second.prepare(net, sgd(net))
+    with pytest.raises(CheckpointError, match="schedulers StepLR of optimizer 0, and this program has"):
+        second.load_state(path)
+
+
+def test_any_name_serves_a_model(make: Any, tmp_path: Path) -> None:
+    first = make()
+    keys, train = Net(), Net()
+    first.prepare(sgd(keys), sgd(train), keys=keys, train=train)
+    path = first.save_state(tmp_path / "state")
+    assert "keys.layers.0.bias" in load_weights(path)
+    first.load_state(path)
 
 
 def test_names_and_limits_of_a_project(make: Any, tmp_path: Path) -> None:
@@ -211,21 +340,89 @@ def test_weights_and_objects_alone(make: Any, tmp_path: Path) -> None:
     assert load_weights(file).keys() == model.state_dict().keys()
     accelerator.save({"a": torch.ones(2)}, tmp_path / "object.pt")
     assert torch.equal(torch.load(tmp_path / "object.pt")["a"], torch.ones(2))
+    for unsavable in (lambda: None, Lock()):
+        with pytest.raises(UnsavableStateError, match=f"a {type(unsavable).__name__} could not be saved"):
+            accelerator.save(unsavable, tmp_path / "object.pt")
+    assert torch.equal(torch.load(tmp_path / "object.pt")["a"], torch.ones(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["object.pt", "weights"]
 
 
-def save_on_main_only(folder: Path) -> None:
+class Lock:
+    """Pickles as something that cannot be found again."""
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError("a lock")
+
+
+def test_the_folder_of_a_file_is_synced_once_the_file_is_there(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[Path, list[str]]] = []
+    see = lambda self, folder: synced.append((folder, sorted(it.name for it in folder.iterdir())))  # noqa: E731
+    monkeypatch.setattr(LocalFiles, "sync_folder", see)
+    make().save({}, tmp_path / "object.pt")
+    assert synced == [(tmp_path, ["object.pt"])]
+
+
+def save_on_main_only(folder: Path, method: str) -> None:
     accelerator = Accelerator(cpu=True)
-    accelerator.prepare(Net())
+    model = accelerator.prepare(Net())
     if accelerator.is_main_process:
-        accelerator.save_state(folder / "state")
+        if method == "save_state":
+            accelerator.save_state(folder / "state")
+        else:
+            accelerator.save_model(model, folder / "weights")
     accelerator.wait_for_everyone()
 
 
 @pytest.mark.dist
-def test_saving_on_one_rank_says_so_at_once(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match="save_state"):
-        run_ranks(save_on_main_only, 2, tmp_path, timeout_s=60)
+@pytest.mark.parametrize("method", ["save_state", "save_model"])
+def test_saving_on_one_rank_says_so_at_once(tmp_path: Path, method: str) -> None:
+    with pytest.raises(RanksFailed, match=method):
+        run_ranks(save_on_main_only, 2, tmp_path, method, timeout_s=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Lines(IterableDataset[Tensor]):
+    """A stream."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(8).float())
+
+
+def stream(folder: Path, save: bool) -> list[Any]:
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata with a new torch
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    model = Net()
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), DataLoader(Lines(), 2))
+    if save:
+        accelerator.register_save_state_pre_hook(write_own_file)
+        for _ in loader:
+            step(accelerator, model, optimizer)
+            accelerator.save_state(folder / "state")
+        loader.set_epoch(7)
+        accelerator.save_state(folder / "between")
+        return sorted(it.name for it in (folder / "state-1").glob("mine-*"))
+    accelerator.load_state(folder / "between")
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.load_state(folder / "state-1")
+    accelerator.free_memory()
+    return [str(caught.value), loader.state_dict()["epoch"]]
+
+
+def write_own_file(models: list[nn.Module], weights: list[dict[str, Any]], folder: Path) -> None:
+    (folder / f"mine-{PartialState().process_index}").write_text("x")
+
+
+@pytest.mark.dist
+def test_a_place_per_process_does_not_fit_another_number_of_them(tmp_path: Path) -> None:
+    assert run_ranks(stream, 2, tmp_path, True) == [["mine-0", "mine-1"]] * 2
+    assert {"mine-0", "mine-1"} <= read_manifest(tmp_path / "state-1").files.keys()
+    text, epoch = stream(tmp_path, False)
+    assert epoch == 7
+    assert "saved by 2 processes and is loaded by 1" in text
+    assert "Resume with 2 processes" in text
 
 
 def resume_at(folder: Path, save: bool) -> list[float]:
