@@ -24,19 +24,20 @@ class Trackers:
         is_main: whether this process writes.
 
     Raises:
-        SettingError: a name is unknown.
+        SettingError: a name is unknown, or given twice.
     """
 
     def __init__(self, log_with: str | Logger | Sequence[str | Logger] | None, is_main: bool) -> None:
         asked = [] if log_with is None else [log_with] if isinstance(log_with, (str, Logger)) else list(log_with)
-        self._asked: list[str | Logger] = []
-        for item in asked:
-            if item == "all":
-                self._asked += NAMES
-            elif isinstance(item, Logger) or item in NAMES:
-                self._asked.append(item)
-            else:
+        self._asked: dict[str, str | Logger] = {}
+        for item in [name for it in asked for name in (NAMES if it == "all" else [it])]:
+            if not isinstance(item, Logger) and item not in NAMES:
                 raise one_of("log_with", item, ("all", *NAMES))
+            if item in self._asked.values():
+                raise SettingError(f"log_with has {item!r} twice; give each logger once", field="log_with", got=item)
+            name = _name(item)
+            same = sum(_name(other) == name for other in self._asked.values())
+            self._asked[f"{name}-{same + 1}" if same else name] = item
         self._is_main = is_main
         self._started: dict[str, Logger] = {}
         self._kept: list[tuple[dict[str, Any], int | None]] = []
@@ -50,23 +51,33 @@ class Trackers:
         init_kwargs: Mapping[str, Mapping[str, Any]],
         folder: Path,
     ) -> None:
-        """Make and start the loggers."""
-        unknown = set(init_kwargs) - {item if isinstance(item, str) else _name(item) for item in self._asked}
+        """Make and start the loggers.
+
+        Raises:
+            UsageError: they run already.
+            SettingError: `init_kwargs` is for a logger that `log_with` does not name.
+        """
+        if self._started:
+            raise UsageError(
+                f"init_trackers() was called twice; {', '.join(self._started)} run already. Call end_training() before "
+                "another run's."
+            )
+        unknown = set(init_kwargs) - {item for item in self._asked.values() if isinstance(item, str)}
         if unknown:
             raise SettingError(
                 f"init_kwargs has {', '.join(sorted(unknown))}, which log_with does not name", field="init_kwargs"
             )
-        for item in self._asked:
+        for name, item in self._asked.items():
             if isinstance(item, str):
-                options = dict(init_kwargs.get(item, {}))
                 key = "project" if item == "wandb" else "name"
-                logger: Logger = getattr(loggers, NAMES[item])(**{key: project_name, **options})
+                options = {key: project_name, **init_kwargs.get(item, {})}
+                logger: Logger = getattr(loggers, NAMES[item])(**options)
             else:
                 logger = item
             logger.start(folder, is_main=self._is_main)
+            self._started[name] = logger
             if config:
                 logger.log_hyperparams(config)
-            self._started[_name(logger)] = logger
         kept, self._kept = self._kept, []
         for values, step in kept:
             self.log(values, step)
@@ -89,7 +100,13 @@ class Trackers:
                 logger.log_metrics(values, self._step)
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """A started logger by name, or what it writes with."""
+        """A started logger, or what it writes with.
+
+        Args:
+            name: as in `log_with`; of a `Logger` object its kind ("csv") or class; of a second one of its kind with
+                "-2" after it, and so on.
+            unwrap: give the writer, such as TensorBoard's; on other ranks than the main one it does nothing.
+        """
         if name not in self._started:
             known = ", ".join(self._started) or "none"
             raise UsageError(
@@ -110,6 +127,8 @@ class Trackers:
             logger.finalize()
 
 
-def _name(logger: Logger) -> str:
+def _name(logger: str | Logger) -> str:
+    if isinstance(logger, str):
+        return logger
     kind = type(logger).__name__
     return next((name for name, known in NAMES.items() if known == kind), kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,19 +19,6 @@ from instep.accelerator import (
 from instep.errors import DataError, SettingError, UsageError
 from tests.accelerator.loops import Case, Net, data, decay, sgd
 from tests.trainer.toys import Toy, loader, quiet
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    made: list[Accelerator] = []
-
-    def make(**settings: Any) -> Accelerator:
-        made.append(Accelerator(cpu=True, **settings))
-        return made[-1]
-
-    yield make
-    for accelerator in made:
-        accelerator.free_memory()
 
 
 def numbers(length: int = 10, batch_size: int = 4, **options: Any) -> DataLoader[Any]:

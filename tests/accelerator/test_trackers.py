@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from instep import Accelerator
 from instep.errors import SettingError, UsageError
 from instep.loggers import CSVLogger, Logger
 
@@ -32,19 +30,6 @@ class Rows(Logger):
 
     def _finalize(self, status: str) -> None:
         self.ended += 1
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    made: list[Accelerator] = []
-
-    def make(**settings: Any) -> Accelerator:
-        made.append(Accelerator(cpu=True, **settings))
-        return made[-1]
-
-    yield make
-    for accelerator in made:
-        accelerator.free_memory()
 
 
 def test_what_is_logged_before_the_start_is_kept(make: Any, tmp_path: Path) -> None:
@@ -93,3 +78,38 @@ def test_records_that_are_never_written_are_counted(make: Any) -> None:
 def test_arguments_for_a_logger_that_is_not_there_are_refused(make: Any) -> None:
     with pytest.raises(SettingError, match="wandb, which log_with does not name"):
         make(log_with="csv").init_trackers("project", init_kwargs={"wandb": {}})
+
+
+def test_two_loggers_of_one_class_both_write(make: Any, tmp_path: Path) -> None:
+    first, second = Rows(), Rows()
+    accelerator = make(log_with=[first, "csv", second, CSVLogger(tmp_path / "own")], project_dir=tmp_path)
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0})
+    assert accelerator.get_tracker("Rows") is first
+    assert accelerator.get_tracker("Rows-2") is second
+    assert accelerator.get_tracker("csv-2").log_dir == str(tmp_path / "own" / "version_0")
+    accelerator.end_training()
+    assert first.rows == second.rows == [(1, {"loss": 1.0})]
+    assert first.ended == second.ended == 1
+    assert len(list(tmp_path.rglob("metrics.csv"))) == 2
+
+
+@pytest.mark.parametrize("twice", [["csv", "csv"], ["all", "wandb"], [Rows()] * 2])
+def test_one_logger_given_twice_is_refused(make: Any, twice: list[Any]) -> None:
+    with pytest.raises(SettingError, match="twice"):
+        make(log_with=twice)
+
+
+def test_starting_twice_is_refused(make: Any, tmp_path: Path) -> None:
+    rows = Rows()
+    accelerator = make(log_with=rows, project_dir=tmp_path)
+    accelerator.init_trackers("project", config={"lr": 1})
+    with pytest.raises(UsageError, match="called twice; Rows run already"):
+        accelerator.init_trackers("project", config={"lr": 2})
+    assert rows.params == [{"lr": 1}]
+    accelerator.end_training()
+
+
+def test_arguments_for_a_logger_that_is_made_already_are_refused(make: Any) -> None:
+    with pytest.raises(SettingError, match="csv, which log_with does not name"):
+        make(log_with=CSVLogger()).init_trackers("project", init_kwargs={"csv": {"prefix": "my"}})
