@@ -53,20 +53,20 @@ def _halve(batch_size: int) -> int:
 
 @overload
 def find_executable_batch_size(
-    function: Callable[..., R], starting_batch_size: int = 128, reduce: Callable[[int], int] = _halve
+    function: Callable[..., R], starting_batch_size: int = 128, reduce_batch_size_fn: Callable[[int], int] = _halve
 ) -> Callable[..., R]: ...
 
 
 @overload
 def find_executable_batch_size(
-    function: None = None, starting_batch_size: int = 128, reduce: Callable[[int], int] = _halve
+    function: None = None, starting_batch_size: int = 128, reduce_batch_size_fn: Callable[[int], int] = _halve
 ) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
 
 
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
-    reduce: Callable[[int], int] = _halve,
+    reduce_batch_size_fn: Callable[[int], int] = _halve,
 ) -> Any:
     """Make a function try again with a smaller batch size for as long as memory runs out.
 
@@ -81,14 +81,15 @@ def find_executable_batch_size(
     Args:
         function: takes `batch_size` first; left out when used with arguments: `@find_executable_batch_size(...)`.
         starting_batch_size: the first size to try, the same on all ranks; samples per process.
-        reduce: the next size for one that was too large. Halving keeps sizes that devices like.
+        reduce_batch_size_fn: takes a size that was too large, gives the next; default: half of it, which keeps sizes
+            that devices like.
 
     Returns:
         The function without its first argument.
 
     Raises:
         HookError: the function takes no batch size, or a call passes arguments that it does not take.
-        SettingError: an argument is wrong, or `reduce` does not give a smaller size.
+        SettingError: an argument is wrong, or `reduce_batch_size_fn` does not give a smaller size.
         UsageError: (from the call) memory did not suffice for any size above 0.
         RemoteError: (from the call) another rank raised something else than an out-of-memory error.
 
@@ -108,8 +109,12 @@ def find_executable_batch_size(
             got=starting_batch_size,
         )
     if function is None:
-        return partial(find_executable_batch_size, starting_batch_size=starting_batch_size, reduce=reduce)
-    return _Search(function, starting_batch_size, reduce).as_function()
+        return partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    return _Search(function, starting_batch_size, reduce_batch_size_fn).as_function()
 
 
 class _Search:
@@ -155,7 +160,9 @@ class _Search:
             smaller = self.reduce(size)
             if isinstance(smaller, bool) or not isinstance(smaller, int) or smaller >= size:
                 raise SettingError(
-                    f"reduce({size}) gave {smaller!r}: it must give a smaller whole number", field="reduce", got=smaller
+                    f"reduce_batch_size_fn({size}) gave {smaller!r}: it must give a smaller whole number",
+                    field="reduce_batch_size_fn",
+                    got=smaller,
                 )
             if smaller < 1:
                 raise UsageError(

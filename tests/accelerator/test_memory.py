@@ -76,15 +76,15 @@ def test_sizes_are_halved_and_the_one_that_worked_is_kept() -> None:
 def test_a_reduction_of_ones_own() -> None:
     tried: list[int] = []
 
-    @find_executable_batch_size(starting_batch_size=8, reduce=lambda size: size - 3)
+    @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda size: size - 3)
     def train(batch_size: int) -> None:
         tried.append(batch_size)
         raise MemoryError("no room")
 
     with pytest.raises(UsageError, match=r"tried 8, 5, 2\. The last error was:\nMemoryError: no room"):
         train()
-    stuck = find_executable_batch_size(lambda batch_size: real_cpu_raise(), 8, reduce=lambda size: size)
-    with pytest.raises(SettingError, match=r"reduce\(8\) gave 8"):
+    stuck = find_executable_batch_size(lambda batch_size: real_cpu_raise(), 8, reduce_batch_size_fn=lambda size: size)
+    with pytest.raises(SettingError, match=r"reduce_batch_size_fn\(8\) gave 8"):
         stuck()
 
 
