@@ -171,8 +171,8 @@ def own_disk(folder: str) -> str:
 
     def write(writer: Writer) -> None:
         if rank == 1:
-            writer._folder = Path(folder, "of-rank-1")
-            writer._folder.mkdir()
+            writer.folder = Path(folder, "of-rank-1")
+            writer.folder.mkdir()
         writer.json(f"rank-{rank}.json", 1)
 
     try:
