@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -51,6 +52,8 @@ class Groups:
     hosts: tuple[str, ...]
     turns: Iterator[int] = field(default_factory=count)
 
+
+_LETTING_GO_S = 0.05
 
 # One store per process: a group that is built again meets its peers under a new prefix, never under the addresses that
 # its predecessor left behind.
@@ -143,6 +146,9 @@ def _leave_in_the_end(groups: Groups) -> Groups:
 
 def _leave_at_exit(groups: Groups) -> None:
     leave(groups, abort=True)
+    # gloo's threads give back the tensors of operations that have just ended, for which they need the interpreter; one
+    # that asks for it when the interpreter is being torn down ends the process with SIGABRT.
+    time.sleep(_LETTING_GO_S)
 
 
 def _world() -> Any:
