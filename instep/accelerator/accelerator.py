@@ -69,6 +69,8 @@ class Accelerator(Checkpointing):
         StateError: the process state holds something else than is asked for.
 
     Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader
         >>> accelerator = Accelerator(cpu=True)
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -380,6 +382,9 @@ class Accelerator(Checkpointing):
             project_name: the run's name, or the project's where a logger has projects.
             config: hyperparameters.
             init_kwargs: arguments by logger name, such as `{"wandb": {"tags": ["a"]}}`.
+
+        Raises:
+            UsageError: they were started before.
         """
         self._trackers.init(project_name, config, init_kwargs or {}, Path(self.logging_dir or "."))
 
@@ -394,6 +399,10 @@ class Accelerator(Checkpointing):
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A started logger, or with `unwrap` what it writes with.
+
+        Args:
+            name: "csv", "tensorboard", "wandb", or a class's name; the second of one kind is "csv-2".
+            unwrap: give what the logger writes with: a TensorBoard writer, a wandb run.
 
         Raises:
             UsageError: there is none of that name.

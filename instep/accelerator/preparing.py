@@ -124,6 +124,7 @@ class Preparing(ProcessFacade):
             SettingError: two models have one name, or the placements are not as many as the objects.
 
         Example:
+            >>> from instep import Accelerator
             >>> accelerator = Accelerator(cpu=True)
             >>> teacher, student = accelerator.prepare(teacher=nn.Linear(2, 2), student=nn.Linear(2, 2))
             >>> accelerator.end_training()
@@ -303,6 +304,11 @@ class Preparing(ProcessFacade):
             seed = derive_seed(shared, "rank", self.process_index)
             if torch.initial_seed() != seed:
                 seed_process(seed)
+
+    def precision_state(self) -> dict[str, Any]:
+        """The gradient scaler's state, adapted to the last step; empty without one."""
+        self._plain.update_scaler()
+        return self.precision.state_dict()
 
     @property
     def models_by_name(self) -> dict[str, nn.Module]:

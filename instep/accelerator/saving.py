@@ -168,7 +168,7 @@ def _collect(accelerator: Checkpointing, optimizers: list[Optimizer], shared: di
         mixed_precision=accelerator.mixed_precision,
         step=accelerator.step,
         schedulers={name: it.state_dict() for name, it in _schedulers(accelerator, optimizers).items()},
-        scaler=accelerator.precision.state_dict(),
+        scaler=accelerator.precision_state(),
         loaders=loaders,
         rank_loaders=list(own),
         objects={name: obj.state_dict() for name, obj in accelerator.registered.items()},

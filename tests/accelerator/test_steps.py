@@ -370,3 +370,10 @@ def test_windows_of_ranks_that_end_apart_do_not_hang() -> None:
     (one, weight), (other, same) = run_ranks(windows_that_end_apart, 2)
     assert (one, other) == (3, 2)
     assert weight == same
+
+
+def test_a_saved_state_knows_what_the_last_step_did_to_the_scale(scaled: Accelerator) -> None:
+    model, optimizer = scaled.prepare(*linear())
+    scaled.backward(loss(model, float("inf")))
+    optimizer.step()
+    assert scaled.precision_state()["scale"] == 512.0
