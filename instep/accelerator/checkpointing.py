@@ -28,6 +28,7 @@ class Checkpointing(Preparing):
         self.registered: dict[str, Stateful] = {}
         self.save_hooks: list[Callable[..., Any]] = []
         self.load_hooks: list[Callable[..., Any]] = []
+        self.swept: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Make objects part of `save_state` and `load_state`.

@@ -54,6 +54,9 @@ def save(accelerator: Checkpointing, path: Path | None) -> Path:
     except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
         error = caught
     raise_together(error, "collecting the weights")
+    if store.root not in accelerator.swept:
+        accelerator.swept.add(store.root)
+        store.tidy()
 
     def write(writer: Writer) -> None:
         kept = _run_save_hooks(accelerator, weights, writer.folder)

@@ -21,7 +21,7 @@ from instep.checkpoint.owner import is_gone, this_process
 from instep.checkpoint.reader import Reader, file_problem, folder_problems
 from instep.checkpoint.together import fail_together, from_every_rank, on_rank_zero, place
 from instep.checkpoint.writer import Writer, foreign_files
-from instep.errors import CheckpointError, CheckpointNotFoundError, DistributedError
+from instep.errors import CheckpointError, CheckpointNotFoundError, DistributedError, RemoteError
 from instep.types import PathLike
 
 
@@ -202,6 +202,14 @@ class CheckpointStore:
             CheckpointError: something could not be removed.
         """
         return on_rank_zero(lambda: self._sweep(of_other_hosts), f"sweeping {self.root}")
+
+    def tidy(self) -> None:
+        """`sweep`, with a warning where it fails: for a save that must not end for it. Collective."""
+        try:
+            self.sweep()
+        except (CheckpointError, RemoteError) as error:
+            if place()[0] == 0:
+                warnings.warn(f"what an earlier run left in {self.root} stays there: {error}", stacklevel=3)
 
     # Rank 0 only, from here on.
 

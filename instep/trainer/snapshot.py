@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from instep import __version__
 from instep.distributed import raise_together
-from instep.errors import CheckpointError, CorruptCheckpointError, DataError, RemoteError, UnsavableStateError
+from instep.errors import CheckpointError, CorruptCheckpointError, DataError, UnsavableStateError
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.metric_states import load_metric_states, metric_objects, metric_states
 from instep.trainer.slots import merge_states
@@ -160,18 +160,6 @@ def _collect(run: Session, weights_only: bool = False) -> Snapshot:
     return snapshot
 
 
-def _sweep(run: Session, store: CheckpointStore) -> None:
-    """Clear a folder of what killed runs left, before this one's first save in it."""
-    if store.root in run.swept:
-        return
-    run.swept.add(store.root)
-    try:
-        store.sweep()
-    except (CheckpointError, RemoteError) as error:
-        if run.rank == 0:
-            warnings.warn(f"what an earlier run left in {store.root} stays there: {error}", stacklevel=2)
-
-
 def save(
     run: Session, store: CheckpointStore, *, name: str | None = None, weights_only: bool = False, **info: Any
 ) -> Path:
@@ -193,7 +181,9 @@ def save(
             stacklevel=4,
         )
     snapshot = _collect(run, weights_only)
-    _sweep(run, store)
+    if store.root not in run.swept:
+        run.swept.add(store.root)
+        store.tidy()
     path = store.save(
         run.position.global_step,
         snapshot.write,

@@ -450,3 +450,13 @@ def test_another_number_of_processes_goes_on_in_the_same_data(tmp_path: Path) ->
     rest = resume_at(tmp_path, False)
     assert sorted(first + rest) == [float(i) for i in range(24)]
     assert run_ranks(resume_at, 2, tmp_path, False)[0] == rest
+
+
+def test_the_first_save_clears_what_a_killed_one_left(make: Any, tmp_path: Path) -> None:
+    doomed = tmp_path / ".deleting-step-00000001-1"
+    doomed.mkdir()
+    (doomed / "model.safetensors").write_bytes(b"half")
+    accelerator = make()
+    accelerator.prepare(Net())
+    accelerator.save_state(tmp_path / "state")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state-1"]
