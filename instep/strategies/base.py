@@ -155,7 +155,7 @@ class Strategy:
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Take the gradient scaler's factor out, before clipping or looking at gradients; once per step counts."""
-        if self.precision.scaler is not None and id(optimizer) not in self._unscaled:
+        if self.precision.scaler is not None and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
             self.precision.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
@@ -184,7 +184,11 @@ class Strategy:
             scaler.step(optimizer, **kwargs)
         finally:
             hook.remove()
-        self.step_was_skipped = not stepped
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused one looks at the gradients itself
+            found = scaler._found_inf_per_device(optimizer).values()
+            self.step_was_skipped = any(bool(value.item()) for value in found)
+        else:
+            self.step_was_skipped = not stepped
         self._unscaled.add(id(optimizer))
         self._finished.add(id(optimizer))
 
@@ -219,3 +223,7 @@ class Strategy:
                 field="strategy",
                 got=self.name,
             )
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -83,8 +83,10 @@ def test_a_step_that_the_user_skips_leaves_the_next_one_right(scaled: Accelerato
     assert model.weight.item() == -1.0
 
 
-def test_a_gradient_that_is_not_finite_skips_step_and_schedule(scaled: Accelerator) -> None:
-    model, optimizer = linear()
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_that_is_not_finite_skips_step_and_schedule(scaled: Accelerator, fused: bool) -> None:
+    model, _ = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     schedule, model = scaled.prepare(schedule, model)
     optimizer = scaled.prepare(optimizer)  # after its schedule, in a call of its own
@@ -370,6 +372,15 @@ def test_windows_of_ranks_that_end_apart_do_not_hang() -> None:
     (one, weight), (other, same) = run_ranks(windows_that_end_apart, 2)
     assert (one, other) == (3, 2)
     assert weight == same
+
+
+def test_looking_at_gradients_that_are_not_there_does_no_harm(scaled: Accelerator) -> None:
+    model, optimizer = scaled.prepare(*linear())
+    scaled.unscale_gradients()
+    optimizer.zero_grad()
+    scaled.backward(loss(model))
+    optimizer.step()
+    assert model.weight.item() == -1.0
 
 
 def test_a_saved_state_knows_what_the_last_step_did_to_the_scale(scaled: Accelerator) -> None:
