@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
-from instep.distributed.agree import check_rank
-from instep.errors import DistributedError
+from instep.distributed.agree import agree, check_rank
 from instep.state import PartialState
-from instep.state.checked import announce
-from instep.state.control import exchange, share_error
+from instep.state.control import exchange, hand_out, share_error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,6 +31,10 @@ def gather_object(obj: Any) -> list[Any]:
     Args:
         obj: anything that can be pickled. It is one entry of the list, whatever it is: a dict is not taken apart.
 
+    Raises:
+        Exception: what pickling raised, on the ranks whose object cannot be pickled.
+        RemoteError: on the others, with the first such rank and its traceback.
+
     Example:
         >>> gather_object({"rank": 0})
         [{'rank': 0}]
@@ -51,6 +51,9 @@ def broadcast_object(obj: Any, from_process: int = 0) -> Any:
 
     Returns:
         The object itself on `from_process`, copies elsewhere.
+
+    Raises:
+        SettingError, RemoteError: as `broadcast_object_list`.
     """
     return broadcast_object_list([obj], from_process)[0]
 
@@ -67,25 +70,18 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
 
     Raises:
         SettingError: there is no such rank.
-        DistributedError: this rank's list is not as long as that of `from_process`; it is not changed.
+        DistributedError: on every rank, if the lists are not equally long; none is changed.
+        Exception: what pickling raised, on `from_process`.
+        RemoteError: on the others, where pickling raised.
     """
     check_rank(from_process)
     group = control_group()
     if group is None:
         return objects
-    announce(group, f"broadcast_object_list(from_process={from_process})", f"length {len(objects)}")
-    mine = PartialState().process_index == from_process
-    parcel = [objects if mine else None]
-    dist.broadcast_object_list(parcel, src=from_process, group=group)
-    arrived = parcel[0]
-    if mine or arrived is None:
-        return objects
-    if len(arrived) != len(objects):
-        raise DistributedError(
-            f"broadcast_object_list: rank {from_process} sent {len(arrived)} objects, but the list here has "
-            f"{len(objects)} places. Give a list of the same length on every rank, such as [None] * {len(arrived)}."
-        )
-    objects[:] = arrived
+    agree(f"broadcast_object_list(from_process={from_process})", [f"length {len(objects)}"])
+    arrived = hand_out(objects, from_process, group, "broadcast_object_list")
+    if group.rank() != from_process:
+        objects[:] = arrived
     return objects
 
 

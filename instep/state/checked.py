@@ -57,7 +57,13 @@ def begin(group: ProcessGroup, debug: bool) -> None:
         _line = _Line(group)
 
 
-def announce(group: ProcessGroup | None, operation: str, details: str = "", timeout_s: float | None = None) -> None:
+def announce(
+    group: ProcessGroup | None,
+    operation: str,
+    details: str = "",
+    timeout_s: float | None = None,
+    any_line: bool = False,
+) -> None:
     """In checked mode compare what all ranks are about to do; otherwise do nothing. Then a collective.
 
     Args:
@@ -65,13 +71,14 @@ def announce(group: ProcessGroup | None, operation: str, details: str = "", time
         operation: the collective's name and the arguments that must be alike.
         details: the names, shapes and dtypes that must be alike.
         timeout_s: how long to wait for the others; the process group's own time-out when None.
+        any_line: whether the ranks may come from different lines, such as the two ends of a `with` block.
 
     Raises:
         DistributedError: on every rank, when one announces something else, or from another line; on the ranks that
             wait, when one does not come.
     """
     if _line is not None and _line.group is group:
-        _line.announce(operation, details, timeout_s)
+        _line.announce(operation, details, timeout_s, any_line)
 
 
 class _Line:
@@ -83,12 +90,13 @@ class _Line:
         self._rank, self._world = group.rank(), group.size()
         self._count = 0
 
-    def announce(self, operation: str, details: str, timeout_s: float | None) -> None:
+    def announce(self, operation: str, details: str, timeout_s: float | None, any_line: bool) -> None:
         path, line = _call_site()
         call = f"{operation} at {path}:{line}"
         self._count += 1
         # The file's name alone: nodes may hold the same program in different folders.
-        mine = digest_of(f"{operation}\n{os.path.basename(path)}:{line}\n{details}")
+        place = "" if any_line else f"{os.path.basename(path)}:{line}"
+        mine = digest_of(f"{operation}\n{place}\n{details}")
         digests = torch.empty(self._world, dtype=torch.int64)
         started = time.monotonic()
         try:
@@ -120,7 +128,10 @@ class _Line:
             here, before = self._read(self._count), self._read(self._count - 1)
             self._write(f"{here.get(self._rank, call)} (gave up after {waited_s:.1f} s)")
         except RuntimeError:
-            return DistributedError(f"{call}: another process is gone, and with it the store of the job ({error})")
+            return DistributedError(
+                f"{call}: not everybody came; waited {waited_s:.1f} s ({error}). Who did is not known: the job's store "
+                f"does not answer either. See whether rank 0, or whoever keeps the store, is late or has ended."
+            )
         self._linger(here)
         missing = [rank for rank in range(self._world) if rank not in here]
         what = f"{_ranks(missing)} did not come" if missing else "the connection broke"

@@ -40,15 +40,15 @@ def goes_first(process: Process, first: bool, name: str) -> Iterator[None]:
     group = None if process.groups is None else process.groups.control
     doing = f"the block under {name}"
     if not first:
-        share_error(None, doing, group)
+        share_error(None, doing, group, around_block=True)
     try:
         _open.append(name)
         yield
     except BaseException as error:
         if first:
-            share_error(error, doing, group)
+            share_error(error, doing, group, around_block=True)
         raise
     finally:
         _open.pop()
     if first:
-        share_error(None, doing, group)
+        share_error(None, doing, group, around_block=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +28,7 @@ from instep.distributed import (
     wait_for_everyone,
 )
 from instep.errors import DistributedError, RemoteError, SettingError
-from instep.state import PartialState
+from instep.state import PartialState, checked
 from tests.helpers.spawn import run_ranks
 
 CHECKED = {"INSTEP_DEBUG": "1"}
@@ -70,6 +71,9 @@ def _alike(rank: int) -> dict[str, Any]:
         report["own"] = str(error)
     with PartialState().main_process_first():
         report["in turn"] = True
+    with ExitStack() as stack:  # the one that goes first says so where the stack ends, the others where it is entered
+        stack.enter_context(PartialState().main_process_first())
+        report["in turn"] = True
     wait_for_everyone()
     return report
 
@@ -105,6 +109,37 @@ def _unlike(rank: int) -> dict[str, str]:
         report["line"] = text_of(lambda: gather(one))
     report["afterwards"] = str(gather(one).tolist())
     return report
+
+
+def _first_and_not() -> list[str]:
+    state = PartialState(cpu=True, timeout=40)
+
+    def block() -> None:
+        with state.main_process_first():
+            pass
+
+    return [text_of(block if state.is_main_process else lambda: gather_object(1)), text_of(block)]
+
+
+@pytest.mark.dist
+def test_a_block_of_one_process_first_is_told_from_other_calls() -> None:
+    for text, afterwards in run_ranks(_first_and_not, 2, env=CHECKED):
+        assert "rank 0: the block under main_process_first() at " in text
+        assert "test_checked.py:" in text
+        assert "rank 1: gather_object at " in text
+        assert afterwards == "no error"
+
+
+def test_where_the_store_does_not_answer_nobody_is_declared_gone() -> None:
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("no answer")
+
+    line = object.__new__(checked._Line)
+    line._store, line._rank, line._world, line._count = Store(), 0, 2, 1  # type: ignore[assignment]
+    text = str(line._alone("gather at a.py:1", 8.0, RuntimeError("timed out")))
+    assert text.startswith("gather at a.py:1: not everybody came; waited 8.0 s (timed out). Who did is not known")
+    assert "is gone" not in text
 
 
 def _everything() -> tuple[dict[str, Any], dict[str, str]]:

@@ -46,9 +46,17 @@ def _objects(rank: int, world: int) -> dict[str, Any]:
     unequal = [rank] * (1 + (rank == 1))
     try:
         broadcast_object_list(unequal)
-        report["unequal"] = unequal
     except DistributedError as error:
         report["unequal"] = (str(error), unequal)
+    calls = {"gathered": gather_object, "sent": lambda obj: broadcast_object(obj, from_process=1)}
+    for name, call in calls.items():
+        try:
+            call((lambda: None) if rank == 1 else rank)
+        except RemoteError as error:
+            report[name] = error.rank, str(error)
+        except Exception as error:
+            report[name] = "own", str(error)
+    report["afterwards"] = gather_object(rank)
     try:
         broadcast_object(0, from_process=world)
     except SettingError as error:
@@ -112,14 +120,24 @@ def test_objects_of_one_rank_reach_all(reports: Reports) -> None:
 
 
 @pytest.mark.dist
-def test_a_list_of_another_length_is_an_error_where_it_is(reports: Reports) -> None:
+def test_a_list_of_another_length_is_an_error_on_every_rank(reports: Reports) -> None:
     for rank, (report, _) in enumerate(reports):
-        if rank == 1:
-            text, unequal = report["unequal"]
-            assert "rank 0 sent 1 objects, but the list here has 2 places" in text
-            assert unequal == [1, 1]
-        else:
-            assert report["unequal"] == [0]
+        text, unequal = report["unequal"]
+        assert "rank 0: broadcast_object_list(from_process=0), length 1\n" in text
+        assert "rank 1: broadcast_object_list(from_process=0), length 2\n" in text
+        assert unequal == [rank] * (1 + (rank == 1))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "call"), [("gathered", "gather_object"), ("sent", "broadcast_object_list")])
+def test_an_object_that_cannot_be_pickled_is_an_error_on_every_rank(reports: Reports, name: str, call: str) -> None:
+    for rank, (report, _) in enumerate(reports):
+        where, text = report[name]
+        assert where == ("own" if rank == 1 else 1)
+        assert "pickle" in text
+        if rank != 1:
+            assert text.startswith(f"{call}: pickling the object failed on rank 1\n\nTraceback of rank 1:\n")
+        assert report["afterwards"] == list(range(len(reports)))
 
 
 @pytest.mark.dist
