@@ -46,7 +46,8 @@ _TORCHRUN = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPEN_MPI = Names(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 _MVAPICH = Names(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 _HYDRA = Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEPID")  # srun sets them; sbatch and salloc do not
+_STEP_ID = ("SLURM_STEP_ID", "SLURM_STEPID")
+_STEP = ("SLURM_STEP_NUM_TASKS", *_STEP_ID)  # srun sets them; sbatch and salloc do not
 
 
 def read_environment(environ: Environ | None = None) -> ProcessEnvironment:
@@ -75,15 +76,9 @@ def read_environment(environ: Environ | None = None) -> ProcessEnvironment:
     place = next(_places(environ), ProcessEnvironment())
     if place.launcher != "torchrun":
         _check_world_size(environ, place)
-    elif place.world_size == 1 and "TORCHELASTIC_RUN_ID" not in environ:
-        for other in _places(environ):  # torchrun may well start one process in each of many tasks; a hand must say so
-            if other.world_size > 1:
-                raise SettingError(
-                    f"WORLD_SIZE=1, but {other.launcher} started this process as one of {other.world_size}: each "
-                    f"would believe to be alone. Unset RANK and WORLD_SIZE, or set them to the whole job's.",
-                    field="WORLD_SIZE",
-                    got=1,
-                )
+    by_agent = place.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environ
+    if place.world_size == 1 and not by_agent:  # torchrun may well start one process in each of many tasks
+        _check_alone(environ, place)
     return place
 
 
@@ -137,6 +132,18 @@ def _check_world_size(environ: Environ, place: ProcessEnvironment) -> None:
             field="WORLD_SIZE",
             got=world_size,
         )
+
+
+def _check_alone(environ: Environ, place: ProcessEnvironment) -> None:
+    for outer in _places(environ):
+        if outer.world_size > 1:
+            raise SettingError(
+                f"{place.launcher}'s variables say a world size of 1, but {outer.launcher} started this process as one "
+                f"of {outer.world_size}: each would believe to be alone. Unset {place.launcher}'s variables (RANK and "
+                f"WORLD_SIZE, if set by hand), or set them to the whole job's.",
+                field="WORLD_SIZE",
+                got=1,
+            )
 
 
 # torchrun and MPI.
@@ -200,7 +207,7 @@ def _is_intel(environ: Environ) -> bool:
 def _is_srun(environ: Environ) -> bool:
     if not any(name in environ for name in _STEP):
         return read_number(environ, "SLURM_PROCID", 0) > 0  # it cannot be a shell; `_slurm` says what is missing
-    if environ.get("SLURM_JOB_NAME") == "bash" and "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_ID") == "0":
+    if environ.get("SLURM_JOB_NAME") == "bash" and "SLURM_PTY_PORT" in environ and _first_of(environ, *_STEP_ID) == "0":
         return False
     return read_number(environ, _size_name(environ), low=1, beside=_STEP) > 1
 
@@ -242,8 +249,7 @@ def _tasks_per_node(environ: Environ, world_size: int) -> list[int]:
                 got=text,
             )
         return tasks
-    names = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    name = next((name for name in names if environ.get(name)), names[0])
+    name = _name_of(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     nodes = read_number(environ, name, 1, low=1, high=world_size)
     return [world_size // nodes + (node < world_size % nodes) for node in range(nodes)]
 
@@ -257,13 +263,18 @@ def _first_host(environ: Environ) -> str:
 
 def _port_of_job(environ: Environ) -> int:
     """A port of 20000 to 29999, below those that the kernel gives away: another one for each job and step."""
-    name = "SLURM_JOB_ID" if environ.get("SLURM_JOB_ID") else "SLURM_JOBID"
-    job, step = read_number(environ, name, 0), read_number(environ, "SLURM_STEP_ID", 0)
+    job = read_number(environ, _name_of(environ, "SLURM_JOB_ID", "SLURM_JOBID"), 0)
+    step = read_number(environ, _name_of(environ, *_STEP_ID), 0)
     return 20000 + (job + 101 * step) % 10000 if job else 0
 
 
 def _first_of(environ: Environ, *names: str) -> str:
-    return next((environ[name] for name in names if environ.get(name)), "")
+    return environ.get(_name_of(environ, *names), "")
+
+
+def _name_of(environ: Environ, *names: str) -> str:
+    """The first name that is set, or the first."""
+    return next((name for name in names if environ.get(name)), names[0])
 
 
 # XLA.

@@ -154,6 +154,7 @@ def test_the_innermost_launcher_wins(environ: dict[str, str], launcher: str) -> 
         {**SBATCH, "SLURM_JOB_NAME": "interactive"},
         {**SBATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},  # the shell of salloc as a step
         {**SRUN, "SLURM_JOB_NAME": "bash", "SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "41000"},  # srun --pty bash
+        {**SRUN, "SLURM_JOB_NAME": "bash", "SLURM_STEP_ID": "", "SLURM_STEPID": "0", "SLURM_PTY_PORT": "41000"},
         {**SBATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1"},
     ],
 )
@@ -172,8 +173,10 @@ def test_srun_in_an_interactive_job_is_several_processes() -> None:
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({**SBATCH, "WORLD_SIZE": "5"}, "RANK is not set"),
         ({**SRUN, "WORLD_SIZE": "1"}, "WORLD_SIZE=1, but slurm started 5 processes"),
-        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE=1, but slurm started this process as one of 5"),
-        ({**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE=1, but openmpi started this process as one of 4"),
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, "torchrun's variables say .* 1, but slurm .* one of 5"),
+        ({**SRUN, "OMPI_COMM_WORLD_SIZE": "1"}, "openmpi's variables say .* 1, but slurm .* one of 5"),
+        ({**SRUN, "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}, "mpich's variables say .* 1, but slurm .* one of 5"),
+        ({**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "1"}, "torchrun's variables say .* 1, but openmpi .* one of 4"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALNRANKS is not set"),
         (without(SRUN, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"), "SLURM_STEP_NUM_TASKS is not set"),
@@ -208,6 +211,7 @@ def test_slurm_processes_meet_on_the_first_host_at_a_port_of_their_own(nodes: st
     environ = {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "0"}
     assert meeting_url(place, environ) == f"tcp://{host}:24567"
     assert meeting_url(place, {**environ, "SLURM_STEP_ID": "1"}) == f"tcp://{host}:24668"
+    assert meeting_url(place, {**without(environ, "SLURM_STEP_ID"), "SLURM_STEPID": "1"}) == f"tcp://{host}:24668"
     assert meeting_url(place, {**environ, "MASTER_PORT": "29500"}) == f"tcp://{host}:29500"
     assert meeting_url(place, {**environ, "MASTER_ADDR": "fe80::1"}) == "tcp://[fe80::1]:24567"
 
