@@ -97,6 +97,8 @@ def _checked(cpu: bool | None, debug: bool | None, kwargs: dict[str, Any]) -> di
         if name not in _OPTIONS:
             raise one_of("PartialState's argument", name, ("cpu", "debug", *_OPTIONS))
     asked = {name: value for name, value in kwargs.items() if value is not None}
+    if "backend" in asked:
+        asked["backend"] = str(asked["backend"]).lower()
     timeout = asked.get("timeout")
     if timeout is not None:
         asked["timeout"] = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)

@@ -72,7 +72,7 @@ class _Book:
 
     def __init__(self, groups: Groups, turn: int) -> None:
         self._hosts, self._turn, self._rank = groups.hosts, turn, groups.control.rank()
-        self._store = PrefixStore("instep/waiting", _get_default_store())
+        self._store = PrefixStore(f"instep/waiting/{groups.control.group_name}", _get_default_store())
 
     def write(self, name: str | None) -> None:
         try:

@@ -51,6 +51,12 @@ def test_a_process_alone() -> None:
     assert state.initialized
 
 
+def test_a_backend_is_the_same_in_capitals() -> None:
+    PartialState(cpu=True, backend="GLOO")
+    PartialState(backend="gloo")
+    PartialState(backend="GLOO")
+
+
 def test_a_copy_in_another_process_holds_what_that_process_holds() -> None:
     assert pickle.loads(pickle.dumps(PartialState(cpu=True))).num_processes == 1
     assert repr(PartialState.__new__(PartialState)) != "PartialState(not initialized)"

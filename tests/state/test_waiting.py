@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from instep.errors import SettingError
-from instep.state import PartialState, waiting
+from instep.state import PartialState, process, waiting
 from tests.helpers.spawn import run_ranks
 
 
@@ -93,6 +93,25 @@ def test_a_rank_that_ends_is_missed_at_once() -> None:
     text = run_ranks(_one_ends, 2)[0]
     assert "rank 0 waited for everyone under 'the end', and the connection to another process broke" in text
     assert "Missing: rank 1" in text
+
+
+def _in_the_users_group() -> str:
+    dist.init_process_group("gloo")  # its store outlives what the state makes of it
+    state = PartialState(cpu=True)
+    waiting._Book(process.held().groups, 9).write("long ago")  # type: ignore[arg-type]
+    state.destroy_process_group()
+    state = PartialState(cpu=True)
+    if state.process_index == 1:
+        dist.recv(torch.zeros(1), src=0)
+        return ""
+    text = error_of(state.wait_for_everyone, "the end", timeout_s=2)
+    dist.send(torch.zeros(1), dst=1)
+    return text
+
+
+@pytest.mark.dist
+def test_a_wait_of_an_earlier_state_in_the_same_group_does_not_count() -> None:
+    assert "Missing: rank 1" in run_ranks(_in_the_users_group, 2)[0]
 
 
 def _in_time() -> int:
