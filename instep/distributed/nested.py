@@ -148,7 +148,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         One such structure.
 
     Raises:
-        DataError: there is nothing to join, a leaf is no tensor, or structures or shapes differ.
+        DataError: there is nothing to join, a leaf is no tensor, structures or shapes differ, or a tensor has no
+            dimension `dim`.
 
     Example:
         >>> concatenate([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])
@@ -164,6 +165,12 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     joined: list[torch.Tensor] = []
     for where, *column in zip(names[0], *[[tensor for _, tensor in entry] for entry in entries], strict=True):
         parts = [tensor.reshape(1) if tensor.ndim == 0 and dim == 0 else tensor for tensor in column]
+        for part in parts:
+            if not -part.ndim <= dim < part.ndim:
+                raise DataError(
+                    f"concatenate: a tensor{where and ' at ' + where} has shape {tuple(part.shape)}, and so no "
+                    f"dimension {dim} to join along"
+                )
         others = {tuple(n for axis, n in enumerate(part.shape) if axis != dim % part.ndim) for part in parts}
         if len(others) > 1:
             raise DataError(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -150,6 +151,12 @@ def test_concatenate_joins_leaf_by_leaf() -> None:
 def test_concatenate_says_what_does_not_fit(data: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         concatenate(data)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((), 1), ((), -1), ((2,), 1), ((2, 3), -3), ((2, 3), 2)])
+def test_concatenate_refuses_a_dimension_that_a_tensor_lacks(shape: tuple[int, ...], dim: int) -> None:
+    with pytest.raises(DataError, match=rf"at \['a'\] has shape {re.escape(str(shape))}, and so no dimension {dim}"):
+        concatenate([{"a": torch.ones(shape)}] * 2, dim=dim)
 
 
 def test_slice_tensors_takes_rows_and_leaves_the_rest() -> None:
