@@ -10,22 +10,25 @@ bytes; what the bytes mean, and all that is not a tensor, only when it differs f
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, default_collate
 
 from instep.data.base import PreparedLoader
 from instep.data.sampler import share
-from instep.distributed import broadcast_object, control_group, find_batch_size, gather_object, raise_together
+from instep.data.split import Splitter
+from instep.distributed import broadcast_object, control_group, gather_object, raise_together
 from instep.distributed.nested import map_leaves
 from instep.errors import DataError
 from instep.state import PartialState
+from instep.state.checked import announce
 from instep.types import StateDict
 
 _END, _BATCH, _FAILED = range(3)
@@ -41,6 +44,20 @@ class _Step(NamedTuple):
     last: bool
 
 
+class _Totals(NamedTuple):
+    """Samples in each batch of a reader that knows them beforehand: `size` up to batch `even`, then `rest`."""
+
+    even: int
+    size: int
+    rest: list[int]
+
+    def at(self, number: int) -> int:
+        """Those of a batch, 0 past the end."""
+        if number < self.even:
+            return self.size
+        return self.rest[number - self.even] if number - self.even < len(self.rest) else 0
+
+
 class DispatchLoader(PreparedLoader):
     """Batches that process 0 reads and sends to all.
 
@@ -48,8 +65,10 @@ class DispatchLoader(PreparedLoader):
     without samples gets some of another's, to replay with weight 0. The position is the reader's: moving it is a
     collective, and rank 0's state is the whole one.
 
-    In a batch tensors are sliced in dimension 0, and so are lists and tuples without tensors that are as long; the rest
-    is sent as it is. Batches arrive on the CPU.
+    What of a batch is sliced, `Splitter` says; the rest is sent as it is. Batches arrive on the CPU.
+
+    A window's samples weigh the same. Where the reader knows its batches' sizes, all ranks do; else the window's
+    batches are weighed against its first one, and `rescale` corrects the gradients at its end.
 
     Args:
         loader: the user's loader.
@@ -94,6 +113,10 @@ class DispatchLoader(PreparedLoader):
         self._given = 0
         self._pulled = 0  # batches of the epoch that the reader gave
         self._step = (-1, _Step(None, [], False))
+        self._totals: _Totals | None = None
+        self._first = 0  # the reader's batch that the pass begins with
+        self._seen = array("q")  # samples of all ranks in each step of the pass so far, or _UNKNOWN
+        self._splitter = Splitter(getattr(loader, "collate_fn", None) is default_collate)
         self._parts: list[Any] = []  # by rank: the step's structure, with a _Place for each tensor
         self._sent = b""
 
@@ -105,21 +128,27 @@ class DispatchLoader(PreparedLoader):
     def _ask(self, action: Callable[[Any], Any]) -> None:
         """Do something with the reader where it is; everywhere: learn where it stands then, or of its error."""
         error: Exception | None = None
-        head = torch.empty(3, dtype=torch.int64)
+        totals: _Totals | None = None
+        head = torch.zeros(4, dtype=torch.int64)
         if self._reads:
             try:
                 action(self._reader)
                 assert self._reader is not None
                 total = self._reader.num_batches
-                head = torch.tensor([_BATCH, self._reader.first_batch, _UNKNOWN if total is None else total])
+                totals = _totals(self._reader)
+                first = self._reader.first_batch
+                head = torch.tensor([_BATCH, first, _UNKNOWN if total is None else total, totals is not None])
             except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
                 error = caught
                 head[0] = _FAILED
+        announce(control_group(), "dispatch: position")
         dist.broadcast(head, src=0, group=control_group())
-        status, first, total = head.tolist()
+        status, first, total, known = head.tolist()
         if status == _FAILED:
             raise_together(error, "preparing the data on rank 0")
-        self._pulled = first
+        self._totals = broadcast_object(totals) if known else None
+        self._pulled = self._first = first
+        self._seen = array("q")
         self._begin(-(-first // self._group))
         self._given = self.first_batch
         left = math.ceil((total - first) / self._group)
@@ -127,15 +156,36 @@ class DispatchLoader(PreparedLoader):
 
     @property
     def num_batches(self) -> int | None:
+        steps = self._num_batches
+        if self._even or steps is None or steps == self.first_batch or not self.reliable:
+            return steps
+        return steps - (self._rows(steps - 1)[self.rank] == 0)
+
+    @property
+    def _longest(self) -> int:
+        assert self._num_batches is not None
         return self._num_batches
 
     @property
     def reliable(self) -> bool:
-        return False
+        return self._totals is not None
 
     @property
     def even_batches(self) -> int:
-        return 0
+        totals = self._totals
+        if totals is None:
+            return 0
+        if not self._whole and totals.size % self.world_size:
+            return self.first_batch
+        return self.first_batch + (totals.even - self._first) // self._group
+
+    def _rows(self, batch_idx: int) -> list[int]:
+        """Samples by rank in a step, before it was read."""
+        assert self._totals is not None
+        start = self._first + (batch_idx - self.first_batch) * self._group
+        if self._whole:
+            return [self._totals.at(start + rank) for rank in range(self.world_size)]
+        return _parts(self._totals.at(start), self.world_size)
 
     def reseed(self, seed: int) -> None:
         self.seed = seed
@@ -159,11 +209,35 @@ class DispatchLoader(PreparedLoader):
         return None if mine == _UNKNOWN else mine, None if _UNKNOWN in step.rows else sum(step.rows)
 
     def _units(self, batch_idx: int) -> tuple[int, int] | None:
+        if self._totals is not None:
+            rows = self._rows(batch_idx)
+            return (rows[self.rank], sum(rows)) if any(rows) else None
         number, step = self._step
         if number != batch_idx:
             return None
         rows = [int(count != 0) for count in step.rows] if _UNKNOWN in step.rows else step.rows
         return (rows[self.rank], sum(rows)) if any(rows) else None
+
+    def window_scale(self, batch_idx: int, accumulate: int) -> float:
+        scale = super().window_scale(batch_idx, accumulate)
+        seen = self._window_totals(batch_idx, accumulate)
+        return scale * seen[-1] / max(1, seen[0]) if seen else scale
+
+    def rescale(self, batch_idx: int, accumulate: int) -> float:
+        seen = self._window_totals(batch_idx, accumulate)
+        if not any(seen):
+            return super().rescale(batch_idx, accumulate)
+        start = batch_idx - batch_idx % accumulate
+        full = start + accumulate - max(start, self.first_batch)
+        return full * max(1, seen[0]) / sum(seen)
+
+    def _window_totals(self, batch_idx: int, accumulate: int) -> Sequence[int]:
+        """Samples in the window's batches up to this one; none where that is not needed or not known."""
+        if self.reliable:
+            return ()
+        start = max(batch_idx - batch_idx % accumulate, self.first_batch)
+        seen = self._seen[start - self.first_batch : batch_idx + 1 - self.first_batch]
+        return seen if seen and _UNKNOWN not in seen else ()
 
     # ---- state
 
@@ -194,6 +268,7 @@ class DispatchLoader(PreparedLoader):
             self.is_last = step.last or (following is not None and self._over(following))
             self._step = (self._given, step)
             self._given += 1
+            self._seen.append(_UNKNOWN if _UNKNOWN in step.rows else sum(step.rows))
             yield step.batch
             step = next(steps, None) if self._even else following
 
@@ -219,6 +294,7 @@ class DispatchLoader(PreparedLoader):
             except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
                 error = caught
                 head[0] = _FAILED
+            announce(control_group(), "dispatch: batch")
             dist.broadcast(head, src=0, group=control_group())
             status, last, changed, size, *rows = head.tolist()
             if status == _FAILED:
@@ -241,22 +317,60 @@ class DispatchLoader(PreparedLoader):
         batches = iter(reader)
         while group := list(islice(batches, self._group)):
             self._pulled += len(group)
-            sizes = [_count_rows(batch) for batch in group]
             if self._whole:
                 replays = self.world_size - len(group)
                 parts = group + [group[0]] * replays
-                rows = [_UNKNOWN if size is None else size for size in sizes] + [0] * replays
+                rows = [self._samples(batch, self._pulled - len(group) + i) for i, batch in enumerate(group)]
+                rows += [0] * replays
             else:
-                bounds = [share(sizes[0] or 0, rank, self.world_size) for rank in range(self.world_size)]
-                parts = [_slice_rows(group[0], sizes[0], *((0, 1) if a == b else (a, b))) for a, b in bounds]
-                rows = [end - begin for begin, end in bounds]
+                size = self._count(reader, group[0])
+                rows = _parts(size or 0, self.world_size)
+                bounds = [share(size or 0, rank, self.world_size) for rank in range(self.world_size)]
+                ends = [(0, 1) if a == b else (a, b) for a, b in bounds]
+                parts = [self._splitter.part(group[0], size, a, b) for a, b in ends]
             yield parts, rows, reader.is_last
             if reader.is_last:
                 return
 
+    def _count(self, reader: PreparedLoader, batch: Any) -> int | None:
+        """Samples in the batch that the reader gave last."""
+        if self._totals is not None:
+            return self._splitter.count(batch, self._totals.at(self._pulled - 1), exact=True)
+        size = reader.batch_size if isinstance(reader.batch_size, int) else None
+        # Each worker process may end with a batch that is not full; and what another loader calls its size is its own.
+        full = isinstance(reader.loader, DataLoader) and reader.loader.num_workers == 0 and not reader.is_last
+        return self._splitter.count(batch, size, exact=full)
+
+    def _samples(self, batch: Any, number: int) -> int:
+        """Samples in a batch that is given whole, _UNKNOWN where they cannot be counted."""
+        if self._totals is not None:
+            return self._totals.at(number)
+        try:
+            count = self._splitter.count(batch, self.batch_size)
+        except DataError:
+            return _UNKNOWN
+        return _UNKNOWN if count is None else count
+
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
+
+
+def _totals(reader: PreparedLoader) -> _Totals | None:
+    """What a reader knows beforehand of its batches' sizes."""
+    first, total = reader.first_batch, reader.num_batches
+    if total is None or not reader.reliable:
+        return None
+    even = max(first, min(reader.even_batches, total))
+    size, *rest = (reader.counts(number)[1] for number in (first, *range(even, total)))
+    if size is None or None in rest:
+        return None
+    return _Totals(even, size, [count or 0 for count in rest])
+
+
+def _parts(size: int, world_size: int) -> list[int]:
+    """Samples by rank."""
+    return [end - begin for begin, end in (share(size, rank, world_size) for rank in range(world_size))]
 
 
 class _Place:
@@ -307,48 +421,3 @@ def _put_together(described: Any, buffer: torch.Tensor) -> Any:
         return buffer[begin:end].view(leaf.dtype).view(leaf.shape)
 
     return map_leaves(take, described)
-
-
-def _count_rows(batch: Any) -> int | None:
-    """Samples in a batch: by its first tensor; without tensors by its first list; None when it has neither."""
-    size = find_batch_size(batch)
-    if size is not None or isinstance(batch, (list, tuple)):
-        return len(batch) if size is None else size
-    values = batch.values() if isinstance(batch, Mapping) else ()
-    return next((len(value) for value in values if isinstance(value, (list, tuple))), None)
-
-
-def _slice_rows(data: Any, rows: int | None, begin: int, end: int) -> Any:
-    """The part of a batch that has these rows."""
-    if rows is None:
-        raise DataError(
-            f"rank 0 reads for all ranks, but its batch, a {type(data).__name__}, has no tensor and no list to split. "
-            "Give batches of tensors, or dispatch=False"
-        )
-    if isinstance(data, (list, tuple)):
-        if len(data) == rows and find_batch_size(data) is None:
-            return data[begin:end]
-        values = [_slice_rows(value, rows, begin, end) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    if isinstance(data, Mapping):
-        mapping: Any = copy.copy(data)
-        for key, value in data.items():
-            mapping[key] = _slice_rows(value, rows, begin, end)
-        return mapping
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        instance = copy.copy(data)
-        for field in dataclasses.fields(data):
-            # object's own setter: the class may be frozen
-            object.__setattr__(instance, field.name, _slice_rows(getattr(data, field.name), rows, begin, end))
-        return instance
-    leaf: Any = data
-    shape = getattr(leaf, "shape", ())
-    if len(shape) == 0:
-        return data
-    if shape[0] != rows:
-        raise DataError(
-            f"rank 0 splits its batches over the ranks, but a batch of {rows} samples has a {type(leaf).__name__} of "
-            f"shape {tuple(shape)}: its dimension 0 is not the sample. Give batches whose tensors all begin with the "
-            "sample, or dispatch=False"
-        )
-    return leaf[begin:end]

@@ -67,7 +67,9 @@ class IndexLoader(PreparedLoader):
         self._peers = 1 if shared else world_size
         self._peers_even = peers_even
         self._distributed = drawn is not None and is_distributed(drawn.sampler)
-        self.rank_state = not shared and drawn is not None and drawn.stateful is not None
+        stateful = drawn is not None and drawn.stateful is not None
+        apart = not (sampler.even or peers_even)  # ranks that end alone stand elsewhere then
+        self.rank_state = not shared and (stateful or apart)
         self._single = single
         self._pin = pin
         self._workers: DataLoader[Any] | None = None

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from instep.data import CombinedLoader, PreparedLoader, prepare_loader
-from instep.errors import DataError, RemoteError, SettingError
+from instep.distributed import gather_object
+from instep.errors import DataError, DistributedError, RemoteError, SettingError
 from instep.state import PartialState
 from tests.helpers.spawn import run_ranks
 
@@ -332,3 +333,120 @@ def test_data_that_is_spread_already_is_not_dispatched() -> None:
 def test_alone_nothing_is_sent() -> None:
     source = prepare_loader(DataLoader(Numbers(3), batch_size=2), dispatch=True, split_batches=True)
     assert [batch.tolist() for batch in source] == [[0, 1], [2]]
+
+
+class Items(IterableDataset[Any]):
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def _zipped(samples: list[Any]) -> tuple[Any, ...]:
+    return tuple(zip(*samples, strict=True))
+
+
+def _samples() -> list[Any]:
+    texts = Items([(f"source {i}", f"target {i}") for i in range(7)])
+    taken: list[Any] = [[list(map(list, batch)) for batch in prepare(DataLoader(texts, batch_size=2))]]
+    seen = Items([(torch.full((3, 2, 2), float(i)), i) for i in range(7)])
+    for images, labels in prepare(DataLoader(seen, batch_size=2, collate_fn=_zipped)):
+        assert {tuple(image.shape) for image in images} == {(3, 2, 2)}
+        taken.append(([image.mean().item() for image in images], list(labels)))
+    try:
+        list(prepare(DataLoader(Items([1] * 4), batch_size=2, collate_fn=lambda batch: torch.tensor(batch * 2))))
+    except (DataError, RemoteError) as error:
+        taken.append("should have at most 4 samples has 8" in str(error))
+    return taken
+
+
+def test_columns_are_not_taken_for_samples() -> None:
+    ranks = run_ranks(_samples, 2)
+    for taken, steps in zip(ranks, ([[0, 1], [4, 5]], [[2, 3], [6]]), strict=True):
+        assert taken[0] == [[[f"{side} {i}" for i in step] for side in ("source", "target")] for step in steps]
+        assert taken[1:] == [*((step, step) for step in steps), True]
+
+
+def _window_means(make: Any, accumulate: int, **options: Any) -> list[float]:
+    """Each window's loss, where a batch's loss is its mean; of this rank."""
+    means, total = [], 0.0
+    source = prepare(make(), **options)
+    for number, batch in enumerate(source, source.first_batch):
+        scale = 1 / accumulate if number < source.full_batches(accumulate) else source.window_scale(number, accumulate)
+        total += batch.double().mean().item() * scale
+        if (number + 1) % accumulate == 0 or source.is_last:
+            means.append(total * source.rescale(number, accumulate))
+            total = 0.0
+    return means
+
+
+def windowed() -> dict[str, Any]:
+    def pieces(sizes: list[int]) -> list[torch.Tensor]:
+        return list(torch.arange(sum(sizes)).split(sizes))
+
+    return {  # the loader, samples of a window, and settings
+        "known end": (lambda: DataLoader(Numbers(6), batch_size=2), [6], {}),
+        "known end, more windows": (lambda: DataLoader(Numbers(17), batch_size=2), [8, 8, 1], {}),
+        "a tail for one rank": (lambda: DataLoader(Numbers(5), batch_size=2), [5], {"even_batches": False}),
+        "unknown end": (lambda: DataLoader(Items(list(range(6))), batch_size=2), [6], {}),
+        "unknown end, more windows": (lambda: DataLoader(Items(list(range(17))), batch_size=2), [8, 8, 1], {}),
+        "batches of all sizes": (lambda: pieces([2, 6, 3, 4, 5]), [8, 7, 5], {"split_batches": True}),
+        "whole batches": (lambda: pieces([2, 6, 3, 4, 5]), [15, 5], {}),
+        "batch sampler": (
+            lambda: DataLoader(Numbers(9), batch_sampler=[[0, 1, 2], [3], [4, 5], [6], [7, 8]]), [7, 2], {}
+        ),
+    }  # fmt: skip
+
+
+def _windows() -> dict[str, list[float]]:
+    return {name: _window_means(make, 2, **options) for name, (make, _, options) in windowed().items()}
+
+
+def test_a_window_is_one_large_batch() -> None:
+    first, second = run_ranks(_windows, 2)
+    for name, (_, sizes, _) in windowed().items():
+        expected = [part.double().mean().item() for part in torch.arange(sum(sizes)).split(sizes)]
+        alone = [0.0] * (len(first[name]) - len(second[name]))  # of ranks that end earlier
+        got = [(a + b) / 2 for a, b in zip(first[name], second[name] + alone, strict=True)]
+        assert got == pytest.approx(expected), name
+
+
+def _known_lengths() -> list[Any]:
+    found: list[Any] = []
+    for length in (1, 4, 5, 8):
+        for even in (True, False):
+            source = prepare(DataLoader(Numbers(length), batch_size=2), even_batches=even)
+            source.start_at(1)
+            source.set_epoch(0)
+            assert source.reliable
+            assert len(run(source)) == len(source) - source.first_batch
+            found.append((length, even, len(source), source.full_batches(1)))
+    return found
+
+
+def test_all_ranks_know_what_is_to_come() -> None:
+    first, second = run_ranks(_known_lengths, 2)
+    for length, even, batches, full in first:
+        assert (batches, full) == (-(-length // 4), max(1, length // 4))
+        mine = batches - (not even and length % 4 == 1 and length > 1)
+        assert (length, even, mine, full) in second
+
+
+def _apart() -> list[str]:
+    PartialState(cpu=True, debug=True)
+    source = prepare(DataLoader(Numbers(8), batch_size=2))
+    try:
+        if rank() == 0:
+            next(iter(source))
+        else:
+            gather_object(1)
+    except DistributedError as error:
+        return str(error).splitlines()
+    return []
+
+
+def test_checked_mode_names_what_rank_0_sends() -> None:
+    for lines in run_ranks(_apart, 2):
+        assert "dispatch: position" in lines[1]
+        assert "gather_object" in lines[2]

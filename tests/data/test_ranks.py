@@ -313,3 +313,29 @@ def test_joined_ranks_skip_past_their_own_end() -> None:
     first, second = run_ranks(_skipped, 2)
     assert [step[:2] for step in first[0] + first[1]] == [([7], (1, 1)), ([3], (1, 1))]
     assert [step[:2] for step in second[0] + second[1]] == [([103], (0, 1)), ([1], (0, 1))]
+
+
+def _own_lengths() -> list[Any]:
+    found: list[Any] = []
+    for world_alike in (False, True):
+        length = 4 if world_alike else [4, 6][rank()]
+
+        def make(length: int = length) -> PreparedLoader:
+            return prepare_loader(
+                DataLoader(range(length), batch_size=2),  # type: ignore[arg-type]
+                rank=rank(), world_size=2, even_batches=False, use_distributed_sampler=False,
+            )  # fmt: skip
+
+        source = make()
+        batches = [batch.tolist() for batch in source]
+        states: list[Any] = [None, None]
+        dist.all_gather_object(states, source.state_dict(min(2, len(batches))))
+        resumed = make()
+        resumed.load_state_dict(states[rank() if resumed.rank_state else 0])
+        found.append((resumed.rank_state, batches[:2] + [batch.tolist() for batch in resumed] == batches))
+    return found
+
+
+def test_ranks_that_end_alone_resume_alone() -> None:
+    for found in run_ranks(_own_lengths, 2):
+        assert found == [(True, True), (False, True)]

@@ -1,0 +1,210 @@
+"""Where the samples of a batch lie, in whatever structure it has, and how to take some of them.
+
+A list of tensors may be columns (each as long as the batch) or samples; nothing in it says which. A split that guesses
+wrong trains on wrong data without a word, so it is made only where one reading is left: by the batch size that is
+known, by what the items are, or by how an earlier batch was split.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from instep.distributed import find_batch_size
+from instep.errors import DataError
+
+_ADVICE = (
+    "Give batches whose tensors and lists all begin with the sample, or let every rank read (dispatch=False; in a "
+)
+_ADVICE += "DataLoaderConfiguration: dispatch_batches=False)"
+
+
+class Splitter:
+    """Counts the samples of batches, and takes parts of them.
+
+    Tensors are split in dimension 0; lists and tuples of values by their own length, where it is the batch's; of
+    mappings, dataclasses, named tuples, and lists and tuples of columns, each value. The rest is left whole.
+
+    Args:
+        columns: whether a list can only be one of columns where it could be one of samples too: torch's own collation
+            makes no others.
+
+    Example:
+        >>> splitter = Splitter()
+        >>> splitter.part({"x": torch.arange(3), "name": ["a", "b", "c"]}, 3, 1, 3)
+        {'x': tensor([1, 2]), 'name': ['b', 'c']}
+    """
+
+    def __init__(self, columns: bool = False) -> None:
+        self._columns = columns
+        self._known: dict[tuple[Any, ...], bool] = {}  # by place in the structure: columns, as seen beyond doubt
+
+    def count(self, batch: Any, size: int | None = None, exact: bool = False) -> int | None:
+        """Samples in a batch; None when it has neither a tensor nor a list.
+
+        Args:
+            batch: any structure.
+            size: samples that it should have; None when unknown.
+            exact: it must have so many; else at most.
+
+        Raises:
+            DataError: it has another number of samples, or could have several.
+        """
+        if size is None:
+            return self._guess(batch, None)
+        options, _ = _lengths(batch)
+        if not options:
+            return find_batch_size(batch)  # none, or tensors that disagree: `part` says which
+        found = size if exact and size in options else None if exact else self._guess(batch, size)
+        if found is None or found > size:
+            least = find_batch_size(batch)
+            raise DataError(
+                f"rank 0 splits its batches over the ranks, but a batch that should have {'' if exact else 'at most '}"
+                f"{size} samples has {min(options, default=0) if least is None else least} by its first "
+                f"{'list' if least is None else 'tensor'}, in a {type(batch).__name__}. {_ADVICE}"
+            )
+        return found
+
+    def _guess(self, batch: Any, size: int | None) -> int | None:
+        """The number of samples where it is not known."""
+        options, tensors = _lengths(batch)
+        if options is None:
+            return None
+        if _is_list(batch):
+            own, (columns, tensors) = len(batch), _common(batch)
+            known = self._known.get((), True if self._columns else None)
+            if columns and size is not None:
+                columns = {length for length in columns if length <= size}
+                known = True if own > size else known
+            if not columns or known is False:
+                return own
+            if known is None and not tensors and columns != {own}:
+                raise _ambiguous(batch)
+            options = columns
+        if size is not None and len(options) > 1:
+            options = {option for option in options if option <= size}
+            if size in options:
+                return size
+        if len(options) > 1:
+            raise _ambiguous(batch)
+        return next(iter(options), find_batch_size(batch))
+
+    def part(self, data: Any, rows: int | None, begin: int, end: int, *, place: tuple[Any, ...] = ()) -> Any:
+        """The samples from `begin` to `end` of a batch of `rows`; `place` is where in the batch `data` is.
+
+        Raises:
+            DataError: a tensor has another number of rows, or a list could be split in two ways.
+        """
+        if rows is None:
+            raise DataError(
+                f"rank 0 reads for all ranks, but its batch, a {type(data).__name__}, has no tensor and no list to "
+                f"split. {_ADVICE}"
+            )
+        if _is_list(data):
+            by_columns = self._by_columns(data, rows, place)
+            if not by_columns:
+                return data if by_columns is None else data[begin:end]
+        if isinstance(data, (list, tuple)):
+            values = [self.part(value, rows, begin, end, place=(*place, i)) for i, value in enumerate(data)]
+            return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+        if isinstance(data, Mapping):
+            mapping: Any = copy.copy(data)
+            for key, value in data.items():
+                mapping[key] = self.part(value, rows, begin, end, place=(*place, key))
+            return mapping
+        if dataclasses.is_dataclass(data) and not isinstance(data, type):
+            instance = copy.copy(data)
+            for field in dataclasses.fields(data):
+                value = self.part(getattr(data, field.name), rows, begin, end, place=(*place, field.name))
+                object.__setattr__(instance, field.name, value)  # object's own setter: the class may be frozen
+            return instance
+        leaf: Any = data
+        shape = getattr(leaf, "shape", ())
+        if len(shape) == 0:
+            return data
+        if shape[0] != rows:
+            raise DataError(
+                f"rank 0 splits its batches over the ranks, but a batch of {rows} samples has a {type(leaf).__name__} "
+                f"of shape {tuple(shape)}: its dimension 0 is not the sample. {_ADVICE}"
+            )
+        return leaf[begin:end]
+
+    def _by_columns(self, data: Any, rows: int, place: tuple[Any, ...]) -> bool | None:
+        """Whether a list has the samples in each of its items, not as its items; None: it has nothing by sample."""
+        common, tensors = _common(data)
+        columns, samples = common is not None and rows in common, len(data) == rows
+        if not columns and not samples:
+            return True if tensors else None
+        if columns != samples:
+            self._known[place] = columns
+            return columns
+        kinds = [_kind(item) for item in data]
+        same, plain = len(set(kinds)) == 1, all(_is_plain(kind) for kind in kinds)
+        if self._columns or rows == 0 or (plain and not same):
+            return True
+        if same and not plain:
+            return False
+        if place not in self._known:
+            raise _ambiguous(data)
+        return self._known[place]
+
+
+def _ambiguous(data: Any) -> DataError:
+    return DataError(
+        f"rank 0 splits its batches over the ranks, but a {type(data).__name__} of {len(data)} items may hold "
+        f"{len(data)} samples, or columns with a value for each. {_ADVICE}"
+    )
+
+
+def _is_list(data: Any) -> bool:
+    return isinstance(data, (list, tuple)) and not hasattr(data, "_fields")
+
+
+def _lengths(data: Any) -> tuple[set[int] | None, bool]:
+    """How many samples a structure may have (None: it does not say), and whether tensors say so."""
+    if _is_list(data):
+        common, tensors = _common(data)
+        return {len(data)} | (common or set()), tensors
+    if isinstance(data, (list, tuple)):
+        return _common(data)
+    if isinstance(data, Mapping):
+        return _common(data.values())
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return _common(getattr(data, field.name) for field in dataclasses.fields(data))
+    shape: Any = getattr(data, "shape", ())
+    return ({int(shape[0])}, True) if len(shape) else (None, False)
+
+
+def _common(values: Iterable[Any]) -> tuple[set[int] | None, bool]:
+    """The same of values that are columns of one batch. Lists without tensors give way: they may be notes."""
+    firm: set[int] | None = None
+    soft: set[int] | None = None
+    for value in values:
+        lengths, tensors = _lengths(value)
+        if lengths is None:
+            continue
+        if tensors:
+            firm = lengths if firm is None else firm & lengths
+        else:
+            soft = lengths if soft is None else soft & lengths
+    if firm is None:
+        return soft, False
+    return (firm & soft if soft and firm & soft else firm), True
+
+
+def _kind(data: Any) -> Any:
+    """What makes values alike enough to stand in one column."""
+    if isinstance(data, torch.Tensor):
+        return data.dtype, data.ndim
+    if isinstance(data, (list, tuple)):
+        return type(data), frozenset(_kind(item) for item in data)
+    return type(data)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a value of this kind can be a column: its own items are alike."""
+    return not (isinstance(kind, tuple) and isinstance(kind[1], frozenset) and len(kind[1]) > 1)
