@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from instep.errors import DistributedError, SettingError
 from instep.state import PartialState
-from instep.state.checked import announce, digest_of
+from instep.state.book import digest_of
+from instep.state.checked import announce
 from instep.state.control import exchange
 
 HEADER = 16  # int64 numbers in the message: a digest, then as many sizes as find room

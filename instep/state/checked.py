@@ -12,27 +12,23 @@ never overwritten. What the user's code, DDP or FSDP send by themselves is not s
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from instep.errors import DistributedError, SettingError
+from instep.state.book import Book, digest_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LINGER = timedelta(seconds=5)
 
 
 def begin(group: ProcessGroup, debug: bool) -> None:
@@ -86,7 +82,7 @@ class _Line:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self._store = dist.PrefixStore(f"instep/checked/{group.group_name}", _get_default_store())
+        self._book = Book("checked", group, kept=2)
         self._rank, self._world = group.rank(), group.size()
         self._count = 0
 
@@ -100,7 +96,7 @@ class _Line:
         digests = torch.empty(self._world, dtype=torch.int64)
         started = time.monotonic()
         try:
-            self._write(", ".join([call, details]) if details else call)
+            self._book.write(self._count, ", ".join([call, details]) if details else call)
             work: Any = dist.all_gather(list(digests.split(1)), torch.tensor([mine]), group=self.group, async_op=True)
             work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
@@ -113,10 +109,10 @@ class _Line:
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
         who = f": {_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the others" if 2 * alike > self._world else ""
         try:
-            here = self._read(self._count)
+            here = self._book.read(self._count)
         except RuntimeError:
             here = {}  # the store is gone
-        self._linger(range(self._world))
+        self._book.linger(self._count, range(self._world))
         lines = [f"ranks disagree before a collective{who}. By rank:"]
         lines += [f"  rank {rank}: {here.get(rank, 'not known')}" for rank in range(self._world)]
         lines.append("Every rank must come to the same call, with tensors of the same names, shapes and dtypes.")
@@ -125,14 +121,14 @@ class _Line:
     def _alone(self, call: str, waited_s: float, error: RuntimeError) -> DistributedError:
         """What to say when the others could not be met."""
         try:
-            here, before = self._read(self._count), self._read(self._count - 1)
-            self._write(f"{here.get(self._rank, call)} (gave up after {waited_s:.1f} s)")
+            here, before = self._book.read(self._count), self._book.read(self._count - 1)
+            self._book.write(self._count, f"{here.get(self._rank, call)} (gave up after {waited_s:.1f} s)")
         except RuntimeError:
             return DistributedError(
                 f"{call}: not everybody came; waited {waited_s:.1f} s ({error}). Who did is not known: the job's store "
                 f"does not answer either. See whether rank 0, or whoever keeps the store, is late or has ended."
             )
-        self._linger(here)
+        self._book.linger(self._count, here)
         missing = [rank for rank in range(self._world) if rank not in here]
         what = f"{_ranks(missing)} did not come" if missing else "the connection broke"
         lines = [f"{call}: {what}; waited {waited_s:.1f} s ({error}). By rank:"]
@@ -140,28 +136,6 @@ class _Line:
             last = before.get(rank, "none so far")
             lines.append(f"  rank {rank}: {here.get(rank, f'not here; its last collective was {last}')}")
         return DistributedError("\n".join(lines))
-
-    def _linger(self, here: Iterable[int]) -> None:
-        """Rank 0 may hold the store: let nobody end before all who wait here have read it."""
-        try:
-            self._store.set(f"read/{self._count}/{self._rank}", "")
-            self._store.wait([f"read/{self._count}/{rank}" for rank in here], _LINGER)
-        except RuntimeError:
-            pass  # they wait longer than this rank did, or are gone
-
-    def _write(self, text: str) -> None:
-        self._store.set(f"{self._rank}/{self._count % 2}", json.dumps([self._count, text]))
-
-    def _read(self, count: int) -> dict[int, str]:
-        """What the ranks announced as their collective number `count`; of those that did."""
-        found: dict[int, str] = {}
-        for rank in range(self._world):
-            key = f"{rank}/{count % 2}"
-            if self._store.check([key]):  # `get` would wait for it
-                number, text = json.loads(self._store.get(key))
-                if number == count:
-                    found[rank] = text
-        return found
 
 
 _line: _Line | None = None
@@ -177,11 +151,6 @@ def _call_site() -> tuple[str, int]:
 
 def _is_inside(path: str) -> bool:
     return path.startswith(_PACKAGE) or path.endswith("contextlib.py")  # `with` and decorators on the way
-
-
-def digest_of(text: str) -> int:
-    """64 bits of a text, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -7,22 +7,19 @@ time, and needs no help from the rank that is missing.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from instep.errors import DistributedError, SettingError
+from instep.state.book import Book, digest_of
 from instep.state.checked import announce
 from instep.state.control import exchange
 from instep.state.process_group import Groups
 
 _MOMENT_S = 0.25
-_LINGER = timedelta(seconds=5)
 
 
 def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None, checked: bool) -> None:
@@ -44,21 +41,21 @@ def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None, chec
         announce(groups.control, f"wait_for_everyone({name!r})", timeout_s=limit_s)
         return
     turn = next(groups.turns)
-    mine, seen = torch.tensor(_digest(name)), torch.empty(groups.control.size(), 2, dtype=torch.int64)
+    mine, seen = torch.tensor([digest_of(_quoted(name))]), torch.empty(groups.control.size(), dtype=torch.int64)
     moment_s = min(_MOMENT_S, limit_s / 2)
     try:
-        work: Any = dist.all_gather(list(seen.unbind()), mine, group=groups.control, async_op=True)
+        work: Any = dist.all_gather(list(seen.split(1)), mine, group=groups.control, async_op=True)
         late = not _is_done(work, moment_s)
         if late:
-            _Book(groups, turn).write(name)
+            _write(groups, turn, name)
             # Who came within the last moment writes it down within the next.
             late = not _is_done(work, limit_s - moment_s + 2 * _MOMENT_S)
     except RuntimeError as error:
-        book = _Book(groups, turn)
-        book.write(name)
-        raise DistributedError(book.report(name, f"the connection to another process broke ({error})")) from error
+        _write(groups, turn, name)
+        problem = f"the connection to another process broke ({error})"
+        raise DistributedError(_report(groups, turn, name, problem)) from error
     if late:
-        raise DistributedError(_Book(groups, turn).report(name, f"not everybody came within {limit_s:g} s"))
+        raise DistributedError(_report(groups, turn, name, f"not everybody came within {limit_s:g} s"))
     if seen.ne(mine).any():
         names = dict(enumerate(exchange(_quoted(name), groups.control)))
         raise DistributedError(
@@ -67,49 +64,27 @@ def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None, chec
         )
 
 
-class _Book:
-    """Who waits, and under which name: one record for each rank, its latest."""
+def _write(groups: Groups, turn: int, name: str | None) -> None:
+    try:
+        Book("waiting", groups.control).write(turn, _quoted(name))
+    except RuntimeError:
+        pass  # the store is gone with its process; `_report` says so
 
-    def __init__(self, groups: Groups, turn: int) -> None:
-        self._hosts, self._turn, self._rank = groups.hosts, turn, groups.control.rank()
-        self._store = PrefixStore(f"instep/waiting/{groups.control.group_name}", _get_default_store())
 
-    def write(self, name: str | None) -> None:
-        try:
-            self._store.set(str(self._rank), f"{self._turn} {_quoted(name)}")
-        except RuntimeError:
-            pass  # the store is gone with its process; `report` says so
-
-    def report(self, name: str | None, problem: str) -> str:
-        here = f"rank {self._rank} waited for everyone {_quoted(name)}, and {problem}."
-        try:
-            names = self._read()
-            missing = [rank for rank in range(len(self._hosts)) if rank not in names]
-            self._linger(list(names))
-        except RuntimeError:
-            return f"{here} Rank 0, which knows who came, is gone: its output may say why."
-        if not missing:
-            return f"{here} All had come, but not all are there any more: {_by_name(names)}."
-        absent = ", ".join(f"rank {rank} (on {self._hosts[rank]})" for rank in missing)
-        return f"{here} Missing: {absent}. Waiting: {_by_name(names)}. See what the missing ones do, or why they ended."
-
-    def _read(self) -> dict[int, str]:
-        """The words of the ranks that came."""
-        names: dict[int, str] = {}
-        for rank in range(len(self._hosts)):
-            if self._store.check([str(rank)]):  # `get` would wait for it
-                turn, _, name = self._store.get(str(rank)).decode().partition(" ")
-                if int(turn) >= self._turn:
-                    names[rank] = name
-        return names
-
-    def _linger(self, here: Sequence[int]) -> None:
-        """Rank 0 may hold the store: let nobody end before all who wait have read it."""
-        self._store.set(f"read/{self._turn}/{self._rank}", "")
-        try:
-            self._store.wait([f"read/{self._turn}/{rank}" for rank in here], _LINGER)
-        except RuntimeError:
-            pass  # they have more time than this rank had
+def _report(groups: Groups, turn: int, name: str | None, problem: str) -> str:
+    """Who is missing, and what the others wait for."""
+    here = f"rank {groups.control.rank()} waited for everyone {_quoted(name)}, and {problem}."
+    try:
+        book = Book("waiting", groups.control)
+        names = book.read(turn, or_later=True)
+    except RuntimeError:
+        return f"{here} Who came is not known: the job's store, mostly in rank 0, does not answer. See its output."
+    book.linger(turn, names)
+    missing = [rank for rank in range(len(groups.hosts)) if rank not in names]
+    if not missing:
+        return f"{here} All had come, but not all are there any more: {_by_name(names)}."
+    absent = ", ".join(f"rank {rank} (on {groups.hosts[rank]})" for rank in missing)
+    return f"{here} Missing: {absent}. Waiting: {_by_name(names)}. See what the missing ones do, or why they ended."
 
 
 def _limit(groups: Groups, timeout_s: float | None) -> float:
@@ -137,11 +112,6 @@ def _is_done(work: Any, seconds: float) -> bool:
             raise
         return False
     return True
-
-
-def _digest(name: str | None) -> list[int]:
-    digest = hashlib.blake2b(_quoted(name).encode(), digest_size=16).digest()
-    return [int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])]
 
 
 def _quoted(name: str | None) -> str:

@@ -131,12 +131,12 @@ def test_a_block_of_one_process_first_is_told_from_other_calls() -> None:
 
 
 def test_where_the_store_does_not_answer_nobody_is_declared_gone() -> None:
-    class Store:
-        def check(self, keys: list[str]) -> bool:
+    class Book:
+        def read(self, number: int) -> dict[int, str]:
             raise RuntimeError("no answer")
 
     line = object.__new__(checked._Line)
-    line._store, line._rank, line._world, line._count = Store(), 0, 2, 1  # type: ignore[assignment]
+    line._book, line._rank, line._world, line._count = Book(), 0, 2, 1  # type: ignore[assignment]
     text = str(line._alone("gather at a.py:1", 8.0, RuntimeError("timed out")))
     assert text.startswith("gather at a.py:1: not everybody came; waited 8.0 s (timed out). Who did is not known")
     assert "is gone" not in text

@@ -98,7 +98,7 @@ def test_a_rank_that_ends_is_missed_at_once() -> None:
 def _in_the_users_group() -> str:
     dist.init_process_group("gloo")  # its store outlives what the state makes of it
     state = PartialState(cpu=True)
-    waiting._Book(process.held().groups, 9).write("long ago")  # type: ignore[arg-type]
+    waiting._write(process.held().groups, 9, "long ago")  # type: ignore[arg-type]
     state.destroy_process_group()
     state = PartialState(cpu=True)
     if state.process_index == 1:
@@ -118,7 +118,7 @@ def _in_time() -> int:
     state = PartialState(cpu=True, timeout=60)
     waiting._MOMENT_S = 30.0  # however busy this machine is
     books: list[Any] = []
-    waiting._Book = lambda *args: books.append(args)  # type: ignore[assignment, misc]
+    waiting._write = lambda *args: books.append(args)  # type: ignore[assignment]
     for number in range(20):
         state.wait_for_everyone(f"turn {number}")
         state.wait_for_everyone()
