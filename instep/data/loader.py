@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sized
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -119,26 +120,14 @@ def prepare_loader(
         dispatch = use_distributed_sampler and not indexed and not _shards_itself(loader)
     if dispatch and world_size > 1:
         if not use_distributed_sampler or _shards_itself(loader):
-            raise SettingError(
-                f"dispatch=True reads on rank 0 alone, but this {type(loader).__name__} gives each rank a part of its "
-                "own, so all others would be lost. Use dispatch=False, or a loader of all data",
-                field="dispatch",
-                got=dispatch,
-            )
-        whole = False
-        if not split_batches and size is not None and _can_batch(loader):
-            batch_size = size * world_size
-        elif not split_batches:
-            whole = True
+            raise _no_dispatch(loader)
         read = partial(
-            prepare_loader, loader, seed=seed, shuffle_allowed=shuffle_allowed, seed_samples=seed_samples,
-            batch_size=batch_size, stage=stage, stateful=stateful,
+            prepare_loader, loader, seed=seed, shuffle_allowed=shuffle_allowed, seed_samples=seed_samples, stage=stage,
+            stateful=stateful,
         )  # fmt: skip
-        reader = partial(_reader, read, choice, world_size if whole else 1)
-        return DispatchLoader(
-            loader, reader, rank=rank, world_size=world_size, seed=seed, batch_size=size, whole=whole,
-            even=even_batches, pin=pin,
-        )  # fmt: skip
+        return _dispatched(
+            loader, read, choice, size, batch_size=batch_size, split=split_batches, even=even_batches, pin=pin
+        )
     if split_batches:
         if _can_batch(loader):
             batch_size, split_batches = size, False
@@ -173,18 +162,16 @@ def prepare_loader(
     return _by_iteration(loader, choice, frozen=not shuffle_allowed, resumable=stage == "train")
 
 
+@dataclass(frozen=True)
 class _Choice:
     """The arguments that every kind of loader needs."""
 
-    def __init__(
-        self, rank: int, world_size: int, seed: int, limit: int | float | None, name: str, uneven: str
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.limit = limit
-        self.name = name
-        self.uneven = uneven
+    rank: int
+    world_size: int
+    seed: int
+    limit: int | float | None
+    name: str
+    uneven: str
 
     def steps(self, num_batches: int | None) -> int | None:
         """The limit in batches, None where it leaves all."""
@@ -196,14 +183,14 @@ class _Choice:
         return gather_object(mine) if self.world_size > 1 else [mine]
 
 
+@dataclass(frozen=True)
 class _Share:
     """How a map-style loader's indices are handed out."""
 
-    def __init__(self, sampler: ShardedSampler, drawn: SamplerDraw | None, shared: bool, frozen: bool) -> None:
-        self.sampler = sampler
-        self.drawn = drawn
-        self.shared = shared
-        self.frozen = frozen
+    sampler: ShardedSampler
+    drawn: SamplerDraw | None
+    shared: bool
+    frozen: bool
 
 
 def _share(
@@ -244,6 +231,30 @@ def _share(
         drop = shared and getattr(batch_sampler, "drop_last", False) is True
         sampler = ShardedBatches(drawn, seed=choice.seed, drop_last=drop, single=batch_sampler is None, **ranks)
     return _Share(sampler, drawn, shared, frozen=not shuffle_allowed)
+
+
+def _dispatched(
+    loader: Any,
+    read: Callable[..., PreparedLoader],
+    choice: _Choice,
+    size: int | None,
+    *,
+    batch_size: int | None,
+    split: bool,
+    even: bool,
+    pin: bool,
+) -> PreparedLoader:
+    """Rank 0 reads with `read`, at `batch_size`; `size` samples are for each rank."""
+    whole = False
+    if not split:
+        whole = size is None or not _can_batch(loader)
+        batch_size = batch_size if whole or size is None else size * choice.world_size
+    group = choice.world_size if whole else 1
+    reader = partial(_reader, partial(read, batch_size=batch_size), choice, group)
+    return DispatchLoader(
+        loader, reader, rank=choice.rank, world_size=choice.world_size, seed=choice.seed, batch_size=size, whole=whole,
+        even=even, pin=pin,
+    )  # fmt: skip
 
 
 def _reader(read: Callable[..., PreparedLoader], choice: _Choice, group: int) -> PreparedLoader:
@@ -446,6 +457,15 @@ def _part_of(size: int, world_size: int) -> int:
             got=size,
         )
     return size // world_size
+
+
+def _no_dispatch(loader: Any) -> SettingError:
+    return SettingError(
+        f"dispatch=True reads on rank 0 alone, but this {type(loader).__name__} gives each rank a part of its own, so "
+        "all others would be lost. Use dispatch=False, or a loader of all data",
+        field="dispatch",
+        got=True,
+    )
 
 
 def _no_split(loader: Any) -> SettingError:
