@@ -54,7 +54,7 @@ def main() -> None:
         first_epoch = 0
         if args.resume:
             accelerator.print(f"resuming from {accelerator.load_state()}")
-            first_epoch = accelerator.step // -(-TRAIN // GLOBAL_BATCH)
+            first_epoch = train.next_epoch
         for epoch in range(first_epoch, args.epochs):
             model.train()
             for images, labels in train:

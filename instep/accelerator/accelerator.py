@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -35,6 +36,17 @@ from instep.state import PartialState, read_environment
 from instep.strategies import DDPStrategy, Precision, Strategy, resolve_strategy
 from instep.types import PathLike
 
+_IN_CONFIG = "It is in DataLoaderConfiguration, given as dataloader_config"
+_ELSEWHERE = {
+    "split_batches": _IN_CONFIG,
+    "dispatch_batches": _IN_CONFIG,
+    "even_batches": _IN_CONFIG,
+    "use_seedable_sampler": "The order of the data always is a function of seed and epoch",
+    "rng_types": "Call instep.accelerator.synchronize_rng_states(...) where random states must be alike",
+    "deepspeed_plugin": "Strategies are chosen by strategy=...; this one is not there yet",
+    "fsdp_plugin": "Strategies are chosen by strategy=...; this one is not there yet",
+    "dynamo_backend": "Compile the model with torch.compile(model) before prepare()",
+}
 PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
@@ -105,7 +117,11 @@ class Accelerator(Checkpointing):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[Any] = (),
         debug: bool | None = None,
+        **unknown: Any,
     ) -> None:
+        for name in unknown:
+            hint = _ELSEWHERE.get(name, f"Known are {', '.join(sorted(inspect.signature(Accelerator).parameters))}")
+            raise SettingError(f"Accelerator({name}=...) is not taken. {hint}.", field=name, got=unknown[name])
         mixed_precision = "no" if mixed_precision is None else mixed_precision
         if mixed_precision not in PRECISION:
             raise one_of("mixed_precision", mixed_precision, PRECISION)
@@ -131,6 +147,12 @@ class Accelerator(Checkpointing):
             report_failures()
         group = self._handlers.get(InitProcessGroupKwargs)
         process = PartialState(cpu=cpu, debug=debug, **({} if group is None else group.options()))
+        if mixed_precision == "fp16" and process.device.type == "cpu":
+            raise SettingError(
+                "mixed_precision='fp16' needs a GPU: on a CPU it would silently train in float32. Use 'bf16' or 'no'.",
+                field="mixed_precision",
+                got=mixed_precision,
+            )
         autocast, scaler = self._handlers.get(AutocastKwargs), self._handlers.get(GradScalerKwargs)
         precision = Precision(
             PRECISION[mixed_precision],
@@ -200,6 +222,8 @@ class Accelerator(Checkpointing):
         Raises:
             UsageError: `num_items` for some losses of a window only, or outside of `accumulate`.
         """
+        if not self._checked:
+            self._check_optimizers()
         if num_items is not None:
             loss = loss * self.window.weigh_items(num_items)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ class Checkpointing(Preparing):
         self.registered: dict[str, Stateful] = {}
         self.save_hooks: list[Callable[..., Any]] = []
         self.load_hooks: list[Callable[..., Any]] = []
+        self.run_id = uuid.uuid4().hex[:16]
+        """The run, whose states are told from those of others in the same folder; `load_state` takes the run up."""
         self.swept: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
@@ -87,13 +90,14 @@ class Checkpointing(Preparing):
 
         Args:
             output_dir: the folder; `-<attempt>` is added, so that nothing is overwritten. Default: the next one in
-                `<project_dir>/checkpoints`, where `ProjectConfiguration(total_limit=)` deletes the oldest.
+                `<project_dir>/checkpoints`, where `ProjectConfiguration(total_limit=)` deletes the oldest of this run.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: it could not be written; older ones are intact.
+            CheckpointError: it could not be written, or the project's folder holds a later state of another run; older
+                ones are intact.
             SettingError: two loaders, optimizers or schedulers cannot be told apart by name.
             DistributedError: not all ranks came.
         """
@@ -120,9 +124,10 @@ class Checkpointing(Preparing):
         self.wait_for_everyone("load_state")
         return saving.load(self, None if input_dir is None else Path(input_dir))
 
-    def restore_counters(self, step: int, seed: int) -> None:
-        """Go on from a checkpoint's step and seed; called by `load_state`."""
+    def restore_counters(self, step: int, seed: int, run_id: str) -> None:
+        """Go on with a checkpoint's run; called by `load_state`."""
         self._seed = seed
+        self.run_id = run_id
         for optimizer in self.optimizers:
             optimizer.steps_taken = step
         for loader in self.dataloaders:

@@ -84,6 +84,11 @@ class AcceleratedLoader:
     def __len__(self) -> int:
         return len(self.source)
 
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of the next pass, from 0; after `load_state` the one that it goes on with, or begins."""
+        return self._next_epoch
+
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass this epoch: its order is a function of the seed and this number."""
         self._next_epoch = epoch
@@ -168,11 +173,14 @@ class AcceleratedLoader:
         """Make the next pass go on where the state says."""
         self._next_epoch = int(state["epoch"])
         self._loaded = state
+        source = self.source
         if state["source"] is not None:
-            self.source.load_state_dict(state["source"])
-        else:
-            self.source.set_epoch(self._next_epoch + 1)  # what another state had set is void
-            self._loaded = None
+            source.load_state_dict(state["source"])
+            if not source.reliable or source.first_batch < len(source):
+                return
+            self._next_epoch += 1  # nothing is left of that epoch
+        source.set_epoch(self._next_epoch + 1)  # what another state had set is void
+        self._loaded = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # not set yet: while being copied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,6 +96,7 @@ class Preparing(ProcessFacade):
         self._models: dict[str, nn.Module] = {}  # unwrapped, by name
         self._strategies: dict[int, Strategy] = {}  # by the id of the unwrapped model
         self._wrapped: dict[int, nn.Module] = {}
+        self._checked = False  # whether the optimizers' parameters were looked for in the models
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[AcceleratedLoader] = []
@@ -121,7 +123,7 @@ class Preparing(ProcessFacade):
             What the loop uses in their place, in the given order; not a tuple for a single one.
 
         Raises:
-            SettingError: two models have one name, or the placements are not as many as the objects.
+            SettingError: two models have one name, the placements are not as many as the objects, or one is a class.
 
         Example:
             >>> from instep import Accelerator
@@ -134,6 +136,9 @@ class Preparing(ProcessFacade):
             raise SettingError(
                 f"device_placement has {len(placements)} entries for {len(objects)} objects", field="device_placement"
             )
+        for item in (*objects, *named.values()):
+            if isinstance(item, type):
+                raise SettingError(f"prepare() got the class {item.__name__}; give an object of it", got=item)
         items = [*[(None, it, place) for it, place in zip(objects, placements, strict=True)]]
         items += [(name, it, None) for name, it in named.items()]
         done: dict[int, Any] = {}
@@ -209,6 +214,7 @@ class Preparing(ProcessFacade):
             strategy.module = model
         put_on(model, self.precision)
         self._models[name] = model
+        self._checked = False
         self._strategies[id(model)] = strategy
         if evaluation_mode:
             strategy.setup(model, ())
@@ -231,6 +237,7 @@ class Preparing(ProcessFacade):
         self._claim_run()
         prepared = AcceleratedOptimizer(optimizer, self._plain, self._run.gradient, self.window)
         self.optimizers.append(prepared)
+        self._checked = False
         self._separate_random_streams()
         return prepared
 
@@ -292,6 +299,21 @@ class Preparing(ProcessFacade):
         )
         self.schedulers.append(prepared)
         return prepared
+
+    def _check_optimizers(self) -> None:
+        """Before the first backward: a model that was forgotten in `prepare` is trained on each rank by itself."""
+        self._checked = True
+        known = {p for model in self._models.values() for p in model.parameters()}
+        for prepared in self.optimizers:
+            parameters = [p for group in prepared.optimizer.param_groups for p in group["params"]]
+            strange = sum(p not in known for p in parameters)
+            if strange:
+                warnings.warn(
+                    f"{strange} of the {len(parameters)} parameters of {type(prepared.optimizer).__name__} are in no "
+                    "prepared model: their gradients are not reduced over processes, and save_state() does not save "
+                    "them. Prepare the model too",
+                    stacklevel=4,
+                )
 
     def _claim_run(self) -> None:
         if not self._active:  # free_memory() or end_training() came before

@@ -55,6 +55,8 @@ def save(accelerator: Checkpointing, path: Path | None) -> Path:
         error = caught
     raise_together(error, "collecting the weights")
     if store.root not in accelerator.swept:
+        if path is None:
+            on_rank_zero(lambda: _refuse_another_run(accelerator, store), f"looking at {store.root}")
         accelerator.swept.add(store.root)
         store.tidy()
 
@@ -68,20 +70,32 @@ def save(accelerator: Checkpointing, path: Path | None) -> Path:
             writer.state("accelerator", {**shared, "models": list(kept)})
         writer.state(f"rank-{writer.rank:05d}", own)
 
-    saved = store.save(accelerator.step, write, info={"kind": KIND}, name=name)
+    saved = store.save(accelerator.step, write, info={"kind": KIND}, name=name, run_id=accelerator.run_id)
     limit = accelerator.project_configuration.total_limit
     if path is None and limit is not None:
-        _keep(store, saved, limit)
+        _keep(store, saved, limit, accelerator.run_id)
     return saved
 
 
-def _keep(store: CheckpointStore, newest: Path, limit: int) -> None:
-    """Delete the oldest, once the newest is known to be whole. Collective."""
+def _keep(store: CheckpointStore, newest: Path, limit: int, run_id: str) -> None:
+    """Delete the oldest of this run, once the newest is known to be whole. Collective."""
     problems = store.verify_together(newest)
     if problems:
         raise CorruptCheckpointError(f"{newest} does not verify: {'; '.join(problems)}", path=newest)
-    for info in on_rank_zero(store.scan, f"looking at {store.root}")[limit:]:
-        store.delete(info.path)
+    for old in on_rank_zero(lambda: [i.path for i in store.scan() if i.manifest.run_id == run_id][limit:], "scanning"):
+        store.delete(old)
+
+
+def _refuse_another_run(accelerator: Checkpointing, store: CheckpointStore) -> None:
+    """A new run among the states of an older one that was further: "the newest" would be the older one's."""
+    others = [info for info in store.scan() if info.manifest.run_id != accelerator.run_id]
+    if others and others[0].step >= accelerator.step:
+        raise CheckpointError(
+            f"{store.root} holds the states of another run, up to {others[0].path.name}, which load_state() would take "
+            "for the newest. Go on with that run by load_state() before training, or give this one a project_dir of "
+            "its own.",
+            path=store.root,
+        )
 
 
 def load(accelerator: Checkpointing, path: Path | None) -> Path:
@@ -171,6 +185,7 @@ def _collect(accelerator: Checkpointing, optimizers: list[Optimizer], shared: di
         mixed_precision=accelerator.mixed_precision,
         step=accelerator.step,
         schedulers={name: it.state_dict() for name, it in _schedulers(accelerator, optimizers).items()},
+        run_id=accelerator.run_id,
         scaler=accelerator.precision_state(),
         loaders=loaders,
         rank_loaders=list(own),
@@ -262,7 +277,7 @@ def _restore(accelerator: Checkpointing, reader: Reader) -> None:
     for name, scheduler in schedulers.items():
         scheduler.load_state_dict(shared["schedulers"][name])
     accelerator.precision.load_state_dict(shared["scaler"])
-    accelerator.restore_counters(shared["step"], shared["seed"])
+    accelerator.restore_counters(shared["step"], shared["seed"], shared["run_id"])
     for name, obj in accelerator.registered.items():
         obj.load_state_dict(shared["objects"][name])
     for name, loader in loaders.items():

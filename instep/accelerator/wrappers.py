@@ -39,6 +39,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._gradient = gradient
         self._window = window
         self._open = False  # holds gradients of a window that has not ended
+        self._stepped = False  # they are those of the last step, which zero_grad takes away whenever it comes
         self._refused = False  # zero_grad was called meanwhile
         self._corrected = False
 
@@ -65,10 +66,11 @@ class AcceleratedOptimizer(OptimizerProxy):
         self.step_was_skipped = self._strategy.step_was_skipped
         self.steps_taken += 1
         self._open = self._corrected = False
+        self._stepped = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless they belong to a window that has not ended."""
-        if self._open:
+        if self._open and not self._stepped:
             self._refused = True
         else:
             self._zero(set_to_none)
@@ -76,7 +78,7 @@ class AcceleratedOptimizer(OptimizerProxy):
     def _zero(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
         self._strategy.forget_gradients(self.optimizer)
-        self._corrected = False
+        self._corrected = self._stepped = False
 
     def begin_window(self, abandoned: bool) -> None:
         """A new window begins; what an abandoned or skipped one left is dropped."""

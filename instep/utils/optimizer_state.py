@@ -162,8 +162,8 @@ def _check(optimizer: Optimizer, names: Mapping[Tensor, str], tree: Mapping[str,
     kind = type(optimizer).__name__
     if tree["optimizer"] != kind:
         raise CheckpointError(
-            f"The checkpoint holds the state of {tree['optimizer']}, but configure_optimizers returned {kind}. "
-            "Configure the same optimizer, or resume from the weights alone."
+            f"The checkpoint holds the state of {tree['optimizer']}, but this run's optimizer is {kind}. "
+            "Use the same optimizer, or resume from the weights alone."
         )
     shapes = _shapes(optimizer, names)
     saved = tree["shapes"]
@@ -184,7 +184,7 @@ def _check(optimizer: Optimizer, names: Mapping[Tensor, str], tree: Mapping[str,
     if problems:
         raise CheckpointError(
             f"The saved state of {kind} does not fit its parameters. {'; '.join(problems[:5])}. "
-            "Use the module and configure_optimizers of that run, or resume from the weights alone."
+            "Use the module and the optimizer of that run, or resume from the weights alone."
         )
 
 

@@ -68,8 +68,7 @@ def by_hand(case: Case, stop_after: int | None = None, resume: Path | None = Non
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, data(case), decay(optimizer))
     if resume is not None:
         accelerator.load_state(resume)
-    begin = max(0, loader.state_dict()["epoch"])
-    for _ in range(begin, case.epochs):
+    for _ in range(loader.next_epoch, case.epochs):
         for x, y in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.mse_loss(model(x), y))

@@ -460,3 +460,30 @@ def test_the_first_save_clears_what_a_killed_one_left(make: Any, tmp_path: Path)
     accelerator.prepare(Net())
     accelerator.save_state(tmp_path / "state")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["state-1"]
+
+
+def test_a_new_run_does_not_save_among_later_states_of_another(make: Any, tmp_path: Path) -> None:
+    project = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=1)
+
+    def begin() -> tuple[Accelerator, Any, Any]:
+        accelerator, model = make(project_config=project), Net()
+        return accelerator, *accelerator.prepare(model, sgd(model))
+
+    first, model, optimizer = begin()
+    for _ in range(2):
+        step(first, model, optimizer)
+    kept = first.save_state()
+    second, model, optimizer = begin()
+    step(second, model, optimizer)
+    with pytest.raises(CheckpointError, match="states of another run, up to step-00000002-1"):
+        second.save_state()
+    for _ in range(2):
+        step(second, model, optimizer)
+    later = second.save_state()  # it is further than the other: nothing can be confused
+    assert kept.is_dir(), "what another run left is not this one's to delete"
+    assert later.is_dir()
+    third, model, optimizer = begin()
+    assert third.load_state() == later
+    step(third, model, optimizer)
+    assert third.save_state().is_dir()
+    assert not later.exists(), "the same run goes on, with one state to keep"

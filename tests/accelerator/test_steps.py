@@ -120,6 +120,21 @@ def test_both_halves_of_a_gan_are_in_one_micro_batch(make: Any) -> None:
     assert steps == {"d": [3.5, 11.5], "g": [3.5, 11.5]}
 
 
+def test_gradients_may_be_zeroed_before_each_forward_of_several_models(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    d, d_sgd, g, g_sgd = pair(accelerator)
+    steps: dict[str, list[float]] = {"d": [], "g": []}
+    d_sgd.optimizer.register_step_pre_hook(lambda *_: steps["d"].append(d.weight.grad.item()))
+    g_sgd.optimizer.register_step_pre_hook(lambda *_: steps["g"].append(g.weight.grad.item()))
+    for (x,) in accelerator.prepare(numbers(24)):
+        with accelerator.accumulate(d, g):
+            for model, optimizer in ((d, d_sgd), (g, g_sgd)):
+                optimizer.zero_grad()
+                accelerator.backward(model(x[:, None]).mean())
+                optimizer.step()
+    assert steps == {"d": [3.5, 11.5, 19.5], "g": [3.5, 11.5, 19.5]}
+
+
 def test_so_they_are_with_items_and_clipping(make: Any) -> None:
     accelerator = make()
     d, d_sgd, g, g_sgd = pair(accelerator)
@@ -259,6 +274,15 @@ def test_a_batch_in_hand_that_was_not_trained_on_comes_again(make: Any) -> None:
     assert [x.tolist() for (x,) in second] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
+def test_a_state_of_an_epochs_last_batch_goes_on_with_the_next_epoch(make: Any) -> None:
+    accelerator = make()
+    first, second = (accelerator.prepare_data_loader(numbers(12), name=name) for name in "ab")
+    assert len(train_on(accelerator, first, 3)) == 12
+    second.load_state_dict(first.state_dict())
+    assert second.next_epoch == 1
+    assert len(list(second)) == 3
+
+
 # ---- models
 
 
@@ -388,3 +412,14 @@ def test_a_saved_state_knows_what_the_last_step_did_to_the_scale(scaled: Acceler
     scaled.backward(loss(model, float("inf")))
     optimizer.step()
     assert scaled.precision_state()["scale"] == 512.0
+
+
+def test_a_model_that_was_not_prepared_is_told(make: Any) -> None:
+    accelerator = make()
+    model, optimizer = linear()
+    accelerator.prepare(optimizer)
+    with pytest.warns(UserWarning, match="1 of the 1 parameters of SGD are in no prepared model"):
+        accelerator.backward(loss(model))
+    accelerator.backward(loss(model))  # once is enough
+    with pytest.raises(SettingError, match="class Linear"):
+        accelerator.prepare(nn.Linear)

@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
         "missing in the checkpoint: 'b.weight'": ({**tree, "shapes": {n: tree["shapes"][n] for n in NAMES[:3]}}, NAMES),
         "not in the optimizer: 'b.weight'": (tree, NAMES[:3]),
         r"shape of 'a.bias': \[5\] saved, \[3\] now": ({**tree, "shapes": {**tree["shapes"], "a.bias": [5]}}, NAMES),
-        "state of Adam, but configure_optimizers returned SGD": ({**tree, "optimizer": "Adam"}, NAMES),
+        "state of Adam, but this run's optimizer is SGD": ({**tree, "optimizer": "Adam"}, NAMES),
         "2 parameter groups saved, 1 now": ({**tree, "groups": tree["groups"] * 2}, NAMES),
     }
     for said, (saved, names) in refuse.items():
