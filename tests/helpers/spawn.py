@@ -3,11 +3,12 @@
 `run_ranks` runs a function as N ranks on this machine (gloo, loopback) and returns what each rank returned.
 `run_command` and `start_command` run a program in a process group of its own, which never outlives the test.
 
-Example:
-    >>> def my_rank():
-    ...     return int(os.environ["RANK"])
-    >>> run_ranks(my_rank, 2)
-    [0, 1]
+Example, in a test module:
+
+    def my_rank():
+        return int(os.environ["RANK"])
+
+    assert run_ranks(my_rank, 2) == [0, 1]
 """
 
 from __future__ import annotations
