@@ -4,7 +4,7 @@
     python benchmarks/triggers.py --quick      # a rough look: 1 job, 6 rounds
 
 The work: an MLP 32-32-1 under DistributedDataParallel, batch 8 per process, SGD, one thread each, on one batch that is
-there already. The loop is measured bare and with `Triggers.tick` after every step, at its default distance (`every`
+there already, each rank with all its threads on a CPU of its own. The loop is measured bare and with `Triggers.tick` after every step, at its default distance (`every`
 left out: an agreement about every 50 ms), as the Trainer calls it; nothing is ever set, as in nearly every step.
 
 Both run in the same processes, in blocks of 150 steps. A round is three blocks in random order, the same on all ranks:
@@ -42,6 +42,9 @@ def measure(seed: int, rounds: int, steps: int) -> dict[str, Any]:
     """On every rank: all blocks of one job, in nanoseconds per step."""
     torch.set_num_threads(1)
     state = PartialState(cpu=True)
+    # As in overhead.py: where the system puts the ranks' threads otherwise changes a step by more than is measured.
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cpus[state.process_index % len(cpus)]})
     step = make_step()
     own = Triggers()
     done = 0
