@@ -4,8 +4,9 @@
     python benchmarks/triggers.py --quick      # a rough look: 1 job, 6 rounds
 
 The work: an MLP 32-32-1 under DistributedDataParallel, batch 8 per process, SGD, one thread each, on one batch that is
-there already, each rank with all its threads on a CPU of its own. The loop is measured bare and with `Triggers.tick` after every step, at its default distance (`every`
-left out: an agreement about every 50 ms), as the Trainer calls it; nothing is ever set, as in nearly every step.
+there already, each rank with all its threads pinned to one CPU. The loop is measured bare and with `Triggers.tick`
+after every step, at its default distance (`every` left out: an agreement about every 50 ms), as the Trainer calls it;
+nothing is ever set, as in nearly every step.
 
 Both run in the same processes, in blocks of 150 steps. A round is three blocks in random order, the same on all ranks:
 bare, bare a second time, and with triggers. All ranks meet before each block, outside the clock. A block's time is the
