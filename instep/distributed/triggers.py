@@ -80,7 +80,7 @@ class Triggers:
             raise SettingError(f"trigger_every={every} must be at least 1 step", field="trigger_every", got=every)
         self._group = PartialState().control_group
         self._maximum = dist.AllreduceOptions()
-        self._maximum.reduceOp = dist.ReduceOp.MAX
+        self._maximum.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._reserved = frozenset(reserved)
         self._fixed = every
         self._every = every or 1
