@@ -15,13 +15,14 @@ from instep.callbacks.base import Callback
 from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.errors import HookError, Preempted, SettingError
-from instep.trainer import snapshot
+from instep.trainer import restore, snapshot
 from instep.trainer.evaluation import evaluate
 from instep.trainer.hooks import Hook, is_overridden
 from instep.trainer.log import LogBook
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import step_schedulers
 from instep.trainer.session import Session
+from instep.utils.seed import rng_state, set_rng_state
 
 
 class FitSession(Session):
@@ -51,7 +52,7 @@ class FitSession(Session):
     def resume(self) -> None:
         """Take up a checkpoint's optimizers, position, data and random generators."""
         if self.resumed is not None:
-            self._resume_last = snapshot.resume(self, self.resumed)
+            self._resume_last = restore.resume(self, self.resumed)
             at = self.position
             where = f"epoch {at.epoch + 1}, batch {at.batch}, step {at.global_step}"
             self.trainer.print(f"Resuming from {self.resumed.path}: {where}.")
@@ -61,11 +62,11 @@ class FitSession(Session):
         limit = self.settings.num_sanity_val_steps
         if not self._validates or limit == 0 or self.resumed is not None:
             return
-        rng = snapshot.rng_state()
+        rng = rng_state()
         self.hooks.call("on_sanity_check_start")
         evaluate(self, "sanity_check", self.loaders.evaluation("val"), None if limit == -1 else limit)
         self.hooks.call("on_sanity_check_end")
-        snapshot.set_rng_state(rng)  # training does not depend on whether it ran
+        set_rng_state(rng)  # training does not depend on whether it ran
         self.agree_on_triggers()
 
     def start_training(self) -> None:

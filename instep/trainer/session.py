@@ -23,7 +23,7 @@ from instep.distributed import Triggers, broadcast_object
 from instep.errors import CheckpointError, HookError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
-from instep.trainer import snapshot
+from instep.trainer import restore
 from instep.trainer.hooks import Hook, HookTable, ModuleHooks, is_overridden, refuse_old_hooks
 from instep.trainer.loaders import Loaders
 from instep.trainer.log import LogBook, NullBuffer
@@ -200,7 +200,7 @@ class Session:
         self._check_hooks()
         path = trainer.run_folder.find_checkpoint(self, self.ckpt_path)
         if path is not None and self.on_rank_zero(path.is_dir, f"looking at {path}"):
-            self.resumed = snapshot.open_checkpoint(self, path)
+            self.resumed = restore.open_checkpoint(self, path)
         if path is not None and self.resumed is None and self.fn == "fit":
             raise CheckpointError(
                 f"{path} is a file of weights only, so a run cannot be resumed from it. Load it with "
@@ -208,13 +208,13 @@ class Session:
                 path=path,
             )
         if self.resumed is not None and self.fn == "fit":
-            snapshot.resume_identity(self, self.resumed)
+            restore.resume_identity(self, self.resumed)
         self._prepare_data()
         if self.datamodule is not None:
             self.datamodule.setup(self.fn)
         self.hooks.call("setup", self.fn)
         if self.resumed is not None and self.fn == "fit":
-            snapshot.resume_plugins(self, self.resumed)
+            restore.resume_plugins(self, self.resumed)
         start_loggers(self, module, self.datamodule)
         if self.fn == "fit":
             trainer.run_folder.say_running(self)
@@ -222,7 +222,7 @@ class Session:
             module.configure_model()
         self.strategy.place(module)
         if path is not None:
-            snapshot.load_weights(self, path, self.resumed)
+            restore.load_weights(self, path, self.resumed)
 
     def _check_hooks(self) -> None:
         refuse_old_hooks(self.module)
