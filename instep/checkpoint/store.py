@@ -19,7 +19,7 @@ from instep.checkpoint.files import FileRecord, LocalFiles
 from instep.checkpoint.manifest import MANIFEST, Manifest
 from instep.checkpoint.owner import is_gone, this_process
 from instep.checkpoint.reader import Reader, file_problem, folder_problems
-from instep.checkpoint.together import fail_together, from_every_rank, on_rank_zero, place
+from instep.checkpoint.together import Peers
 from instep.checkpoint.writer import Writer, foreign_files
 from instep.errors import CheckpointError, CheckpointNotFoundError, DistributedError, RemoteError
 from instep.types import PathLike
@@ -34,6 +34,7 @@ class CheckpointStore:
     Args:
         root: the folder; made by the first save.
         files: the file operations; a test puts its faults there. Default: the local disk.
+        peers: the ranks that act together. Default: all of them, on the training thread.
 
     Example:
         >>> import tempfile
@@ -44,9 +45,10 @@ class CheckpointStore:
         ('step-00001200-1', [], {'epoch': 3})
     """
 
-    def __init__(self, root: PathLike, files: LocalFiles | None = None) -> None:
+    def __init__(self, root: PathLike, files: LocalFiles | None = None, *, peers: Peers | None = None) -> None:
         self.root = Path(root).absolute()  # a later chdir must not move it
         self.files = files if files is not None else LocalFiles()
+        self.peers = peers if peers is not None else Peers()
 
     def save(
         self,
@@ -78,20 +80,22 @@ class CheckpointStore:
             UnsavableStateError: a state holds something that cannot be encoded.
             RemoteError: another rank failed; has that rank's traceback.
         """
-        temp, final, attempt = on_rank_zero(lambda: self._begin(step, name), "starting a checkpoint")
-        rank, world_size = place()
+        temp, final, attempt = self.peers.on_rank_zero(lambda: self._begin(step, name), "starting a checkpoint")
+        rank, world_size = self.peers.place()
         error: BaseException | None = None
         writer = Writer(temp, self.files, rank, world_size)
         try:
             write(writer)
         except BaseException as caught:  # noqa: BLE001  raised again below, together with the other ranks
             error = caught
-        parts = from_every_rank((step, writer.records, error is not None))
+        parts = self.peers.from_every_rank((step, writer.records, error is not None))
         if any(failed for _, _, failed in parts):
             if rank == 0:
                 self._remove_quietly(temp)
-            fail_together(error, f"saving {final}")
-        on_rank_zero(lambda: self._commit(temp, final, attempt, parts, info or {}, run_id), f"saving {final}")
+            self.peers.fail_together(error, f"saving {final}")
+        self.peers.on_rank_zero(
+            lambda: self._commit(temp, final, attempt, parts, info or {}, run_id), f"saving {final}"
+        )
         return final
 
     def scan(self) -> list[CheckpointInfo]:
@@ -112,15 +116,15 @@ class CheckpointStore:
     def verify_together(self, path: PathLike) -> list[str]:
         """The same as `verify`, each file read by one rank. Collective."""
         folder = self._inside(path)
-        rank, world_size = place()
+        rank, world_size = self.peers.place()
         if world_size == 1:
             return folder_problems(folder)
-        manifest, problem = on_rank_zero(lambda: read_or_say(folder), f"verifying {folder}")
+        manifest, problem = self.peers.on_rank_zero(lambda: read_or_say(folder), f"verifying {folder}")
         if manifest is None:
             return [problem]
         by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
         mine = [file_problem(folder / name, record) for name, record in by_size[rank::world_size]]
-        found = from_every_rank([problem for problem in mine if problem is not None])
+        found = self.peers.from_every_rank([problem for problem in mine if problem is not None])
         return [problem for of_rank in found for problem in of_rank]
 
     def newest_verified(self, kind: str | None = None) -> CheckpointInfo | None:
@@ -134,7 +138,7 @@ class CheckpointStore:
         Returns:
             The checkpoint, or None where there is none.
         """
-        candidates = on_rank_zero(lambda: look(self.root), f"looking for checkpoints in {self.root}")
+        candidates = self.peers.on_rank_zero(lambda: look(self.root), f"looking for checkpoints in {self.root}")
         return self._first_verified([c for c in candidates if isinstance(c, Broken) or kind in (None, c.kind)])
 
     def resolve(self, keyword: str, *, kind: str | None = None, monitor: str | None = None) -> Path | None:
@@ -155,7 +159,9 @@ class CheckpointStore:
         """
         check_keyword(keyword)
         if keyword == "best":
-            ordered = on_rank_zero(lambda: best_first(self.scan(), monitor), f"looking for the best in {self.root}")
+            ordered = self.peers.on_rank_zero(
+                lambda: best_first(self.scan(), monitor), f"looking for the best in {self.root}"
+            )
             chosen = self._first_verified([info for info in ordered if kind in (None, info.kind)])
         else:
             chosen = self.newest_verified("full" if keyword == "auto" and kind is None else kind)
@@ -186,7 +192,7 @@ class CheckpointStore:
             CheckpointError: it is not in this store, or could not be removed.
         """
         folder = self._inside(path)
-        on_rank_zero(lambda: self._delete(folder), f"deleting {folder}")
+        self.peers.on_rank_zero(lambda: self._delete(folder), f"deleting {folder}")
 
     def sweep(self, of_other_hosts: bool = False) -> list[Path]:
         """Remove what dead processes have left behind. Collective.
@@ -201,14 +207,14 @@ class CheckpointStore:
         Raises:
             CheckpointError: something could not be removed.
         """
-        return on_rank_zero(lambda: self._sweep(of_other_hosts), f"sweeping {self.root}")
+        return self.peers.on_rank_zero(lambda: self._sweep(of_other_hosts), f"sweeping {self.root}")
 
     def tidy(self) -> None:
         """`sweep`, with a warning where it fails: for a save that must not end for it. Collective."""
         try:
             self.sweep()
         except (CheckpointError, RemoteError) as error:
-            if place()[0] == 0:
+            if self.peers.place()[0] == 0:
                 warnings.warn(f"what an earlier run left in {self.root} stays there: {error}", stacklevel=3)
 
     # Rank 0 only, from here on.
@@ -324,7 +330,7 @@ class CheckpointStore:
                 problems = self.verify_together(candidate.path)
                 if not problems:
                     return candidate
-            if place()[0] == 0:
+            if self.peers.place()[0] == 0:
                 warnings.warn(f"the checkpoint {candidate.path} is passed over: {'; '.join(problems)}", stacklevel=3)
         return None
 

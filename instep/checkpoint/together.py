@@ -6,56 +6,76 @@ With one process nothing here touches the process state: reading a checkpoint in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from instep.distributed import broadcast_object, gather_object, raise_together
 from instep.state import PartialState, process, read_environment
+from instep.state.control import exchange, share_error
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
 
-def place() -> tuple[int, int]:
-    """This process's rank, and the world size."""
-    if not process.is_held() and read_environment().world_size == 1:
-        return 0, 1
-    state = PartialState()
-    return state.process_index, state.num_processes
-
-
-def from_every_rank(value: T) -> list[T]:
-    """Every rank's value, in rank order. Collective."""
-    return [value] if place()[1] == 1 else gather_object(value)
-
-
-def fail_together(error: BaseException | None, doing: str) -> None:
-    """Raise on every rank where any rank has an error: its own, or RemoteError. Collective."""
-    if place()[1] > 1:
-        raise_together(error, doing)
-    elif error is not None:
-        raise error
-
-
-def on_rank_zero(decide: Callable[[], T], doing: str) -> T:
-    """What `decide()` returns on rank 0, on every rank. Collective.
+class Peers:
+    """The ranks that act on a folder together.
 
     Args:
-        decide: called on rank 0 only.
-        doing: names the work, for the errors of the other ranks.
-
-    Raises:
-        BaseException: what `decide` raised, on rank 0; RemoteError with its traceback on the others.
+        group: a gloo group of all ranks that nothing else uses, for a thread beside the training: its messages never
+            pair with those of the training, and checked mode does not see them. None: the control group.
     """
-    rank, world_size = place()
-    if world_size == 1:
-        return decide()
-    value: T | None = None
-    error: BaseException | None = None
-    if rank == 0:
-        try:
-            value = decide()
-        except BaseException as caught:  # noqa: BLE001  raised again below, together with the other ranks
-            error = caught
-    value, failed = broadcast_object((value, error is not None))
-    if failed:
-        raise_together(error, doing)
-    return value  # pyright: ignore[reportReturnType]
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self._group = group
+
+    def place(self) -> tuple[int, int]:
+        """This process's rank, and the world size."""
+        if self._group is not None:
+            return self._group.rank(), self._group.size()
+        if not process.is_held() and read_environment().world_size == 1:
+            return 0, 1
+        state = PartialState()
+        return state.process_index, state.num_processes
+
+    def from_every_rank(self, value: T) -> list[T]:
+        """Every rank's value, in rank order. Collective."""
+        return exchange(value, self._messages())
+
+    def fail_together(self, error: BaseException | None, doing: str) -> None:
+        """Raise on every rank where any rank has an error: its own, or RemoteError. Collective."""
+        share_error(error, doing, self._messages())
+
+    def on_rank_zero(self, decide: Callable[[], T], doing: str) -> T:
+        """What `decide()` returns on rank 0, on every rank. Collective.
+
+        Args:
+            decide: called on rank 0 only.
+            doing: names the work, for the errors of the other ranks.
+
+        Raises:
+            BaseException: what `decide` raised, on rank 0; RemoteError with its traceback on the others.
+        """
+        group = self._messages()
+        if group is None:
+            return decide()
+        value: T | None = None
+        error: BaseException | None = None
+        if group.rank() == 0:
+            try:
+                value = decide()
+            except BaseException as caught:  # noqa: BLE001  raised again below, together with the other ranks
+                error = caught
+        value, failed = exchange((value, error is not None), group, "on_rank_zero")[0]
+        if failed:
+            share_error(error, doing, group)
+        return value  # pyright: ignore[reportReturnType]
+
+    def _messages(self) -> ProcessGroup | None:
+        """The group that messages go over; None for a process alone."""
+        if self.place()[1] == 1:
+            return None
+        return PartialState().control_group if self._group is None else self._group
+
+
+_peers = Peers()
+from_every_rank, fail_together, on_rank_zero = _peers.from_every_rank, _peers.fail_together, _peers.on_rank_zero
