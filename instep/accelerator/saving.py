@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep import __version__
-from instep.checkpoint import CheckpointStore, Reader, Writer, find_checkpoint
+from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer, find_checkpoint
 from instep.checkpoint.together import on_rank_zero
 from instep.distributed import raise_together
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError, UsageError
@@ -82,8 +82,13 @@ def _keep(store: CheckpointStore, newest: Path, limit: int, run_id: str) -> None
     problems = store.verify_together(newest)
     if problems:
         raise CorruptCheckpointError(f"{newest} does not verify: {'; '.join(problems)}", path=newest)
-    for old in on_rank_zero(lambda: [i.path for i in store.scan() if i.manifest.run_id == run_id][limit:], "scanning"):
-        store.delete(old)
+
+    def old() -> list[str]:
+        own = [info for info in reversed(store.scan()) if info.manifest.run_id == run_id]
+        return KeepNewest(limit).doomed([Saved(str(info.path), info.step) for info in own])
+
+    for path in on_rank_zero(old, f"looking at {store.root}"):
+        store.delete(path)
 
 
 def _refuse_another_run(accelerator: Checkpointing, store: CheckpointStore) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,43 +18,8 @@ from instep.types import PathLike
 
 if TYPE_CHECKING:
     from instep.checkpoint import Reader
+    from instep.checkpoint.retention import Retention, Saved
     from instep.trainer import Trainer, TrainModule
-
-
-@dataclass(frozen=True)
-class TopK:
-    """Which checkpoints to keep by score. Pure: it decides, and touches no disk.
-
-    Args:
-        k: how many; -1 keeps all, 0 none.
-        mode: "min" or "max".
-    """
-
-    k: int
-    mode: str
-
-    def better(self, a: float, b: float) -> bool:
-        """Whether score `a` beats `b`; NaN beats nothing, and everything else beats NaN."""
-        if math.isnan(a) or math.isnan(b):
-            return math.isnan(b) and not math.isnan(a)
-        return a < b if self.mode == "min" else a > b
-
-    def worst(self, scores: dict[str, float]) -> str:
-        """The key of the worst score; the oldest of equals."""
-        keys = iter(scores)
-        worst = next(keys)
-        for key in keys:
-            if self.better(scores[worst], scores[key]):
-                worst = key
-        return worst
-
-    def takes(self, score: float, scores: dict[str, float]) -> bool:
-        """Whether a checkpoint with this score is worth saving beside those kept."""
-        if self.k == 0:
-            return False
-        if self.k == -1 or len(scores) < self.k:
-            return True
-        return self.better(score, scores[self.worst(scores)])
 
 
 class ModelCheckpoint(Callback):
@@ -84,13 +49,18 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: save at the end of training epochs (True) or of validations (False). None: of
             training epochs where each ends with one validation or there is none, else of validations.
         enable_version_counter: accepted for Lightning's sake; a checkpoint is never written over another.
+        keep: what to keep, where `save_top_k` cannot say it: a policy of `instep.checkpoint`, or several joined by
+            `|`. At every occasion one is saved, and the newest is kept in any case.
 
     Raises:
         SettingError: contradicting arguments.
 
     Example:
+        >>> from instep.checkpoint import KeepEvery, KeepNewest
         >>> ModelCheckpoint(monitor="val_loss", save_top_k=3, save_last=True).monitor
         'val_loss'
+        >>> ModelCheckpoint(every_n_train_steps=1_000, keep=KeepNewest(3) | KeepEvery(10_000)).every_n_train_steps
+        1000
     """
 
     monitoring = True
@@ -112,6 +82,7 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        keep: Retention | None = None,
     ) -> None:
         if mode not in ("min", "max"):
             raise one_of("mode", mode, ("min", "max"))
@@ -157,11 +128,12 @@ class ModelCheckpoint(Callback):
         self.save_on_train_epoch_end = save_on_train_epoch_end
         if self.every_n_train_steps or train_time_interval is not None:
             self.on_train_batch_end = self._after_batch  # a hook per step only for who needs it
-        self.policy = TopK(save_top_k, mode)
+        self.keep = keep
+        self.policy = _policy(keep, monitor, mode, save_top_k)
+        self.saved: list[Saved] = []
         self.best_model_score: float | None = None
         self.best_model_path = ""
         self.last_model_path = ""
-        self.best_k_models: dict[str, float] = {}
         self._last_step_saved = -1
         self._position_saved: dict[str, Any] | None = None
         self._next_time = math.inf
@@ -180,15 +152,22 @@ class ModelCheckpoint(Callback):
             "best_model_score": self.best_model_score,
             "best_model_path": self.best_model_path,
             "last_model_path": self.last_model_path,
-            "best_k_models": dict(self.best_k_models),
+            "saved": [[it.key, it.step, it.score] for it in self.saved],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there; `on_train_start` forgets checkpoints that have gone in the meantime."""
-        self.best_k_models = dict(state_dict["best_k_models"])
+        self.saved = [_retention().Saved(*it) for it in state_dict["saved"]]
         self.best_model_score = state_dict["best_model_score"]
         self.best_model_path = state_dict["best_model_path"]
         self.last_model_path = state_dict["last_model_path"]
+
+    @property
+    def best_k_models(self) -> dict[str, float]:
+        """The checkpoints that are kept for what they are, and not as the newest only, with their scores."""
+        kept = self.policy.kept(self.saved)
+        ranked = [it for it in self.saved if it.key in kept and (self.monitor is None or it.score is not None)]
+        return {it.key: math.nan if it.score is None else it.score for it in ranked}
 
     # ---- when
 
@@ -199,31 +178,37 @@ class ModelCheckpoint(Callback):
         self._last_step_saved, self._position_saved = -1, None
         self._forget_the_gone(trainer)
         if trainer.resumed_from is not None:
-            self._adopt(trainer.resumed_from)
+            self._adopt(trainer, trainer.resumed_from)
             self._last_step_saved, self._position_saved = trainer.global_step, trainer.position.state_dict()
         if self.train_time_interval is not None and trainer.is_global_zero:
             self._next_time = time.monotonic() + self.train_time_interval.total_seconds()
 
     def _forget_the_gone(self, trainer: Trainer) -> None:
-        """What the main process does not find on the disk is forgotten on all ranks."""
-        known = {*self.best_k_models, self.best_model_path, self.last_model_path}
+        """What the main process does not find on the disk is forgotten on all ranks; so is what lies elsewhere.
+
+        A run that goes on in another folder leaves the checkpoints of the first one to whoever owns them now.
+        """
+        known = {*(it.key for it in self.saved), self.best_model_path, self.last_model_path}
         there = trainer.agree({path for path in known if os.path.isdir(path)})
-        self.best_k_models = {path: score for path, score in self.best_k_models.items() if path in there}
+        self.saved = [it for it in self.saved if it.key in there and self._owns(trainer, it.key)]
         self.last_model_path = self.last_model_path if self.last_model_path in there else ""
         if self.best_model_path not in there:
             self.best_model_path, self.best_model_score = "", None
             self._find_best()
 
-    def _adopt(self, resumed_from: Reader) -> None:
+    def _owns(self, trainer: Trainer, path: str) -> bool:
+        return os.path.dirname(path) == str(self.dirpath or trainer.run_folder.checkpoints)
+
+    def _adopt(self, trainer: Trainer, resumed_from: Reader) -> None:
         """The checkpoint that the run went on from was committed after its own state was collected: take it in."""
-        path, info = str(resumed_from.path), resumed_from.manifest.info
-        if self.monitor is None:
-            self.best_k_models |= {path: float("nan")} if self.save_top_k else {}
-        elif info.get("monitor") == self.monitor and info.get("score") is not None:
-            self.best_k_models[path] = float(info["score"])
-            if self.best_model_score is None or self.policy.better(float(info["score"]), self.best_model_score):
-                self.best_model_path, self.best_model_score = path, float(info["score"])
+        path, manifest = str(resumed_from.path), resumed_from.manifest
         self.last_model_path = path
+        if manifest.info.get("saver") != self.state_key or not self._owns(trainer, path):
+            return  # another callback's to delete, or the user's own
+        score = manifest.info.get("score") if manifest.info.get("monitor") == self.monitor else None
+        self.saved = [it for it in self.saved if it.key != path]
+        self.saved.append(_retention().Saved(path, manifest.step, None if score is None else float(score)))
+        self._find_best()
 
     def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         at = trainer.position
@@ -283,10 +268,10 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer, last: bool = False, full: bool = False) -> Path:
         """Save if it is worth it, then delete what is not kept any more."""
-        ranked = self.monitor is None or not last  # nobody has measured this very step: it is kept, but not ranked
-        score = self._score(trainer) if ranked else float("nan")
-        ranks = self.save_top_k != 0 if self.monitor is None else self.policy.takes(score, self.best_k_models)
-        wanted = last or self.save_last or ranks
+        # What was not due is kept as the newest, but not ranked: nobody has measured this very step.
+        score = None if last or self.monitor is None else self._score(trainer)
+        new = _retention().Saved("", trainer.global_step, score)
+        wanted = last or self.save_last or self.keep is not None or self.policy.takes(new, self.saved)
         if not trainer.agree(wanted):
             self._last_step_saved = trainer.global_step
             return Path(self.last_model_path)
@@ -294,70 +279,44 @@ class ModelCheckpoint(Callback):
             self.dirpath,
             self._name(trainer),
             weights_only=self.save_weights_only and not full,
+            saver=self.state_key,
             monitor=self.monitor,
             mode=self.mode,
-            score=None if self.monitor is None or math.isnan(score) else score,
+            score=None if score is None or math.isnan(score) else score,
         )
         self._last_step_saved, self._position_saved = trainer.global_step, trainer.position.state_dict()
-        before, self.last_model_path = self.last_model_path, str(path)
+        self.last_model_path = str(path)
         if self.verbose:
             trainer.print(f"saved {path}")
-        doomed = self._rank(str(path), score, trainer) if ranked else set()
-        if before and before not in self.best_k_models and before != self.last_model_path and self.save_top_k != -1:
-            doomed.add(before)
-        self._delete(trainer, path, trainer.agree(doomed))
+        self._take_in(trainer, replace(new, key=str(path)))
         return path
 
-    def _rank(self, path: str, score: float, trainer: Trainer) -> set[str]:
-        """Take the new one into the best, and return those that fall out."""
-        if self.monitor is None:
-            # No score: the newest is the best.
-            doomed = set(self.best_k_models) if self.save_top_k == 1 else set()
-            self.best_k_models = {path: score} if self.save_top_k == 1 else {**self.best_k_models, path: score}
-            if self.save_top_k == 0:
-                self.best_k_models = {}
-            self.best_model_path = path
-            return doomed
-        doomed = set()
-        if self.policy.takes(score, self.best_k_models):
-            self.best_k_models[path] = score
-            if self.save_top_k != -1 and len(self.best_k_models) > self.save_top_k:
-                worst = self.policy.worst(self.best_k_models)
-                del self.best_k_models[worst]
-                doomed.add(worst)
-        self._find_best()
-        return doomed
-
-    def _find_best(self) -> None:
-        """The best of those kept; where nothing has a score, what was the best stays."""
-        if self.monitor is None:
-            self.best_model_path = next(reversed(self.best_k_models), self.best_model_path)
-            return
-        ranked = {key: value for key, value in self.best_k_models.items() if not math.isnan(value)}
-        if ranked:
-            best = next(iter(ranked))
-            for key, value in ranked.items():
-                if self.policy.better(value, ranked[best]):
-                    best = key
-            self.best_model_path, self.best_model_score = best, ranked[best]
-
-    def _delete(self, trainer: Trainer, newest: Path, doomed: set[str]) -> None:
-        """Old checkpoints go only after the new one was read back and verified."""
-        doomed.discard(str(newest))
-        if not doomed:
-            return
-        problems = trainer.verify_checkpoint(newest)
+    def _take_in(self, trainer: Trainer, new: Saved) -> None:
+        """Into the books with a new one, and away with those that are not kept any more, once it has verified."""
+        saved = [*self.saved, new]
+        doomed = trainer.agree(self.policy.doomed(saved))
+        problems = trainer.verify_checkpoint(Path(new.key)) if doomed else []
         if problems:
-            warnings.warn(f"{newest} does not verify ({'; '.join(problems)}); nothing older is deleted", stacklevel=2)
+            warnings.warn(f"{new.key} does not verify ({'; '.join(problems)}); nothing older is deleted", stacklevel=4)
             return
-        for path in sorted(doomed):
+        self.saved = [it for it in saved if it.key not in doomed]
+        self._find_best()
+        for path in doomed:
             trainer.delete_checkpoint(Path(path))
             if self.verbose:
                 trainer.print(f"deleted {path}")
 
-    def _score(self, trainer: Trainer) -> float:
+    def _find_best(self) -> None:
+        """The best of those kept; where nothing has a score, what was the best stays."""
+        kept = self.best_k_models
         if self.monitor is None:
-            return float("nan")
+            self.best_model_path = self.saved[-1].key if self.saved else ""
+            return
+        best = next(iter(_retention().best_first([it for it in self.saved if it.key in kept], self.mode)), None)
+        if best is not None and best.score is not None and not math.isnan(best.score):
+            self.best_model_path, self.best_model_score = best.key, best.score
+
+    def _score(self, trainer: Trainer) -> float:
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
             raise SettingError(
@@ -375,6 +334,35 @@ class ModelCheckpoint(Callback):
         values: dict[str, Any] = {name: float(v) for name, v in trainer.callback_metrics.items()}
         values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         return trainer.agree(format_name(self.filename, values, self.auto_insert_metric_name))
+
+
+def _retention() -> Any:
+    from instep.checkpoint import retention  # late: only who saves pays for its package
+
+    return retention
+
+
+def _policy(keep: Retention | None, monitor: str | None, mode: str, save_top_k: int) -> Retention:
+    """What the arguments come to."""
+    rules = _retention()
+    if keep is None:
+        if save_top_k == -1:
+            return rules.KeepAll()
+        return rules.KeepNewest(save_top_k) if monitor is None else rules.KeepBest(save_top_k, mode)
+    if not isinstance(keep, rules.Retention):
+        raise SettingError(f"keep={keep!r}: a policy such as KeepNewest(3) | KeepEvery(10_000)", field="keep", got=keep)
+    if save_top_k != 1:
+        raise SettingError(
+            f"save_top_k={save_top_k} and keep={keep} both say what to keep; say it with keep=KeepBest({save_top_k})",
+            field="keep",
+            got=keep,
+        )
+    modes = rules.modes(keep)
+    if modes and monitor is None:
+        raise SettingError(f"keep={keep} ranks checkpoints, so it needs monitor='<a logged metric>'", field="monitor")
+    if modes - {mode}:
+        raise SettingError(f"keep={keep} contradicts mode={mode!r}: give both the same mode", field="mode", got=mode)
+    return keep
 
 
 def format_name(template: str, values: dict[str, Any], insert_names: bool) -> str:

@@ -6,6 +6,7 @@ from instep.checkpoint.encode import decode, encode
 from instep.checkpoint.files import FileRecord, LocalFiles
 from instep.checkpoint.manifest import Manifest
 from instep.checkpoint.reader import Reader
+from instep.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepEvery, KeepNewest, Retention, Saved
 from instep.checkpoint.store import CheckpointStore
 from instep.checkpoint.tensors import read_tensors, write_tensors
 from instep.checkpoint.weights import load_weights
@@ -15,9 +16,16 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointStore",
     "FileRecord",
+    "KeepAll",
+    "KeepAny",
+    "KeepBest",
+    "KeepEvery",
+    "KeepNewest",
     "LocalFiles",
     "Manifest",
     "Reader",
+    "Retention",
+    "Saved",
     "Writer",
     "decode",
     "encode",

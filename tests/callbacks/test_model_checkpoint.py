@@ -13,51 +13,12 @@ import torch
 
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
-from instep.callbacks.model_checkpoint import TopK, format_name
-from instep.checkpoint import CheckpointStore
+from instep.callbacks.model_checkpoint import format_name
+from instep.checkpoint import CheckpointStore, KeepBest, KeepEvery, KeepNewest
 from instep.errors import SettingError, UnsavableStateError
 from tests.trainer.toys import LoggingToy, Toy, loader, quiet
 
 NAN, INF = math.nan, math.inf
-
-
-# ---- the policy
-
-
-def kept(scores: list[float], k: int, mode: str) -> list[int]:
-    """Which of the checkpoints with these scores are kept in the end."""
-    policy = TopK(k, mode)
-    best: dict[str, float] = {}
-    for number, score in enumerate(scores):
-        if policy.takes(score, best):
-            best[str(number)] = score
-            if k != -1 and len(best) > k:
-                del best[policy.worst(best)]
-    return sorted(map(int, best))
-
-
-@pytest.mark.parametrize(
-    ("scores", "k", "mode", "expected"),
-    [
-        ([3, 1, 2], 1, "min", [1]),
-        ([3, 1, 2], 1, "max", [0]),
-        ([3, 1, 2], 2, "min", [1, 2]),
-        ([3, 1, 2], -1, "min", [0, 1, 2]),
-        ([3, 1, 2], 0, "min", []),
-        ([NAN, 5, NAN], 1, "min", [1]),
-        ([5, NAN], 1, "max", [0]),
-        ([NAN, NAN, 7, NAN], 2, "max", [1, 2]),
-        ([INF, 1e30], 1, "min", [1]),
-        ([-INF, 0.0], 1, "min", [0]),
-        ([INF, NAN], 1, "max", [0]),
-        ([NAN, INF], 1, "min", [1]),
-        ([0.0, -0.0], 1, "min", [0]),
-        ([-0.0, 0.0], 1, "max", [0]),
-        ([1, 1, 1], 2, "min", [0, 1]),
-    ],
-)
-def test_the_best_are_kept(scores: list[float], k: int, mode: str, expected: list[int]):
-    assert kept(scores, k, mode) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,6 +51,10 @@ def test_names(template: str, insert: bool, expected: str):
         ({"every_n_epochs": -1}, "must be an integer"),
         ({"every_n_train_steps": 1.5}, "must be an integer"),
         ({"save_last": "link"}, "there is no link"),
+        ({"keep": 3}, r"keep=3: a policy such as KeepNewest"),
+        ({"keep": KeepNewest(3), "save_top_k": 2, "monitor": "a"}, r"save_top_k=2 and keep=KeepNewest\(count=3\)"),
+        ({"keep": KeepBest(3)}, "needs monitor"),
+        ({"keep": KeepNewest(1) | KeepBest(3, "max"), "monitor": "a"}, "contradicts mode='min'"),
     ],
 )
 def test_contradictions_are_found_at_once(arguments: dict[str, Any], message: str):
@@ -145,6 +110,11 @@ def names(folder: Path) -> list[str]:
         ([1, 2, 3, 4], {"every_n_epochs": 2}, [3], 3),
         ([1, 2, 3, 4], {"every_n_epochs": 0}, [], None),
         ([1, 2, 3], {"every_n_epochs": 2, "save_last": True}, [2], 2),
+        ([3, 1, 2], {"keep": KeepNewest(2)}, [1, 2], 2),
+        ([3, 1, 2, 4], {"keep": KeepNewest(1) | KeepEvery(8)}, [1, 3], 3),
+        ([3, 1, 2, 4], {"keep": KeepBest(1), "monitor": "score"}, [1, 3], 1),
+        ([3, 1, 2, 4], {"keep": KeepNewest(2), "monitor": "score"}, [2, 3], 2),
+        ([3, NAN, NAN], {"keep": KeepBest(1), "monitor": "score"}, [0, 2], 0),
     ],
 )
 def test_what_is_kept_after_fit(
@@ -257,6 +227,7 @@ def test_nothing_is_deleted_before_the_newer_one_verified(tmp_path: Path, monkey
     with pytest.warns(UserWarning, match=r"does not verify \(model\.safetensors is too short\); nothing older"):
         run(tmp_path, saver, max_epochs=2)
     assert names(tmp_path / "kept") == ["step-00000004-1", "step-00000008-1"]
+    assert [Path(it.key).name for it in saver.saved] == ["step-00000004-1"], "what does not verify is not counted"
 
 
 def test_verbose_says_what_happens(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -329,6 +300,31 @@ def test_both_of_two_take_in_the_checkpoint_they_resume_from(tmp_path: Path):
     trainer = quiet(max_epochs=4, callbacks=two(), enable_checkpointing=True, default_root_dir=tmp_path)
     trainer.fit(Scored([1.0] * 4), loader(), loader(3), ckpt_path="last")
     assert all(name.startswith("step-00000016") for name in names(tmp_path / "kept"))
+
+
+def test_the_checkpoint_of_another_run_is_not_deleted(tmp_path: Path):
+    run(tmp_path / "first", ModelCheckpoint(tmp_path / "first" / "kept"), max_epochs=2)
+    (first,) = (tmp_path / "first" / "kept").iterdir()
+    saver = ModelCheckpoint(tmp_path / "second" / "kept")
+    second = quiet(max_epochs=4, callbacks=[saver], enable_checkpointing=True, default_root_dir=tmp_path / "second")
+    second.fit(Scored([1.0] * 10), loader(), loader(3), ckpt_path=first)
+    assert names(tmp_path / "second" / "kept") == ["step-00000016-1"]
+    assert first.is_dir()
+
+
+@pytest.mark.filterwarnings("ignore:this run has other hyperparameters")
+def test_nobody_deletes_what_another_one_keeps(tmp_path: Path):
+    def two() -> list[Any]:
+        best = ModelCheckpoint(tmp_path / "kept", monitor="score")
+        return [ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1), best]
+
+    run(tmp_path, *two(), module=Scored([1.0, 2.0]), max_epochs=2)
+    savers = two()
+    trainer = quiet(max_epochs=4, callbacks=savers, enable_checkpointing=True, default_root_dir=tmp_path)
+    best = tmp_path / "kept" / "step-00000004-2"
+    trainer.fit(Scored([1.0, 2.0, 3.0, 4.0]), loader(), loader(3), ckpt_path=best)
+    assert savers[1].best_model_path == str(best)
+    assert best.is_dir()
 
 
 def test_torch_scores_are_plain_numbers(tmp_path: Path):
