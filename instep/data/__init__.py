@@ -14,24 +14,46 @@
 
 What can fail: samplers that draw from generators nobody can seed (found by comparing the ranks' orders), loaders that
 break their length, data that changed since the checkpoint, and streams resumed at another world size (all refused).
+
+A name is loaded when it is first used.
 """
 
-from instep.data.base import BatchSource, PreparedLoader
-from instep.data.combined import CombinedLoader
-from instep.data.config import DataLoaderConfiguration
-from instep.data.limits import resolve_limit
-from instep.data.loader import prepare_loader
-from instep.data.module import DataModule
-from instep.data.sampler import ShardedBatches, ShardedBatchSampler
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "BatchSource",
-    "CombinedLoader",
-    "DataLoaderConfiguration",
-    "DataModule",
-    "PreparedLoader",
-    "ShardedBatchSampler",
-    "ShardedBatches",
-    "prepare_loader",
-    "resolve_limit",
-]
+_HOME = {
+    "BatchSource": "base",
+    "CombinedLoader": "combined",
+    "DataLoaderConfiguration": "config",
+    "DataModule": "module",
+    "PreparedLoader": "base",
+    "ShardedBatchSampler": "sampler",
+    "ShardedBatches": "sampler",
+    "prepare_loader": "loader",
+    "resolve_limit": "limits",
+}
+
+if TYPE_CHECKING:
+    from instep.data.base import BatchSource as BatchSource
+    from instep.data.base import PreparedLoader as PreparedLoader
+    from instep.data.combined import CombinedLoader as CombinedLoader
+    from instep.data.config import DataLoaderConfiguration as DataLoaderConfiguration
+    from instep.data.limits import resolve_limit as resolve_limit
+    from instep.data.loader import prepare_loader as prepare_loader
+    from instep.data.module import DataModule as DataModule
+    from instep.data.sampler import ShardedBatches as ShardedBatches
+    from instep.data.sampler import ShardedBatchSampler as ShardedBatchSampler
+
+__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'instep.data' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(f"instep.data.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

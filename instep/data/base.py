@@ -9,6 +9,9 @@ from typing import Any
 
 from instep.types import StateDict
 
+UNEVEN = ("stop", "join", "error")
+OWN_END = "own end"  # ranks do not agree: each goes on to its own end (`even_batches=False`)
+
 
 class BatchSource(ABC):
     """Batches of this rank, with what the loop must know about them.

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from instep.data.base import PreparedLoader
-from instep.data.dispatch import DispatchLoader
+from instep.data.base import OWN_END, UNEVEN, PreparedLoader
 from instep.data.draw import SamplerDraw, generators, is_distributed
 from instep.data.index import IndexLoader
 from instep.data.limits import resolve_limit
 from instep.data.rebuild import rebuild
 from instep.data.sampler import ShardedBatches, ShardedBatchSampler, ShardedSampler, SplitBatches
-from instep.data.stream import OWN_END, UNEVEN, StreamLoader
 from instep.distributed import gather_object
 from instep.errors import DataError, SettingError, one_of
 from instep.types import Stateful
@@ -245,6 +243,8 @@ def _dispatched(
     pin: bool,
 ) -> PreparedLoader:
     """Rank 0 reads with `read`, at `batch_size`; `size` samples are for each rank."""
+    from instep.data.dispatch import DispatchLoader  # late: only dispatched data pays for it
+
     whole = False
     if not split:
         whole = size is None or not _can_batch(loader)
@@ -286,6 +286,8 @@ def _by_index(
         mine = everyone[0]  # a generator seeded differently per rank: rank 0's counts
     lengths = {other["length"] for other in everyone}
     if not share.shared and len(lengths) > 1 and choice.uneven == "join":
+        from instep.data.stream import StreamLoader  # late: as in `_by_iteration`
+
         return StreamLoader(
             loader, rank=choice.rank, world_size=choice.world_size, seed=choice.seed, uneven="join",
             limit=choice.steps(None if choice.limit is None else len(loader)),
@@ -315,6 +317,8 @@ def _by_index(
 
 
 def _by_iteration(loader: Any, choice: _Choice, *, frozen: bool, resumable: bool) -> PreparedLoader:
+    from instep.data.stream import StreamLoader  # late: only data in somebody else's order pays for it
+
     stateful = _stateful_part(loader)
     if not resumable:
         stateful = None  # its state would be copied at every batch, for a position that nobody saves

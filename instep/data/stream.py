@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from instep.data.agreement import NextBatch
-from instep.data.base import PreparedLoader
+from instep.data.base import OWN_END, PreparedLoader
 from instep.data.draw import generators
 from instep.data.seeding import RandomStream
 from instep.data.workers import calm_workers
@@ -31,8 +31,6 @@ from instep.errors import DataError, UsageError
 from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 
-UNEVEN = ("stop", "join", "error")
-OWN_END = "own end"  # ranks do not agree: each goes on to its own end (`even_batches=False`)
 QUIET_AFTER = 3  # fetches that drew nothing: from then on only every 64th is watched, since each costs tens of us
 WATCH_EVERY = 64
 _END = object()
