@@ -1,0 +1,151 @@
+"""Repeating the steps after a checkpoint: what a Trainer does in a program that `instep replay` runs again.
+
+The variable INSTEP_REPLAY holds the order as JSON: `{"checkpoint": path, "steps": count, "output": folder}`. The first
+`fit` then goes on from that checkpoint with everything that the run had but its loggers, its savers and what draws,
+writes one line for each optimizer step into `<output>/rank-<rank>.jsonl`, and ends the process after the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from instep.callbacks.base import Callback
+from instep.errors import UsageError
+
+if TYPE_CHECKING:
+    from instep.trainer.module import TrainModule
+    from instep.trainer.session import Session
+    from instep.trainer.trainer import Trainer
+
+VARIABLE = "INSTEP_REPLAY"
+_ALL_ARRIVE_S = 60.0
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+_STARTED_IN = _folder()  # where the program's relative arguments point from, before it may go elsewhere
+
+
+def command(run: Session) -> dict[str, Any] | None:
+    """How to run this program again, for its checkpoints; None where that cannot be done (a notebook, a test)."""
+    from instep.launch.command import this_command  # late: only who saves pays for it
+
+    try:
+        arguments = this_command()
+    except UsageError:
+        return None
+    settings = run.settings
+    starts_ranks = settings.devices != "auto" and settings.num_nodes == 1
+    return {"arguments": list(arguments), "folder": _STARTED_IN, "starts_ranks": starts_ranks}
+
+
+def silence(trainer: Trainer) -> None:
+    """In a replay: nothing is logged, saved or drawn. Otherwise nothing happens."""
+    if VARIABLE in os.environ:
+        trainer._loggers = []
+        trainer.callbacks = _silenced(trainer.callbacks)
+        trainer.save_checkpoint = lambda filepath, *_, **__: Path(filepath)  # type: ignore[method-assign]
+
+
+def take_over(trainer: Trainer, module: TrainModule, ckpt_path: Any) -> Any:
+    """What `fit` resumes from: in a replay the checkpoint that is asked for, else `ckpt_path`."""
+    if VARIABLE not in os.environ:
+        return ckpt_path
+    order = json.loads(os.environ[VARIABLE])
+    own = module.configure_callbacks
+
+    def configure_callbacks() -> list[Callback]:
+        callbacks = own() or []
+        return _silenced([callbacks] if isinstance(callbacks, Callback) else callbacks)
+
+    module.configure_callbacks = configure_callbacks
+    trainer.callbacks = [_Recorder(order), *trainer.callbacks]  # first: it sees gradients before any other changes them
+    return order["checkpoint"]
+
+
+class _Silenced(Callback):
+    """Stands for a callback that is left out: it takes its saved state, so that nobody misses the owner."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    @property
+    def state_key(self) -> str:
+        return self._key
+
+
+def _silenced(callbacks: Iterable[Callback]) -> list[Callback]:
+    from instep import callbacks as room  # late, as in plugins: its names load when used
+
+    # Timer: how long the first run took is not repeated. LearningRateMonitor: it insists on a logger.
+    left_out = (room.ProgressBar, room.ModelSummary, room.LearningRateMonitor, room.Timer)
+    return [
+        # A class of its own each: configure_callbacks replaces callbacks of the same class.
+        type("Silenced", (_Silenced,), {})(callback.state_key)
+        if hasattr(callback, "save_now") or isinstance(callback, left_out)
+        else callback
+        for callback in callbacks
+    ]
+
+
+class _Recorder(Callback):
+    """Writes what each optimizer step did, and ends the process after the last one."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._left: int = order["steps"]
+        self._output = Path(order["output"])
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._file = open(self._output / f"rank-{trainer.global_rank}.jsonl", "w")  # noqa: SIM115  closed by _end
+        self._step = trainer.global_step
+        self._batches: list[dict[str, Any]] = []
+        self._norms: list[float] = []
+        if not self._left:
+            self._end(trainer)
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        samples = trainer.train_dataloader.sample_indices(batch_idx)
+        self._batches.append({"batch": batch_idx, "loss": None if loss is None else float(loss), "samples": samples})
+        if trainer.global_step == self._step:
+            return  # within an optimizer window
+        self._step = trainer.global_step
+        line = {"step": self._step, "epoch": trainer.current_epoch, "rank": trainer.global_rank}
+        json.dump({**line, "grad_norms": self._norms, "batches": self._batches}, self._file, default=repr)
+        self._file.write("\n")
+        self._batches, self._norms = [], []
+        self._left -= 1
+        if not self._left:
+            self._end(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._end(trainer)  # there were fewer steps to the end of the run
+
+    def _end(self, trainer: Trainer) -> NoReturn:
+        """End at once: neither hooks nor the rest of the program may act on a run that only repeats another."""
+        self._file.close()
+        trainer.all_ranks_arrive(_ALL_ARRIVE_S)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
