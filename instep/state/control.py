@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-Parcel = tuple[bool, Any]  # True and the pickled object, or False and the traceback of the attempt
+Parcel = tuple[bool, Any]  # True and the object, or False and the traceback of the attempt
 
 
 def exchange(
@@ -95,11 +95,12 @@ def share_error(
 
 
 def _packed(obj: Any) -> tuple[Parcel, Exception | None]:
-    # Pickled here and not by torch: an error has to travel like the object, or the other ranks would wait for it.
+    # Tried here before torch does it: an error has to travel like the object, or the other ranks would wait for it.
     try:
-        return (True, pickle.dumps(obj)), None
+        pickle.dumps(obj)
     except Exception as error:  # noqa: BLE001  `_opened` raises it
         return (False, "".join(traceback.format_exception(error))), error
+    return (True, obj), None
 
 
 def _opened(parcels: Mapping[int, Parcel], error: Exception | None, operation: str) -> dict[int, Any]:
@@ -107,7 +108,7 @@ def _opened(parcels: Mapping[int, Parcel], error: Exception | None, operation: s
         raise error
     reports = {rank: content for rank, (whole, content) in parcels.items() if not whole}
     _raise_remote(reports, f"{operation}: pickling the object")
-    return {rank: pickle.loads(content) for rank, (_, content) in parcels.items()}  # noqa: S301  from this job's ranks
+    return {rank: content for rank, (_, content) in parcels.items()}
 
 
 def _raise_remote(reports: Mapping[int, str], doing: str) -> None:
