@@ -86,7 +86,7 @@ class CheckpointError(InstepError, RuntimeError):
 
     def __init__(self, message: str, *, path: str | Path | None = None) -> None:
         super().__init__(message)
-        self.path = None if path is None else Path(path)
+        self.path = Path(path) if isinstance(path, str) else path
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

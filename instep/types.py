@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from upath import UPath
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
+Location: TypeAlias = (
+    "PathLike | UPath"  # where checkpoints may lie: a path, a URL as text, or a universal_pathlib path
+)
 StateDict: TypeAlias = "dict[str, Any]"
 
 

@@ -8,9 +8,12 @@ from pathlib import Path
 
 from instep.checkpoint import names
 from instep.checkpoint.choose import CheckpointInfo
-from instep.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from instep.checkpoint.manifest import Manifest, read_manifest
+from instep.checkpoint.remote import files_of
+from instep.checkpoint.retry import patiently
 from instep.errors import CheckpointError, CheckpointNotFoundError
-from instep.types import PathLike
+from instep.types import Location
+from instep.utils.paths import to_path
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,7 @@ class Broken:
 def folder_names(root: Path) -> list[str]:
     """The folders in a folder, hidden ones too; none where it does not exist."""
     try:
-        return sorted(entry.name for entry in root.iterdir() if entry.is_dir())
-    except FileNotFoundError:
-        return []
+        return patiently(lambda: files_of(root).folders(root))
     except OSError as error:
         raise CheckpointError(f"could not list {root}: {error.strerror or error}", path=root) from error
 
@@ -46,11 +47,15 @@ def look(root: Path) -> list[CheckpointInfo | Broken]:
         path = root / name
         if name.startswith("."):
             continue
-        manifest, problem = read_or_say(path)
+        manifest, problem, manifest_is_there = None, "", True
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            problem, manifest_is_there = str(error), not isinstance(error, CheckpointNotFoundError)
         if manifest is not None:
             order = (manifest.step, manifest.attempt, name)
             found.append((order, CheckpointInfo(path, manifest.step, manifest.attempt, manifest)))
-        elif names.step_of(name) is not None or (path / MANIFEST).exists() or any(path.glob("*.safetensors")):
+        elif manifest_is_there or files_of(path).looks_damaged(path):
             step, attempt = names.step_of(name) or (math.inf, 0)
             found.append(((step, attempt, name), Broken(path, problem)))
     return [what for _, what in sorted(found, key=lambda pair: pair[0], reverse=True)]
@@ -64,12 +69,12 @@ def read_or_say(folder: Path) -> tuple[Manifest | None, str]:
         return None, str(error)
 
 
-def is_checkpoint(path: PathLike) -> bool:
+def is_checkpoint(path: Location) -> bool:
     """Whether a path is a folder with a manifest that can be read. `verify` reads the rest."""
-    return read_or_say(Path(path))[0] is not None
+    return read_or_say(to_path(path))[0] is not None
 
 
-def find_checkpoint(path: PathLike) -> Path:
+def find_checkpoint(path: Location) -> Path:
     """The checkpoint that a path means: the folder itself, or the latest attempt where the path leaves the number out.
 
     Args:
@@ -81,7 +86,7 @@ def find_checkpoint(path: PathLike) -> Path:
     Raises:
         CheckpointNotFoundError: there is none; the text says what lies there.
     """
-    path = Path(path).absolute()
+    path = to_path(path).absolute()
     manifest, problem = read_or_say(path)
     if manifest is not None:
         return path

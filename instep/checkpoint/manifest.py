@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from instep.checkpoint.encode import decode, encode
-from instep.checkpoint.files import FileRecord, digest
+from instep.checkpoint.hashing import FileRecord, digest
+from instep.checkpoint.names import MANIFEST
+from instep.checkpoint.remote import files_of
+from instep.checkpoint.retry import patiently
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UnsavableStateError
 
-MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 _END = "\n}\n"
 _SEAL = ',\n "xxh3": "'
@@ -112,7 +114,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        data = path.read_bytes()
+        data = patiently(lambda: files_of(path).read(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(
             f"{folder} is not a checkpoint: it has no {MANIFEST}, which a save writes last", path=folder

@@ -6,6 +6,7 @@ import re
 
 from instep.errors import SettingError
 
+MANIFEST = "manifest.json"
 SAVING = ".saving-"  # being written by the process that the name ends with
 DELETING = ".deleting-"  # given up, and not removed in full
 _NUMBERED = re.compile(r"(?P<base>.+)-(?P<attempt>\d+)", re.DOTALL)

@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from instep.checkpoint.encode import decode
-from instep.checkpoint.files import FileRecord, Hasher, hash_file
+from instep.checkpoint.hashing import FileRecord, Hasher
 from instep.checkpoint.manifest import Manifest, read_manifest
+from instep.checkpoint.remote import files_of
+from instep.checkpoint.retry import patiently
 from instep.checkpoint.tensors import read_tensors
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 
@@ -45,17 +47,23 @@ class Reader:
             CorruptCheckpointError: the file is not what was written.
         """
         path = self._listed(name)
-        if name in self._unverified:
-            self._settle(name, file_problem(path, self.manifest.files[name]))
-        return read_tensors(path)
+        try:
+            with files_of(path).fetched(path, name in self._unverified) as (local, record):
+                if record is not None:
+                    self._settle(name, _difference(name, record, self.manifest.files[name]))
+                return read_tensors(local)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise self._corrupt(_unreadable(name, error)) from error
 
     def json(self, name: str) -> Any:
         """The value of a JSON file; raises like `tensors`."""
         path = self._listed(name)
         try:
-            data = path.read_bytes()
+            data = patiently(lambda: files_of(path).read(path))
         except OSError as error:
-            raise self._corrupt(_unreadable(path.name, error)) from error
+            raise self._corrupt(_unreadable(name, error)) from error
         if name in self._unverified:
             hasher = Hasher()
             hasher.update(data)
@@ -89,13 +97,12 @@ class Reader:
 
 def file_problem(path: Path, record: FileRecord) -> str | None:
     """What is wrong with a file of a checkpoint; None where it is what was written."""
+    files = files_of(path)
     try:
-        size = path.stat().st_size
+        size = patiently(lambda: files.size(path))
         if size != record.bytes:  # no need to read it
             return f"{path.name} has {size:,} bytes instead of {record.bytes:,}"
-        return _difference(path.name, hash_file(path), record)
-    except FileNotFoundError:
-        return f"{path.name} is missing"
+        return _difference(path.name, patiently(lambda: files.hash(path)), record)
     except OSError as error:
         return _unreadable(path.name, error)
 

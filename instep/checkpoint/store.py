@@ -5,9 +5,10 @@ from __future__ import annotations
 import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,14 +16,19 @@ from instep import __version__
 from instep.checkpoint import names
 from instep.checkpoint.catalog import Broken, folder_names, look, read_or_say
 from instep.checkpoint.choose import CheckpointInfo, best_first, check_keyword
-from instep.checkpoint.files import FileRecord, LocalFiles
-from instep.checkpoint.manifest import MANIFEST, Manifest
-from instep.checkpoint.owner import is_gone, this_process
+from instep.checkpoint.files import Files
+from instep.checkpoint.hashing import FileRecord
+from instep.checkpoint.manifest import Manifest, is_inner_name
 from instep.checkpoint.reader import Reader, file_problem, folder_problems
+from instep.checkpoint.remote import files_of
+from instep.checkpoint.retry import PAUSES_S, passing, wait
 from instep.checkpoint.together import Peers
-from instep.checkpoint.writer import Writer, foreign_files
+from instep.checkpoint.writer import Writer
 from instep.errors import CheckpointError, CheckpointNotFoundError, DistributedError, RemoteError
-from instep.types import PathLike
+from instep.types import Location
+from instep.utils.paths import to_path
+
+T = TypeVar("T")
 
 
 class CheckpointStore:
@@ -32,8 +38,8 @@ class CheckpointStore:
     tells the others. The rest are local. With several nodes the folder is on a file system that all of them share.
 
     Args:
-        root: the folder; made by the first save.
-        files: the file operations; a test puts its faults there. Default: the local disk.
+        root: the folder, or the URL of one ("s3://bucket/run"); made by the first save.
+        files: the file operations; a test puts its faults there. Default: those of the root's file system.
         peers: the ranks that act together. Default: all of them, on the training thread.
 
     Example:
@@ -45,9 +51,9 @@ class CheckpointStore:
         ('step-00001200-1', [], {'epoch': 3})
     """
 
-    def __init__(self, root: PathLike, files: LocalFiles | None = None, *, peers: Peers | None = None) -> None:
-        self.root = Path(root).absolute()  # a later chdir must not move it
-        self.files = files if files is not None else LocalFiles()
+    def __init__(self, root: Location, files: Files | None = None, *, peers: Peers | None = None) -> None:
+        self.root = to_path(root).absolute()  # a later chdir must not move it
+        self.files = files if files is not None else files_of(self.root)
         self.peers = peers if peers is not None else Peers()
 
     def save(
@@ -62,7 +68,9 @@ class CheckpointStore:
         """Save a checkpoint: all of it is on the disk when this returns, or nothing of it is left. Collective.
 
         Every rank calls `write`, which must not wait for another rank. If it raises on any rank, or the disk is full,
-        the save fails on all of them, what was written is removed, and the older checkpoints are untouched.
+        the save fails on all of them, what was written is removed, and the older checkpoints are untouched. A fault
+        that may pass by itself (a network's, a server's) is warned of, and after a pause all ranks call `write` again
+        for another folder, at most twice.
 
         Args:
             step: the global step; the same on every rank.
@@ -80,23 +88,12 @@ class CheckpointStore:
             UnsavableStateError: a state holds something that cannot be encoded.
             RemoteError: another rank failed; has that rank's traceback.
         """
-        temp, final, attempt = self.peers.on_rank_zero(lambda: self._begin(step, name), "starting a checkpoint")
-        rank, world_size = self.peers.place()
-        error: BaseException | None = None
-        writer = Writer(temp, self.files, rank, world_size)
-        try:
-            write(writer)
-        except BaseException as caught:  # noqa: BLE001  raised again below, together with the other ranks
-            error = caught
-        parts = self.peers.from_every_rank((step, writer.records, error is not None))
-        if any(failed for _, _, failed in parts):
-            if rank == 0:
-                self._remove_quietly(temp)
-            self.peers.fail_together(error, f"saving {final}")
-        self.peers.on_rank_zero(
-            lambda: self._commit(temp, final, attempt, parts, info or {}, run_id), f"saving {final}"
-        )
-        return final
+        saved: Path | _Passing = _Passing(0, "")
+        for pause_s in (0.0, *PAUSES_S):
+            saved = self._try(step, write, info or {}, name, run_id, saved, pause_s)
+            if not isinstance(saved, _Passing):
+                return saved
+        raise AssertionError("the last try raises")
 
     def scan(self) -> list[CheckpointInfo]:
         """The checkpoints whose manifest can be read, the highest (step, attempt) first. Local; reads no other file.
@@ -109,11 +106,11 @@ class CheckpointStore:
         """
         return [found for found in look(self.root) if isinstance(found, CheckpointInfo)]
 
-    def verify(self, path: PathLike) -> list[str]:
+    def verify(self, path: Location) -> list[str]:
         """What is wrong with a checkpoint: empty where every byte of it is what was written. Local."""
         return folder_problems(self._inside(path))
 
-    def verify_together(self, path: PathLike) -> list[str]:
+    def verify_together(self, path: Location) -> list[str]:
         """The same as `verify`, each file read by one rank. Collective."""
         folder = self._inside(path)
         rank, world_size = self.peers.place()
@@ -172,7 +169,7 @@ class CheckpointStore:
         what = "with a score" if keyword == "best" else f"of kind {kind!r}" if kind else "that verifies"
         raise CheckpointNotFoundError(f"{keyword!r}: {self.root} has no checkpoint {what}", path=self.root)
 
-    def read(self, path: PathLike, verify: bool = True) -> Reader:
+    def read(self, path: Location, verify: bool = True) -> Reader:
         """Open a checkpoint. Local: each file is verified by the process that reads it, when it first does.
 
         Args:
@@ -185,7 +182,7 @@ class CheckpointStore:
         """
         return Reader(self._inside(path), verify)
 
-    def delete(self, path: PathLike) -> None:
+    def delete(self, path: Location) -> None:
         """Delete a checkpoint: gone at one instant, then removed. Collective; nothing happens where it is gone.
 
         Raises:
@@ -217,41 +214,86 @@ class CheckpointStore:
             if self.peers.place()[0] == 0:
                 warnings.warn(f"what an earlier run left in {self.root} stays there: {error}", stacklevel=3)
 
+    def _try(
+        self,
+        step: int,
+        write: Callable[[Writer], None],
+        info: Mapping[str, Any],
+        name: str | None,
+        run_id: str,
+        before: _Passing,
+        pause_s: float,
+    ) -> Path | _Passing:
+        """Save once. All ranks know from the same messages whether it failed in passing, which the last try raises."""
+        last = pause_s == PAUSES_S[-1]
+        begun = self.peers.on_rank_zero(
+            lambda: _unless_passing(lambda: self._begin(step, name, before, pause_s), before.attempt, last),
+            "starting a checkpoint",
+        )
+        if isinstance(begun, _Passing):
+            return begun
+        folder, final, attempt = begun
+        rank, world_size = self.peers.place()
+        error: BaseException | None = None
+        writer = Writer(folder, self.files, rank, world_size)
+        try:
+            write(writer)
+        except BaseException as caught:  # noqa: BLE001  raised again below, together with the other ranks
+            error = caught
+        mine = None if error is None else (passing(error), str(error))
+        parts = self.peers.from_every_rank((step, writer.records, mine))
+        failures = [failure for _, _, failure in parts if failure is not None]
+        if failures:
+            if rank == 0:
+                self._remove_quietly(folder)
+            if not last and all(passes for passes, _ in failures):
+                return _Passing(attempt, failures[0][1])
+            self.peers.fail_together(error, f"saving {final}")
+        records = [(step, records) for step, records, _ in parts]
+        done = self.peers.on_rank_zero(
+            lambda: _unless_passing(lambda: self._commit(folder, final, attempt, records, info, run_id), attempt, last),
+            f"saving {final}",
+        )
+        return final if done is None else done
+
     # Rank 0 only, from here on.
 
-    def _begin(self, step: int, name: str | None) -> tuple[Path, Path, int]:
+    def _begin(self, step: int, name: str | None, before: _Passing, pause_s: float) -> tuple[Path, Path, int]:
+        if before.why:
+            wait(pause_s, f"saving step {step} failed, and is tried again in another folder: {before.why}")
         base = names.base_name(step, name)
         try:
             self.files.make_root(self.root)
             # One number for all saves of a step, so that the order of two folders with other names is certain too.
             used = [info.attempt for info in self.scan() if info.step == step]
             used += [parts[1] for parts in map(names.split_name, folder_names(self.root)) if parts and parts[0] == base]
-            attempt = max(used, default=0) + 1
-            final = self.root / f"{base}-{attempt}"
-            temp = self.root / names.saving_name(final.name, this_process())
-            if temp.exists():  # left by a save of this process that could not clean up
-                self.files.remove_tree(temp)
-            self.files.make_folder(temp)
+            attempt = max([*used, before.attempt]) + 1
+            while True:
+                final = self.root / f"{base}-{attempt}"
+                try:
+                    return self.files.begin(final), final, attempt
+                except FileExistsError:  # of another save that began just now
+                    attempt += 1
         except OSError as error:
             raise CheckpointError(
                 f"could not start a checkpoint in {self.root}: {error.strerror or error} ({error.filename}). "
                 "Make the folder writable, or choose another.",
                 path=self.root,
             ) from error
-        return temp, final, attempt
 
     def _commit(
         self,
-        temp: Path,
+        folder: Path,
         final: Path,
         attempt: int,
-        parts: Sequence[tuple[int, dict[str, FileRecord], bool]],
+        parts: Sequence[tuple[int, dict[str, FileRecord]]],
         info: Mapping[str, Any],
         run_id: str,
     ) -> None:
-        renamed = False
         try:
-            records = _joined(parts, temp)
+            sizes = self.files.sizes(folder)
+            records = _joined(parts, sizes, folder)
+            foreign = [name for name in sorted(sizes.keys() - records.keys()) if is_inner_name(name)]
             manifest = Manifest(
                 step=parts[0][0],
                 attempt=attempt,
@@ -259,19 +301,15 @@ class CheckpointStore:
                 world_size=len(parts),
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 versions={"instep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-                files={**foreign_files(temp, records, self.files), **records},
+                files={**{name: self.files.take_in(folder / name) for name in foreign}, **records},
                 info=info,
-            )
-            self.files.write_file(temp / MANIFEST, manifest.to_bytes())
-            self.files.sync_folder(temp)
-            self.files.rename(temp, final)
-            renamed = True
-            self.files.sync_folder(self.root)
+            ).to_bytes()
+            self.files.seal(folder, manifest)
+            self.files.publish(folder, final, manifest)
         except BaseException as error:
-            self._remove_quietly(temp)
+            self._remove_quietly(folder)
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                if renamed:  # nobody knows whether the disk has it
-                    self._remove_quietly(final)
+                self._remove_quietly(final)  # nobody knows whether the disk has it
                 raise CheckpointError(
                     f"could not commit {final}: {error.strerror or error}. The older checkpoints are intact.",
                     path=final,
@@ -281,42 +319,27 @@ class CheckpointStore:
     def _delete(self, folder: Path) -> None:
         if folder.parent != self.root or names.split_name(folder.name) is None:
             raise CheckpointError(f"{folder} is not a checkpoint of {self.root}; it is left alone", path=folder)
-        if not folder.exists():
-            return
-        doomed = self.root / f"{names.DELETING}{folder.name}"
         try:
-            self.files.remove_tree(doomed)
-            self.files.rename(folder, doomed)
-            self.files.sync_folder(self.root)
-            self.files.remove_tree(doomed)
+            self.files.withdraw(folder)
         except OSError as error:
             raise CheckpointError(f"could not delete {folder}: {error.strerror or error}", path=folder) from error
 
     def _sweep(self, of_other_hosts: bool) -> list[Path]:
         removed: list[Path] = []
-        for name in folder_names(self.root):
-            dead = name.startswith(names.DELETING)
-            if name.startswith(names.SAVING):
-                gone = is_gone(names.saving_owner(name))
-                dead = of_other_hosts if gone is None else gone
-            if dead:
-                try:
-                    self.files.remove_tree(self.root / name)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"could not remove {self.root / name}: {error.strerror or error}", path=self.root / name
-                    ) from error
-                removed.append(self.root / name)
+        folder = self.root
+        try:
+            for folder, gone in self.files.remains(self.root):
+                if of_other_hosts if gone is None else gone:
+                    self.files.remove_tree(folder)
+                    removed.append(folder)
+        except OSError as error:
+            raise CheckpointError(f"could not remove {folder}: {error.strerror or error}", path=folder) from error
         return removed
 
     def _remove_quietly(self, folder: Path) -> None:
         """Remove a folder while another error is on its way, which must not be hidden by a second one."""
         try:
-            if folder.exists() and not folder.name.startswith("."):
-                hidden = self.root / f"{names.DELETING}{folder.name}"
-                self.files.rename(folder, hidden)
-                folder = hidden
-            self.files.remove_tree(folder)
+            self.files.withdraw(folder)
         except OSError as error:
             warnings.warn(f"could not remove {folder}, which a failed save left: {error}. The next sweep() removes it.")
 
@@ -334,24 +357,45 @@ class CheckpointStore:
                 warnings.warn(f"the checkpoint {candidate.path} is passed over: {'; '.join(problems)}", stacklevel=3)
         return None
 
-    def _inside(self, path: PathLike) -> Path:
-        path = Path(path)
-        return self.root / path if len(path.parts) == 1 else path.absolute()
+    def _inside(self, path: Location) -> Path:
+        path = to_path(path, like=self.root)
+        return self.root / path.name if len(path.parts) == 1 else path.absolute()
 
 
-def _joined(parts: Sequence[tuple[int, dict[str, FileRecord], bool]], folder: Path) -> dict[str, FileRecord]:
+@dataclass(frozen=True)
+class _Passing:
+    """A try that failed by a fault that may not come again."""
+
+    attempt: int
+    why: str
+
+
+def _unless_passing(act: Callable[[], T], attempt: int, last: bool) -> T | _Passing:
+    try:
+        return act()
+    except CheckpointError as error:
+        if last or not passing(error):
+            raise
+        return _Passing(attempt, str(error))
+
+
+def _joined(
+    parts: Sequence[tuple[int, dict[str, FileRecord]]], sizes: Mapping[str, int], folder: Path
+) -> dict[str, FileRecord]:
     """The records of all ranks, held against what rank 0 sees."""
-    steps = {step for step, _, _ in parts}
+    steps = {step for step, _ in parts}
     if len(steps) > 1:
-        each = ", ".join(f"rank {rank}: {step}" for rank, (step, _, _) in enumerate(parts))
+        each = ", ".join(f"rank {rank}: {step}" for rank, (step, _) in enumerate(parts))
         raise DistributedError(f"the ranks save different steps ({each}); save() is called by all ranks at one step")
     records: dict[str, FileRecord] = {}
-    for rank, (_, of_rank, _) in enumerate(parts):
+    for rank, (_, of_rank) in enumerate(parts):
         for name, record in of_rank.items():
-            try:
-                size = (folder / name).stat().st_size
-            except FileNotFoundError:
-                size = None
+            if name in records:
+                raise CheckpointError(
+                    f"{folder / name} was written by two ranks. Give each rank's file a name of its own.",
+                    path=folder / name,
+                )
+            size = sizes.get(name)
             if size != record.bytes:
                 raise CheckpointError(
                     f"rank {rank} wrote {name} with {record.bytes:,} bytes and rank 0 sees "

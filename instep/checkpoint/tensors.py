@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from instep.checkpoint.files import Data, FileRecord, LocalFiles
+from instep.checkpoint.files import Files
+from instep.checkpoint.hashing import Data, FileRecord
+from instep.checkpoint.remote import files_of
 from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
 
 ALIASES = "instep.aliases"
@@ -79,7 +81,7 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
     *,
-    files: LocalFiles | None = None,
+    files: Files | None = None,
 ) -> FileRecord:
     """Write a safetensors file, and wait until the disk has it.
 
@@ -107,6 +109,24 @@ def write_tensors(
 
     Source: the format's description in the safetensors README.
     """
+    head, stored = framing(tensors, metadata)
+    with (files or files_of(path)).create(path, len(head) + sum(tensor.nbytes for tensor in stored)) as out:
+        out.write(head)
+        for tensor in stored:
+            out.write(_content(tensor))
+        return out.close()
+
+
+def framing(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[Tensor]]:
+    """What a safetensors file begins with, and the tensors whose contents follow, one right after the other.
+
+    Args:
+        tensors: as for `write_tensors`; shared ones follow once.
+        metadata: strings to keep in the header.
+
+    Raises:
+        UnsavableStateError: a tensor has no values or no plain layout, or a name cannot be used.
+    """
     stored, aliases = _split_shared(tensors)
     # Wide elements first keeps every tensor aligned to its own element size.
     order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
@@ -120,7 +140,7 @@ def write_tensors(
     end = 0
     for name in order:
         tensor = stored[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + tensor.nbytes
         if name in raw:
             dtype, shape = "U8", [*tensor.shape, tensor.element_size()]
         else:
@@ -128,12 +148,7 @@ def write_tensors(
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with (files or LocalFiles()).create(path, 8 + len(text) + end) as out:
-        out.write(len(text).to_bytes(8, "little"))
-        out.write(text)
-        for name in order:
-            out.write(_content(stored[name]))
-        return out.close()
+    return len(text).to_bytes(8, "little") + text, [stored[name] for name in order]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

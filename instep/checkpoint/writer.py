@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,30 +10,38 @@ from typing import Any
 from torch import Tensor
 
 from instep.checkpoint.encode import encode
-from instep.checkpoint.files import FileRecord, LocalFiles
-from instep.checkpoint.manifest import is_inner_name, is_plain_name
+from instep.checkpoint.files import Files
+from instep.checkpoint.hashing import Data, FileRecord
+from instep.checkpoint.manifest import is_plain_name
 from instep.checkpoint.tensors import write_tensors
 from instep.errors import SettingError, UnsavableStateError
 
 
-class Writer:
-    """Writes the files of one rank into a checkpoint that is being saved.
+class BaseWriter:
+    """How states become files; where these go is the subclass's choice.
 
     File names are shared by all ranks: put the rank into those of per-rank files.
 
     Args:
-        folder: the hidden folder being written. What else is put there becomes part of the checkpoint too.
-        files: the file operations.
         rank: this process.
         world_size: the number of ranks that save.
     """
 
-    def __init__(self, folder: Path, files: LocalFiles, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.records: dict[str, FileRecord] = {}
-        self.folder = folder
-        self._files = files
+
+    def put(self, name: str, *content: Data) -> None:
+        """Write a file of these bytes.
+
+        Args:
+            name: the file name.
+            content: contiguous buffers, joined.
+
+        Raises:
+            CheckpointError: the disk is full, or the like.
+        """
+        raise NotImplementedError
 
     def tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
         """Write a safetensors file.
@@ -48,7 +55,7 @@ class Writer:
             UnsavableStateError: a tensor cannot be stored.
             CheckpointError: the disk is full, or the like.
         """
-        self.records[name] = write_tensors(self._path(name), tensors, metadata, files=self._files)
+        raise NotImplementedError
 
     def json(self, name: str, value: Any) -> None:
         """Write plain JSON; for anything else than JSON values use `state`, which keeps every type.
@@ -67,7 +74,7 @@ class Writer:
             raise UnsavableStateError(
                 f"{name} is not JSON: {error}. Save it with writer.state(...) instead."
             ) from error
-        self.records[name] = self._files.write_file(self._path(name), text.encode())
+        self.put(name, text.encode())
 
     def state(self, base: str, tree: Any) -> None:
         """Write a state: `<base>.json`, and `<base>.safetensors` where it holds tensors.
@@ -85,21 +92,35 @@ class Writer:
             self.tensors(f"{base}.safetensors", tensors)
         self.json(f"{base}.json", json_tree)
 
-    def _path(self, name: str) -> Path:
-        if not is_plain_name(name):
-            raise SettingError(f"{name!r} cannot name a file of a checkpoint: give a plain, visible name", got=name)
-        return self.folder / name
+
+class Writer(BaseWriter):
+    """Writes the files of one rank into a checkpoint that is being saved.
+
+    Args:
+        folder: the hidden folder being written. What else is put there becomes part of the checkpoint too.
+        files: the file operations.
+        rank: this process.
+        world_size: the number of ranks that save.
+    """
+
+    def __init__(self, folder: Path, files: Files, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self.records: dict[str, FileRecord] = {}
+        self.folder = folder
+        self._files = files
+
+    def put(self, name: str, *content: Data) -> None:
+        with self._files.create(self.folder / checked_name(name), sum(map(len, content))) as out:
+            for data in content:
+                out.write(data)
+            self.records[name] = out.close()
+
+    def tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+        self.records[name] = write_tensors(self.folder / checked_name(name), tensors, metadata, files=self._files)
 
 
-def foreign_files(folder: Path, known: Mapping[str, FileRecord], files: LocalFiles) -> dict[str, FileRecord]:
-    """The records of the visible files that did not go through a Writer, those of subfolders too; on the disk."""
-    found: dict[str, FileRecord] = {}
-    for here, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (Path(here, name) for name in names):
-            name = path.relative_to(folder).as_posix()
-            if name not in known and is_inner_name(name):
-                found[name] = files.take_in(path)
-        if Path(here) != folder:
-            files.sync_folder(Path(here))
-    return found
+def checked_name(name: str) -> str:
+    """The name; SettingError where it cannot be that of a checkpoint's file."""
+    if not is_plain_name(name):
+        raise SettingError(f"{name!r} cannot name a file of a checkpoint: give a plain, visible name", got=name)
+    return name

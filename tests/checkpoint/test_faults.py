@@ -102,7 +102,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: Path, name:
     assert count["rename"] == (2 if name == "save_then_delete_the_old" else 1)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=["ENOSPC", "EROFS", "EIO"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT], ids=["ENOSPC", "EROFS", "EDQUOT"])
 def test_a_failure_of_any_operation_fails_the_save_and_nothing_else(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

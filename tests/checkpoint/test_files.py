@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from instep.checkpoint import files
-from instep.checkpoint.files import FileRecord, Hasher, LocalFiles, hash_file
+from instep.checkpoint import files, hashing, out_file
+from instep.checkpoint.files import LocalFiles
+from instep.checkpoint.hashing import FileRecord, Hasher, hash_file
 from instep.errors import CheckpointError
 
 
@@ -26,7 +27,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [15, 16, 17, 32, 100])
 @pytest.mark.parametrize("piece", [1, 5, 16, 1000])
 def test_chunks_do_not_depend_on_the_pieces(size: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(hashing, "CHUNK_BYTES", 16)
     data = os.urandom(size)
     hasher = Hasher()
     for start in range(0, size, piece):
@@ -42,8 +43,8 @@ def test_chunks_do_not_depend_on_the_pieces(size: int, piece: int, monkeypatch: 
 
 
 def test_small_writes_are_joined_and_large_ones_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_BUFFER_BYTES", 10)
-    monkeypatch.setattr(files, "_WRITE_BYTES", 8)
+    monkeypatch.setattr(out_file, "_BUFFER_BYTES", 10)
+    monkeypatch.setattr(out_file, "_WRITE_BYTES", 8)
     sizes: list[int] = []
 
     def trace(operation: str, path: Path, detail: Any) -> None:

@@ -65,7 +65,7 @@ def test_every_truncation_and_an_addition_is_found() -> None:
 
 def sealed(body: Any) -> bytes:
     """What a program that knows the checksum can write."""
-    from instep.checkpoint.files import digest
+    from instep.checkpoint.hashing import digest
 
     text = json.dumps(body, indent=1).removesuffix("\n}").encode()
     return text + b',\n "xxh3": "' + digest(text).encode() + b'"\n}\n'

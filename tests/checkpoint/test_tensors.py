@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from instep.checkpoint import read_tensors, write_tensors
-from instep.checkpoint.files import hash_file
+from instep.checkpoint.hashing import hash_file
 from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
 
 # fmt: off

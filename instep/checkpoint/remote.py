@@ -1,0 +1,267 @@
+"""The operations of a store on an object store, or on any other file system that fsspec reaches.
+
+There is no rename: files are put straight into their final folder, under a name that no other save has, and the
+manifest is put last. A folder without one is not listed. `.owner` in it says who writes there; it is put first and
+removed last, so that what has none is never ours to remove.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from instep.checkpoint import names
+from instep.checkpoint.files import Files, LocalFiles
+from instep.checkpoint.hashing import FileRecord, Hasher
+from instep.checkpoint.out_file import OutFile
+from instep.checkpoint.owner import is_gone, this_process
+
+_OWNER = ".owner"
+_PART_BYTES = 32 * 2**20  # of an upload; up to about three of them are in memory
+_MOST_PARTS = 9_000  # S3 allows 10,000
+_RANGE_BYTES = 16 * 2**20
+
+
+def files_of(path: Path) -> Files:
+    """The operations for the file system that a path is on."""
+    return LocalFiles() if isinstance(path, Path) else RemoteFiles()
+
+
+class RemoteFiles(Files):
+    """A file system behind fsspec, by `upath.UPath`.
+
+    Operations: create, write, close (the end of an upload), put (a small object at once), unlink.
+    """
+
+    def create(self, path: Path, total_bytes: int | None = None) -> OutFile:
+        return _RemoteOut(path, total_bytes, self._before)
+
+    def take_in(self, path: Path) -> FileRecord:
+        return self.hash(path)
+
+    def size(self, path: Path) -> int:
+        with _as_os_error(path):
+            return int(_fs(path).info(_key(path))["size"])
+
+    def hash(self, path: Path) -> FileRecord:
+        hasher = Hasher()
+        for piece in self._pieces(path):
+            hasher.update(piece)
+        return hasher.record()
+
+    def read(self, path: Path) -> bytes:
+        with _as_os_error(path):
+            return _fs(path).cat_file(_key(path))
+
+    @contextmanager
+    def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:
+        """A temporary copy, hashed on the way in any case. `TMPDIR` says on which disk."""
+        with tempfile.NamedTemporaryFile(prefix="instep-", suffix=path.suffix) as file:
+            hasher = Hasher()
+            for piece in self._pieces(path):
+                hasher.update(piece)
+                file.write(piece)
+            file.flush()
+            yield Path(file.name), hasher.record()
+
+    def folders(self, root: Path) -> list[str]:
+        try:
+            with _as_os_error(root):
+                found = _fs(root).ls(_key(root), detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(PurePosixPath(entry["name"]).name for entry in found if entry["type"] == "directory")
+
+    def sizes(self, folder: Path) -> dict[str, int]:
+        with _as_os_error(folder):
+            found = _fs(folder).find(_key(folder), detail=True)
+        start = _key(folder).rstrip("/") + "/"
+        return {name.removeprefix(start): int(entry["size"]) for name, entry in found.items()}
+
+    def looks_damaged(self, folder: Path) -> bool:
+        return False  # without a manifest it is a save in progress, or a dead one, which `remains` tells
+
+    def make_root(self, root: Path) -> None:
+        pass  # folders come with their files; a bucket is not made for a misspelled name
+
+    def begin(self, final: Path) -> Path:
+        if not self.create_exclusive(final / _OWNER, this_process().encode()):
+            raise FileExistsError(errno.EEXIST, "another save has taken this name", str(final))
+        return final
+
+    def seal(self, folder: Path, manifest: bytes) -> None:
+        pass
+
+    def publish(self, folder: Path, final: Path, manifest: bytes) -> None:
+        self.replace(final / names.MANIFEST, manifest)
+
+    def withdraw(self, folder: Path) -> None:
+        if self.sizes(folder):
+            self.replace(folder / _OWNER, b"")  # nobody's: any run may remove what this one leaves
+            self.remove_tree(folder)
+
+    def remove_tree(self, folder: Path) -> None:
+        found = self.sizes(folder)
+        rest = sorted(found.keys() - {names.MANIFEST, _OWNER})
+        for some in ([names.MANIFEST] * (names.MANIFEST in found), rest, [_OWNER] * (_OWNER in found)):
+            for name in some:
+                self._before("unlink", folder / name)
+            self._remove(folder, some)
+
+    def remains(self, root: Path) -> list[tuple[Path, bool | None]]:
+        inside: dict[str, set[str]] = {}
+        for name in self.sizes(root):
+            folder, _, file = name.partition("/")
+            inside.setdefault(folder, set()).add(file)
+        found: list[tuple[Path, bool | None]] = []
+        for folder, files in sorted(inside.items()):
+            if _OWNER in files and names.MANIFEST not in files:
+                owner = self.read(root / folder / _OWNER).decode(errors="replace")
+                found.append((root / folder, is_gone(owner) if owner else True))
+        return found
+
+    def create_exclusive(self, path: Path, data: bytes) -> bool:
+        """A new object with this content; False where there is one already.
+
+        Exact where the store has conditional puts (S3 since 2024, Google, Azure, newer MinIO, and within one process
+        memory). Elsewhere it looks first, and of two that do so at one instant both may succeed.
+        """
+        self._before("put", path)
+        try:
+            with _as_os_error(path):
+                _fs(path).pipe_file(_key(path), data, mode="create")
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+            with _as_os_error(path):
+                if _fs(path).exists(_key(path)):
+                    return False
+                _fs(path).pipe_file(_key(path), data)
+        return True
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """An object with this content, at one instant, whatever was there."""
+        self._before("put", path)
+        with _as_os_error(path):
+            _fs(path).pipe_file(_key(path), data)
+
+    def listed(self, folder: Path) -> list[str]:
+        try:
+            with _as_os_error(folder):
+                return [PurePosixPath(name).name for name in _fs(folder).ls(_key(folder), detail=False, refresh=True)]
+        except FileNotFoundError:
+            return []
+
+    def remove(self, path: Path) -> None:
+        self._before("unlink", path)
+        try:
+            with _as_os_error(path):
+                _fs(path).rm_file(_key(path))
+        except FileNotFoundError:
+            pass  # gone already
+
+    def _pieces(self, path: Path) -> Iterator[bytes]:
+        size = self.size(path)
+        for start in range(0, size, _RANGE_BYTES):
+            with _as_os_error(path):
+                yield _fs(path).cat_file(_key(path), start=start, end=min(start + _RANGE_BYTES, size))
+
+    def _remove(self, folder: Path, some: list[str]) -> None:
+        keys = [_key(folder / name) for name in some]
+        with _as_os_error(folder):
+            if len(keys) > 1 and not any(set("*?[") & set(key) for key in keys):
+                _fs(folder).rm(keys)  # one request for many
+                return
+            for key in keys:  # fsspec takes these characters in a list for patterns
+                _fs(folder).rm_file(key)
+
+
+class _RemoteOut(OutFile):
+    """Streams through the file system's own upload in parts, which is given up as a whole if it fails."""
+
+    _file: Any = None
+
+    def _open(self) -> None:
+        part = max(_PART_BYTES, (self._total_bytes or 0) // _MOST_PARTS)
+        with _as_os_error(self.path):
+            self._file = _fs(self.path).open(_key(self.path), "wb", block_size=part)
+
+    def _write(self, piece: memoryview) -> int:
+        with _as_os_error(self.path):
+            return self._file.write(piece)
+
+    def _finish(self) -> None:
+        self._trace("close", self.path, None)
+        with _as_os_error(self.path):
+            self._file.close()
+        self._file = None
+
+    def _abandon(self) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            with _as_os_error(self.path):
+                file.discard()
+        except (OSError, AttributeError) as error:
+            warnings.warn(
+                f"the upload of {self.path} failed, and could not be given up either: {error}. A lifecycle "
+                "rule of the bucket removes unfinished uploads."
+            )
+        finally:
+            if hasattr(file, "blocksize"):  # fsspec's own class: collected while open, it would finish the upload
+                file.closed = True
+
+
+def _fs(path: Any) -> Any:
+    return path.fs
+
+
+def _key(path: Any) -> str:
+    return path.path
+
+
+@contextmanager
+def _as_os_error(path: Path) -> Iterator[None]:
+    """Every store's library has its own errors; from here on they are OSErrors."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # some are made of a text alone
+            kind = type(error)
+            raise kind(_number(error), str(error) or kind.__name__, str(path)) from error
+        raise
+    except (MemoryError, AttributeError, TypeError, NameError):
+        raise  # ours
+    except Exception as error:
+        raise OSError(_number(error), f"{type(error).__name__}: {error}", str(path)) from error
+
+
+def _number(error: Exception) -> int:
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    for kind, number in _NUMBERS.items():
+        if kind in kinds:
+            return number
+    return errno.EINVAL
+
+
+_NUMBERS = {
+    "FileNotFoundError": errno.ENOENT,
+    "FileExistsError": errno.EEXIST,
+    "PermissionError": errno.EACCES,
+    "IsADirectoryError": errno.EISDIR,
+    "NotADirectoryError": errno.ENOTDIR,
+    "TimeoutError": errno.ETIMEDOUT,
+    "HTTPClientError": errno.ETIMEDOUT,  # botocore: connections, time-outs, answers cut short
+    "ClientConnectionError": errno.ECONNABORTED,  # aiohttp
+    "ClientPayloadError": errno.ECONNABORTED,
+    "ConnectionError": errno.ECONNABORTED,  # builtin, requests
+    "BlockingIOError": errno.EAGAIN,
+}
