@@ -1,0 +1,60 @@
+"""Small local files that appear and change at one instant: what a lease is made of."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from instep.checkpoint.owner import this_process
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+def create_exclusive(path: Path, data: bytes) -> bool:
+    """Make a file with its content, on the disk when this returns; False where it exists."""
+    temporary = _write_beside(path, data, sync=True)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return os.stat(temporary).st_nlink == 2  # it was made: the server lost the first answer, and was asked again
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create_without_links(path, data)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Give a file another content."""
+    temporary = _write_beside(path, data)
+    try:
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _create_without_links(path: Path, data: bytes) -> bool:
+    """The name is exclusive all the same; the content comes after it."""
+    try:
+        with open(path, "xb") as file:
+            file.write(data)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _write_beside(path: Path, data: bytes, sync: bool = False) -> Path:
+    temporary = path.with_name(f"{path.name}.{this_process()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
