@@ -11,21 +11,23 @@ from torch import Tensor
 
 from instep.checkpoint.catalog import find_checkpoint
 from instep.checkpoint.reader import Reader
+from instep.checkpoint.remote import files_of
 from instep.checkpoint.tensors import read_tensors
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from instep.types import PathLike
+from instep.types import Location
+from instep.utils.paths import to_path
 
 _FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
 _NESTED = ("state_dict", "model", "model_state_dict")  # where Lightning and common scripts keep the weights
 
 
-def load_weights(path: PathLike) -> dict[str, Tensor]:
+def load_weights(path: Location) -> dict[str, Tensor]:
     """Read a model's weights.
 
     A file written by torch.save is read with `weights_only=True`: one that would run code is refused.
 
     Args:
-        path: a checkpoint folder (with or without "-<attempt>"), a .safetensors file, or a .pt, .pth, .ckpt or .bin
+        path: a path or URL: a checkpoint folder (with or without "-<attempt>"), a .safetensors file, or a .pt, .pth, .ckpt or .bin
             file that holds a state dict, by itself or under "state_dict", "model" or "model_state_dict".
 
     Returns:
@@ -39,7 +41,7 @@ def load_weights(path: PathLike) -> dict[str, Tensor]:
     Example:
         >>> model.load_state_dict(load_weights("runs/checkpoints/best"))  # doctest: +SKIP
     """
-    path = Path(path)
+    path = to_path(path)
     if path.is_file():
         return _load_foreign(path) if path.suffix in _FOREIGN else read_tensors(path)
     reader = Reader(find_checkpoint(path))
@@ -54,11 +56,18 @@ def load_weights(path: PathLike) -> dict[str, Tensor]:
     return weights
 
 
-def _load_foreign(path: Path) -> dict[str, Tensor]:
+def read_torch_file(path: Path) -> Any:
+    """What torch.save wrote, on the CPU; a file that would run code is refused.
+
+    Raises:
+        CheckpointError: it cannot be read without running code, or not at all.
+        CorruptCheckpointError: it is damaged.
+    """
     import pickle  # late: for the type of an error only
 
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with files_of(path).fetched(path, False) as (local, _):
+            return torch.load(local, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} cannot be read without running code that it names: {str(error).splitlines()[0]} "
@@ -69,6 +78,10 @@ def _load_foreign(path: Path) -> dict[str, Tensor]:
         raise CorruptCheckpointError(f"{path} is not a whole file of torch.save: {error}", path=path) from error
     except OSError as error:
         raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error
+
+
+def _load_foreign(path: Path) -> dict[str, Tensor]:
+    loaded = read_torch_file(path)
     nested = [loaded.get(key) for key in _NESTED] if isinstance(loaded, Mapping) else []
     for candidate in (*nested, loaded):
         if _is_state_dict(candidate):

@@ -18,6 +18,7 @@ from torch import Tensor
 from instep import __version__
 from instep.distributed import raise_together
 from instep.errors import UnsavableStateError
+from instep.trainer import replay
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.metric_states import metric_objects, metric_states
 from instep.utils.optimizer_state import clean_name, optimizer_state
@@ -65,6 +66,7 @@ class Snapshot:
         self.shared |= {
             "run_id": trainer.run_id,
             "run_folder": trainer.log_dir,
+            "command": replay.command(run),
             "seed": trainer.seed,
             "precision": run.precision.name,
             "strategy": run.strategy.name,

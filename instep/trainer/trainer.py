@@ -13,6 +13,7 @@ from instep.errors import UsageError
 from instep.loggers.base import Logger
 from instep.state import read_environment
 from instep.strategies import Strategy, resolve_strategy
+from instep.trainer import replay
 from instep.trainer.evaluation import evaluate, predict
 from instep.trainer.fit_session import FitSession
 from instep.trainer.log import LogBook
@@ -246,6 +247,7 @@ class Trainer(TrainerView):
         datamodule, train_dataloaders = _datamodule(datamodule, train_dataloaders, val_dataloaders)
         self._launch()
         self._begin(model)
+        ckpt_path = replay.take_over(self, model, ckpt_path)
         with FitSession(
             self, "fit", model, datamodule, {"train": train_dataloaders, "val": val_dataloaders}, ckpt_path
         ) as run:
@@ -424,6 +426,7 @@ class Trainer(TrainerView):
             raise UsageError("this Trainer is running already; make another one for a run inside a run")
         if self.world_size > 1 and self._environment.launcher == "none":
             launch(self.settings, self._device_count)
+        replay.silence(self)
 
     def _begin(self, model: TrainModule) -> None:
         """A new fit of this Trainer goes on counting where the last one stopped, as users of Lightning expect."""

@@ -1,0 +1,1 @@
+"""`instep checkpoint`: look into, check, compare and convert checkpoints."""

@@ -1,0 +1,182 @@
+"""What formats of checkpoints have in common; how instep's own and single safetensors files are read and written."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep import __version__
+from instep.checkpoint import CheckpointStore, Writer, load_weights, read_tensors, write_tensors
+from instep.errors import CheckpointError
+
+
+@dataclass
+class Contents:
+    """What was read of a checkpoint.
+
+    Args:
+        weights: the model's, by name.
+        extra: what the model's state has beside tensors.
+        hyper_parameters: the module's arguments.
+        hparams_name: the one argument that they are, where they are one.
+        epoch: from 0.
+        global_step: optimizer steps done.
+        user: what `on_save_checkpoint` added.
+        optimizers: by parameter name, as in instep's own checkpoints.
+        schedulers: their state dicts.
+        left_out: what the source has beside this, for people; writers add what they cannot write.
+    """
+
+    weights: dict[str, Tensor]
+    extra: dict[str, Any] = field(default_factory=dict)
+    hyper_parameters: dict[str, Any] = field(default_factory=dict)
+    hparams_name: str | None = None
+    epoch: int = 0
+    global_step: int = 0
+    user: dict[str, Any] = field(default_factory=dict)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def leave_out(self, *names: str) -> None:
+        """Note those of the fields that hold something as left out."""
+        self.left_out += [name.replace("_", " ") for name in names if getattr(self, name)]
+
+    def numbered_optimizers(self) -> list[dict[str, Any]]:
+        """The optimizers' states as torch has them: parameters by number, over all groups."""
+        states = []
+        for number, tree in enumerate(self.optimizers):
+            index = {name: i for i, name in enumerate(name for group in tree["groups"] for name in group["params"])}
+            groups = [
+                {**self.safe(f"optimizer {number}'s", group), "params": [index[name] for name in group["params"]]}
+                for group in tree["groups"]
+            ]
+            state = {**tree.get("common", {}), **{index[name]: value for name, value in tree["state"].items()}}
+            states.append({"state": state, "param_groups": groups})
+        return states
+
+    def safe(self, whose: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those values that torch reads again without running code; the others are noted as left out."""
+        kept: dict[str, Any] = {}
+        for key, value in values.items():
+            buffer = io.BytesIO()
+            try:
+                torch.save(value, buffer)
+                buffer.seek(0)
+                torch.load(buffer, weights_only=True)
+            except (pickle.PickleError, AttributeError, TypeError, RuntimeError):
+                self.left_out.append(f"{whose} {key!r} ({type(value).__name__}: only a pickle can hold it)")
+            else:
+                kept[key] = value
+        return kept
+
+
+def read_instep(path: Path) -> Contents:
+    """Read an instep checkpoint; every file is verified."""
+    reader = CheckpointStore(path.parent).read(path)
+    contents = Contents(load_weights(path), epoch=0, global_step=reader.manifest.step)
+    files = set(reader.manifest.files) - {name for name in reader.manifest.files if name.startswith("model")}
+    if reader.has("model_extra.json"):
+        contents.extra = reader.state("model_extra")
+    if reader.has("trainer.json"):
+        state = reader.state("trainer")
+        contents.hyper_parameters = dict(state["hyper_parameters"])
+        contents.hparams_name = state["hparams_name"]
+        contents.epoch, contents.user = state["epoch"], state["user"]
+        contents.schedulers = state.get("schedulers", [])
+        if reader.has("optimizer.json"):
+            contents.optimizers = reader.state("optimizer")
+            files -= {"optimizer.json", "optimizer.safetensors"}
+        names = ("position", "data", "callbacks", "loggers", "datamodule", "metrics", "scaler")
+        contents.left_out += [name for name in names if state.get(name)]
+        files.discard("trainer.json")
+    of_ranks = {name for name in files if name.startswith("rank-")}
+    if of_ranks:
+        contents.left_out.append("random generators and open sums of each rank")
+    contents.left_out += sorted(files - of_ranks)
+    return contents
+
+
+def write_instep(contents: Contents, path: Path) -> Path:
+    """Write a checkpoint of kind "weights", for `load_from_checkpoint`; the attempt is added to its name."""
+    contents.leave_out("optimizers", "schedulers")
+    shared = {
+        "instep_version": __version__,
+        "epoch": contents.epoch,
+        "global_step": contents.global_step,
+        "world_size": 1,
+        "hyper_parameters": contents.hyper_parameters,
+        "hparams_name": contents.hparams_name,
+        "user": contents.user,
+    }
+
+    def write(writer: Writer) -> None:
+        writer.tensors("model.safetensors", contents.weights)
+        if contents.extra:
+            writer.state("model_extra", contents.extra)
+        writer.state("trainer", shared)
+
+    info = {"kind": "weights", "epoch": contents.epoch}
+    return CheckpointStore(path.parent).save(contents.global_step, write, info=info, name=path.name)
+
+
+def read_safetensors(path: Path) -> Contents:
+    """Read a file of weights."""
+    return Contents(read_tensors(path))
+
+
+def write_safetensors(contents: Contents, path: Path) -> Path:
+    """Write the weights; tied ones under each of their names, so that `load_state_dict` misses none."""
+    contents.leave_out("extra", "hyper_parameters", "user", "optimizers", "schedulers")
+    seen: set[int] = set()
+    apart: dict[str, Tensor] = {}
+    for name, tensor in contents.weights.items():
+        apart[name] = tensor.clone() if id(tensor) in seen else tensor
+        seen.add(id(tensor))
+    return put(path, lambda temporary: write_tensors(temporary, apart))
+
+
+def put(path: Path, write: Callable[[Path], Any]) -> Path:
+    """Write a file or a folder under another name first, so that it is there whole or not at all; never over another.
+
+    Raises:
+        CheckpointError: there is something already.
+    """
+    temporary = path.parent / f".{path.name}.{os.getpid()}.part"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        _publish(temporary, path)
+    except FileExistsError as error:
+        raise CheckpointError(
+            f"{path} exists already; nothing is overwritten. Give another name.", path=path
+        ) from error
+    finally:
+        _remove(temporary)
+    return path
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    if temporary.is_dir():
+        if path.exists():
+            raise FileExistsError(path)
+        temporary.rename(path)
+    else:
+        os.link(temporary, path)  # unlike a rename it fails where there is something
+
+
+def _remove(temporary: Path) -> None:
+    if temporary.is_dir():
+        for inner in temporary.iterdir():
+            inner.unlink()
+        temporary.rmdir()
+    else:
+        temporary.unlink(missing_ok=True)

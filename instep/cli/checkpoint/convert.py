@@ -1,0 +1,93 @@
+"""Convert a checkpoint to and from instep, safetensors, Lightning and Accelerate.
+
+What SRC is is found out; what DST becomes is told from its ending (.safetensors, .ckpt), or by --to. Into instep's
+format goes a checkpoint of weights, for load_from_checkpoint, as DST-<attempt>. What is left out is said. Pickles are
+read only where no code has to run, and nothing is ever overwritten.
+
+Examples:
+  instep checkpoint convert runs/best weights.safetensors       for anyone with safetensors
+  instep checkpoint convert runs/best model.ckpt                a Lightning checkpoint, with optimizers
+  instep checkpoint convert runs/best folder --to accelerate
+  instep checkpoint convert lightning.ckpt runs/imported        from Lightning, Accelerate or safetensors
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from instep.cli import output
+from instep.errors import UsageError
+
+_FORMATS = ("instep", "safetensors", "lightning", "accelerate")
+_ENDINGS = {".safetensors": "safetensors", ".ckpt": "lightning"}
+_TORCH_FILES = (".ckpt", ".pt", ".pth", ".bin")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("src", metavar="SRC", help="an instep checkpoint, a file, or an Accelerate folder")
+    parser.add_argument("dst", metavar="DST", help="what is written; it must not exist")
+    parser.add_argument("--to", choices=_FORMATS, help="the format of DST; default: by its ending")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, and say what was left out."""
+    from instep.checkpoint import CheckpointStore  # late: loads torch
+    from instep.cli.checkpoint import accelerate, contents, lightning
+
+    kind, source = _source(args.src)
+    target = args.to or _ENDINGS.get(Path(args.dst).suffix) or ("instep" if kind != "instep" else None)
+    if target is None:
+        raise UsageError(
+            f"{args.dst}: into what? End it with {' or '.join(_ENDINGS)}, or add --to {{{','.join(_FORMATS)}}}"
+        )
+    readers: dict[str, Any] = {
+        "instep": contents.read_instep,
+        "safetensors": contents.read_safetensors,
+        "lightning": lightning.read_lightning,
+        "accelerate": accelerate.read_accelerate,
+    }
+    writers: dict[str, Any] = {
+        "instep": contents.write_instep,
+        "safetensors": contents.write_safetensors,
+        "lightning": lightning.write_lightning,
+        "accelerate": accelerate.write_accelerate,
+    }
+    what = readers[kind](source)
+    written = writers[target](what, CheckpointStore(args.dst).root)
+    result = {
+        "source": str(source),
+        "from": kind,
+        "written": str(written),
+        "to": target,
+        "tensors": len(what.weights),
+        "left_out": what.left_out,
+    }
+    if args.json:
+        output.say_json(result)
+        return 0
+    output.say(f"{kind} -> {target}: {written} ({len(what.weights)} tensors)")
+    if what.left_out:
+        output.say(f"left out: {', '.join(what.left_out)}")
+    return 0
+
+
+def _source(src: str) -> tuple[str, Path]:
+    from instep.checkpoint import CheckpointStore  # late: loads torch
+    from instep.checkpoint.manifest import MANIFEST
+    from instep.cli.checkpoint.accelerate import is_accelerate
+    from instep.cli.checkpoint.targets import find_one
+
+    path = CheckpointStore(src).root
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            return "safetensors", path
+        if path.suffix in _TORCH_FILES:
+            return "lightning", path
+        raise UsageError(f"{src}: what is it? Known endings are .safetensors, {', '.join(_TORCH_FILES)}")
+    if path.is_dir() and is_accelerate(path) and not (path / MANIFEST).exists():
+        return "accelerate", path
+    return "instep", find_one(src)

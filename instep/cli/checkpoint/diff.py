@@ -1,0 +1,157 @@
+"""Compare two checkpoints.
+
+Prints how their manifests differ, which files and values only one has, and for every tensor that is not equal bit for
+bit the largest absolute difference. When and by which run they were saved makes them no different.
+
+Examples:
+  instep checkpoint diff runs/a/step-00000100-1 runs/b/step-00000100-1
+  instep checkpoint diff step-00000100-1 step-00000200-1 --weights        the model alone
+  instep checkpoint diff runs/a runs/b --json && echo same
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from instep.cli import output
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from instep.checkpoint import Reader
+
+_MANY = 20  # lines of a kind that are printed without --all
+_FACTS = ("step", "attempt", "run_id", "world_size", "created", "versions", "info")
+_WHO_SAVED_IT = ("run_id", "run_folder", "command", "instep_version")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("a", metavar="A", help="a checkpoint, or a folder or run that has one")
+    parser.add_argument("b", metavar="B", help="another one")
+    parser.add_argument("--weights", action="store_true", help="compare model*.safetensors only")
+    parser.add_argument("--all", action="store_true", help=f"print every difference, not {_MANY} of a kind")
+    parser.add_argument("--json", action="store_true", help="for programs; has every difference")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the differences; 1 where there are any."""
+    from instep.checkpoint import CheckpointStore  # late: loads torch
+    from instep.cli.checkpoint.targets import find_one
+
+    paths = [find_one(args.a), find_one(args.b)]
+    a, b = (CheckpointStore(path.parent).read(path) for path in paths)
+    result = _compare(a, b, args.weights)
+    if args.json:
+        output.say_json(result)
+    else:
+        _print(result, args.all)
+    return int(not result["same"])
+
+
+def _compare(a: Reader, b: Reader, weights: bool) -> dict[str, Any]:
+    names_a, names_b = (
+        {name for name in reader.manifest.files if not weights or (name.startswith("model") and "safetensors" in name)}
+        for reader in (a, b)
+    )
+    facts = {name: (getattr(a.manifest, name), getattr(b.manifest, name)) for name in _FACTS}
+    values: list[dict[str, Any]] = []
+    tensors: list[dict[str, Any]] = []
+    equal = 0
+    for name in sorted(names_a & names_b, key=lambda name: (name.startswith("rank-"), name)):
+        if name.endswith(".safetensors"):
+            found = list(_tensors(name, a, b))
+            equal += sum(entry["difference"] is None for entry in found)
+            tensors += [entry for entry in found if entry["difference"] is not None]
+        elif name.endswith(".json"):
+            values += _values(name, a.json(name), b.json(name))
+        elif a.manifest.files[name] != b.manifest.files[name]:
+            values.append({"file": name, "at": "", "a": "other content", "b": "other content"})
+    result: dict[str, Any] = {
+        "a": str(a.path),
+        "b": str(b.path),
+        "facts": {name: {"a": one, "b": other} for name, (one, other) in facts.items() if one != other},
+        "only_a": sorted(names_a - names_b),
+        "only_b": sorted(names_b - names_a),
+        "values": values,
+        "tensors": tensors,
+        "equal_tensors": equal,
+    }
+    same = not (result["only_a"] or result["only_b"] or tensors or any(not value.get("ignored") for value in values))
+    return {"same": same, **result}
+
+
+def _tensors(name: str, a: Reader, b: Reader) -> Iterator[dict[str, Any]]:
+    left, right = a.tensors(name), b.tensors(name)
+    for key in sorted(left.keys() | right.keys()):
+        entry: dict[str, Any] = {"file": name, "name": key}
+        if key not in left or key not in right:
+            yield {**entry, "difference": f"only in {'a' if key in left else 'b'}"}
+        else:
+            yield {**entry, **_difference(left[key], right[key])}
+
+
+def _difference(a: Tensor, b: Tensor) -> dict[str, Any]:
+    import torch  # late
+
+    if a.shape != b.shape or a.dtype != b.dtype:
+        kinds = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (a, b)]
+        return {"difference": f"{kinds[0]} and {kinds[1]}"}
+    bits_a, bits_b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    if torch.equal(bits_a, bits_b):
+        return {"difference": None}
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    try:
+        x, y = a.to(wide), b.to(wide)
+    except RuntimeError:  # a dtype without arithmetic
+        return {"difference": "other bits"}
+    other = (x != y) & ~(x.isnan() & y.isnan())
+    largest = float(torch.where(other, (x - y).abs(), 0).max())
+    count = int(other.sum())
+    return {"difference": f"max abs {largest:.6g}, {count} of {a.numel()} elements", "max_abs": largest, "count": count}
+
+
+def _values(name: str, a: Any, b: Any) -> Iterator[dict[str, Any]]:
+    for at, one, other in _leaves(a, b, ()):
+        ignored = name == "trainer.json" and at[0] in _WHO_SAVED_IT
+        yield {"file": name, "at": ".".join(at), "a": one, "b": other, **({"ignored": True} if ignored else {})}
+
+
+def _leaves(a: Any, b: Any, at: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted(a.keys() | b.keys()):
+            yield from _leaves(a.get(key, "(nothing)"), b.get(key, "(nothing)"), (*at, key))
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for index, (one, other) in enumerate(zip(a, b, strict=True)):
+            yield from _leaves(one, other, (*at, str(index)))
+    elif a != b or type(a) is not type(b):
+        yield at or ("",), a, b
+
+
+def _print(result: dict[str, Any], everything: bool) -> None:
+    output.say(f"a  {result['a']}\nb  {result['b']}")
+    for name, fact in result["facts"].items():
+        output.say(f"  {name}: {_short(fact['a'])} | {_short(fact['b'])}")
+    for side in ("a", "b"):
+        for name in result[f"only_{side}"]:
+            output.say(f"only in {side}: {name}")
+    values = [
+        f"{value['file']} {value['at']}: {_short(value['a'])} | {_short(value['b'])}" for value in result["values"]
+    ]
+    tensors = [f"{tensor['file']} {tensor['name']}: {tensor['difference']}" for tensor in result["tensors"]]
+    for what, lines in (("values", values), ("tensors", tensors)):
+        if lines:
+            output.say(f"\n{len(lines)} {what} differ")
+        for line in lines if everything else lines[:_MANY]:
+            output.say(f"  {line}")
+        if len(lines) > _MANY and not everything:
+            output.say(f"  ... and {len(lines) - _MANY} more (--all prints them)")
+    output.say(f"\n{result['equal_tensors']} tensors are equal bit for bit, {len(tensors)} are not")
+    output.say("the checkpoints are the same" if result["same"] else "the checkpoints differ")
+
+
+def _short(value: Any) -> str:
+    text = str(output.plain(value))
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,76 @@
+"""Checkpoints of Lightning: one file of torch.save, read without running code.
+
+Source: what `Trainer.save_checkpoint` of Lightning 2 writes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.checkpoint.weights import read_torch_file
+from instep.cli.checkpoint.contents import Contents, put
+from instep.errors import CheckpointError
+
+_VERSION = "2.0.0"  # the oldest that reads this layout: Lightning warns of a version newer than its own
+_LEFT = {
+    "loops": "the place in the epoch (loops)",
+    "callbacks": "callbacks",
+    "optimizer_states": "optimizers (their states are by number, and the file does not say of which parameter)",
+    "lr_schedulers": "schedulers",
+    "MixedPrecision": "the gradient scaler",
+}
+_KNOWN = {
+    *_LEFT, "state_dict", "epoch", "global_step", "pytorch-lightning_version",
+    "hyper_parameters", "hparams_name", "hparams_type",
+}  # fmt: skip
+
+
+def read_lightning(path: Path) -> Contents:
+    """Read the weights, hyperparameters and what hooks added."""
+    loaded = read_torch_file(path)
+    if not isinstance(loaded, dict) or not isinstance(loaded.get("state_dict"), dict):
+        found = ", ".join(map(str, list(loaded)[:8])) if isinstance(loaded, dict) else type(loaded).__name__
+        raise CheckpointError(
+            f"{path} is no checkpoint of Lightning: it has no 'state_dict', but {found}. For a plain state dict use "
+            "instep.checkpoint.load_weights.",
+            path=path,
+        )
+    state = loaded["state_dict"]
+    name = loaded.get("hparams_name")
+    return Contents(
+        weights={key: value for key, value in state.items() if isinstance(value, Tensor)},
+        extra={key: value for key, value in state.items() if not isinstance(value, Tensor)},
+        hyper_parameters=dict(loaded.get("hyper_parameters") or {}),
+        hparams_name=None if name == "kwargs" else name,
+        epoch=int(loaded.get("epoch", 0)),
+        global_step=int(loaded.get("global_step", 0)),
+        user={key: value for key, value in loaded.items() if key not in _KNOWN},
+        left_out=[text for key, text in _LEFT.items() if loaded.get(key)],
+    )
+
+
+def write_lightning(contents: Contents, path: Path) -> Path:
+    """Write what `load_from_checkpoint` of Lightning reads, with optimizers and schedulers."""
+    schedulers = {str(number): state for number, state in enumerate(contents.schedulers)}
+    checkpoint: dict[str, Any] = {
+        **contents.safe("the value", contents.user),
+        "epoch": contents.epoch,
+        "global_step": contents.global_step,
+        "pytorch-lightning_version": _VERSION,
+        "state_dict": {**contents.weights, **contents.safe("the model's", contents.extra)},
+        "callbacks": {},
+        "optimizer_states": contents.numbered_optimizers(),
+        "lr_schedulers": list(contents.safe("scheduler", schedulers).values()),
+        "hparams_name": contents.hparams_name or "kwargs",
+        "hyper_parameters": contents.safe("hyperparameter", contents.hyper_parameters),
+    }
+
+    def write(temporary: Path) -> None:
+        torch.save(checkpoint, temporary)
+        read_torch_file(temporary)  # it must not need a pickle's code
+
+    return put(path, write)

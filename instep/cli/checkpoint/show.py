@@ -1,0 +1,133 @@
+"""Show what is inside a checkpoint; of a folder with several, the newest.
+
+Its manifest, position, hyperparameters, optimizers, schedulers, callbacks, place in the data, and tensors. What is read
+is verified, but for the tensors, of which only the headers are read.
+
+Examples:
+  instep checkpoint show instep_runs/version_0
+  instep checkpoint show instep_runs/version_0/checkpoints/step-00001200-1 --tensors
+  instep checkpoint show runs/best --json | jq .trainer.position
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import TYPE_CHECKING, Any
+
+from instep.cli import output
+
+if TYPE_CHECKING:
+    from instep.checkpoint import Reader
+
+_FEW_TENSORS = 12
+_SECTIONS = (
+    "position", "hyper_parameters", "schedulers", "scaler", "callbacks", "loggers", "datamodule", "data", "metrics",
+    "user", "command",
+)  # fmt: skip
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("path", metavar="PATH", help="a checkpoint, or a folder or run that has one")
+    parser.add_argument("--tensors", action="store_true", help="list all tensors, the optimizer's too")
+    parser.add_argument("--json", action="store_true", help="for programs; has all tensors")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the content."""
+    from instep.checkpoint import CheckpointStore  # late: loads torch
+    from instep.cli.checkpoint.targets import find_one
+
+    path = find_one(args.path)
+    reader = CheckpointStore(path.parent).read(path)
+    content = _content(reader)
+    if args.json:
+        output.say_json(content)
+    else:
+        _print(content, args.tensors)
+    return 0
+
+
+def _content(reader: Reader) -> dict[str, Any]:
+    from instep.cli.checkpoint.header import read_header  # late: loads torch
+
+    manifest = reader.manifest
+    facts = ("step", "attempt", "run_id", "world_size", "created", "format_version")
+    return {
+        "path": str(reader.path),
+        **{name: getattr(manifest, name) for name in facts},
+        "versions": dict(manifest.versions),
+        "info": dict(manifest.info),
+        "files": {name: {"bytes": record.bytes, "xxh3": record.xxh3} for name, record in manifest.files.items()},
+        "trainer": reader.state("trainer") if reader.has("trainer.json") else {},
+        "optimizers": _optimizers(reader),
+        "tensors": {
+            name: read_header(reader.path / name) for name in sorted(manifest.files) if name.endswith(".safetensors")
+        },
+    }
+
+
+def _optimizers(reader: Reader) -> Any:
+    """Kinds and options of the optimizers, without their moments; None where there are none in the Trainer's form."""
+    from instep.checkpoint import decode  # late: loads torch
+
+    if not reader.has("optimizer.json"):
+        return None
+    found = []
+    for tree in reader.json("optimizer.json"):
+        groups = [{**group, "params": len(group["params"])} for group in tree["groups"]]
+        found.append({"optimizer": tree["optimizer"], "groups": decode(groups, _AnyTensor())})
+    return found
+
+
+class _AnyTensor(dict[str, Any]):
+    """Stands for tensors that are not read: a learning rate may be one."""
+
+    def __missing__(self, key: str) -> Any:
+        import torch  # late
+
+        return torch.empty(0, device="meta")
+
+
+def _print(content: dict[str, Any], all_tensors: bool) -> None:
+    info = content["info"]
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    output.say(content["path"])
+    output.say(f"  step {content['step']}, attempt {content['attempt']}, kind {info.get('kind', 'full')}")
+    output.say(f"  saved {content['created']} ({output.age(content['created'])}) by run {content['run_id'] or '?'}")
+    output.say(f"  ranks: {content['world_size']}; {versions}")
+    output.tree("info", {key: value for key, value in info.items() if key != "kind" and value is not None})
+    output.say("\nfiles")
+    rows = [(f"  {name}", output.size(file["bytes"]), file["xxh3"]) for name, file in content["files"].items()]
+    output.table(("  name", "size", "xxh3"), rows, right=("size",))
+    trainer = content["trainer"]
+    rest = {key: value for key, value in trainer.items() if key not in _SECTIONS}
+    output.tree("trainer", rest)
+    for section in _SECTIONS:
+        output.tree(section.replace("_", " "), trainer.get(section))
+    output.tree("optimizers", content["optimizers"])
+    for name, tensors in content["tensors"].items():
+        if name.startswith("model") or all_tensors:
+            _print_tensors(name, tensors, all_tensors)
+        else:
+            output.say(f"\n{name}: {_total(tensors)} (--tensors lists them)")
+
+
+def _print_tensors(name: str, tensors: dict[str, Any], all_of_them: bool) -> None:
+    output.say(f"\n{name}: {_total(tensors)}")
+    shown = list(tensors.items())
+    left = 0 if all_of_them else max(0, len(shown) - _FEW_TENSORS)
+    rows = [
+        (f"  {key}", "x".join(map(str, tensor["shape"])) or "scalar", tensor["dtype"], output.size(tensor["bytes"]))
+        for key, tensor in shown[: len(shown) - left]
+    ]
+    output.table(("  name", "shape", "dtype", "size"), rows, right=("size",))
+    if left:
+        output.say(f"  ... and {left} more (--tensors lists them)")
+
+
+def _total(tensors: dict[str, Any]) -> str:
+    stored = [tensor for tensor in tensors.values() if "same_as" not in tensor]
+    elements = sum(math.prod(tensor["shape"]) for tensor in stored)
+    return f"{len(tensors)} tensors, {elements:,} elements, {output.size(sum(tensor['bytes'] for tensor in stored))}"

@@ -1,0 +1,48 @@
+"""Hold every byte of the checkpoints at PATH against the checksums taken when they were written.
+
+Says which file is wrong, and of a large one which 64 MiB chunk.
+
+Examples:
+  instep checkpoint verify instep_runs/version_0                          all of a run
+  instep checkpoint verify instep_runs/version_0/checkpoints/step-00001200-1
+  instep checkpoint verify . --json || echo damaged
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from instep.cli import output
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("path", metavar="PATH", nargs="?", default=".", help="a checkpoint, run, or folder of runs")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a verdict for each; 1 where one of them does not verify."""
+    from instep.checkpoint.catalog import Broken  # late: loads torch
+    from instep.cli.checkpoint.targets import find
+
+    results: list[dict[str, Any]] = []
+    for folder in find(args.path):
+        for what in folder.found:
+            if isinstance(what, Broken):
+                problems, count = [what.problem], 0
+            else:
+                problems = folder.store.verify(what.path)
+                count = sum(record.bytes for record in what.manifest.files.values())
+            results.append({"path": str(what.path), "ok": not problems, "bytes": count, "problems": problems})
+            if not args.json:  # at once: the next one may take minutes
+                output.say(f"{'DAMAGED' if problems else 'ok'}  {what.path}  ({output.size(count)})")
+                for problem in problems:
+                    output.say(f"    {problem}")
+    damaged = sum(not result["ok"] for result in results)
+    if args.json:
+        output.say_json({"checkpoints": results, "damaged": damaged})
+    else:
+        output.say(f"{len(results) - damaged} verified, {damaged} damaged")
+    return int(damaged > 0)

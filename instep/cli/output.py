@@ -1,0 +1,140 @@
+"""What commands print: tables for people, JSON for programs.
+
+On a terminal tables are rich's; elsewhere they are aligned text without colours, boxes or line breaks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+_FEW = 8  # elements of a tensor that are worth printing
+
+
+def say(text: str = "") -> None:
+    """One line of output."""
+    sys.stdout.write(f"{text}\n")
+
+
+def say_json(value: Any) -> None:
+    """A value as strict JSON."""
+    say(json.dumps(plain(value), indent=1 if sys.stdout.isatty() else None, allow_nan=False))
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[str] = ()) -> None:
+    """A table with one line per row.
+
+    Args:
+        headers: the columns' names.
+        rows: the cells; None is an empty one.
+        right: the columns that are aligned to the right.
+    """
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    to_right = [name in set(right) for name in headers]
+    if sys.stdout.isatty():
+        from rich.console import Console  # late: only a terminal needs it
+        from rich.table import Table
+        from rich.text import Text
+
+        shown = Table()
+        for name, is_right in zip(headers, to_right, strict=True):
+            shown.add_column(name, justify="right" if is_right else "left", overflow="fold")
+        for row in cells:
+            shown.add_row(*(Text(cell) for cell in row))  # not markup: names may have brackets
+        Console().print(shown)
+        return
+    widths = [max(len(row[i]) for row in [list(headers), *cells]) for i in range(len(headers))]
+    for row in [list(headers), *cells]:
+        parts = [
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(row, widths, to_right, strict=True)
+        ]
+        say("  ".join(parts).rstrip())
+
+
+def tree(title: str, value: Any) -> None:
+    """A nested value below a title, one line for each leaf; nothing where it is empty."""
+    if value is None or value in ({}, []):
+        return
+    say(f"\n{title}")
+    for line in _lines(plain(value), "  "):
+        say(line)
+
+
+def _lines(value: Any, indent: str) -> Iterable[str]:
+    if isinstance(value, dict) and value and not _short(value):
+        for key, inner in value.items():
+            if isinstance(inner, (dict, list)) and inner and not _short(inner):
+                yield f"{indent}{key}:"
+                yield from _lines(inner, f"{indent}  ")
+            else:
+                yield f"{indent}{key}: {_leaf(inner)}"
+    elif isinstance(value, list) and value and not _short(value):
+        for inner in value:
+            yield from _lines(inner, indent)
+    else:
+        yield f"{indent}{_leaf(value)}"
+
+
+def _short(value: Any) -> bool:
+    flat = isinstance(value, list) and not any(isinstance(inner, (dict, list)) for inner in value)
+    return flat or (isinstance(value, dict) and value.keys() == {"dtype", "shape"})
+
+
+def _leaf(value: Any) -> str:
+    if isinstance(value, dict) and value:
+        return f"{value['dtype']} {value['shape']}" if _short(value) else str(value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON: what JSON lacks becomes text, a large tensor its dtype and shape."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(inner) for inner in value]
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # a tensor or an array
+        size = math.prod(value.shape)
+        if size <= _FEW:
+            return plain(value.tolist())
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    return str(value)
+
+
+def size(count: float) -> str:
+    """Bytes as people read them.
+
+    Example:
+        >>> size(999), size(1500), size(2.5e9)
+        ('999 B', '1.5 kB', '2.5 GB')
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def age(created: str, now: datetime | None = None) -> str:
+    """How long ago a time in ISO 8601 was.
+
+    Example:
+        >>> age("2026-01-02T03:00:00+00:00", datetime(2026, 1, 2, 5, 30, tzinfo=timezone.utc))
+        '2 h ago'
+    """
+    try:
+        seconds = ((now or datetime.now(timezone.utc)) - datetime.fromisoformat(created)).total_seconds()
+    except (ValueError, TypeError):
+        return created
+    for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {name} ago"
+    return f"{max(seconds, 0):.0f} s ago"
