@@ -16,7 +16,8 @@ from instep.accelerator.single_files import save_object, save_weights
 from instep.errors import SettingError
 from instep.state import PartialState
 from instep.strategies import Precision
-from instep.types import PathLike, Stateful
+from instep.types import Location, PathLike, Stateful
+from instep.utils.paths import to_path
 
 
 class Checkpointing(Preparing):
@@ -85,7 +86,7 @@ class Checkpointing(Preparing):
         """
         return _register(self.load_hooks, hook)
 
-    def save_state(self, output_dir: PathLike | None = None) -> Path:
+    def save_state(self, output_dir: Location | None = None) -> Path:
         """Save everything that was prepared or registered, at one instant and verified. Collective: on all ranks.
 
         Args:
@@ -102,9 +103,9 @@ class Checkpointing(Preparing):
             DistributedError: not all ranks came.
         """
         self.wait_for_everyone("save_state")
-        return saving.save(self, None if output_dir is None else Path(output_dir))
+        return saving.save(self, None if output_dir is None else to_path(output_dir))
 
-    def load_state(self, input_dir: PathLike | None = None) -> Path:
+    def load_state(self, input_dir: Location | None = None) -> Path:
         """Load what `save_state` saved into what is prepared and registered. Collective.
 
         The next pass of a loader goes on after the batch that was done last; random generators are restored, so at
@@ -122,7 +123,7 @@ class Checkpointing(Preparing):
             CheckpointError: it does not fit what is prepared.
         """
         self.wait_for_everyone("load_state")
-        return saving.load(self, None if input_dir is None else Path(input_dir))
+        return saving.load(self, None if input_dir is None else to_path(input_dir))
 
     def restore_counters(self, step: int, seed: int, run_id: str) -> None:
         """Go on with a checkpoint's run; called by `load_state`."""

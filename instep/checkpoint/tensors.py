@@ -183,7 +183,7 @@ def _read_stored(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import SafetensorError, safe_open  # late: needed only where something is read
 
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with files_of(path).fetched(path, False) as (local, _), safe_open(local, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except SafetensorError as error:
         raise CorruptCheckpointError(f"{path} is not a whole safetensors file: {error}", path=path) from error

@@ -27,8 +27,8 @@ def load_weights(path: Location) -> dict[str, Tensor]:
     A file written by torch.save is read with `weights_only=True`: one that would run code is refused.
 
     Args:
-        path: a path or URL: a checkpoint folder (with or without "-<attempt>"), a .safetensors file, or a .pt, .pth, .ckpt or .bin
-            file that holds a state dict, by itself or under "state_dict", "model" or "model_state_dict".
+        path: a path or URL: a checkpoint folder (with or without "-<attempt>"), a .safetensors file, or a .pt, .pth,
+            .ckpt or .bin file that holds a state dict, by itself or under "state_dict", "model" or "model_state_dict".
 
     Returns:
         Parameter or buffer name -> tensor on the CPU; tied ones under every name.

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import InstepError, LogError
-from instep.types import PathLike
+from instep.types import Location, PathLike
+from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -170,10 +171,10 @@ class Logger:
         if self._is_main:
             self._do("_log_graph", module, example_input)
 
-    def after_save_checkpoint(self, path: PathLike) -> None:
+    def after_save_checkpoint(self, path: Location) -> None:
         """A checkpoint was committed at this path."""
         if self._is_main:
-            self._do("_after_save_checkpoint", Path(path))
+            self._do("_after_save_checkpoint", to_path(path))
 
     def save(self) -> None:
         """Bring everything recorded so far to the disk."""
