@@ -41,6 +41,14 @@ def test_overhead(tmp_path: Path, data: str) -> None:
 
 
 @pytest.mark.slow
+def test_overhead_of_the_accelerator(tmp_path: Path) -> None:
+    args = ("--steps", "200", "--repetitions", "1", "--contenders", "accelerator", "--cases", "everything")
+    [row] = run("overhead.py", tmp_path, *args)["results"]
+    assert row["terminal_bytes"] > 500  # its bar was drawn
+    assert row["save_ms"]["median"] > 0
+
+
+@pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
     result = run("memory.py", tmp_path, "--quick", "--repetitions", "1", "--contenders", "handwritten", "instep")
     growth = {(row["contender"], row["case"]): row["growth_mb"]["median"] for row in result["results"]}
