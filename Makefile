@@ -38,7 +38,7 @@ check: $(VENV)/.dev  ## lint, formatting, types, import floors
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.bench  ## microseconds per step, import time, memory
+bench: $(VENV)/.bench  ## microseconds per step, import time, memory, triggers
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/memory.py

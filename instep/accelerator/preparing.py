@@ -66,7 +66,7 @@ class Preparing(ProcessFacade):
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far."""
+        """Optimizer steps so far, those that were skipped included."""
         return max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
 
     # ---- the run
