@@ -2,11 +2,16 @@
 
 A terminal sends Ctrl-C, and torchrun's agent SIGTERM, to the whole process group. The main process finishes its step
 and saves; the workers must still serve it until then, and not print tracebacks.
+
+torch ends a worker within 5 s of the main process's death, unless that died while the worker was starting: the worker
+then takes the process that adopted it for its parent, and stays for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -30,6 +35,14 @@ class CalmWorker:
         signal.signal(signal.SIGTERM, _once)
         if self.then is not None:
             self.then(worker_id)
+        if _is_orphan():
+            os._exit(1)
+
+
+def _is_orphan() -> bool:
+    main, own = multiprocessing.parent_process(), multiprocessing.current_process()
+    method = getattr(own, "_start_method", None) or multiprocessing.get_start_method()
+    return main is not None and method != "forkserver" and main.pid != os.getppid()  # that server ends with main
 
 
 def _once(number: int, frame: FrameType | None) -> None:

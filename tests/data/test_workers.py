@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -77,3 +79,30 @@ def test_the_users_own_init_function_runs() -> None:
     loader: DataLoader[Any] = DataLoader(SignalledMap(), batch_size=2, num_workers=2, worker_init_fn=mark)
     assert sum(len(batch) for batch in prepare_loader(loader)) == 8
     assert loader.worker_init_fn is mark
+
+
+def kill_the_main_process(worker_id: int) -> None:
+    main = os.getppid()
+    os.kill(main, signal.SIGKILL)
+    while os.getppid() == main:
+        os.sched_yield()
+
+
+def test_a_worker_that_starts_while_the_main_process_dies_ends() -> None:
+    reader, writer = os.pipe()
+    main = os.fork()
+    if main == 0:
+        os.setpgid(0, 0)
+        loader: DataLoader[Any] = DataLoader(
+            SignalledMap(), num_workers=1, worker_init_fn=kill_the_main_process, multiprocessing_context="fork"
+        )
+        next(iter(prepare_loader(loader)))
+        os._exit(0)
+    os.close(writer)
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(main, 0)[1]) == -signal.SIGKILL
+        assert select.select([reader], [], [], 20.0)[0], "the worker, which holds the other end, lives on"
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(main, signal.SIGKILL)
