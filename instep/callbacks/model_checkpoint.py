@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.callbacks.base import Callback, acts_at_epoch_end
-from instep.errors import Preempted, SettingError, one_of
+from instep.errors import CorruptCheckpointError, Preempted, SettingError, one_of
 from instep.types import PathLike
 
 if TYPE_CHECKING:
     from instep.checkpoint import Reader
+    from instep.checkpoint.background import PendingSave
     from instep.checkpoint.retention import Retention, Saved
     from instep.trainer import Trainer, TrainModule
 
@@ -51,6 +52,13 @@ class ModelCheckpoint(Callback):
         enable_version_counter: accepted for Lightning's sake; a checkpoint is never written over another.
         keep: what to keep, where `save_top_k` cannot say it: a policy of `instep.checkpoint`, or several joined by
             `|`. At every occasion one is saved, and the newest is kept in any case.
+        background: copy the state to host memory, which is kept from save to save (about as much as this process
+            writes), and write, verify and delete beside the training. At most one save is under way: the next one
+            waits for it. A checkpoint is in this callback's books (`best_model_path`, `last_model_path`), and shown to
+            loggers, from the next save on, or from the end of `fit`. What preempts or ends a run is saved at once.
+        on_error: what a failed save comes to: "raise" ends the run, "warn" goes on without that checkpoint. With
+            `background` it shows at the next save and at the end. Nothing older is deleted for it, and a preemption
+            that cannot be saved is an error in any case.
 
     Raises:
         SettingError: contradicting arguments.
@@ -83,9 +91,13 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         keep: Retention | None = None,
+        background: bool = False,
+        on_error: str = "raise",
     ) -> None:
         if mode not in ("min", "max"):
             raise one_of("mode", mode, ("min", "max"))
+        if on_error not in ("raise", "warn"):
+            raise one_of("on_error", on_error, ("raise", "warn"))
         if save_top_k < -1:
             raise SettingError(f"save_top_k={save_top_k} must be -1 (all) or more", field="save_top_k", got=save_top_k)
         if monitor is None and save_top_k not in (-1, 0, 1):
@@ -130,6 +142,9 @@ class ModelCheckpoint(Callback):
             self.on_train_batch_end = self._after_batch  # a hook per step only for who needs it
         self.keep = keep
         self.policy = _policy(keep, monitor, mode, save_top_k)
+        self.background = background
+        self.on_error = on_error
+        self._pending: tuple[PendingSave, Saved, list[str]] | None = None
         self.saved: list[Saved] = []
         self.best_model_score: float | None = None
         self.best_model_path = ""
@@ -237,10 +252,14 @@ class ModelCheckpoint(Callback):
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         """With `save_last`, the end of the run is kept too."""
+        self._settle(trainer)
         if self.save_last and self._last_step_saved != trainer.global_step:
-            self._save(trainer, last=True)
+            self._save(trainer, last=True, at_once=True)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None and pending[0].path is not None:  # the run has waited for it, as long as it could
+            self._count(trainer, pending[0].path, pending[1])
         if not self.save_on_exception or isinstance(exception, Preempted) or trainer.global_step == 0:
             return
         if trainer.all_ranks_arrive(timeout_s=10.0):
@@ -252,12 +271,23 @@ class ModelCheckpoint(Callback):
         else:
             warnings.warn("no checkpoint of the failed run: not all processes got to saving it", stacklevel=2)
 
-    def save_now(self, trainer: Trainer, reason: str = "") -> Path:
-        """Save whatever the schedule says: before a preemption, or because somebody asked. Collective."""
+    def save_now(self, trainer: Trainer, reason: str = "", final: bool = True) -> Path:
+        """Save whatever the schedule says: before a preemption, or because somebody asked. Collective.
+
+        Args:
+            trainer: the Trainer.
+            reason: why.
+            final: the run may end right after, so that it is saved at once and a failure is an error.
+
+        Returns:
+            The newest checkpoint.
+        """
+        self._settle(trainer)
         saved = self._position_saved == trainer.position.state_dict() and Path(self.last_model_path or "-").is_dir()
         if trainer.agree(saved and not self.save_weights_only):
             return Path(self.last_model_path)
-        return self._save(trainer, last=True, full=True)
+        self._save(trainer, last=True, full=True, at_once=final, must=final)
+        return Path(self.last_model_path)
 
     def _save_by_epoch(self, trainer: Trainer) -> None:
         due = self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0
@@ -266,45 +296,84 @@ class ModelCheckpoint(Callback):
 
     # ---- what
 
-    def _save(self, trainer: Trainer, last: bool = False, full: bool = False) -> Path:
+    def _save(
+        self, trainer: Trainer, last: bool = False, full: bool = False, at_once: bool = False, must: bool = False
+    ) -> None:
         """Save if it is worth it, then delete what is not kept any more."""
+        self._settle(trainer)
         # What was not due is kept as the newest, but not ranked: nobody has measured this very step.
         score = None if last or self.monitor is None else self._score(trainer)
         new = _retention().Saved("", trainer.global_step, score)
         wanted = last or self.save_last or self.keep is not None or self.policy.takes(new, self.saved)
+        self._last_step_saved = trainer.global_step
         if not trainer.agree(wanted):
-            self._last_step_saved = trainer.global_step
-            return Path(self.last_model_path)
-        path = trainer.save_to(
-            self.dirpath,
-            self._name(trainer),
-            weights_only=self.save_weights_only and not full,
-            saver=self.state_key,
-            monitor=self.monitor,
-            mode=self.mode,
-            score=None if score is None or math.isnan(score) else score,
-        )
-        self._last_step_saved, self._position_saved = trainer.global_step, trainer.position.state_dict()
+            return
+        doomed = trainer.agree(self.policy.doomed([*self.saved, new]))
+        what: dict[str, Any] = {
+            "weights_only": self.save_weights_only and not full,
+            "saver": self.state_key,
+            "monitor": self.monitor,
+            "mode": self.mode,
+            "score": None if score is None or math.isnan(score) else score,
+        }
+        name = self._name(trainer)
+        try:
+            if self.background and not at_once:
+                self._pending = trainer.save_later(self.dirpath, name, doomed=doomed, **what), new, doomed
+            else:
+                path = trainer.save_to(self.dirpath, name, **what)
+                self._take_in(trainer, path, new, doomed)
+        except Exception as error:  # noqa: BLE001  it is the same on all ranks, of whatever kind it is here
+            self._fail(trainer, error, must)
+            return
+        self._position_saved = trainer.position.state_dict()
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Wait for the save under way. Collective, the same on all ranks."""
+        if self._pending is None:
+            return
+        (pending, new, doomed), self._pending = self._pending, None
+        try:
+            path = trainer.finish_save(pending)
+        except Exception as error:  # noqa: BLE001  as above
+            if pending.path is not None:  # what could not be deleted stays in the books
+                self._count(trainer, pending.path, new)
+            self._fail(trainer, error)
+        else:
+            self._count(trainer, path, new)
+            self._discount(trainer, doomed)
+
+    def _fail(self, trainer: Trainer, error: Exception, must: bool = False) -> None:
+        self._last_step_saved, self._position_saved = -1, None
+        if self.on_error == "raise" or must:
+            raise error
+        if trainer.is_global_zero:
+            warnings.warn(f"a checkpoint was not saved, and training goes on: {error}", stacklevel=4)
+
+    def _take_in(self, trainer: Trainer, path: Path, new: Saved, doomed: list[str]) -> None:
+        """Into the books with a new one, and away with those that are not kept any more, once it has verified."""
+        problems = trainer.verify_checkpoint(path) if doomed else []
+        if problems:
+            raise CorruptCheckpointError(
+                f"{path} does not verify ({'; '.join(problems)}); nothing older is deleted", path=path
+            )
+        self._count(trainer, path, new)
+        for old in doomed:
+            trainer.delete_checkpoint(Path(old))
+        self._discount(trainer, doomed)
+
+    def _count(self, trainer: Trainer, path: Path, new: Saved) -> None:
         self.last_model_path = str(path)
+        self.saved.append(replace(new, key=str(path)))
+        self._find_best()
         if self.verbose:
             trainer.print(f"saved {path}")
-        self._take_in(trainer, replace(new, key=str(path)))
-        return path
 
-    def _take_in(self, trainer: Trainer, new: Saved) -> None:
-        """Into the books with a new one, and away with those that are not kept any more, once it has verified."""
-        saved = [*self.saved, new]
-        doomed = trainer.agree(self.policy.doomed(saved))
-        problems = trainer.verify_checkpoint(Path(new.key)) if doomed else []
-        if problems:
-            warnings.warn(f"{new.key} does not verify ({'; '.join(problems)}); nothing older is deleted", stacklevel=4)
-            return
-        self.saved = [it for it in saved if it.key not in doomed]
+    def _discount(self, trainer: Trainer, deleted: list[str]) -> None:
+        self.saved = [it for it in self.saved if it.key not in deleted]
         self._find_best()
-        for path in doomed:
-            trainer.delete_checkpoint(Path(path))
-            if self.verbose:
-                trainer.print(f"deleted {path}")
+        for path in deleted if self.verbose else ():
+            trainer.print(f"deleted {path}")
 
     def _find_best(self) -> None:
         """The best of those kept; where nothing has a score, what was the best stays."""

@@ -6,7 +6,9 @@ With one process nothing here touches the process state: reading a checkpoint in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.distributed import destroy_process_group, new_group
 
 from instep.state import PartialState, process, read_environment
 from instep.state.control import exchange, share_error
@@ -27,6 +29,25 @@ class Peers:
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._group = group
+
+    @classmethod
+    def apart(cls) -> Peers:
+        """The same ranks, with a group of their own. Collective; `close` it."""
+        groups = process.held().groups if process.is_held() else None
+        group: Any = None if groups is None else new_group(backend="gloo", timeout=groups.timeout)
+        return cls(group)
+
+    def close(self, abort: bool = False) -> None:
+        """Give up the group of `apart`.
+
+        Args:
+            abort: end what a thread still does with it, by an error.
+        """
+        group, self._group = self._group, None
+        if group is not None:
+            if abort:
+                group.abort()
+            destroy_process_group(group)
 
     def place(self) -> tuple[int, int]:
         """This process's rank, and the world size."""

@@ -289,7 +289,7 @@ class FitSession(Session):
                 self.trainer._stop_agreed = True
                 self.trainer.stop_reason = trigger.reason or self.trainer.stop_reason
             elif trigger.name == "save":
-                self._save_now(trigger.reason)
+                self._save_now(trigger.reason, final=False)
             elif trigger.name == "validate":
                 self.validate()
             elif trigger.name == "preempted":
@@ -298,10 +298,10 @@ class FitSession(Session):
     def _savers(self) -> list[Callback]:
         return [callback for callback in self.callbacks if hasattr(callback, "save_now")]
 
-    def _save_now(self, reason: str) -> Any:
+    def _save_now(self, reason: str, final: bool = True) -> Any:
         path = None
         for callback in self._savers()[:1]:
-            path = callback.save_now(self.trainer, reason)  # pyright: ignore[reportAttributeAccessIssue]
+            path = callback.save_now(self.trainer, reason, final)  # pyright: ignore[reportAttributeAccessIssue]
         return path
 
     def _preempt(self, trigger: Trigger) -> None:

@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from instep.checkpoint import Reader
+    from instep.checkpoint.background import BackgroundSaver
     from instep.loggers.base import Logger
     from instep.trainer.trainer import Trainer
 
 
 T = TypeVar("T")
+LAST_SAVE_S = 30.0  # what a background save gets to end after an error
 
 
 class Session:
@@ -84,6 +86,7 @@ class Session:
         self.manual_steps = 0
         self.batch_idx = 0
         self.resumed: Reader | None = None
+        self.saver: BackgroundSaver | None = None
         self.swept: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
         self.accumulate = self.settings.accumulate_grad_batches
         self.book = LogBook("train")
@@ -136,6 +139,8 @@ class Session:
             logger.finalize("success" if first is None else _status(first))
 
         undo: list[Callable[[], Any]] = [
+            lambda: self._close_saver(error),
+            *([] if error is None else [lambda: self._call_on_exception(error)]),
             self._call_teardown,
             *[partial(close, logger) for logger in self.trainer.loggers],
             lambda: self._finish(first),
@@ -143,7 +148,7 @@ class Session:
             lambda: self._stack.__exit__(type(first) if first else None, first, None),
         ]
         if error is not None:
-            undo = [self._abandon, lambda: self._call_on_exception(error), *undo]
+            undo.insert(0, self._abandon)
         for step in undo:
             try:
                 step()
@@ -161,6 +166,13 @@ class Session:
             self.triggers.abandon()
         if self.trainer._book is not None:
             self.trainer._book.buffer.clear()  # what raised is not collected a second time
+
+    def _close_saver(self, error: BaseException | None) -> None:
+        """Let the save that is under way end; not for long after an error, since other ranks may be gone."""
+        saver, self.saver = self.saver, None
+        if saver is not None:
+            stop = isinstance(error, KeyboardInterrupt)
+            saver.close(None if error is None else 0.0 if stop else LAST_SAVE_S)
 
     def _finish(self, error: BaseException | None) -> None:
         self.trainer.state.status = _status(error)

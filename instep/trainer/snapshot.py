@@ -10,6 +10,7 @@ rank-00000.json/.safetensors   random generators and open log sums of each rank
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,9 @@ from instep.utils.optimizer_state import clean_name, optimizer_state
 from instep.utils.seed import rng_state
 
 if TYPE_CHECKING:
-    from instep.checkpoint import CheckpointStore, Writer
+    from instep.checkpoint import CheckpointStore
+    from instep.checkpoint.background import PendingSave
+    from instep.checkpoint.writer import BaseWriter
     from instep.loggers.base import Logger
     from instep.trainer.fit_session import FitSession
     from instep.trainer.session import Session
@@ -105,7 +108,7 @@ class Snapshot:
             run.module.on_save_checkpoint(checkpoint)
         return checkpoint
 
-    def write(self, writer: Writer) -> None:
+    def write(self, writer: BaseWriter) -> None:
         """Write this rank's files."""
         if self._rank == 0:
             writer.tensors("model.safetensors", self.model, {"format": "pt"})
@@ -136,17 +139,22 @@ def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
     return {(name, names[:index].count(name)): loggers[index] for index, name in enumerate(names)}
 
 
-def _collect(run: Session, weights_only: bool = False) -> Snapshot:
-    """The snapshot of every rank, or an error on all: hooks of the user's are called, and may fail on one only."""
-    snapshot: Snapshot | None = None
+def _collect(run: Session, weights_only: bool = False, then: Callable[[Snapshot], Any] = lambda it: it) -> Any:
+    """The snapshot of every rank, or an error on all: hooks of the user's are called, and may fail on one only.
+
+    Args:
+        run: the session.
+        weights_only: see Snapshot.
+        then: what to do with it that may fail on one rank only, too, and whose result is returned.
+    """
+    result: Any = None
     error: Exception | None = None
     try:
-        snapshot = Snapshot(run, weights_only)
+        result = then(Snapshot(run, weights_only))
     except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
         error = caught
     raise_together(error, "collecting the state of the run")
-    assert snapshot is not None
-    return snapshot
+    return result
 
 
 def save(
@@ -161,18 +169,8 @@ def save(
         weights_only: leave out all that only a resumed run needs.
         info: what the manifest says beside: monitor, mode, score; or another kind.
     """
-    at = run.position
-    if at.batch != at.window_batch and not weights_only and run.rank == 0:
-        warnings.warn(
-            f"this checkpoint is saved in the middle of an optimizer window (batch {at.batch}, the window began at "
-            f"{at.window_batch}). A resumed run begins the window again, with other random numbers. Save where "
-            "trainer.position.batch == trainer.position.window_batch to go on exactly",
-            stacklevel=4,
-        )
+    _prepare(run, store, weights_only)
     snapshot = _collect(run, weights_only)
-    if store.root not in run.swept:
-        run.swept.add(store.root)
-        store.tidy()
     path = store.save(
         run.position.global_step,
         snapshot.write,
@@ -180,9 +178,80 @@ def save(
         name=name,
         run_id=run.trainer.run_id,
     )
+    _tell(run, path)
+    return path
+
+
+def save_later(
+    run: Session,
+    store: CheckpointStore,
+    *,
+    name: str | None = None,
+    weights_only: bool = False,
+    doomed: Sequence[str] = (),
+    **info: Any,
+) -> PendingSave:
+    """Copy the run as it is now and save that beside the training; `finish` says what became of it. Collective.
+
+    Args:
+        run: the session.
+        store: where to.
+        name: as in `save`, like `weights_only` and `info`.
+        weights_only: leave out all that only a resumed run needs.
+        doomed: older checkpoints of that store, deleted once this one has verified.
+        info: what the manifest says beside.
+    """
+    from instep.checkpoint.background import BackgroundSaver  # late: only who saves so pays for it
+
+    saver = run.saver = run.saver or BackgroundSaver()
+    _prepare(run, store, weights_only)
+    recorder = _collect(run, weights_only, lambda snapshot: saver.record(snapshot.write))
+    return saver.start(
+        store,
+        run.position.global_step,
+        recorder,
+        info={"kind": "weights" if weights_only else "full", "epoch": run.position.epoch, **info},
+        name=name,
+        run_id=run.trainer.run_id,
+        doomed=doomed,
+    )
+
+
+def finish(run: Session, pending: PendingSave) -> Path:
+    """Wait for a save beside the training. Collective.
+
+    Returns:
+        The checkpoint, which has verified.
+
+    Raises:
+        BaseException: the save's error, on all ranks.
+    """
+    from instep.checkpoint.together import Peers  # late, as above
+
+    path = pending.outcome(Peers())
+    _tell(run, path)
+    return path
+
+
+def _prepare(run: Session, store: CheckpointStore, weights_only: bool) -> None:
+    at = run.position
+    if at.batch != at.window_batch and not weights_only and run.rank == 0:
+        warnings.warn(
+            f"this checkpoint is saved in the middle of an optimizer window (batch {at.batch}, the window began at "
+            f"{at.window_batch}). A resumed run begins the window again, with other random numbers. Save where "
+            "trainer.position.batch == trainer.position.window_batch to go on exactly",
+            stacklevel=5,
+        )
+    if run.saver is not None:
+        run.saver.wait()
+    if store.root not in run.swept:
+        run.swept.add(store.root)
+        store.tidy()
+
+
+def _tell(run: Session, path: Path) -> None:
     for logger in run.trainer.loggers:
         logger.after_save_checkpoint(path)
-    return path
 
 
 def dry_run(run: FitSession) -> None:

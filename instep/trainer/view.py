@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from instep.callbacks.early_stopping import EarlyStopping
     from instep.callbacks.model_checkpoint import ModelCheckpoint
     from instep.checkpoint import Reader
+    from instep.checkpoint.background import PendingSave
 
 
 class TrainerView:
@@ -98,6 +100,29 @@ class TrainerView:
         from instep.trainer import snapshot  # late, as above
 
         return snapshot.save(self._run, self._store(dirpath), name=name, weights_only=weights_only, **info)
+
+    def save_later(
+        self, dirpath: Path | None, name: str | None, *, weights_only: bool, doomed: Sequence[str] = (), **info: Any
+    ) -> PendingSave:
+        """The same as `save_to`, written beside the training: `finish_save` says what became of it. Collective.
+
+        Args:
+            dirpath: as in `save_to`, like `name`, `weights_only` and `info`.
+            name: the checkpoint's name.
+            weights_only: leave out what only a resumed run needs.
+            doomed: older checkpoints in that folder, deleted once this one has verified.
+            info: JSON values for the manifest.
+        """
+        from instep.trainer import snapshot  # late, as above
+
+        store = self._store(dirpath)
+        return snapshot.save_later(self._run, store, name=name, weights_only=weights_only, doomed=doomed, **info)
+
+    def finish_save(self, pending: PendingSave) -> Path:
+        """Wait for a save beside the training, and raise its error on all ranks. Collective."""
+        from instep.trainer import snapshot  # late, as above
+
+        return snapshot.finish(self._run, pending)
 
     def verify_checkpoint(self, path: Path) -> list[str]:
         """What is wrong with a checkpoint; empty where it verifies. Collective."""

@@ -1,0 +1,179 @@
+"""Saving beside the training: copied at once, then written, committed and verified on a thread.
+
+At most one save is under way; the next one waits for it, since it needs its buffers. That is the back-pressure: who
+saves more often than the disk can take trains at the disk's pace, and never keeps more than one copy.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path, PosixPath
+from typing import Any
+
+from instep.checkpoint.host import HostBuffers, Recorder
+from instep.checkpoint.store import CheckpointStore
+from instep.checkpoint.together import Peers
+from instep.checkpoint.writer import BaseWriter
+from instep.errors import CorruptCheckpointError
+
+_ABORT_S = 5.0  # until a thread has noticed that its group is gone
+
+
+class PendingSave:
+    """A save under way.
+
+    Args:
+        path: the checkpoint's folder, once it was read back and verified: only then it counts.
+        error: what went wrong; with a path, afterwards: an older checkpoint could not be deleted.
+    """
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self.error: BaseException | None = None
+        self._done = threading.Event()
+        self._seen = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Local: ranks may differ."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended; whether it has."""
+        return self._done.wait(timeout_s)
+
+    def outcome(self, peers: Peers) -> Path:
+        """Wait for it; then the same on every rank, whatever each rank's thread has seen. Collective.
+
+        Args:
+            peers: those of the calling thread.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            BaseException: what went wrong on this rank; RemoteError where it did on another.
+        """
+        self.wait()
+        self._seen = True
+        peers.fail_together(self.error, "saving in the background")
+        assert self.path is not None
+        return self.path
+
+
+class BackgroundSaver:
+    """Saves checkpoints beside the training, one at a time. Its methods are called on the training thread.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saver, state = BackgroundSaver(), {"epoch": 3}
+        ...     recorder = saver.record(lambda writer: writer.state("trainer", state))
+        ...     pending = saver.start(CheckpointStore(folder), 1200, recorder)
+        ...     state["epoch"] = 4  # what is saved was taken before
+        ...     path = pending.outcome(Peers())
+        ...     saver.close()
+        ...     CheckpointStore(folder).read(path).state("trainer")
+        {'epoch': 3}
+    """
+
+    def __init__(self) -> None:
+        self._buffers = HostBuffers()
+        self._peers: Peers | None = None
+        self._pending: PendingSave | None = None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """How much host memory is kept for copies: about what this rank writes."""
+        return self._buffers.bytes
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is under way, and raise nothing; whether that is so."""
+        return self._pending is None or self._pending.wait(timeout_s)
+
+    def record(self, write: Callable[[BaseWriter], None]) -> Recorder:
+        """Copy what `write` writes, once the save before has ended. Local."""
+        self.wait()
+        recorder = Recorder(self._buffers, *Peers().place())
+        write(recorder)
+        return recorder
+
+    def start(
+        self,
+        store: CheckpointStore,
+        step: int,
+        recorder: Recorder,
+        *,
+        info: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        run_id: str = "",
+        doomed: Iterable[str | Path] = (),
+    ) -> PendingSave:
+        """Write what `record` took, on the thread. Collective.
+
+        Args:
+            store: where to.
+            step: see `CheckpointStore.save`, as for `info`, `name` and `run_id`.
+            recorder: of the latest `record`.
+            doomed: older checkpoints of that store, deleted once this one has verified.
+        """
+        if self._peers is None:
+            self._peers = Peers.apart()
+            atexit.register(self.close)  # for who never closes it
+        aside = copy.copy(store)
+        aside.peers = self._peers
+        pending = self._pending = PendingSave()
+
+        def save() -> None:
+            try:
+                path = aside.save(step, recorder.replay, info=info, name=name, run_id=run_id)
+                _drop_cached(path)
+                problems = aside.verify_together(path)
+                if problems:
+                    raise CorruptCheckpointError(f"{path} does not read back: {'; '.join(problems)}", path=path)
+                pending.path = path
+                for old in doomed:
+                    aside.delete(old)
+            except BaseException as error:  # noqa: BLE001  raised by `outcome`
+                pending.error = error
+            finally:
+                pending._done.set()
+
+        # A daemon: at exit `close` decides how long to wait for it.
+        threading.Thread(target=save, name="instep-save", daemon=True).start()
+        return pending
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for what is under way, then give back memory and group. Local; twice is once.
+
+        Args:
+            timeout_s: after that a save that has not ended is abandoned: it is never taken for a checkpoint, and the
+                next run removes what is left of it. None: no limit.
+        """
+        atexit.unregister(self.close)
+        pending, self._pending = self._pending, None
+        peers, self._peers = self._peers, None
+        done = pending is None or pending.wait(timeout_s)
+        if peers is not None:
+            peers.close(abort=not done)
+        if pending is None or done or pending.wait(_ABORT_S):  # else the thread still reads them
+            self._buffers.close()
+        if pending is not None and not pending._seen:
+            if not done:
+                warnings.warn(f"the checkpoint under way was abandoned after {timeout_s} s", stacklevel=2)
+            elif pending.error is not None:
+                warnings.warn(f"a background save failed: {pending.error}", stacklevel=2)
+
+
+def _drop_cached(folder: Path) -> None:
+    """Let who reads the files next ask the disk, not the system's memory: what it gives back is what is verified."""
+    if isinstance(folder, PosixPath) and hasattr(os, "posix_fadvise"):
+        for path in folder.rglob("*"):
+            with suppress(OSError), open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
