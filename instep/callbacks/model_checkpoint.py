@@ -194,7 +194,9 @@ class ModelCheckpoint(Callback):
         self._forget_the_gone(trainer)
         if trainer.resumed_from is not None:
             self._adopt(trainer, trainer.resumed_from)
-            self._last_step_saved, self._position_saved = trainer.global_step, trainer.position.state_dict()
+            self._position_saved = trainer.position.state_dict()
+            if trainer.resumed_from.manifest.info.get("saver") == self.state_key:  # else its own may still be due
+                self._last_step_saved = trainer.global_step
         if self.train_time_interval is not None and trainer.is_global_zero:
             self._next_time = time.monotonic() + self.train_time_interval.total_seconds()
 
