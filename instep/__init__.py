@@ -19,6 +19,7 @@ _HOME = {
     "GradientState": "instep.state",
     "Logger": "instep.loggers",
     "PartialState": "instep.state",
+    "Resume": "instep.checkpoint.resume",
     "Strategy": "instep.strategies",
     "TrainModule": "instep.trainer",
     "Trainer": "instep.trainer",
@@ -30,6 +31,7 @@ _HOME = {
 if TYPE_CHECKING:
     from instep.accelerator import Accelerator as Accelerator
     from instep.callbacks import Callback as Callback
+    from instep.checkpoint.resume import Resume as Resume
     from instep.data import DataModule as DataModule
     from instep.launch.functions import debug_launcher as debug_launcher
     from instep.launch.functions import notebook_launcher as notebook_launcher

@@ -20,6 +20,7 @@ PUBLIC = {
         "GradientState",
         "Logger",
         "PartialState",
+        "Resume",
         "Strategy",
         "TrainModule",
         "Trainer",

@@ -6,6 +6,7 @@ from instep.checkpoint.encode import decode, encode
 from instep.checkpoint.files import FileRecord, LocalFiles
 from instep.checkpoint.manifest import Manifest
 from instep.checkpoint.reader import Reader
+from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepEvery, KeepNewest, Retention, Saved
 from instep.checkpoint.store import CheckpointStore
 from instep.checkpoint.tensors import read_tensors, write_tensors
@@ -24,6 +25,8 @@ __all__ = [
     "LocalFiles",
     "Manifest",
     "Reader",
+    "Resume",
+    "ResumeReport",
     "Retention",
     "Saved",
     "Writer",

@@ -51,16 +51,21 @@ class FitSession(Session):
 
     def resume(self) -> None:
         """Take up a checkpoint's optimizers, position, data and random generators."""
-        if self.resumed is not None:
-            self._resume_last = restore.resume(self, self.resumed)
-            at = self.position
-            where = f"epoch {at.epoch + 1}, batch {at.batch}, step {at.global_step}"
-            self.trainer.print(f"Resuming from {self.resumed.path}: {where}.")
+        if self.report is None:
+            return
+        self._resume_last = restore.resume(self)
+        at = self.position
+        where = f"epoch {at.epoch + 1}, batch {at.batch}, step {at.global_step}"
+        if self.report.complete:
+            self.trainer.print(f"Resuming from {self.report.path}: {where}.")
+        else:
+            self.trainer.print(f"{self.report}\n  goes on at {where}" if self.continues else self.report)
+        self.trainer.resume_report = self.report
 
     def sanity_check(self) -> None:
         """A few validation batches, so that a broken validation shows before hours of training."""
         limit = self.settings.num_sanity_val_steps
-        if not self._validates or limit == 0 or self.resumed is not None:
+        if not self._validates or limit == 0 or self.continues is not None:
             return
         rng = rng_state()
         self.hooks.call("on_sanity_check_start")

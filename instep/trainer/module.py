@@ -378,7 +378,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Raises:
             CheckpointError: it is not a checkpoint, or does not verify.
         """
-        from instep.trainer.restore import load_module  # late: the checkpoint room is loaded when used
+        from instep.trainer.weights import load_module  # late: the checkpoint room is loaded when used
 
         return load_module(cls, checkpoint_path, map_location, hparams_file, strict, kwargs)
 

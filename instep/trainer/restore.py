@@ -1,35 +1,26 @@
-"""How a run takes up a checkpoint again, and a module its weights."""
+"""How a run takes up a checkpoint again, all of it or parts."""
 
 from __future__ import annotations
 
-import inspect
-import json
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from instep.errors import CheckpointError, CorruptCheckpointError, DataError
-from instep.trainer.hooks import ModuleHooks, is_overridden
+from instep.errors import CheckpointError, CorruptCheckpointError, DataError, SettingError
 from instep.trainer.metric_states import load_metric_states, metric_objects
 from instep.trainer.slots import merge_states
-from instep.trainer.snapshot import VIEW, by_class
-from instep.types import PathLike
-from instep.utils.hparams import AttributeDict
-from instep.utils.optimizer_state import clean_name, load_optimizer_state
+from instep.trainer.snapshot import by_class
+from instep.utils.learning_rate import follow_schedule, put_rates, rates_of, set_learning_rates
+from instep.utils.optimizer_state import load_optimizer_state
 from instep.utils.seed import derive_seed, seed_process, set_rng_state
 
 if TYPE_CHECKING:
     from instep.checkpoint import Reader
+    from instep.checkpoint.resume import Resume
     from instep.trainer.fit_session import FitSession
-    from instep.trainer.module import TrainModule
     from instep.trainer.session import Session
-
-M = TypeVar("M", bound="TrainModule")
 
 
 def open_checkpoint(run: Session, path: Path) -> Reader:
@@ -43,74 +34,98 @@ def open_checkpoint(run: Session, path: Path) -> Reader:
     return store.read(path, verify=False)
 
 
-def load_weights(run: Session, path: Path, reader: Reader | None) -> None:
-    """Load the module's weights, through `on_load_checkpoint`.
+def check_resume(resume: Any, ckpt_path: Any) -> None:
+    """Refuse `fit(resume=...)` that is of the wrong kind, or has nothing to take up."""
+    from instep.checkpoint.resume import Resume  # late, as above
+
+    if not isinstance(resume, Resume):
+        raise SettingError(f"resume={resume!r}: an instep.Resume, such as Resume.weights()", field="resume", got=resume)
+    if ckpt_path is None:
+        raise SettingError(
+            "resume says which parts of a checkpoint to take up, and there is no ckpt_path. Pass fit(..., "
+            "ckpt_path='last', 'best', 'auto' or a path, resume=...).",
+            field="resume",
+            got=resume,
+        )
+
+
+def begin(run: Session, path: Path, folder_before: Path | None) -> None:
+    """Settle which parts of the found checkpoint are taken up, and a fit's seed and identity.
+
+    Before any hook can ask for a loader, whose order depends on the seed.
 
     Args:
-        run: the session; its module is on its device.
-        path: a checkpoint folder, or a file of weights.
-        reader: the opened folder; None for a file.
+        run: the session; gets `parts` and `report`.
+        path: what was found.
+        folder_before: the run folder before it was looked for.
     """
-    if reader is None:
-        from instep.checkpoint import load_weights as load_file  # late, as above
+    from instep.checkpoint.resume import Resume, ResumeReport  # late, as above
 
-        checkpoint: dict[str, Any] = {"state_dict": load_file(path)}
-    else:
-        checkpoint = _view_of(reader)
-    if is_overridden(run.module, "on_load_checkpoint", ModuleHooks):
-        run.module.on_load_checkpoint(checkpoint)
-    for hook in run.hooks.of_callbacks("on_load_checkpoint"):
-        hook(checkpoint)
-    _load_into(
-        lambda state, strict: run.strategy.load_model_state(state, strict),
-        run.module,
-        checkpoint["state_dict"],
-        run.module.strict_loading,
-        path,
-    )
-
-
-def _view_of(reader: Reader) -> dict[str, Any]:
-    trainer = reader.state("trainer")
-    state_dict: dict[str, Any] = dict(reader.tensors("model.safetensors"))
-    if reader.has("model_extra.json"):
-        state_dict |= reader.state("model_extra")
-    kept = {key: trainer.get(key) for key in VIEW - {"state_dict"}}
-    return {**kept, **trainer["user"], "state_dict": state_dict}
-
-
-def _load_into(
-    load: Callable[[dict[str, Any], bool], Any], module: nn.Module, state: dict[str, Any], strict: bool, path: Path
-) -> None:
-    # The module may be wrapped where the checkpoint is clean: match by clean names.
-    own = {clean_name(name): name for name in module.state_dict()}
-    renamed = {own.get(name, name): value for name, value in state.items()}
-    try:
-        load(renamed, strict)
-    except RuntimeError as error:
+    asked, reader, trainer = run.parts, run.resumed, run.trainer
+    if run.fn != "fit":
+        run.parts, run.report = Resume.weights(), ResumeReport(path, ("weights",))
+        return
+    kind = "weights" if reader is None else reader.manifest.info.get("kind")
+    parts = asked or Resume()
+    if kind == "weights" and not parts.weights_only:
+        what = "is a file of weights only" if reader is None else "holds weights only"
         raise CheckpointError(
-            f"the weights of {path} do not fit {type(module).__name__}: {error}. "
-            "Set strict_loading = False on the module (or strict=False) to load what fits by name. If ckpt_path='auto' "
-            "found the run of another script, give each script a default_root_dir of its own.",
+            f"{path} {what}, so a run cannot be resumed from it. Begin a new run with its weights by fit(..., "
+            "resume=Resume.weights()), or resume from a full checkpoint.",
             path=path,
-        ) from error
+        )
+    state = {} if reader is None else reader.state("trainer")
+    if asked is not None:
+        run.resumed_with = asked.record()
+        if run.ckpt_path in ("auto", "last") and state.get("resumed_with") == run.resumed_with:
+            parts = Resume(strict=asked.strict)  # the same command again: what was asked for was done then
+    run.parts, run.report = parts, ResumeReport(path, parts.parts)
+    if parts.position:
+        run.continues = reader
+        trainer._seed, trainer.run_id = state["seed"], state["run_id"]
+        if run.ckpt_path == "auto":
+            trainer.run_folder.adopt(run, state.get("run_folder"))  # the same command goes on in the same folder
+        return
+    trainer.run_folder.path = folder_before
+    saver = trainer.checkpoint_callback
+    if run.ckpt_path == "auto" and saver is not None and saver.dirpath == path.parent:
+        raise SettingError(
+            f"ckpt_path='auto' with a Resume that counts from step 0 again would find {path.name} at the next start "
+            f"too, since the new run saves into {saver.dirpath} beside it. Give ModelCheckpoint another dirpath, or "
+            "ckpt_path the path.",
+            field="resume",
+            got=asked,
+        )
 
 
 def resume_plugins(run: Session, reader: Reader) -> None:
     """Loggers, callbacks and the datamodule; before loaders and optimizers are made."""
+    parts = run.parts
+    assert parts is not None
+    if parts.weights_only:
+        return
     state, trainer = reader.state("trainer"), run.trainer
-    for key, logger in by_class(trainer.loggers).items():
+    for key, logger in by_class(trainer.loggers).items() if parts.loggers else ():
         if key in state["loggers"]:
             logger.load_state_dict(state["loggers"][key])
-    if run.rank == 0:
+    if run.rank == 0 and parts.position and parts.lr is None:
         _warn_of_changes(state["hyper_parameters"], dict(run.module.hparams), reader.path)
-    if run.datamodule is not None and state["datamodule"] is not None:
+    if run.datamodule is not None and state["datamodule"] is not None and parts.position:
         run.datamodule.load_state_dict(state["datamodule"])
+    if parts.callbacks:
+        _resume_callbacks(run, reader, state["callbacks"])
+
+
+def _resume_callbacks(run: Session, reader: Reader, states: dict[str, Any]) -> None:
     for callback in run.callbacks:
-        if callback.state_key in state["callbacks"]:
-            callback.load_state_dict(state["callbacks"][callback.state_key])
-    unclaimed = sorted(set(state["callbacks"]) - {callback.state_key for callback in run.callbacks})
-    if unclaimed and run.rank == 0:
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+    unclaimed = sorted(set(states) - {callback.state_key for callback in run.callbacks})
+    if not unclaimed:
+        return
+    assert run.report is not None
+    run.report.left_out += [f"the state of the callback {key}" for key in unclaimed]
+    if run.rank == 0:
         warnings.warn(
             f"{reader.path} has the state of callbacks that this run does not have, or has with other arguments; it is "
             f"left out: {', '.join(unclaimed)}",
@@ -125,54 +140,79 @@ def _warn_of_changes(saved: dict[str, Any], now: dict[str, Any], path: Path) -> 
         listed = ", ".join(f"{key}={now[key]!r} (there {saved[key]!r})" for key in sorted(changed))
         warnings.warn(
             f"this run has other hyperparameters than {path}: {listed}. What the checkpoint holds is restored all the "
-            "same, learning rates among it; load_from_checkpoint and a new fit start with the new ones.",
+            "same, learning rates among it; fit(..., resume=Resume(lr=...)) sets others.",
             stacklevel=2,
         )
 
 
-def resume_identity(run: Session, reader: Reader) -> None:
-    """The seed and the run's identity; before any hook can ask for a loader, whose order depends on the seed."""
-    _check_kind(reader)
-    state = reader.state("trainer")
-    run.trainer._seed, run.trainer.run_id = state["seed"], state["run_id"]
-    if run.ckpt_path == "auto":
-        run.trainer.run_folder.adopt(run, state.get("run_folder"))  # the same command goes on in the same folder
-
-
-def _check_kind(reader: Reader) -> None:
-    if reader.manifest.info.get("kind") == "weights":
-        raise CheckpointError(
-            f"{reader.path} holds weights only, so a run cannot be resumed from it. Load it with "
-            "load_from_checkpoint and start a new fit, or resume from a full checkpoint.",
-            path=reader.path,
-        )
-
-
-def resume(run: FitSession, reader: Reader) -> Callable[[], None]:
-    """Optimizers, schedulers, position, data and metrics.
+def resume(run: FitSession) -> Callable[[], None] | None:
+    """Optimizers, schedulers, position, data and metrics, of what was asked for.
 
     Returns:
         What restores open log sums and random generators; to be called after all hooks that run before the first step.
     """
+    reader, parts = run.resumed, run.parts
+    assert parts is not None
+    if reader is not None and (parts.optimizer or parts.schedulers):
+        _resume_optimizers(run, reader, parts)
+    if parts.lr is not None:
+        set_learning_rates(run.optimizers, [config.scheduler for config in run.schedulers], parts.lr)
+    return None if run.continues is None else _resume_position(run, run.continues)
+
+
+def _resume_optimizers(run: FitSession, reader: Reader, parts: Resume) -> None:
+    state, report = reader.state("trainer"), run.report
+    assert report is not None
+    strict = parts.strict is not False
+    schedulers = [config.scheduler for config in run.schedulers]
+    other_schedule = _differing(schedulers, state) if parts.schedulers else ""
+    if parts.optimizer:
+        trees = reader.state("optimizer") if reader.has("optimizer.json") else []
+        differ = (
+            "" if len(run.optimizers) == len(trees) else f"{len(trees)} optimizers saved, {len(run.optimizers)} now"
+        )
+        if _fits(differ, "optimizer", reader, strict, report.left_out):
+            for optimizer, tree in zip(run.optimizers, trees, strict=True):
+                rates = rates_of(optimizer)
+                report.left_out += load_optimizer_state(run.module, optimizer, tree, strict)
+                if schedulers and (other_schedule or not parts.schedulers):
+                    put_rates(optimizer, rates)
+                if state["global_step"]:
+                    optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a wrong order by it
+        run.precision.load_state_dict(state["scaler"])
+    if parts.schedulers and _fits(other_schedule, "schedulers", reader, strict, report.left_out):
+        for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+            if not parts.optimizer:
+                follow_schedule(scheduler)
+
+
+def _differing(schedulers: list[Any], state: dict[str, Any]) -> str:
+    """How learning-rate schedulers differ from the saved ones; torch would load any state into any of them."""
+    kinds, saved = [type(it).__name__ for it in schedulers], state["scheduler_kinds"]
+    if kinds != saved:
+        return f"the schedulers {', '.join(saved) or '(none)'} saved, {', '.join(kinds) or '(none)'} now"
+    for scheduler, kept in zip(schedulers, state["schedulers"], strict=True):
+        groups = [len(rates) for rates in (kept.get("_last_lr"), getattr(scheduler, "_last_lr", None)) if rates]
+        if len(set(groups)) > 1:
+            return f"{groups[0]} parameter groups under {type(scheduler).__name__} saved, {groups[1]} now"
+    return ""
+
+
+def _fits(differ: str, switch: str, reader: Reader, strict: bool, left_out: list[str]) -> bool:
+    if differ and strict:
+        raise CheckpointError(
+            f"{reader.path} does not fit what configure_optimizers returned: {differ}. Resume with the same ones, or "
+            f"leave them out by fit(..., resume=Resume({switch}=False)).",
+            path=reader.path,
+        )
+    if differ:
+        left_out.append(f"all of {switch}: {differ}")
+    return not differ
+
+
+def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
     state, trainer = reader.state("trainer"), run.trainer
-    optimizers = reader.state("optimizer") if reader.has("optimizer.json") else []
-    for what, mine, saved in (
-        ("optimizers", run.optimizers, optimizers),
-        ("learning-rate schedulers", run.schedulers, state["schedulers"]),
-    ):
-        if len(mine) != len(saved):
-            raise CheckpointError(
-                f"{reader.path} has {len(saved)} {what}, and configure_optimizers returned {len(mine)}. Resume with "
-                "the same set, or load the weights alone with load_from_checkpoint.",
-                path=reader.path,
-            )
-    for optimizer, tree in zip(run.optimizers, optimizers, strict=True):
-        load_optimizer_state(run.module, optimizer, tree)
-        if state["global_step"]:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
-    for config, saved in zip(run.schedulers, state["schedulers"], strict=True):
-        config.scheduler.load_state_dict(saved)
-    run.precision.load_state_dict(state["scaler"])
     run.position.load_state_dict(state["position"])
     trainer.metrics.load_state_dict(state["metrics"])
     name = f"rank-{run.rank:05d}"
@@ -220,54 +260,3 @@ def _resume_data(run: FitSession, state: dict[str, Any], own: dict[str, Any] | N
     # Only data with a state that lives on over epochs needs it; at an epoch's end the data may be exchanged.
     with suppress(DataError):
         run.source.load_state_dict(data)
-
-
-def load_module(
-    cls: type[M],
-    path: PathLike,
-    map_location: Any,
-    hparams_file: PathLike | None,
-    strict: bool | None,
-    arguments: dict[str, Any],
-) -> M:
-    """What `TrainModule.load_from_checkpoint` does."""
-    from instep.checkpoint import CheckpointStore, find_checkpoint  # late: only a run with checkpoints pays for it
-    from instep.checkpoint import load_weights as load_file
-
-    folder = Path(path) if Path(path).is_file() else find_checkpoint(path)
-    if folder.is_file():
-        checkpoint: dict[str, Any] = {"state_dict": load_file(folder), "hyper_parameters": {}}
-    else:
-        checkpoint = _view_of(CheckpointStore(folder.parent).read(folder))
-    saved = checkpoint["hyper_parameters"]
-    if hparams_file is not None:
-        saved = {**saved, **json.loads(Path(hparams_file).read_text())}
-    parameters = inspect.signature(cls.__init__).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    name = checkpoint.get("hparams_name")
-    merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
-    if name is not None:
-        merged[name] = AttributeDict(saved)  # they came as one argument, with all of them in it
-    merged |= arguments
-    try:
-        module = cls(**merged)
-    except TypeError as error:
-        raise CheckpointError(
-            f"cannot make {cls.__name__} from {path}: {error}. Pass the missing arguments to load_from_checkpoint, or "
-            "call self.save_hyperparameters() in __init__ before saving.",
-            path=folder,
-        ) from error
-    if is_overridden(module, "configure_model", ModuleHooks):
-        module.configure_model()
-    if is_overridden(module, "on_load_checkpoint", ModuleHooks):
-        module.on_load_checkpoint(checkpoint)
-    _load_into(
-        lambda state, strict: module.load_state_dict(state, strict=strict),
-        module,
-        checkpoint["state_dict"],
-        module.strict_loading if strict is None else strict,
-        folder,
-    )
-    if map_location is not None:
-        module.to(torch.device(map_location))
-    return module

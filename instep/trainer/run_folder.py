@@ -57,7 +57,8 @@ class RunFolder:
         if ckpt_path not in ("last", "best", "auto"):
             given = Path(ckpt_path).absolute()
             return run.on_rank_zero(lambda: given if given.is_file() else find_checkpoint(given), f"finding {given}")
-        kind = "full" if run.fn == "fit" else None
+        weights = run.fn != "fit" or (run.parts is not None and run.parts.weights_only)
+        kind = None if weights else "full"
         callback = run.trainer.checkpoint_callback
         monitor = callback.monitor if callback is not None and ckpt_path == "best" else None
         if ckpt_path == "best" and callback is not None and monitor is None:

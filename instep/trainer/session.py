@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
 from instep.distributed import Triggers, broadcast_object
-from instep.errors import CheckpointError, HookError, UsageError
+from instep.errors import HookError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
 from instep.trainer import restore
@@ -33,6 +33,7 @@ from instep.trainer.place import connect, device_of
 from instep.trainer.plugins import start_loggers, with_own_callbacks
 from instep.trainer.signals import SignalGuard
 from instep.trainer.transfer import batches_on_device
+from instep.trainer.weights import load_weights
 from instep.utils.seed import derive_seed, seed_process
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from instep.checkpoint import Reader
     from instep.checkpoint.background import BackgroundSaver
+    from instep.checkpoint.resume import Resume, ResumeReport
     from instep.loggers.base import Logger
     from instep.trainer.trainer import Trainer
 
@@ -58,6 +60,7 @@ class Session:
         datamodule: or None.
         loaders: what the user passed, by stage: `train`, `val`, `test`, `predict`.
         ckpt_path: as passed to the Trainer.
+        parts: which parts of it are taken up; None for all.
     """
 
     triggers: Triggers
@@ -70,6 +73,7 @@ class Session:
         datamodule: DataModule | None,
         loaders: dict[str, Any],
         ckpt_path: Any = None,
+        parts: Resume | None = None,
     ) -> None:
         self.trainer = trainer
         self.settings = trainer.settings
@@ -85,8 +89,12 @@ class Session:
         self.wrapped_optimizers: list[TrainOptimizer] = []
         self.manual_steps = 0
         self.batch_idx = 0
-        self.resumed: Reader | None = None
         self.saver: BackgroundSaver | None = None
+        self.parts = parts
+        self.report: ResumeReport | None = None
+        self.resumed: Reader | None = None  # what weights or more come from
+        self.continues: Reader | None = None  # the same, where the run goes on from its position
+        self.resumed_with: dict[str, Any] | None = None  # what of it this run took up; its checkpoints say so
         self.swept: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
         self.accumulate = self.settings.accumulate_grad_batches
         self.book = LogBook("train")
@@ -210,17 +218,12 @@ class Session:
         self.callbacks = trainer.callbacks = with_own_callbacks(trainer.callbacks, module)
         self.hooks = HookTable(trainer, module, self.callbacks)
         self._check_hooks()
+        folder = trainer.run_folder.path
         path = trainer.run_folder.find_checkpoint(self, self.ckpt_path)
         if path is not None and self.on_rank_zero(path.is_dir, f"looking at {path}"):
             self.resumed = restore.open_checkpoint(self, path)
-        if path is not None and self.resumed is None and self.fn == "fit":
-            raise CheckpointError(
-                f"{path} is a file of weights only, so a run cannot be resumed from it. Load it with "
-                "load_from_checkpoint and start a new fit, or resume from a checkpoint folder.",
-                path=path,
-            )
-        if self.resumed is not None and self.fn == "fit":
-            restore.resume_identity(self, self.resumed)
+        if path is not None:
+            restore.begin(self, path, folder)
         self._prepare_data()
         if self.datamodule is not None:
             self.datamodule.setup(self.fn)
@@ -234,7 +237,7 @@ class Session:
             module.configure_model()
         self.strategy.place(module)
         if path is not None:
-            restore.load_weights(self, path, self.resumed)
+            load_weights(self, path, self.resumed)
 
     def _check_hooks(self) -> None:
         refuse_old_hooks(self.module)

@@ -75,6 +75,8 @@ class Snapshot:
             "strategy": run.strategy.name,
             "position": run.position.state_dict(),
             "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
+            "scheduler_kinds": [type(config.scheduler).__name__ for config in run.schedulers],
+            "resumed_with": run.resumed_with,
             "scaler": run.precision.state_dict(),
             "callbacks": {callback.state_key: state for callback in run.callbacks if (state := callback.state_dict())},
             "loggers": {

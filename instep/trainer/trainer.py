@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instep.callbacks.base import Callback
 from instep.data import DataModule
@@ -22,6 +22,7 @@ from instep.trainer.module import TrainModule
 from instep.trainer.place import count_devices, launch
 from instep.trainer.plugins import default_callbacks
 from instep.trainer.position import Position, Progress
+from instep.trainer.restore import check_resume
 from instep.trainer.run_folder import RunFolder
 from instep.trainer.session import Session
 from instep.trainer.settings import resolve
@@ -29,6 +30,9 @@ from instep.trainer.status import TrainerState
 from instep.trainer.step import detached_outputs, make_step
 from instep.trainer.view import TrainerView
 from instep.types import PathLike
+
+if TYPE_CHECKING:
+    from instep.checkpoint.resume import Resume, ResumeReport
 
 
 class Trainer(TrainerView):
@@ -150,6 +154,7 @@ class Trainer(TrainerView):
         self.run_id = uuid.uuid4().hex[:16]
         self._seed: int | None = None
         self.model: TrainModule | None = None
+        self.resume_report: ResumeReport | None = None
         self.interrupted = False
         self.stop_reason = ""
         self._stop_agreed = False
@@ -166,6 +171,7 @@ class Trainer(TrainerView):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: PathLike | None = None,
+        resume: Resume | None = None,
     ) -> None:
         """Train.
 
@@ -238,6 +244,9 @@ class Trainer(TrainerView):
             val_dataloaders: a loader or a list of them.
             datamodule: in place of loaders.
             ckpt_path: resume from a path, "last", "best", or "auto" (the newest that verifies; else start fresh).
+            resume: which parts of it to take up, such as `Resume(lr=1e-4)` or `Resume.weights()`; None for all.
+                `resume_report` says what came of it. With "auto" or "last" it holds once: where the same command finds
+                a checkpoint that it saved itself, all of that is taken up.
 
         Raises:
             SettingError: settings that do not fit the model or data.
@@ -245,11 +254,13 @@ class Trainer(TrainerView):
             Preempted: a signal asked to stop; the run is saved. Uncaught, the process exits with status 75.
         """
         datamodule, train_dataloaders = _datamodule(datamodule, train_dataloaders, val_dataloaders)
+        if resume is not None:
+            check_resume(resume, ckpt_path)
         self._launch()
         self._begin(model)
         ckpt_path = replay.take_over(self, model, ckpt_path)
         with FitSession(
-            self, "fit", model, datamodule, {"train": train_dataloaders, "val": val_dataloaders}, ckpt_path
+            self, "fit", model, datamodule, {"train": train_dataloaders, "val": val_dataloaders}, ckpt_path, resume
         ) as run:
             run.set_up()
             run.configure_optimizers()
@@ -432,6 +443,7 @@ class Trainer(TrainerView):
         """A new fit of this Trainer goes on counting where the last one stopped, as users of Lightning expect."""
         _check_module(model)
         self.model = model
+        self.resume_report = None
         self._stop_agreed = False
         self.stop_reason = ""
         self.interrupted = False

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from instep.callbacks.model_checkpoint import ModelCheckpoint
     from instep.checkpoint import Reader
     from instep.checkpoint.background import PendingSave
+    from instep.checkpoint.resume import ResumeReport
 
 
 class TrainerView:
@@ -50,6 +51,7 @@ class TrainerView:
     state: TrainerState
     run_folder: RunFolder
     run_id: str
+    resume_report: ResumeReport | None
     _environment: ProcessEnvironment
     _device_count: int
     _loggers: list[Logger] | None
@@ -158,7 +160,7 @@ class TrainerView:
     @property
     def resumed_from(self) -> Reader | None:
         """The checkpoint that the running fit went on from."""
-        return None if self._session is None else self._session.resumed
+        return None if self._session is None else self._session.continues
 
     def set_trigger(self, name: str, reason: str = "") -> None:
         """Ask for something on any rank: "stop", "save", "preempted", or a name of your own. Local and free.

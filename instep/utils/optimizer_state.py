@@ -102,7 +102,9 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return tree
 
 
-def load_optimizer_state(module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
+def load_optimizer_state(
+    module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True
+) -> list[str]:
     """Load what `optimizer_state` gave: the exact inverse, matched by name.
 
     The order of parameters and of groups may differ; which parameters form a group may not. Dtypes are kept as saved.
@@ -111,25 +113,41 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, tree: Mapping[
         module: the module whose parameters the optimizer steps.
         optimizer: freshly made, over the same parameters.
         tree: taken over, not copied.
+        strict: False to load what fits. A group takes the settings of the saved group that all of its known parameters
+            were in, and keeps its own where there is no such group.
+
+    Returns:
+        What was left out, for people; nothing where it is strict.
 
     Raises:
         CheckpointError: another kind of optimizer, missing or unexpected parameters, other shapes or other groups.
             Nothing was changed then.
     """
     names = names_of(module, [optimizer])
-    _check(optimizer, names, tree)
+    left_out: list[str] = []
+    if strict:
+        _check(optimizer, names, tree)
+    else:
+        tree, left_out = _fitting(optimizer, names, tree)
     groups = []
     state: dict[Any, Any] = dict(tree.get("common", {}))
     by_index: dict[int, tuple[Tensor, str]] = {}
     for options, own in zip(optimizer.param_groups, optimizer.state_dict()["param_groups"], strict=True):
         group_names = [names[parameter] for parameter in options["params"]]
-        saved = _group_of(group_names, len(groups), tree["groups"])
+        if strict:
+            saved = _group_of(group_names, len(groups), tree["groups"])
+        else:
+            home = _home_of(group_names, tree["groups"])
+            saved = {**own, **home}
+            if tree["groups"] and not home:
+                left_out.append(f"the settings of parameter group {len(groups)}")
         groups.append({**saved, "params": own["params"]})
         by_index.update(zip(own["params"], zip(options["params"], group_names, strict=True), strict=True))
     state.update({index: tree["state"][name] for index, (_, name) in by_index.items() if name in tree["state"]})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for parameter, name in by_index.values():
         _keep_exact(optimizer.state.get(parameter, {}), tree["state"].get(name, {}))
+    return left_out
 
 
 def _shapes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, list[int]]:
@@ -143,6 +161,25 @@ def _keep_exact(loaded: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
             loaded[key] = value
         elif isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor) and loaded[key].dtype != value.dtype:
             loaded[key] = value.to(loaded[key].device)
+
+
+def _fitting(
+    optimizer: Optimizer, names: Mapping[Tensor, str], tree: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], list[str]]:
+    """The part of a tree that fits an optimizer, and what does not."""
+    kind, shapes, saved = type(optimizer).__name__, _shapes(optimizer, names), tree["shapes"]
+    if tree["optimizer"] != kind:
+        return {"state": {}, "groups": []}, [f"the state of {tree['optimizer']}, since this run has {kind}"]
+    fits = {name for name, shape in shapes.items() if name in saved and list(saved[name]) == shape}
+    left_out = [f"the state of {name!r}" for name in saved if name not in fits]
+    state = {name: value for name, value in tree["state"].items() if name in fits}
+    return {**tree, "state": state}, left_out
+
+
+def _home_of(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The settings of the one saved group that parameters were in; none where they were in several, or in none."""
+    homes = [group for group in groups if not set(names).isdisjoint(group["params"])]
+    return {key: value for key, value in homes[0].items() if key != "params"} if len(homes) == 1 else {}
 
 
 def _group_of(names: list[str], position: int, groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -226,3 +226,62 @@ def test_names_do_not_depend_on_wrappers():
     compiled = torch.compile(owner, backend="eager")
     assert names_of(compiled) == plain  # pyright: ignore[reportArgumentType]
     assert names_of(torch.compile(DataParallel(owner), backend="eager")) == plain  # pyright: ignore[reportArgumentType]
+
+
+# ---- what fits of a state
+
+
+def trained_tree(net: nn.Module) -> dict:
+    optimizer = torch.optim.SGD(groups_of(net, NAMES[:2], NAMES[2:], lrs=[0.1, 0.2]), momentum=0.9)
+    train(net, optimizer)
+    return copy.deepcopy(optimizer_state(net, optimizer))
+
+
+def test_what_fits_is_loaded_by_name_and_the_rest_is_said():
+    tree = trained_tree(Net())
+    net = Net()
+    net.b = nn.Linear(3, 5, bias=False)
+    net.new = nn.Linear(2, 2, bias=False)
+    now = torch.optim.SGD(
+        groups_of(net, ["embed.weight", "new.weight"], ["a.bias"], ["b.weight"], lrs=[7, 8, 9]), momentum=0.5
+    )
+    left = load_optimizer_state(net, now, tree, strict=False)
+    assert left == ["the state of 'a.weight'", "the state of 'b.weight'"]
+    loaded = optimizer_state(net, now)
+    assert equal(loaded["state"], {name: tree["state"][name] for name in ("embed.weight", "a.bias")})
+    assert [(g["lr"], g["momentum"]) for g in loaded["groups"]] == [(0.1, 0.9), (0.2, 0.9), (0.2, 0.9)]
+
+
+def test_a_group_of_parameters_from_several_keeps_its_own_settings():
+    net = Net()
+    tree = trained_tree(net)
+    now = torch.optim.SGD(net.parameters(), lr=7, momentum=0.5)
+    assert load_optimizer_state(net, now, tree, strict=False) == ["the settings of parameter group 0"]
+    loaded = optimizer_state(net, now)
+    assert equal(loaded["state"], tree["state"])
+    assert (loaded["groups"][0]["lr"], loaded["groups"][0]["momentum"]) == (7, 0.5)
+
+
+def test_the_state_of_another_kind_is_left_out():
+    net = Net()
+    tree = trained_tree(net)
+    adam = torch.optim.Adam(net.parameters(), lr=7)
+    assert load_optimizer_state(net, adam, tree, strict=False) == ["the state of SGD, since this run has Adam"]
+    assert not adam.state
+    assert adam.param_groups[0]["lr"] == 7
+    train(net, adam)
+
+
+@given(st.permutations(NAMES), st.integers(0, 4))
+def test_where_all_fits_it_is_like_the_strict_way(order, cut):
+    net = Net()
+    tree = trained_tree(net)
+    now = [[n for n in order if n in NAMES[:2]], [n for n in order if n not in NAMES[:2]]]
+    if cut % 2:
+        now.reverse()
+    states = []
+    for strict in (True, False):
+        optimizer = torch.optim.SGD(groups_of(net, *now, lrs=[3, 4]), momentum=0.1)
+        assert load_optimizer_state(net, optimizer, copy.deepcopy(tree), strict) == []
+        states.append(optimizer_state(net, optimizer))
+    assert equal(*states)

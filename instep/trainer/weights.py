@@ -1,0 +1,147 @@
+"""A module's weights, from a checkpoint or from a file of anybody's."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from instep.errors import CheckpointError
+from instep.trainer.hooks import ModuleHooks, is_overridden
+from instep.trainer.snapshot import VIEW
+from instep.types import PathLike
+from instep.utils.hparams import AttributeDict
+from instep.utils.optimizer_state import clean_name
+
+if TYPE_CHECKING:
+    from instep.checkpoint import Reader
+    from instep.checkpoint.resume import ResumeReport
+    from instep.trainer.module import TrainModule
+    from instep.trainer.session import Session
+
+M = TypeVar("M", bound="TrainModule")
+
+
+def load_weights(run: Session, path: Path, reader: Reader | None) -> None:
+    """Load the module's weights, through `on_load_checkpoint`.
+
+    Args:
+        run: the session; its module is on its device, and its report gets what was and was not loaded.
+        path: a checkpoint folder, or a file of weights.
+        reader: the opened folder; None for a file.
+    """
+    parts, report = run.parts, run.report
+    assert parts is not None
+    assert report is not None
+    if reader is None:
+        from instep.checkpoint import load_weights as load_file  # late, as above
+
+        checkpoint: dict[str, Any] = {"state_dict": load_file(path)}
+    else:
+        checkpoint = _view_of(reader)
+    if is_overridden(run.module, "on_load_checkpoint", ModuleHooks):
+        run.module.on_load_checkpoint(checkpoint)
+    for hook in run.hooks.of_callbacks("on_load_checkpoint") if parts.callbacks or run.fn != "fit" else ():
+        hook(checkpoint)
+    _load_into(
+        lambda state, strict: run.strategy.load_model_state(state, strict),
+        run.module,
+        checkpoint["state_dict"],
+        run.module.strict_loading if parts.strict is None else parts.strict,
+        report,
+    )
+    if report.other_shape and run.fn != "fit" and run.rank == 0:  # fit prints the report
+        warnings.warn(str(report), stacklevel=2)
+
+
+def _view_of(reader: Reader) -> dict[str, Any]:
+    trainer = reader.state("trainer")
+    state_dict: dict[str, Any] = dict(reader.tensors("model.safetensors"))
+    if reader.has("model_extra.json"):
+        state_dict |= reader.state("model_extra")
+    kept = {key: trainer.get(key) for key in VIEW - {"state_dict"}}
+    return {**kept, **trainer["user"], "state_dict": state_dict}
+
+
+def _load_into(
+    load: Callable[[dict[str, Any], bool], Any],
+    module: nn.Module,
+    state: dict[str, Any],
+    strict: bool,
+    report: ResumeReport,
+) -> None:
+    from instep.checkpoint.resume import compare  # late, as above
+
+    # The module may be wrapped where the checkpoint is clean: match by clean names.
+    own = {clean_name(name): (name, value) for name, value in module.state_dict().items()}
+    fits = compare(report, state, {name: value for name, (_, value) in own.items()})
+    taken = {own[name][0] if name in own else name: value for name, value in (state if strict else fits).items()}
+    try:
+        load(taken, strict)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the weights of {report.path} do not fit {type(module).__name__}: {error}. Set strict_loading = False on "
+            "the module, or pass fit(resume=Resume(strict=False)), to load what fits by name and shape. If "
+            "ckpt_path='auto' found the run of another script, give each script a default_root_dir of its own.",
+            path=report.path,
+        ) from error
+
+
+def load_module(
+    cls: type[M],
+    path: PathLike,
+    map_location: Any,
+    hparams_file: PathLike | None,
+    strict: bool | None,
+    arguments: dict[str, Any],
+) -> M:
+    """What `TrainModule.load_from_checkpoint` does."""
+    from instep.checkpoint import CheckpointStore, ResumeReport, find_checkpoint  # late, as above
+    from instep.checkpoint import load_weights as load_file
+
+    folder = Path(path) if Path(path).is_file() else find_checkpoint(path)
+    if folder.is_file():
+        checkpoint: dict[str, Any] = {"state_dict": load_file(folder), "hyper_parameters": {}}
+    else:
+        checkpoint = _view_of(CheckpointStore(folder.parent).read(folder))
+    saved = checkpoint["hyper_parameters"]
+    if hparams_file is not None:
+        saved = {**saved, **json.loads(Path(hparams_file).read_text())}
+    parameters = inspect.signature(cls.__init__).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    name = checkpoint.get("hparams_name")
+    merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
+    if name is not None:
+        merged[name] = AttributeDict(saved)  # they came as one argument, with all of them in it
+    merged |= arguments
+    try:
+        module = cls(**merged)
+    except TypeError as error:
+        raise CheckpointError(
+            f"cannot make {cls.__name__} from {path}: {error}. Pass the missing arguments to load_from_checkpoint, or "
+            "call self.save_hyperparameters() in __init__ before saving.",
+            path=folder,
+        ) from error
+    if is_overridden(module, "configure_model", ModuleHooks):
+        module.configure_model()
+    if is_overridden(module, "on_load_checkpoint", ModuleHooks):
+        module.on_load_checkpoint(checkpoint)
+    report = ResumeReport(folder, ("weights",))
+    _load_into(
+        lambda state, strict: module.load_state_dict(state, strict=strict),
+        module,
+        checkpoint["state_dict"],
+        module.strict_loading if strict is None else strict,
+        report,
+    )
+    if report.other_shape:
+        warnings.warn(str(report), stacklevel=3)
+    if map_location is not None:
+        module.to(torch.device(map_location))
+    return module
