@@ -258,9 +258,10 @@ class Trainer(TrainerView):
             check_resume(resume, ckpt_path)
         self._launch()
         self._begin(model)
-        ckpt_path = replay.take_over(self, model, ckpt_path)
+        wanted = replay.take_over(self, model, ckpt_path)
+        resume = resume if wanted is ckpt_path else None  # a replay takes up all of its checkpoint
         with FitSession(
-            self, "fit", model, datamodule, {"train": train_dataloaders, "val": val_dataloaders}, ckpt_path, resume
+            self, "fit", model, datamodule, {"train": train_dataloaders, "val": val_dataloaders}, wanted, resume
         ) as run:
             run.set_up()
             run.configure_optimizers()
