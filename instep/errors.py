@@ -11,7 +11,9 @@
     ├── CheckpointError (RuntimeError)        a checkpoint could not be written or read
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── CorruptCheckpointError            a file is missing, too short, or its checksum differs
-    │   └── UnsavableStateError (TypeError)   a state holds an object that cannot be encoded without pickle
+    │   ├── UnsavableStateError (TypeError)   a state holds an object that cannot be encoded without pickle
+    │   ├── FolderInUseError                  another run saves its checkpoints there
+    │   └── LeaseLostError                    another run has taken the folder over; this one must not write any more
     └── DistributedError (RuntimeError)       processes disagree, or one of them failed
         └── RemoteError                       another rank raised: its rank and traceback
 
@@ -99,6 +101,14 @@ class CorruptCheckpointError(CheckpointError):
 
 class UnsavableStateError(CheckpointError, TypeError):
     """A state holds an object that cannot be encoded without pickle."""
+
+
+class FolderInUseError(CheckpointError):
+    """Another run saves its checkpoints in the folder; the text names its host, process and run."""
+
+
+class LeaseLostError(CheckpointError):
+    """Another run has taken the folder of checkpoints over while this one did not answer; it must not write there."""
 
 
 class DistributedError(InstepError, RuntimeError):

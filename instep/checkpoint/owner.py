@@ -12,7 +12,7 @@ _PATTERN = re.compile(r"(?P<host>.+)-(?P<pid>\d+)-(?P<life>[0-9a-f]{8})")
 
 
 def this_process() -> str:
-    """A name for this process that no later one gets: host, process id, and a digest of boot and start time."""
+    """A name for this process that no other one gets: host, process id, and a digest of boot and start time."""
     pid = os.getpid()
     return f"{_host()}-{pid}-{_life(pid)}"
 
@@ -29,19 +29,42 @@ def is_gone(owner: str) -> bool | None:
         return True
     except PermissionError:
         pass  # it runs, as another user
-    return _life(pid) != match["life"]  # the id was given to another process: containers start with the same ones
+    # Another life: the id was given to another process; containers start with the same ones.
+    return _life(pid) != match["life"] or _state(pid) in "ZX"
 
 
 def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:40] or "host"
+    """The host's name and a digest of its boot and of the namespace of process ids: two containers may share a name."""
+    name = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:31] or "host"
+    try:
+        ids = f"{_boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # no Linux
+        return name
+    return f"{name}_{_digest(ids)}"
+
+
+def _state(pid: int) -> str:
+    """How a process is, as in `ps`; Z and X are ended ones that their parent has not asked for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "?"
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def _life(pid: int) -> str:
     """Differs between two processes with the same id; the same for all where the system has no /proc."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = _boot_id()
         # Field 22 is the start in clock ticks since boot; the name in field 2 may hold spaces and brackets.
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return "00000000"
-    return hashlib.blake2b(f"{boot} {started}".encode(), digest_size=4).hexdigest()
+    return _digest(f"{boot} {started}")

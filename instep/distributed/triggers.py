@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -158,13 +159,22 @@ class Triggers:
         """
         if self._abandoned:
             return ()
-        if self._outstanding is not None:
-            self._every = self._read(self._outstanding)[1]
-            self._outstanding = None
-        self._last = None  # what follows (validation, a save) is no step time
+        self._drain()
         snapshot = dict(self._set)
         pending, _ = self._read(self._start("triggers: sync", snapshot))
         return self._consume(self._exchange(snapshot)) if pending else ()
+
+    @contextmanager
+    def inner(self) -> Iterator[None]:
+        """A loop within the loop, such as validation: `tick` counts its steps, at a distance of their own.
+
+        Nothing is under way at its start and its end. What is set is agreed on in either loop.
+        """
+        self._drain()
+        every, self._every, self._next = self._every, self._fixed or 1, 0
+        yield
+        self._drain()
+        self._every, self._next = every, 0
 
     def check(self, name: str | None = None) -> bool:
         """Whether any process has set a trigger. Blocking.
@@ -200,6 +210,13 @@ class Triggers:
         self._abandoned = True
         self._outstanding = None
         self._next = _NEVER
+
+    def _drain(self) -> None:
+        """Wait for the agreement that is under way; what was set for it is left to the next one."""
+        if self._outstanding is not None:
+            self._every = self._read(self._outstanding)[1]
+            self._outstanding = None
+        self._last = None  # what follows (validation, a save) is no step time
 
     def _at_boundary(self, step: int) -> tuple[Trigger, ...]:
         now = time.perf_counter()

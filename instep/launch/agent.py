@@ -39,6 +39,7 @@ _PASSED_ON = {  # what the agent gets: what the ranks get
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,  # the terminal is gone
     signal.SIGUSR1: signal.SIGUSR1,  # how batch systems announce the end of an allocation
+    signal.SIGUSR2: signal.SIGUSR2,
 }
 _ALL_SIGNALS = (*_PASSED_ON, signal.SIGQUIT)
 _AFTER_FAILURE_S = 5.0

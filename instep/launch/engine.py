@@ -13,6 +13,9 @@ from instep.state import read_environment
 __all__ = ["LaunchSpec", "is_worker", "run", "spec_for_nodes", "this_command"]
 
 
+SHUTDOWN_MARGIN_S = 5.0  # over the ranks' grace period, at whose end they end themselves and say where they were
+
+
 @dataclass(frozen=True)
 class LaunchSpec:
     """What one agent runs.
@@ -37,7 +40,7 @@ class LaunchSpec:
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     max_restarts: int = 0
-    shutdown_s: float = 35.0
+    shutdown_s: float = 30.0 + SHUTDOWN_MARGIN_S
     run_id: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -66,7 +69,7 @@ class LaunchSpec:
 def run(spec: LaunchSpec) -> int:
     """Be the agent: run the command as `spec.nproc` ranks, and return when all have ended.
 
-    Every rank gets torchrun's variables. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on to the ranks, which then
+    Every rank gets torchrun's variables. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and 2 are passed on to the ranks, which then
     have `spec.shutdown_s` seconds to save and end; a second signal cuts that short. When a rank fails the others end
     within seconds and its traceback is printed last. On Linux the ranks are killed when the agent dies.
 
@@ -98,7 +101,11 @@ def is_worker() -> bool:
 
 
 def spec_for_nodes(
-    nproc: int, num_nodes: int, command: tuple[str, ...], env: Mapping[str, str] | None = None
+    nproc: int,
+    num_nodes: int,
+    command: tuple[str, ...],
+    env: Mapping[str, str] | None = None,
+    grace_period_s: float = 30.0,
 ) -> LaunchSpec:
     """The spec of this node's agent, for a program that is started once on each node.
 
@@ -110,9 +117,11 @@ def spec_for_nodes(
         num_nodes: nodes in the job.
         command: the arguments after the Python executable.
         env: more environment variables for the ranks.
+        grace_period_s: seconds that the ranks have after a signal.
     """
+    shutdown_s = grace_period_s + SHUTDOWN_MARGIN_S
     if num_nodes == 1:
-        return LaunchSpec(nproc, command, env=env or {})
+        return LaunchSpec(nproc, command, shutdown_s=shutdown_s, env=env or {})
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UsageError(
@@ -126,6 +135,7 @@ def spec_for_nodes(
         node_rank=int(os.environ["NODE_RANK"]),
         master_addr=os.environ["MASTER_ADDR"],
         master_port=int(os.environ["MASTER_PORT"]),
+        shutdown_s=shutdown_s,
         run_id=f"instep-{os.environ['MASTER_PORT']}",
         env=env or {},
     )

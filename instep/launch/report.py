@@ -39,6 +39,11 @@ class FailureReport:
     time_ns: int = 0
 
 
+def under_plain_torchrun() -> bool:
+    """Whether torch's own agent started this rank, which kills its ranks 30 s after a signal."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and AGENT_PID not in os.environ
+
+
 def report_failures() -> None:
     """In a rank: report an uncaught exception to the agent. Anywhere else, and the second time, it does nothing.
 

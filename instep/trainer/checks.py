@@ -86,6 +86,13 @@ def clip_value(field: str, value: Any) -> float:
     return float(value)
 
 
+def seconds(field: str, value: Any) -> float:
+    """A positive number of seconds; infinity for no limit."""
+    if not is_number(value) or value <= 0:
+        raise wrong(field, value, "a number of seconds above 0, or float('inf') for no limit")
+    return float(value)
+
+
 def clip_algorithm(field: str, value: Any) -> str:
     """`norm` or `value`."""
     if value not in ("norm", "value"):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from instep.data import BatchSource
+from instep.distributed import Trigger
 from instep.distributed.nested import map_leaves
-from instep.state import GradientRecord
 from instep.trainer.log import EpochMetric, LogBook
 from instep.trainer.metric_states import uncounted
 from instep.trainer.step import within
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def evaluate(
     run: Session, stage: str, sources: Sequence[BatchSource], limit: int | None = None
-) -> list[dict[str, float]]:
+) -> list[dict[str, float]] | None:
     """Run the module over all batches of all loaders, without gradients, and log.
 
     ::
@@ -41,6 +41,9 @@ def evaluate(
         on_validation_end()
         on_validation_model_train()
 
+    In fit, triggers are agreed on after every batch, as in training. Where the ranks agreed to stop for a signal, the
+    rest is left; the other triggers are `run.deferred`.
+
     Args:
         run: the session.
         stage: `sanity_check`, `validate` or `test`; the sanity check's hooks are validation's.
@@ -48,7 +51,7 @@ def evaluate(
         limit: batches of each loader, for the sanity check.
 
     Returns:
-        For each loader its metrics, with the names that the loggers see.
+        For each loader its metrics, with the names that the loggers see; None where it was left.
     """
     name = "test" if stage == "test" else "validation"
     trainer, module, hooks, progress = run.trainer, run.module, run.hooks, run.trainer.progress
@@ -58,13 +61,18 @@ def evaluate(
     book = LogBook(stage, run.world_size, len(sources))
     outer_book, outer_stage, outer_progress = run.set_book(book), trainer.state.stage, progress.stage
     modes, gradient = _modes(module), run.state.gradient
-    outer_end = gradient.end_of_dataloader
+    outer_end, outer_loaders = gradient.end_of_dataloader, len(gradient.dataloader_references)
+    fits, count = run.fn == "fit", 0
+    tick = run.triggers.tick if fits else _agree_on_nothing
     trainer.state.stage = stage
     progress.stage = "sanity" if stage == "sanity_check" else stage
 
     try:
-        with torch.inference_mode() if trainer.settings.inference_mode and run.fn != "fit" else torch.no_grad():
-            if run.fn == "fit" and stage != "sanity_check":
+        with (
+            torch.inference_mode() if trainer.settings.inference_mode and not fits else torch.no_grad(),
+            run.triggers.inner() if fits else nullcontext(),
+        ):
+            if fits and stage != "sanity_check":
                 module.on_validation_model_zero_grad()
             getattr(module, f"on_{name}_model_eval")()
             hooks.call(f"on_{name}_start")
@@ -92,7 +100,11 @@ def evaluate(
                     progress.eval_batch = batch_idx + 1
                     if trainer.settings.log_every_n_steps and (batch_idx + 1) % trainer.settings.log_every_n_steps == 0:
                         _log_steps(run, book, stage)
-                _left(gradient)
+                    count += 1
+                    agreed = tick(count)
+                    if agreed and run.defer(agreed):
+                        return None
+                gradient.dataloader_references.pop()
             book.set_loader(None)
             book.batch = book.weight = None
             arrived, epoch_metrics = book.reduce(trainer.global_step, reset=False)
@@ -107,6 +119,8 @@ def evaluate(
     finally:
         _restore(modes)
         gradient.end_of_dataloader = outer_end  # the training window that validation interrupts goes on as it was
+        del gradient.dataloader_references[outer_loaders:]
+        gradient.active_dataloader = gradient.dataloader_references[-1] if outer_loaders else None
         run.set_book(outer_book)
         trainer.state.stage, progress.stage = outer_stage, outer_progress
         if stage == "sanity_check":
@@ -167,10 +181,8 @@ def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
     return [(submodule, submodule.training) for submodule in module.modules()]
 
 
-def _left(gradient: GradientRecord) -> None:
-    """The innermost loader is done: the one around it is active again."""
-    gradient.dataloader_references.pop()
-    gradient.active_dataloader = gradient.dataloader_references[-1] if gradient.dataloader_references else None
+def _agree_on_nothing(step: int) -> tuple[Trigger, ...]:
+    return ()
 
 
 def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from instep.trainer import restore, snapshot
 from instep.trainer.evaluation import evaluate
 from instep.trainer.hooks import Hook, is_overridden
 from instep.trainer.log import LogBook
+from instep.trainer.metric_states import metric_states, put_back
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import step_schedulers
 from instep.trainer.session import Session
@@ -69,8 +72,9 @@ class FitSession(Session):
             return
         rng = rng_state()
         self.hooks.call("on_sanity_check_start")
-        evaluate(self, "sanity_check", self.loaders.evaluation("val"), None if limit == -1 else limit)
-        self.hooks.call("on_sanity_check_end")
+        sources = self.loaders.evaluation("val")
+        if evaluate(self, "sanity_check", sources, None if limit == -1 else limit) is not None:
+            self.hooks.call("on_sanity_check_end")
         set_rng_state(rng)  # training does not depend on whether it ran
         self.agree_on_triggers()
 
@@ -270,7 +274,10 @@ class FitSession(Session):
         at = self.position
         at.validated = True
         self.book.leave("training_step")
-        evaluate(self, "validate", self.loaders.evaluation("val"))
+        before = BeforeValidation(self)
+        if evaluate(self, "validate", self.loaders.evaluation("val")) is None:
+            at.validated = False  # a resumed run validates again, from its start
+            before.put_back()
         self._plan_next()
         self.agree_on_triggers()
 
@@ -285,7 +292,8 @@ class FitSession(Session):
 
     def agree_on_triggers(self) -> None:
         """Blocking: agree with all ranks on what was set so far, and act."""
-        self.act_on(self.triggers.sync())
+        deferred, self.deferred = self.deferred, []
+        self.act_on((*deferred, *self.triggers.sync()))
 
     def act_on(self, agreed: tuple[Trigger, ...]) -> None:
         """Do what the ranks agreed on, all at the same step."""
@@ -314,7 +322,7 @@ class FitSession(Session):
             # Nothing can be saved, so nothing can be resumed: end as the signal would have.
             if trigger.reason == "SIGINT":
                 raise KeyboardInterrupt
-            raise SystemExit(143)
+            raise SystemExit(128 + getattr(signal, trigger.reason, signal.SIGTERM))
         path = self._save_now(trigger.reason)
         self.trainer.interrupted = True
         at, s, batches = self.position, self.settings, self.source.num_batches
@@ -325,4 +333,33 @@ class FitSession(Session):
             'To go on, run it again with ckpt_path="auto".'
         )
         self.trainer.print(message)
-        raise Preempted(message, path)
+        error = Preempted(message, path)
+        # Now, since torchrun sends SIGTERM to the ranks that are left once the first one has ended.
+        self.trainer.stop_reason = trigger.reason
+        self.trainer.run_folder.write_status(self.trainer, error)
+        self.preempted = True
+        raise error
+
+
+class BeforeValidation:
+    """What a validation changes of a run, to be put back where it is left in the middle.
+
+    Weights and optimizers it does not change. What callbacks count of it is theirs.
+
+    Args:
+        run: the session.
+    """
+
+    def __init__(self, run: FitSession) -> None:
+        self._run = run
+        self._rng = rng_state()
+        self._counted = copy.deepcopy(metric_states(run.module))
+        self._metrics = run.trainer.metrics.state_dict()
+        self._loggers = {key: logger.state_dict() for key, logger in snapshot.by_class(run.trainer.loggers).items()}
+
+    def put_back(self) -> None:
+        """The run is as if the validation had not begun; the loggers' rows of it are no part of the checkpoint."""
+        put_back(self._run.module, self._counted)
+        self._run.trainer.metrics.load_state_dict(self._metrics)
+        self._run.logger_states = self._loggers
+        set_rng_state(self._rng)

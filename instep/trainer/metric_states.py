@@ -46,8 +46,13 @@ def uncounted(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.inference_mode(False):  # what is reset must serve the next fit too
-            for name, metric in metric_objects(module).items():
-                if name not in before:
-                    metric.reset()
-            load_metric_states(module, before)
+        put_back(module, before)
+
+
+def put_back(module: nn.Module, before: dict[str, Any]) -> None:
+    """Make the metric objects what they were, as a copy of `metric_states` says."""
+    with torch.inference_mode(False):  # what is reset must serve the next fit too
+        for name, metric in metric_objects(module).items():
+            if name not in before:
+                metric.reset()
+        load_metric_states(module, before)

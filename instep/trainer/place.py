@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import NoReturn
 
 import torch
 
 from instep.errors import SettingError
+from instep.launch.report import report_failures, under_plain_torchrun
 from instep.state import PartialState, ProcessEnvironment, find_device_kind, read_environment
 from instep.state.device import DeviceKind, make_current
 from instep.trainer.settings import Settings
 
+TORCHRUN_GRACE_S = 25.0
 _CHOSEN = "INSTEP_DEVICES"  # which devices the ranks that `launch` started were given
 
 
@@ -56,7 +59,21 @@ def launch(settings: Settings, count: int) -> NoReturn:
     env = {}
     if isinstance(settings.devices, tuple):
         env = {"CUDA_VISIBLE_DEVICES": _visible(settings.devices), _CHOSEN: str(settings.devices)}
-    sys.exit(run(spec_for_nodes(count, settings.num_nodes, this_command(), env)))
+    sys.exit(run(spec_for_nodes(count, settings.num_nodes, this_command(), env, settings.grace_period_s)))
+
+
+def grace_period(settings: Settings, rank: int) -> float:
+    """Seconds that this process has after a signal; a warning where that is less than was asked for."""
+    asked_s = settings.grace_period_s
+    if not under_plain_torchrun() or asked_s <= TORCHRUN_GRACE_S:
+        return asked_s
+    if asked_s != Settings.grace_period_s and rank == 0:
+        warnings.warn(
+            f"grace_period_s={asked_s:g}: torchrun kills its ranks 30 s after a signal, so they have "
+            f"{TORCHRUN_GRACE_S:g} s to save. Trainer(devices=N) in a plain `python` program gives them all of it.",
+            stacklevel=2,
+        )
+    return TORCHRUN_GRACE_S
 
 
 def _check_indices(devices: tuple[int, ...], kind: DeviceKind, launched: bool) -> None:
@@ -92,8 +109,6 @@ def connect(settings: Settings) -> PartialState:
         SettingError: the process runs on another kind of device already.
     """
     if read_environment().launcher != "none":
-        from instep.launch.report import report_failures  # late: only ranks need it
-
         report_failures()
     wanted = find_device_kind(settings.accelerator).name
     process = PartialState(cpu=True) if wanted == "cpu" else PartialState()

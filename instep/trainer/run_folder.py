@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,26 +125,47 @@ class RunFolder:
     def say_running(self, run: Session) -> None:
         """Replace what `status.json` says of an earlier run; where this stays, the run was killed. Collective."""
         if self.path is not None:
-            run.on_rank_zero(lambda: self._write({"status": "running"}), f"writing {self.path / 'status.json'}")
+            content = self._content(run.trainer, "running", None)
+            run.on_rank_zero(lambda: self._write(content), f"writing {self.path / 'status.json'}")
 
-    def write_status(self, trainer: Trainer, error: BaseException | None) -> None:
-        """Say in `status.json` how the run ended, since plain torchrun turns every exit code into 1."""
+    def write_status(self, trainer: Trainer, error: BaseException | None, signal: str = "") -> None:
+        """Say in `status.json` how the run ended, since plain torchrun turns every exit code into 1.
+
+        Args:
+            trainer: whose run it is.
+            error: what ended it.
+            signal: the name of the one that asked for its end, where that is not the trainer's `stop_reason`.
+        """
         if self.path is None or not trainer.is_global_zero:
             return
         status, code = _outcome(error)
-        content: dict[str, Any] = {
+        self._write(
+            {
+                **self._content(trainer, status, code),
+                "checkpoint": str(error.checkpoint) if isinstance(error, Preempted) else None,
+                "signal": signal or (trainer.stop_reason if status == "preempted" else None),
+                "error": None if error is None or status == "preempted" else f"{type(error).__name__}: {error}",
+            }
+        )
+
+    @staticmethod
+    def _content(trainer: Trainer, status: str, code: int | None) -> dict[str, Any]:
+        return {
             "status": status,
             "exit_code": code,
             "global_step": trainer.global_step,
             "epoch": trainer.current_epoch,
-            "checkpoint": str(error.checkpoint) if isinstance(error, Preempted) else None,
-            "error": None if error is None or status == "preempted" else f"{type(error).__name__}: {error}",
+            "run_id": trainer.run_id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "checkpoint": None,
+            "signal": None,
+            "error": None,
         }
-        self._write(content)
 
     def _write(self, content: dict[str, Any]) -> None:
         assert self.path is not None
-        temporary = self.path / ".status.json"
+        temporary = self.path / f".status-{threading.get_ident()}.json"
         temporary.write_text(json.dumps(content, indent=2) + "\n")
         os.replace(temporary, self.path / "status.json")
 

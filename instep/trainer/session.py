@@ -19,8 +19,13 @@ from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
+<<<<<<< Updated upstream
 from instep.distributed import Triggers, broadcast_object
 from instep.errors import HookError, UsageError
+=======
+from instep.distributed import Trigger, Triggers, broadcast_object
+from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, CheckpointError, HookError, InstepError, UsageError
+>>>>>>> Stashed changes
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
 from instep.trainer import restore
@@ -29,7 +34,7 @@ from instep.trainer.loaders import Loaders
 from instep.trainer.log import LogBook, NullBuffer
 from instep.trainer.module import TrainModule, accepted_arguments
 from instep.trainer.optimizers import LRSchedulerConfig, TrainOptimizer, configure
-from instep.trainer.place import connect, device_of
+from instep.trainer.place import connect, device_of, grace_period
 from instep.trainer.plugins import start_loggers, with_own_callbacks
 from instep.trainer.signals import SignalGuard
 from instep.trainer.transfer import batches_on_device
@@ -89,6 +94,13 @@ class Session:
         self.wrapped_optimizers: list[TrainOptimizer] = []
         self.manual_steps = 0
         self.batch_idx = 0
+<<<<<<< Updated upstream
+=======
+        self.deferred: list[Trigger] = []  # agreed on within an evaluation, to be acted on after it
+        self.preempted = False  # the ranks agreed to stop for a signal, and what there was to save is saved
+        self.logger_states: dict[tuple[str, int], dict[str, Any]] | None = None  # for the checkpoint, not the live ones
+        self.resumed: Reader | None = None
+>>>>>>> Stashed changes
         self.saver: BackgroundSaver | None = None
         self.parts = parts
         self.report: ResumeReport | None = None
@@ -132,7 +144,8 @@ class Session:
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
         if self.fn == "fit":
-            self._stack.enter_context(SignalGuard(self.triggers, quiet=self.rank != 0))
+            grace_s = grace_period(self.settings, self.rank)
+            self._stack.enter_context(SignalGuard(self.triggers, grace_s, self._overdue, quiet=self.rank != 0))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -181,6 +194,23 @@ class Session:
         if saver is not None:
             stop = isinstance(error, KeyboardInterrupt)
             saver.close(None if error is None else 0.0 if stop else LAST_SAVE_S)
+
+    def defer(self, agreed: tuple[Trigger, ...]) -> bool:
+        """Keep triggers for after an evaluation; True where that is to be left at once."""
+        self.deferred += agreed
+        return any(trigger.name == "preempted" for trigger in agreed)
+
+    def _overdue(self, name: str) -> int:
+        """The grace period is over: say it in `status.json`. Called in a thread, while the main one may be stuck.
+
+        Returns:
+            The exit code.
+        """
+        if self.preempted:
+            return EXIT_PREEMPTED  # only what comes after the save takes too long, and the status is written
+        text = f"{name} came, and saving took longer than the grace period of {self.settings.grace_period_s:g} s"
+        self.trainer.run_folder.write_status(self.trainer, InstepError(f"{text}; nothing was saved"), name)
+        return EXIT_FAILED
 
     def _finish(self, error: BaseException | None) -> None:
         self.trainer.state.status = _status(error)

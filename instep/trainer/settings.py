@@ -88,6 +88,7 @@ class Settings:
             accumulation follow from it.
         trigger_every: steps between agreements on triggers; None lets the run choose.
         seed_samples: whether random augmentation is seeded by (seed, epoch, sample index).
+        grace_period_s: seconds from a signal to the end of the process, saved or not.
     """
 
     accelerator: str = "auto"
@@ -129,6 +130,7 @@ class Settings:
     global_batch_size: int | None = None
     trigger_every: int | None = None
     seed_samples: bool = False
+    grace_period_s: float = 30.0
 
 
 def resolve(**given: Any) -> Settings:
@@ -330,4 +332,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "global_batch_size": checks.at_least(1),
     "trigger_every": checks.at_least(1),
     "seed_samples": checks.flag,
+    "grace_period_s": checks.seconds,
 }

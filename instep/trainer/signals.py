@@ -5,48 +5,76 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from traceback import print_exception
 from types import FrameType
 from typing import Any
 
 from instep.distributed import Triggers
-
-_NOTICE = b"\nStopping: this step is finished and saved first. Press Ctrl-C again to stop at once.\n"
+from instep.errors import EXIT_FAILED
+from instep.trainer.deadline import SAME_S, Deadline
 
 
 class SignalGuard:
-    """While entered, SIGINT and SIGTERM ask for a resumable stop; a second one stops at once.
+    """While entered, SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask for a resumable stop; a second one stops at once.
 
-    One that nobody acts on any more, because the last agreement is past, is delivered again at the end.
+    What is ignored stays ignored, and of SIGUSR1 and SIGUSR2 a handler of the program's own stays. The same signal
+    again within a second is the same one: batch systems tell the launcher and the ranks, and the launcher tells its
+    ranks as well.
+
+    One that nobody acts on any more, because the last agreement is past, is delivered again at the end. SIGUSR1 and
+    SIGUSR2 are not: they would kill a program whose training is done.
 
     Does nothing outside the main thread, where Python delivers no signals. Processes forked from this one, such as a
     loader's workers, inherit the handler: in them Ctrl-C does nothing, since this process ends them, and SIGTERM ends.
 
     Args:
         triggers: where `preempted` is set.
+        grace_s: so long after the first signal the process ends, wherever it is then; infinity: never.
+        overdue: called before that with the signal's name, in a thread of its own; returns the exit code.
         quiet: say nothing to the user; for all ranks but one.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    USERS_OWN = (signal.SIGUSR1, signal.SIGUSR2)
 
-    def __init__(self, triggers: Triggers, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        triggers: Triggers,
+        grace_s: float = float("inf"),
+        overdue: Callable[[str], int] = lambda name: EXIT_FAILED,
+        quiet: bool = False,
+    ) -> None:
         self._triggers = triggers
-        self._quiet = quiet
+        self._overdue = overdue
+        self._grace_s = grace_s
+        self._notice = b"" if quiet else _notice(grace_s)
         self._before: dict[int, Any] = {}
         self._pid = -1
+        self._deadline: Deadline | None = None
         self.received: int | None = None
 
     def __enter__(self) -> SignalGuard:
         self._pid = os.getpid()
-        if threading.current_thread() is threading.main_thread():
-            for number in self.SIGNALS:
-                self._before[number] = signal.signal(number, self._handle)
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in (*self.SIGNALS, *self.USERS_OWN):
+            before = signal.getsignal(number)
+            if before is signal.SIG_IGN or (number in self.USERS_OWN and before is not signal.SIG_DFL):
+                continue
+            self._before[number] = before
+        self._deadline = Deadline(self._before, self._grace_s, self._overdue)
+        for number in self._before:
+            signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._put_back()
+        if self._deadline is not None:
+            self._deadline.close()
         number, self.received = self.received, None
-        if number is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
+        if number is None or number in self.USERS_OWN or isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
         if error is not None:
             print_exception(error)  # the signal may end the process before anybody sees it
@@ -64,12 +92,19 @@ class SignalGuard:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return
-        if self.received is not None:
+        assert self._deadline is not None
+        self._deadline.note(number)
+        if self.received is None:
+            self.received, self._at = number, time.monotonic()
+            if number == signal.SIGINT and self._notice:
+                os.write(2, self._notice)  # print is not safe in a handler
+            self._triggers.set("preempted", signal.Signals(number).name)
+        elif number != self.received or time.monotonic() - self._at >= SAME_S:
             self._put_back()
             self.received = None  # it is delivered now
             signal.raise_signal(number)
-            return
-        self.received = number
-        if number == signal.SIGINT and not self._quiet:
-            os.write(2, _NOTICE)  # print is not safe in a handler
-        self._triggers.set("preempted", signal.Signals(number).name)
+
+
+def _notice(grace_s: float) -> bytes:
+    within = "" if grace_s == float("inf") else f", within {grace_s:g} s"
+    return f"\nStopping: this step is finished and saved first{within}. Press Ctrl-C again to stop at once.\n".encode()

@@ -80,7 +80,7 @@ class Snapshot:
             "scaler": run.precision.state_dict(),
             "callbacks": {callback.state_key: state for callback in run.callbacks if (state := callback.state_dict())},
             "loggers": {
-                key: {**logger.state_dict(), "global_step": trainer.global_step}
+                key: {**((run.logger_states or {}).get(key) or logger.state_dict()), "global_step": trainer.global_step}
                 for key, logger in by_class(trainer.loggers).items()
             },
             "datamodule": None if run.datamodule is None else run.datamodule.state_dict(),

@@ -84,6 +84,9 @@ class Trainer(TrainerView):
             follow, so that a run means the same on any number of processes.
         trigger_every: optimizer steps between two agreements on triggers; chosen by time when None.
         seed_samples: seed random augmentation by (seed, epoch, sample index).
+        grace_period_s: seconds from the first SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 until a process that has not saved
+            and ended by then is ended where it is; float("inf") for no limit. Under plain torchrun at most 25, since
+            that kills after 30.
         **unknown: anything else is an error that names the replacement.
 
     Raises:
@@ -137,6 +140,7 @@ class Trainer(TrainerView):
         global_batch_size: int | None = None,
         trigger_every: int | None = None,
         seed_samples: bool | None = None,
+        grace_period_s: float | None = None,
         **unknown: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
@@ -406,7 +410,7 @@ class Trainer(TrainerView):
             run.strategy.setup(model, [])
             sources = run.loaders.evaluation(stage)
             self._need_loaders(sources, fn)
-            results = evaluate(run, fn, sources)
+            results = evaluate(run, fn, sources) or []
         if verbose and self.is_global_zero:
             print_results(results, fn)
         return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def test_the_status_is_that_of_the_first_error(
         with pytest.raises(type(error)) as caught:
             trainer.fit(module, loader())
         assert caught.value is error
-    assert callback.said[0] == {"status": "running"}
+    running = callback.said[0]
+    assert (running["status"], running["exit_code"], running["pid"]) == ("running", None, os.getpid())
+    assert running.keys() == status(trainer).keys()
     said = status(trainer)
     assert (said["status"], said["exit_code"]) == expected
     assert logger.closed == [logged]
