@@ -19,13 +19,8 @@ from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
-<<<<<<< Updated upstream
-from instep.distributed import Triggers, broadcast_object
-from instep.errors import HookError, UsageError
-=======
 from instep.distributed import Trigger, Triggers, broadcast_object
-from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, CheckpointError, HookError, InstepError, UsageError
->>>>>>> Stashed changes
+from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, HookError, InstepError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
 from instep.trainer import restore
@@ -94,13 +89,9 @@ class Session:
         self.wrapped_optimizers: list[TrainOptimizer] = []
         self.manual_steps = 0
         self.batch_idx = 0
-<<<<<<< Updated upstream
-=======
         self.deferred: list[Trigger] = []  # agreed on within an evaluation, to be acted on after it
         self.preempted = False  # the ranks agreed to stop for a signal, and what there was to save is saved
         self.logger_states: dict[tuple[str, int], dict[str, Any]] | None = None  # for the checkpoint, not the live ones
-        self.resumed: Reader | None = None
->>>>>>> Stashed changes
         self.saver: BackgroundSaver | None = None
         self.parts = parts
         self.report: ResumeReport | None = None
