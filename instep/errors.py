@@ -7,6 +7,7 @@
     ├── HookError (TypeError)                 a user's hook is missing or returned what it must not
     ├── LogError (ValueError)                 `self.log` got a wrong value, or contradicts an earlier call
     ├── DataError (ValueError)                a loader or a batch cannot be used
+    ├── NonFiniteError (FloatingPointError)   the loss or a gradient is nan or inf, and the run was to stop then
     ├── MissingPackageError (ImportError)     an optional package is not installed
     ├── CheckpointError (RuntimeError)        a checkpoint could not be written or read
     │   ├── CheckpointNotFoundError (FileNotFoundError)
@@ -72,6 +73,39 @@ class LogError(InstepError, ValueError):
 
 class DataError(InstepError, ValueError):
     """A loader or a batch cannot be used."""
+
+
+class NonFiniteError(InstepError, FloatingPointError):
+    """The loss or a gradient is nan or inf. `Trainer(nonfinite="stop")` left the update out and ended the run.
+
+    Args:
+        message: what was not finite, where, and what to do next.
+        global_step: the optimizer step, counted as if it had been made.
+        epoch: from 0.
+        batches: numbers of the window's batches in the epoch, from 0.
+        ranks: where the loss was not finite; where all losses were finite, those with such gradients.
+        parameters: names of those whose gradients were not finite.
+        sample_indices: by rank: the data set's indices of each of the batches; None where unknown.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        global_step: int,
+        epoch: int,
+        batches: range,
+        ranks: list[int],
+        parameters: list[str],
+        sample_indices: list[dict[int, list[Any] | None]],
+    ) -> None:
+        super().__init__(message)
+        self.global_step = global_step
+        self.epoch = epoch
+        self.batches = batches
+        self.ranks = ranks
+        self.parameters = parameters
+        self.sample_indices = sample_indices
 
 
 class MissingPackageError(InstepError, ImportError):

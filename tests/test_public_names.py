@@ -130,6 +130,7 @@ PUBLIC = {
         "LeaseLostError",
         "LogError",
         "MissingPackageError",
+        "NonFiniteError",
         "Preempted",
         "RemoteError",
         "SettingError",

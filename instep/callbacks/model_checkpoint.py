@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.callbacks.base import Callback, acts_at_epoch_end
-from instep.errors import CorruptCheckpointError, Preempted, SettingError, one_of
+from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError, one_of
 from instep.types import PathLike
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class ModelCheckpoint(Callback):
         pending, self._pending = self._pending, None
         if pending is not None and pending[0].path is not None:  # the run has waited for it, as long as it could
             self._count(trainer, pending[0].path, pending[1])
-        if not self.save_on_exception or isinstance(exception, Preempted) or trainer.global_step == 0:
+        if not self.save_on_exception or isinstance(exception, Preempted | NonFiniteError) or trainer.global_step == 0:
             return
         if trainer.all_ranks_arrive(timeout_s=10.0):
             kind = "weights" if self.save_weights_only else "exception"

@@ -100,6 +100,13 @@ def clip_algorithm(field: str, value: Any) -> str:
     return value
 
 
+def nonfinite(field: str, value: Any) -> str:
+    """`stop`, `skip` or `continue`."""
+    if value not in ("stop", "skip", "continue"):
+        raise one_of(field, value, ("stop", "skip", "continue"))
+    return value
+
+
 def precision(field: str, value: Any) -> str:
     """One of PRECISIONS, or a short form: 32, "32", 16, "16", "bf16", 64, "64"."""
     name = "" if isinstance(value, bool) else str(value)

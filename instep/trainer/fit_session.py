@@ -184,6 +184,7 @@ class FitSession(Session):
             complete: whether all batches were done; a run that stops in the middle stays in the epoch.
         """
         at, trainer = self.position, self.trainer
+        self.settle()
         stopped = not complete and self.stopping
         if self._validates and not at.validated and (stopped or (complete and self._validates_at_end)):
             self.validate()  # also when a stop was asked for in the middle: its metrics are what the run ends with
@@ -272,6 +273,7 @@ class FitSession(Session):
     def validate(self) -> None:
         """Run the validation loaders, then agree on what was asked for in the meantime."""
         at = self.position
+        self.settle()
         at.validated = True
         self.book.leave("training_step")
         before = BeforeValidation(self)
@@ -289,6 +291,7 @@ class FitSession(Session):
         due = bool(every) and step % every == 0 and step != self._handed_over
         self._handed_over = step
         self.trainer.metrics.log_steps(self.book.hand_over(step, step_values=due))
+        self.settle()
 
     def agree_on_triggers(self) -> None:
         """Blocking: agree with all ranks on what was set so far, and act."""

@@ -19,6 +19,7 @@ class Position:
         validated: whether the validation that was due at `batch` has run.
         epoch_ended: whether the epoch's end hooks and schedulers have run.
         skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
+        nonfinite_steps: optimizer steps in which something was not finite, where `Trainer(nonfinite=...)` looks.
     """
 
     epoch: int = 0
@@ -29,6 +30,7 @@ class Position:
     validated: bool = False
     epoch_ended: bool = False
     skipped_rest: bool = False
+    nonfinite_steps: int = 0
 
     def next_epoch(self) -> None:
         """Go to the first batch of the next epoch."""
@@ -43,7 +45,7 @@ class Position:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for field in fields(self):
-            setattr(self, field.name, state_dict[field.name])
+            setattr(self, field.name, state_dict.get(field.name, field.default))
 
 
 class Progress:

@@ -28,6 +28,7 @@ from instep.trainer.hooks import Hook, HookTable, ModuleHooks, is_overridden, re
 from instep.trainer.loaders import Loaders
 from instep.trainer.log import LogBook, NullBuffer
 from instep.trainer.module import TrainModule, accepted_arguments
+from instep.trainer.nonfinite import NonFiniteGuard
 from instep.trainer.optimizers import LRSchedulerConfig, TrainOptimizer, configure
 from instep.trainer.place import connect, device_of, grace_period
 from instep.trainer.plugins import start_loggers, with_own_callbacks
@@ -88,6 +89,7 @@ class Session:
         self.schedulers: list[LRSchedulerConfig] = []
         self.wrapped_optimizers: list[TrainOptimizer] = []
         self.manual_steps = 0
+        self.guard: NonFiniteGuard | None = None
         self.batch_idx = 0
         self.deferred: list[Trigger] = []  # agreed on within an evaluation, to be acted on after it
         self.preempted = False  # the ranks agreed to stop for a signal, and what there was to save is saved
@@ -296,7 +298,9 @@ class Session:
     def configure_optimizers(self) -> None:
         """Call the module's `configure_optimizers`, then spread the module."""
         self.optimizers, self.schedulers = configure(self.module.configure_optimizers(), self.module)
-        on_step = self._manual_step if not self.module.automatic_optimization else self.strategy.optimizer_step
+        if self.settings.nonfinite is not None and self.optimizers:
+            self.guard = NonFiniteGuard(self, self.settings.nonfinite)
+        on_step = self._manual_step if not self.module.automatic_optimization else self.step_optimizer
         self.wrapped_optimizers = [
             TrainOptimizer(optimizer, self.module, on_step=on_step, no_sync=self.strategy.no_sync)
             for optimizer in self.optimizers
@@ -337,6 +341,16 @@ class Session:
             return None
         return lambda: self.strategy.clip_gradients(optimizer, value, algorithm)
 
+    def settle(self) -> None:
+        """Know of every step so far whether it was finite: nothing is built on one that should have ended the run."""
+        if self.guard is not None:
+            self.guard.settle()
+
+    @property
+    def step_optimizer(self) -> Callable[..., Any]:
+        """What steps an optimizer: the strategy, or the guard against values that are not finite in front of it."""
+        return self.strategy.optimizer_step if self.guard is None else self.guard.optimizer_step
+
     def _manual_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """`optimizer.step()` of manual optimization."""
         self.manual_steps += 1
@@ -345,7 +359,7 @@ class Session:
             self.strategy.unscale_gradients(optimizer)
             for hook in hooks:
                 hook(optimizer)
-        return self.strategy.optimizer_step(optimizer, closure, **kwargs)
+        return self.step_optimizer(optimizer, closure, **kwargs)
 
     def set_book(self, book: LogBook | None) -> LogBook | None:
         """Let `self.log` write into a book (None: nowhere), and return the one before."""

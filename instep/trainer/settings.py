@@ -88,6 +88,7 @@ class Settings:
             accumulation follow from it.
         trigger_every: steps between agreements on triggers; None lets the run choose.
         seed_samples: whether random augmentation is seeded by (seed, epoch, sample index).
+        nonfinite: what is done about a loss or gradient that is nan or inf: stop, skip, continue, or None for nothing.
         grace_period_s: seconds from a signal to the end of the process, saved or not.
     """
 
@@ -130,6 +131,7 @@ class Settings:
     global_batch_size: int | None = None
     trigger_every: int | None = None
     seed_samples: bool = False
+    nonfinite: str | None = None
     grace_period_s: float = 30.0
 
 
@@ -332,5 +334,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "global_batch_size": checks.at_least(1),
     "trigger_every": checks.at_least(1),
     "seed_samples": checks.flag,
+    "nonfinite": checks.nonfinite,
     "grace_period_s": checks.seconds,
 }

@@ -19,6 +19,7 @@ from instep.errors import HookError, SettingError
 from instep.strategies import Strategy
 from instep.trainer.hooks import is_overridden
 from instep.trainer.module import TrainModule
+from instep.trainer.nonfinite import no_gradients_from
 from instep.trainer.optimizers import step_schedulers
 
 if TYPE_CHECKING:
@@ -46,9 +47,12 @@ def automatic_step(run: FitSession) -> Step:
     own_zero_grad = is_overridden(module, "optimizer_zero_grad", TrainModule)
     own_backward = module.backward if is_overridden(module, "backward", TrainModule) else None
     own_step = is_overridden(module, "optimizer_step", TrainModule) or _wants_closure(optimizer)
-    scaler = strategy.precision.scaler
+    scaler, guard, step_optimizer = strategy.precision.scaler, run.guard, run.step_optimizer
+    if guard is not None:
+        guard.forget_losses()  # of a window that the last epoch left unfinished
+        before_backward = (*before_backward, guard.note_loss)
     plain_backward = own_backward is None and scaler is None and not is_overridden(strategy, "backward", Strategy)
-    plain_step = scaler is None and not is_overridden(strategy, "optimizer_step", Strategy)
+    plain_step = scaler is None and guard is None and not is_overridden(strategy, "optimizer_step", Strategy)
     plateau = any(config.reduce_on_plateau for config in schedules)
     accumulate = run.accumulate
     if accumulate > 1 and _wants_closure(optimizer):
@@ -82,6 +86,10 @@ def automatic_step(run: FitSession) -> Step:
         if optimizer is None:
             return output
         if weight != 1.0:
+            if weight == 0.0:
+                replay(loss)
+                opened += 1
+                return output
             loss = loss * weight
         for hook in before_backward:
             hook(loss)
@@ -96,6 +104,16 @@ def automatic_step(run: FitSession) -> Step:
         opened += 1
         return output
 
+    def replay(loss: Tensor) -> None:
+        """A batch of weight 0, run to keep step with the other ranks: nothing comes of it, not even of a nan."""
+        loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        for hook in before_backward:
+            hook(loss)
+        with no_gradients_from(module):
+            own_backward(strategy.scale(loss)) if own_backward is not None else strategy.backward(loss)
+        for hook in after_backward:
+            hook()
+
     def before_optimizer() -> None:
         assert optimizer is not None
         strategy.unscale_gradients(optimizer)
@@ -104,6 +122,8 @@ def automatic_step(run: FitSession) -> Step:
             _multiply_gradients(optimizer, rescale)
         for hook in before_step:
             hook(optimizer)
+        if guard is not None:
+            guard.look(optimizer)
         if clip is not None:
             clip()
 
@@ -136,7 +156,7 @@ def automatic_step(run: FitSession) -> Step:
                 if plain_step:
                     optimizer.step()
                 else:
-                    strategy.optimizer_step(optimizer)
+                    step_optimizer(optimizer)
                     stepped = not strategy.step_was_skipped
         opened = 0
         at.batch = at.window_batch = batch_idx + 1

@@ -84,6 +84,9 @@ class Trainer(TrainerView):
             follow, so that a run means the same on any number of processes.
         trigger_every: optimizer steps between two agreements on triggers; chosen by time when None.
         seed_samples: seed random augmentation by (seed, epoch, sample index).
+        nonfinite: what to do when the loss or a gradient is nan or inf, on all ranks and before the update: "stop"
+            (leave the update out and raise NonFiniteError), "skip" (leave it out, count the step, go on) or
+            "continue" (report it only). None does not look.
         grace_period_s: seconds from the first SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 until a process that has not saved
             and ended by then is ended where it is; float("inf") for no limit. Under plain torchrun at most 25, since
             that kills after 30.
@@ -140,6 +143,7 @@ class Trainer(TrainerView):
         global_batch_size: int | None = None,
         trigger_every: int | None = None,
         seed_samples: bool | None = None,
+        nonfinite: str | None = None,
         grace_period_s: float | None = None,
         **unknown: Any,
     ) -> None:
@@ -255,6 +259,7 @@ class Trainer(TrainerView):
         Raises:
             SettingError: settings that do not fit the model or data.
             CheckpointError: nothing to resume from.
+            NonFiniteError: nan or inf in the loss or a gradient, with `Trainer(nonfinite="stop")`.
             Preempted: a signal asked to stop; the run is saved. Uncaught, the process exits with status 75.
         """
         datamodule, train_dataloaders = _datamodule(datamodule, train_dataloaders, val_dataloaders)

@@ -20,6 +20,7 @@ from instep.state import ProcessEnvironment
 from instep.strategies import Strategy
 from instep.trainer.log import LogBook
 from instep.trainer.metrics import Metrics, as_tensors
+from instep.trainer.nonfinite import no_gradients_from
 from instep.trainer.optimizers import LRSchedulerConfig
 from instep.trainer.position import Position, Progress
 from instep.trainer.run_folder import RunFolder
@@ -397,13 +398,20 @@ class TrainerView:
     # ---- manual optimization
 
     def _manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        module, strategy = self._run.module, self.strategy
+        run, strategy = self._run, self.strategy
+        replayed = run.book.weight == 0
+        if run.guard is not None and not replayed:
+            run.guard.note_loss(loss)
         strategy.prepare_backward(loss)
         loss = strategy.scale(loss)
-        for hook in self._run.hooks["on_before_backward"]:
+        for hook in run.hooks["on_before_backward"]:
             hook(loss)
-        module.backward(loss, *args, **kwargs)
-        for hook in self._run.hooks["on_after_backward"]:
+        if replayed:
+            with no_gradients_from(run.module):
+                run.module.backward(loss, *args, **kwargs)
+        else:
+            run.module.backward(loss, *args, **kwargs)
+        for hook in run.hooks["on_after_backward"]:
             hook()
 
     def _batch_weight(self) -> float:
