@@ -13,6 +13,7 @@ from instep.accelerator import saving
 from instep.accelerator.handlers import ProjectConfiguration
 from instep.accelerator.preparing import Preparing
 from instep.accelerator.single_files import save_object, save_weights
+from instep.checkpoint.resume import Resume, ResumeReport
 from instep.errors import SettingError
 from instep.state import PartialState
 from instep.strategies import Precision
@@ -30,6 +31,7 @@ class Checkpointing(Preparing):
         self.registered: dict[str, Stateful] = {}
         self.save_hooks: list[Callable[..., Any]] = []
         self.load_hooks: list[Callable[..., Any]] = []
+        self.resume_report: ResumeReport | None = None
         self.run_id = uuid.uuid4().hex[:16]
         """The run, whose states are told from those of others in the same folder; `load_state` takes the run up."""
         self.swept: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
@@ -105,7 +107,7 @@ class Checkpointing(Preparing):
         self.wait_for_everyone("save_state")
         return saving.save(self, None if output_dir is None else to_path(output_dir))
 
-    def load_state(self, input_dir: Location | None = None) -> Path:
+    def load_state(self, input_dir: Location | None = None, resume: Resume | None = None) -> Path:
         """Load what `save_state` saved into what is prepared and registered. Collective.
 
         The next pass of a loader goes on after the batch that was done last; random generators are restored, so at
@@ -113,9 +115,11 @@ class Checkpointing(Preparing):
 
         Args:
             input_dir: the folder, with or without `-<attempt>`; default: the newest of the project that verifies.
+            resume: which parts to load; None for all. `callbacks` are the registered objects, `position` the step, the
+                loaders and the random generators.
 
         Returns:
-            The folder that was loaded.
+            The folder that was loaded; `resume_report` says more.
 
         Raises:
             CheckpointNotFoundError: there is none.
@@ -123,7 +127,8 @@ class Checkpointing(Preparing):
             CheckpointError: it does not fit what is prepared.
         """
         self.wait_for_everyone("load_state")
-        return saving.load(self, None if input_dir is None else to_path(input_dir))
+        self.resume_report = saving.load(self, None if input_dir is None else to_path(input_dir), resume or Resume())
+        return self.resume_report.path
 
     def restore_counters(self, step: int, seed: int, run_id: str) -> None:
         """Go on with a checkpoint's run; called by `load_state`."""

@@ -22,9 +22,11 @@ from torch.optim import Optimizer
 
 from instep import __version__
 from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer, find_checkpoint
+from instep.checkpoint.resume import Resume, ResumeReport, compare
 from instep.checkpoint.together import on_rank_zero
 from instep.distributed import raise_together
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError, UsageError
+from instep.utils.learning_rate import follow_schedule, put_rates, rates_of, set_learning_rates
 from instep.utils.optimizer_state import clean_name, load_optimizer_state, optimizer_state
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
 
@@ -103,8 +105,8 @@ def _refuse_another_run(accelerator: Checkpointing, store: CheckpointStore) -> N
         )
 
 
-def load(accelerator: Checkpointing, path: Path | None) -> Path:
-    """Load what `save` wrote into what is prepared and registered now. Collective."""
+def load(accelerator: Checkpointing, path: Path | None, parts: Resume) -> ResumeReport:
+    """Load what `save` wrote, or parts of it, into what is prepared and registered now. Collective."""
     if path is None:
         store, _ = _place(accelerator, None)
         found = store.resolve("last", kind=KIND)
@@ -122,8 +124,9 @@ def load(accelerator: Checkpointing, path: Path | None) -> Path:
             "model.load_state_dict(instep.checkpoint.load_weights(path)) before prepare().",
             path=found,
         )
-    _restore(accelerator, reader)
-    return found
+    report = ResumeReport(found, parts.parts)
+    _restore(accelerator, reader, parts, report)
+    return report
 
 
 def _place(accelerator: Checkpointing, path: Path | None) -> tuple[CheckpointStore, str | None]:
@@ -259,14 +262,19 @@ def _schedulers(accelerator: Checkpointing, optimizers: Sequence[Optimizer | Non
 # ---- in
 
 
-def _restore(accelerator: Checkpointing, reader: Reader) -> None:
+def _restore(accelerator: Checkpointing, reader: Reader, parts: Resume, report: ResumeReport) -> None:
     shared, models = reader.state("accelerator"), accelerator.models_by_name
-    loaders = named_loaders(accelerator.dataloaders)
-    _same_names(reader, "objects registered for checkpointing", shared["objects"], accelerator.registered)
-    _same_names(reader, "loaders", [*shared["loaders"], *shared["rank_loaders"]], loaders)
+    loaders = named_loaders(accelerator.dataloaders) if parts.position else {}
+    objects = accelerator.registered if parts.callbacks else {}
+    if parts.callbacks:
+        _same_names(reader, "objects registered for checkpointing", shared["objects"], objects)
+    if parts.position:
+        _same_names(reader, "loaders", [*shared["loaders"], *shared["rank_loaders"]], loaders)
     rank = accelerator.process_index
     own = reader.state(f"rank-{rank:05d}") if rank < shared["world_size"] else None
-    if shared["world_size"] == accelerator.num_processes:
+    if not parts.position:
+        places = {}
+    elif shared["world_size"] == accelerator.num_processes:
         assert own is not None
         places = {**shared["loaders"], **own["loaders"]}
     else:
@@ -276,15 +284,17 @@ def _restore(accelerator: Checkpointing, reader: Reader) -> None:
         hook(left, reader.path)
     kept = {name: model for name, model in models.items() if any(model is it for it in left)}
     if kept or not models:  # what hooks took out of the list they load
-        _restore_models(accelerator, kept, shared["models"], reader)
-    schedulers = _schedulers(accelerator, _restore_optimizers(accelerator, reader))
-    _same_names(reader, "schedulers", shared["schedulers"], schedulers)
-    for name, scheduler in schedulers.items():
-        scheduler.load_state_dict(shared["schedulers"][name])
-    accelerator.precision.load_state_dict(shared["scaler"])
-    accelerator.restore_counters(shared["step"], shared["seed"], shared["run_id"])
-    for name, obj in accelerator.registered.items():
+        _restore_models(accelerator, kept, shared["models"], reader, parts.strict is not False, report)
+    if parts.optimizer or parts.schedulers:
+        _restore_optimizers_and_schedulers(accelerator, reader, shared, parts, report)
+    if parts.lr is not None:
+        optimizers, schedulers = accelerator.optimizers, accelerator.schedulers
+        set_learning_rates([it.optimizer for it in optimizers], [it.scheduler for it in schedulers], parts.lr)
+    for name, obj in objects.items():
         obj.load_state_dict(shared["objects"][name])
+    if not parts.position:
+        return
+    accelerator.restore_counters(shared["step"], shared["seed"], shared["run_id"])
     for name, loader in loaders.items():
         loader.load_state_dict(places[name])
     if own is not None:
@@ -311,7 +321,12 @@ def _places_of_another_world(accelerator: Checkpointing, reader: Reader, shared:
 
 
 def _restore_models(
-    accelerator: Checkpointing, models: Mapping[str, nn.Module], saved: list[str], reader: Reader
+    accelerator: Checkpointing,
+    models: Mapping[str, nn.Module],
+    saved: list[str],
+    reader: Reader,
+    strict: bool,
+    report: ResumeReport,
 ) -> None:
     if len(models) != 1 or len(saved) != 1:  # a single one fits by its parameters' names, whatever it is called
         taken = accelerator.models_by_name.keys() - models
@@ -321,36 +336,73 @@ def _restore_models(
         tensors |= reader.state("model_extra")
     for name, model in models.items():
         prefix = "" if len(saved) == 1 else f"{name}."
-        own = {clean_name(key): key for key in model.state_dict()}
+        own = {clean_name(key): (key, value) for key, value in model.state_dict().items()}
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        fits = compare(report, state, {key: value for key, (_, value) in own.items()}, prefix)
+        taken = {own[key][0] if key in own else key: v for key, v in (state if strict else fits).items()}
         try:
-            accelerator.strategy_of(model).load_model_state({own.get(key, key): v for key, v in state.items()})
+            accelerator.strategy_of(model).load_model_state(taken, strict)
         except RuntimeError as error:
             raise CheckpointError(
                 f"the weights of {reader.path} do not fit {name}: {error}", path=reader.path
             ) from error
 
 
-def _restore_optimizers(accelerator: Checkpointing, reader: Reader) -> list[Optimizer | None]:
+def _restore_optimizers_and_schedulers(
+    accelerator: Checkpointing, reader: Reader, shared: Mapping[str, Any], parts: Resume, report: ResumeReport
+) -> None:
+    rates = [(it.optimizer, rates_of(it.optimizer)) for it in accelerator.optimizers]
+    schedulers = _schedulers(accelerator, _restore_optimizers(accelerator, reader, parts, report))
+    if parts.optimizer:
+        accelerator.precision.load_state_dict(shared["scaler"])
+    if not parts.schedulers:
+        for optimizer, own in rates if schedulers else ():
+            put_rates(optimizer, own)
+        return
+    saved = shared["schedulers"]
+    if parts.strict is not False:
+        _same_names(reader, "schedulers", saved, schedulers)
+    report.left_out += sorted(saved.keys() ^ schedulers.keys())
+    for name in saved.keys() & schedulers.keys():
+        schedulers[name].load_state_dict(saved[name])
+        if not parts.optimizer:
+            follow_schedule(schedulers[name])
+
+
+def _restore_optimizers(
+    accelerator: Checkpointing, reader: Reader, parts: Resume, report: ResumeReport
+) -> list[Optimizer | None]:
     """Load each optimizer's state from the one that had its parameters; the optimizers in the saved order."""
     trees: list[Any] = reader.state("optimizer")
     here = _optimizers(accelerator)
+    strict = parts.strict is not False
     places = {_parameters(tree): place for place, tree in enumerate(trees)}
     order: list[Optimizer | None] = [None] * len(trees)
     module = whole(accelerator.models_by_name)
     for names, (optimizer, own) in here.items():
-        if names not in places:
+        place = places.get(names) if strict else _nearest(own, trees)
+        if place is None and strict:
             raise _differs(
                 reader,
                 f"an optimizer of the {len(own['shapes'])} parameters {', '.join(list(own['shapes'])[:3])} ...",
                 [f"{tree['optimizer']} of {len(tree['shapes'])}" for tree in trees],
             )
-        load_optimizer_state(module, optimizer, trees[places[names]])
+        if place is None:
+            report.left_out.append(f"the state of any optimizer for {own['optimizer']} of {len(own['shapes'])}")
+            continue
+        if parts.optimizer:
+            report.left_out += load_optimizer_state(module, optimizer, trees[place], strict)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
-        order[places[names]] = optimizer
-    if len(here) < len(trees):
+        order[place] = optimizer
+    if strict and len(here) < len(trees):
         raise _differs(reader, f"{len(here)} optimizers", [tree["optimizer"] for tree in trees])
     return order
+
+
+def _nearest(own: Mapping[str, Any], trees: Sequence[Mapping[str, Any]]) -> int | None:
+    """The saved optimizer with the most parameters of this one; None where all have others."""
+    shared = [len(own["shapes"].keys() & tree["shapes"].keys()) for tree in trees]
+    return shared.index(max(shared)) if any(shared) else None
 
 
 def _same_names(reader: Reader, what: str, saved: Iterable[str], here: Iterable[str]) -> None:

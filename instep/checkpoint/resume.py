@@ -106,7 +106,7 @@ class ResumeReport:
         left_out: what else did not fit, of optimizers, schedulers and callbacks; for people.
     """
 
-    path: str | Path
+    path: Path
     parts: tuple[str, ...]
     loaded: int = 0
     missing: list[str] = field(default_factory=list)
@@ -139,13 +139,14 @@ class ResumeReport:
         return "\n".join(lines)
 
 
-def compare(report: ResumeReport, saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def compare(report: ResumeReport, saved: Mapping[str, Any], own: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Note in a report how two state dicts differ.
 
     Args:
         report: gets what is missing, unexpected and of another shape.
         saved: the checkpoint's.
         own: the module's, under the same names.
+        prefix: what names in the report begin with.
 
     Returns:
         The part of `saved` that fits.
@@ -154,13 +155,13 @@ def compare(report: ResumeReport, saved: Mapping[str, Any], own: Mapping[str, An
     for name, value in own.items():
         here, there = _shape(value), _shape(saved.get(name))
         if name not in saved:
-            report.missing.append(name)
+            report.missing.append(prefix + name)
         elif here is not None and there is not None and here != there:
-            report.other_shape[name] = (there, here)
+            report.other_shape[prefix + name] = (there, here)
         else:
             fits[name] = saved[name]
-    report.unexpected.extend(name for name in saved if name not in own)
-    report.loaded = len(fits)
+    report.unexpected.extend(prefix + name for name in saved if name not in own)
+    report.loaded += len(fits)
     return fits
 
 
