@@ -9,36 +9,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from instep.data import CombinedLoader, PreparedLoader, prepare_loader
 from instep.distributed import gather_object
 from instep.errors import DataError, DistributedError, RemoteError, SettingError
 from instep.state import PartialState
+from tests.data.helpers import Numbers, rank
 from tests.helpers.spawn import run_ranks
 
 pytestmark = pytest.mark.dist
 
 
-def rank() -> int:
-    return PartialState(cpu=True).process_index
-
-
 def prepare(loader: Any, **options: Any) -> PreparedLoader:
     return prepare_loader(loader, rank=rank(), world_size=2, **{"dispatch": True, **options})
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.reads = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        self.reads += 1
-        return index
 
 
 class Stream(IterableDataset[int]):

@@ -8,24 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from instep.data import PreparedLoader, prepare_loader
 from instep.state import PartialState
+from tests.data.helpers import Numbers
 from tests.helpers.spawn import run_ranks
 
 LENGTHS, SIZES, WORLDS = range(41), range(1, 9), range(1, 5)
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Stream(IterableDataset[int]):

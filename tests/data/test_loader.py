@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from instep.data import PreparedLoader, prepare_loader
 from instep.data.index import IndexLoader
 from instep.errors import DataError, SettingError
+from tests.data.helpers import Numbers
 
 
 @pytest.fixture(autouse=True)
@@ -25,18 +26,6 @@ def no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are played one after the other here: each hears itself only."""
     monkeypatch.setattr("instep.data.loader.gather_object", lambda obj: [obj])
     monkeypatch.setattr("instep.data.index.gather_object", lambda obj: [obj])
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.epochs: list[int] = []
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Noisy(Numbers):

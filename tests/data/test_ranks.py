@@ -14,14 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from instep.data import CombinedLoader, PreparedLoader, prepare_loader
 from instep.errors import DataError
-from instep.state import PartialState
+from tests.data.helpers import Numbers, rank
 from tests.helpers.spawn import run_ranks
 
 pytestmark = pytest.mark.dist
-
-
-def rank() -> int:
-    return PartialState(cpu=True).process_index
 
 
 def everyone(value: float) -> float:
@@ -149,22 +145,11 @@ def test_limits_and_empty_streams() -> None:
     assert run_ranks(_limits, 2) == [[3, 3, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]] * 2
 
 
-class Data:
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def _shared() -> list[list[int]]:
     taken = []
     for length, workers in [(1, 0), (2, 1), (7, 1), (8, 0)]:
         options: Any = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-        loader: Any = DataLoader(Data(length), batch_size=2, shuffle=True, **options)  # type: ignore[arg-type]
+        loader: Any = DataLoader(Numbers(length), batch_size=2, shuffle=True, **options)
         source = prepare_loader(loader, rank=rank(), world_size=2)
         mine = []
         for number, step in enumerate(run(source)):
@@ -186,7 +171,7 @@ def _lists() -> tuple[int, int, str]:
         warnings.simplefilter("always")
         stopped = run(prepare_loader(batches, rank=rank(), world_size=2))
     joined = run(prepare_loader(batches, rank=rank(), world_size=2, uneven="join"))
-    own: Any = DataLoader(Data(5 + 2 * rank()), batch_size=2)  # type: ignore[arg-type]
+    own: Any = DataLoader(Numbers(5 + 2 * rank()), batch_size=2)
     options = {"rank": rank(), "world_size": 2, "use_distributed_sampler": False, "uneven": "join"}
     assert len(run(prepare_loader(own, **options))) == 4
     assert joined[-1][1] == ((0, 1) if rank() == 0 else (1, 1))
@@ -213,9 +198,9 @@ class OwnRandom(Sampler[int]):
 def _refused() -> list[str]:
     errors = []
     with pytest.raises(DataError) as caught:
-        prepare_loader(DataLoader(Data(5 + rank())), rank=rank(), world_size=2)  # type: ignore[arg-type]
+        prepare_loader(DataLoader(Numbers(5 + rank())), rank=rank(), world_size=2)
     errors.append(str(caught.value))
-    source = prepare_loader(DataLoader(Data(8), sampler=OwnRandom()), rank=rank(), world_size=2)  # type: ignore[arg-type]
+    source = prepare_loader(DataLoader(Numbers(8), sampler=OwnRandom()), rank=rank(), world_size=2)
     with pytest.raises(DataError) as caught:
         run(source)
     errors.append(str(caught.value))
@@ -230,7 +215,7 @@ def test_what_must_be_alike_is_checked() -> None:
 
 def _generator() -> list[int]:
     generator = torch.Generator().manual_seed(rank())
-    loader: Any = DataLoader(Data(8), shuffle=True, generator=generator)  # type: ignore[arg-type]
+    loader: Any = DataLoader(Numbers(8), shuffle=True, generator=generator)
     return [step[0][0] for step in run(prepare_loader(loader, rank=rank(), world_size=2))]
 
 
@@ -242,7 +227,7 @@ def test_generators_seeded_differently_still_give_one_order() -> None:
 def _combined() -> tuple[list[Any], list[Any]]:
     def make() -> CombinedLoader:
         raw = CombinedLoader(
-            {"sized": DataLoader(Data(7), batch_size=2), "stream": DataLoader(Mine([9, 12]), batch_size=2)},  # type: ignore[arg-type]
+            {"sized": DataLoader(Numbers(7), batch_size=2), "stream": DataLoader(Mine([9, 12]), batch_size=2)},
             "max_size_cycle",
         )
         return raw.map(lambda loader: prepare_loader(loader, rank=rank(), world_size=2))
@@ -278,9 +263,7 @@ def _alone() -> list[Any]:
     """Each rank to its own end; no collective in the step."""
     found = []
     lists = [torch.tensor([rank()])] * (2 + rank())
-    for loader in (DataLoader(Mine([7, 4]), batch_size=2), lists, Data(5 + 3 * rank())):
-        if isinstance(loader, Data):
-            loader = DataLoader(loader, batch_size=2)  # type: ignore[arg-type]
+    for loader in (DataLoader(Mine([7, 4]), batch_size=2), lists, DataLoader(Numbers(5 + 3 * rank()), batch_size=2)):
         source = prepare_loader(
             loader, rank=rank(), world_size=2, even_batches=False, use_distributed_sampler=False, limit=None
         )

@@ -27,8 +27,9 @@ from instep.distributed import (
     reduce,
     wait_for_everyone,
 )
-from instep.errors import DistributedError, RemoteError, SettingError
+from instep.errors import RemoteError, SettingError
 from instep.state import PartialState, checked
+from tests.distributed.helpers import text_of
 from tests.helpers.spawn import run_ranks
 
 CHECKED = {"INSTEP_DEBUG": "1"}
@@ -76,15 +77,6 @@ def _alike(rank: int) -> dict[str, Any]:
         report["in turn"] = True
     wait_for_everyone()
     return report
-
-
-def text_of(call: Callable[[], Any]) -> str:
-    """The error that a call raises."""
-    try:
-        call()
-    except DistributedError as error:
-        return str(error)
-    return "no error"
 
 
 def _unlike(rank: int) -> dict[str, str]:

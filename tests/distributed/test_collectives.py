@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from instep.distributed import all_reduce_, broadcast, gather, gather_ragged, pad_across_processes, reduce
-from instep.errors import DataError, DistributedError, SettingError
+from instep.errors import DataError, SettingError
 from instep.state import PartialState
+from tests.distributed.helpers import text_of
 from tests.helpers.spawn import run_ranks
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -122,15 +123,6 @@ def _reducing(rank: int) -> dict[str, Any]:
     bare = torch.tensor([float(rank), 1.0], dtype=torch.float64)
     report["bare"] = all_reduce_(bare, "mean") is bare, bare
     return report
-
-
-def text_of(call: Callable[[], Any]) -> str:
-    """The error that a call raises."""
-    try:
-        call()
-    except DistributedError as error:
-        return str(error)
-    return "no error"
 
 
 def _disagreeing(rank: int) -> dict[str, str]:
