@@ -19,7 +19,8 @@ from instep.errors import (
     SettingError,
     UnsavableStateError,
 )
-from tests.checkpoint.helpers import Log, flip, left_over, value_of, writes
+from tests.checkpoint.helpers import flip, left_over, value_of, writes
+from tests.helpers.faults import FaultPlan
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_save_and_read(store: CheckpointStore) -> None:
 
 
 def test_files_that_somebody_else_writes_into_the_folder_become_part_of_it(store: CheckpointStore) -> None:
-    store.files.trace = log = Log()
+    store.files.trace = log = FaultPlan()
 
     def write(writer: Writer) -> None:
         writer.json("own.json", 1)
@@ -188,7 +189,7 @@ def test_the_root_does_not_move_with_the_working_directory(tmp_path: Path, monke
 
 
 def test_the_order_of_operations_survives_a_power_loss(store: CheckpointStore) -> None:
-    store.files.trace = log = Log()
+    store.files.trace = log = FaultPlan()
     final = store.save(1, writes(1.0))
     synced: set[Path] = set()
     written: set[Path] = set()

@@ -1,0 +1,147 @@
+"""Kills a training at random instants and runs the same command again, until it is done; `make soak` does so too."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instep.checkpoint import CheckpointStore
+from tests.checkpoint.victim import Board, Way, train
+from tests.helpers.jobs import JobServer
+
+TARGETS = ("job", "rank", "agent")
+WAYS = (Way(), Way(workers=2))
+RUN_S, END_S = 90.0, 20.0  # deadlines: of a run that nobody kills, and of what a kill leaves
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One kill that hit.
+
+    Args:
+        where: what the first rank was doing.
+        target: what was killed.
+        way: how the run trains.
+        at_s: seconds after the start.
+        end_s: seconds until the last process of the job had ended.
+    """
+
+    where: str
+    target: str
+    way: Way
+    at_s: float
+    end_s: float
+
+
+class Campaign:
+    """Runs of one command, each killed over and over until it gets to its end.
+
+    Every run's end must be the uninterrupted run's, bit for bit, and after every kill the newest checkpoint must
+    verify and be no older than the last save that returned.
+
+    Args:
+        folder: where to.
+        seed: of the instants and targets.
+        ways: how to train, in turns.
+    """
+
+    def __init__(self, folder: Path, seed: int, ways: Sequence[Way] = WAYS) -> None:
+        self.kills: list[Kill] = []
+        self.runs = 0
+        self._folder = folder
+        self._seed = seed
+        self._rng = random.Random(seed)
+        self._ways = ways
+        self._expected: dict[Way, list[dict[str, Any]]] = {}
+        self._lasts_s: dict[Way, float] = {}
+
+    def run(self, kills: int, say: Callable[[str], object] = lambda text: None, budget_s: float = float("inf")) -> None:
+        """Kill so many times, or until the budget is used up; the last run is let to its end.
+
+        Args:
+            kills: how many.
+            say: called with a line for people after every run.
+            budget_s: start no new run after so many seconds.
+
+        Raises:
+            AssertionError: a run did not recover; the text has seed, folder and the end of its output.
+        """
+        deadline = time.monotonic() + budget_s
+        with JobServer("tests.checkpoint.victim") as server:
+            for way in self._ways:
+                self._measure(server, way)
+            while len(self.kills) < kills and time.monotonic() < deadline:
+                self._one_run(server, self._ways[self.runs % len(self._ways)], kills)
+                self.runs += 1
+                say(f"{len(self.kills)} kills, {self.runs} runs")
+
+    def _measure(self, server: JobServer, way: Way) -> None:
+        """Two runs that nobody disturbs: what comes out, and how long one takes when everything is warm."""
+        for number in range(2):
+            root = self._new(f"whole-{self._ways.index(way)}-{number}")
+            started = time.monotonic()
+            code = server.start(train, root, way, nproc=way.ranks, log=root / "log").wait(RUN_S)
+            self._lasts_s[way] = time.monotonic() - started
+            assert code == 0, self._story(root, f"a run that nobody killed ended with {code}")
+            results = results_of(root, way)
+            assert all(result["exactly once"] and result["best are there"] for result in results), results[0]
+            assert self._expected.setdefault(way, results) == results, "two runs that nobody killed differ"
+            shutil.rmtree(root)
+
+    def _one_run(self, server: JobServer, way: Way, kills: int) -> None:
+        root = self._new(f"run-{self.runs}")
+        board = Board(root / "board-0")
+        while True:
+            board.clear()
+            job = server.start(train, root, way, nproc=way.ranks, log=root / "log")
+            last = len(self.kills) >= kills
+            at_s = RUN_S if last else self._rng.uniform(0.0, self._lasts_s[way])
+            target = self._rng.choice(TARGETS)
+            code = job.wait(at_s)
+            if code is None and not last and job.kill(target, self._rng):
+                where = board.where
+                code = job.wait(END_S)
+                end_s = job.wait_until_gone(END_S)
+                assert code is not None, self._story(root, f"the job lived on after a kill of its {target}")
+                self.kills.append(Kill(where, target, way, at_s, end_s))
+                problem = lost(root, board)
+                assert problem is None, self._story(root, problem)
+                continue
+            code = job.wait(END_S) if code is None else code
+            assert code == 0, self._story(root, f"a start ended with {code} by itself")
+            break
+        results = results_of(root, way)
+        assert results == self._expected[way], self._story(root, f"not the uninterrupted run's result: {results[0]}")
+        shutil.rmtree(root)
+
+    def _new(self, name: str) -> Path:
+        root = self._folder / name
+        root.mkdir()
+        return root
+
+    def _story(self, root: Path, what: str) -> str:
+        log = (root / "log").read_text(errors="replace")[-4000:] if (root / "log").exists() else ""
+        return f"{what} (seed {self._seed}, {len(self.kills)} kills so far, folder {root})\n{log}"
+
+
+def results_of(root: Path, way: Way) -> list[dict[str, Any]]:
+    """What each rank came to."""
+    return [json.loads((root / f"result-{rank}.json").read_text()) for rank in range(way.ranks)]
+
+
+def lost(root: Path, board: Board) -> str | None:
+    """What a kill has cost that it must not; None where the newest checkpoint is as new as the last save."""
+    saved = board.read()[3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a kill leaves nothing that would have to be passed over
+        stores = [CheckpointStore(folder) for folder in root.glob("instep_runs/version_*/checkpoints")]
+        found = [info for store in stores if (info := store.newest_verified("full")) is not None]
+    newest = max((info.step for info in found), default=0)
+    return None if newest >= saved else f"step {saved} was saved, but {newest} is the newest that verifies"
