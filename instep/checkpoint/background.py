@@ -153,8 +153,9 @@ class BackgroundSaver:
         """Wait for what is under way, then give back memory and group. Local; twice is once.
 
         Args:
-            timeout_s: after that a save that has not ended is abandoned: it is never taken for a checkpoint, and the
-                next run removes what is left of it. None: no limit.
+            timeout_s: after that a save that has not ended is abandoned: broken off where ranks wait for each other,
+                and left to itself in a single process. Either it is committed or the next run removes what is left of
+                it. None: no limit.
         """
         atexit.unregister(self.close)
         pending, self._pending = self._pending, None

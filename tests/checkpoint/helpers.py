@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from instep.checkpoint import CheckpointStore, Reader, Writer
+from instep.checkpoint import CheckpointStore, Reader
+from instep.checkpoint.writer import BaseWriter
 
 
-def writes(value: float) -> Callable[[Writer], None]:
+def writes(value: float) -> Callable[[BaseWriter], None]:
     """A small but complete checkpoint; every file of it depends on the value."""
 
-    def write(writer: Writer) -> None:
+    def write(writer: BaseWriter) -> None:
         if writer.rank == 0:
             weight = torch.full((40,), value)
             writer.tensors("model.safetensors", {"weight": weight, "tied": weight})

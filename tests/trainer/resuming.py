@@ -40,6 +40,7 @@ class Case:
     seed_samples: bool = False
     monitor: bool = False
     every_n_train_steps: int | None = None
+    background: bool = False  # with every_n_train_steps; keeps all
     global_batch_size: int | None = None
     log_every: int = 3
     epochs: int = EPOCHS
@@ -240,7 +241,8 @@ def make_trainer(case: Case, root: Path, rows: list[dict[str, float]], *callback
     if case.monitor:
         saver = ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)
     elif case.every_n_train_steps:
-        saver = ModelCheckpoint(every_n_train_steps=case.every_n_train_steps)
+        keep, background = -1 if case.background else 1, case.background
+        saver = ModelCheckpoint(every_n_train_steps=case.every_n_train_steps, save_top_k=keep, background=background)
     else:
         saver = ModelCheckpoint()
     return Trainer(
