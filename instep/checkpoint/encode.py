@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.checkpoint.objects import MAKERS, state_of
 from instep.checkpoint.tensors import dtype_from_name, dtype_name, why_unsavable
-from instep.errors import CorruptCheckpointError, UnsavableStateError
+from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
 
 TAG = "$"
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
@@ -72,9 +73,10 @@ def encode(tree: Any, where: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Turn a state into a JSON tree and the tensors it holds.
 
     Exact by type: None, bool, int, float (nan and inf too), complex, str, bytes, bytearray, list, tuple, dict with any
-    keys, OrderedDict, defaultdict of a builtin type, Counter, set, frozenset, deque, range, timedelta, paths, torch's
-    dtype, device, Size and Tensor, numpy arrays and scalars. A Parameter comes back as the Tensor it is; an Enum that
-    is also a str or int comes back as that str or int, which compares equal.
+    keys, OrderedDict, defaultdict of a builtin type, Counter, set, frozenset, deque, range, timedelta, date, datetime
+    (without a zone or with a fixed one), paths, enum members, torch's dtype, device, Size, Generator and Tensor, numpy
+    arrays and scalars, and the generators random.Random, numpy's Generator and RandomState. A Parameter comes back as
+    the Tensor it is; an Enum that is also a str or int comes back as that str or int, which compares equal.
 
     Args:
         tree: the state.
@@ -109,6 +111,7 @@ def decode(json_tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
     Raises:
         CorruptCheckpointError: the tree or the tensors are not what `encode` makes.
+        CheckpointError: an enum's class or member is not there, or a generator's device.
 
     Example:
         >>> decode({"$": "tuple", "v": [1, None]}, {})
@@ -116,6 +119,8 @@ def decode(json_tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """
     try:
         return _decode(json_tree, tensors)
+    except CheckpointError:
+        raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise CorruptCheckpointError(
             f"a saved state cannot be decoded ({type(error).__name__}: {error}); "
@@ -153,6 +158,13 @@ class _Encoder:
         numpy = sys.modules.get("numpy")
         if numpy is not None and (kind is numpy.ndarray or isinstance(obj, numpy.generic)):
             return self._numpy(obj, path)
+        try:
+            known = state_of(obj)
+        except ValueError as error:
+            raise self._refuse(path, str(error)) from None
+        if known is not None:
+            tag, state, beside = known
+            return {TAG: tag, "v": self.node(state, path), **beside}
         return self._container(obj, kind, path)
 
     def _container(self, obj: Any, kind: type, path: tuple[Any, ...]) -> Any:
@@ -242,14 +254,10 @@ def _describe(obj: Any) -> str:
         return f"{obj!r}, which is code; save its name and look it up when loading"
     if isinstance(obj, tuple) and hasattr(obj, "_asdict"):
         return f"{name}, a namedtuple; save {kind.__name__}._asdict()"
-    if isinstance(obj, Enum):
-        return f"{name}, an Enum; save its name or value"
     if hasattr(obj, "state_dict"):
         return f"{name}; save its state_dict()"
     if is_dataclass(obj):
         return f"{name}, a dataclass; save dataclasses.asdict(...)"
-    if isinstance(obj, torch.Generator):
-        return f"{name}; save its get_state()"
     if hasattr(obj, "getstate"):
         return f"{name}; save its getstate()"
     if hasattr(obj, "bit_generator"):
@@ -284,6 +292,8 @@ def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
         return float(value)
     if tag == "path":
         return Path(value) if node["pure"] is None else _PURE_PATHS[node["pure"]](value)
+    if tag in MAKERS:
+        return MAKERS[tag](_decode(value, tensors), node)
     if tag in ("array", "raw array", "scalar"):
         return _decode_numpy(tag, value, node, tensors)
     if tag in _SEQUENCE_BY_TAG:

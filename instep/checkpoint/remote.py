@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import tempfile
 import warnings
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,7 +26,8 @@ from instep.checkpoint.owner import is_gone, this_process
 _OWNER = ".owner"
 _PART_BYTES = 32 * 2**20  # of an upload; up to about three of them are in memory
 _MOST_PARTS = 9_000  # S3 allows 10,000
-_RANGE_BYTES = 16 * 2**20
+_RANGE_BYTES = 16 * 2**20  # of a download
+_AHEAD = 4  # ranges
 
 
 def files_of(path: Path) -> Files:
@@ -168,10 +171,21 @@ class RemoteFiles(Files):
             pass  # gone already
 
     def _pieces(self, path: Path) -> Iterator[bytes]:
-        size = self.size(path)
-        for start in range(0, size, _RANGE_BYTES):
+        """The content in order, some ranges ahead."""
+        fs, key, size = _fs(path), _key(path), self.size(path)
+
+        def ask(start: int) -> bytes:
             with _as_os_error(path):
-                yield _fs(path).cat_file(_key(path), start=start, end=min(start + _RANGE_BYTES, size))
+                return fs.cat_file(key, start=start, end=min(start + _RANGE_BYTES, size))
+
+        with ThreadPoolExecutor(_AHEAD) as pool:
+            coming: deque[Future[bytes]] = deque()
+            for start in range(0, size, _RANGE_BYTES):
+                coming.append(pool.submit(ask, start))
+                if len(coming) == _AHEAD:
+                    yield coming.popleft().result()
+            for last in coming:
+                yield last.result()
 
     def _remove(self, folder: Path, some: list[str]) -> None:
         keys = [_key(folder / name) for name in some]
