@@ -228,7 +228,7 @@ def test_the_users_own_save_comes_after_it(tmp_path: Path, monkeypatch: pytest.M
 
     trace(monkeypatch, note)
     fit(ModelCheckpoint(tmp_path, every_n_train_steps=4, background=True), StopAt(5, asks), max_steps=6)
-    assert order == ["scheduled", "own"]
+    assert order[:2] == ["scheduled", "own"]
 
 
 # ---- exact
