@@ -88,9 +88,17 @@ def test_a_newer_format_says_so() -> None:
     del body["xxh3"]
     with pytest.raises(CheckpointError, match="Upgrade instep"):
         Manifest.from_bytes(sealed({**body, "format_version": 99, "new": 1}), HERE)
-    for wrong in ({**body, "new": 1}, {"format_version": 1}, [1, 2]):
+    for wrong in ({"format_version": 1}, [1, 2], {**body, "files": 3}):
         with pytest.raises(CorruptCheckpointError, match="not a manifest"):
             Manifest.from_bytes(sealed(wrong), HERE)
+
+
+def test_what_a_later_instep_adds_to_this_format_is_left_out() -> None:
+    body = json.loads(MANIFEST.to_bytes())
+    del body["xxh3"]
+    for record in body["files"].values():
+        record["new"] = 1
+    assert Manifest.from_bytes(sealed({**body, "new": {"x": [1]}}), HERE) == MANIFEST
 
 
 def test_a_folder_without_one(tmp_path: Path) -> None:
