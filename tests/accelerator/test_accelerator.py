@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from instep.accelerator import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    ProjectConfiguration,
     skip_first_batches,
 )
 from instep.errors import DataError, SettingError, UsageError
@@ -264,6 +266,7 @@ def test_skipping_counts_from_the_epochs_beginning_and_keeps_what_counts(make: A
     first = batches.epoch
     assert [accelerator.gather_for_metrics(x).tolist() for (x,) in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert batches.epoch == first + 1
+    assert [x.tolist() for (x,) in accelerator.skip_first_batches(batches, 1)] == [[4, 5, 6, 7], [8, 9]]
     with pytest.raises(UsageError, match="prepare"):
         skip_first_batches(numbers(), 1)
 
@@ -332,6 +335,15 @@ def test_free_memory_ends_the_run_and_prepare_begins_one(make: Any) -> None:
     accelerator.backward(model(torch.ones(1, 1)).sum())
     optimizer.step()
     assert accelerator.step == 1
+
+
+def test_folders_are_known_as_text(make: Any, tmp_path: Path) -> None:
+    assert make().project_dir is None
+    accelerator = make(project_dir=tmp_path)
+    assert (accelerator.project_dir, accelerator.logging_dir) == (str(tmp_path), str(tmp_path))
+    folders = ProjectConfiguration(project_dir=tmp_path / "states", logging_dir=tmp_path / "logs")
+    accelerator = make(project_config=folders)
+    assert (accelerator.project_dir, accelerator.logging_dir) == (str(tmp_path / "states"), str(tmp_path / "logs"))
 
 
 def test_triggers_are_set_checked_and_reset(make: Any) -> None:
