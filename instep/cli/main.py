@@ -1,7 +1,8 @@
 """The `instep` command: finds the sub-command, and loads its file only.
 
 A sub-command of several words lies in a file of that path: `instep checkpoint ls` in `instep/cli/checkpoint/ls.py`. The
-file's docstring is its help; `arguments(parser)` adds its arguments; `run(args)` does it and returns the exit code.
+file's docstring is its help; `arguments(parser)` adds its arguments; `run(args)` does it and returns the exit code. One
+that sets a default for `after` gets the words after `--` there.
 What it needs of torch is imported in `run`, so that help costs nothing.
 """
 
@@ -24,6 +25,11 @@ COMMANDS = {
     ("checkpoint", "convert"): "to and from safetensors, Lightning and Accelerate",
     ("replay",): "repeat the steps after a checkpoint, bit for bit",
 }
+_EXAMPLES = (
+    "  instep checkpoint ls .",
+    "  instep checkpoint verify instep_runs/version_0",
+    "  instep replay instep_runs/version_0 --steps 3",
+)
 EXIT_CODES = "Exit codes: 0 all is well; 1 problems were found, or an error; 2 wrong arguments."
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -51,8 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.arguments(parser)
+    words = words[len(command) :]
+    after = words.index("--") if "--" in words and parser.get_default("after") is not None else len(words)
+    args = parser.parse_args(words[:after])
+    if after < len(words):
+        args.after = words[after + 1 :]
     try:
-        code: int = module.run(parser.parse_args(words[len(command) :]))
+        code: int = module.run(args)
         sys.stdout.flush()  # here, where a closed pipe is understood
     except InstepError as error:
         _complain(str(error))
@@ -85,9 +96,7 @@ def _overview(words: Sequence[str]) -> int:
         *(f"  {' '.join(name):{width}}{text}" for name, text in known.items()),
         "",
         "examples:",
-        "  instep checkpoint ls .",
-        "  instep checkpoint verify instep_runs/version_0",
-        "  instep replay instep_runs/version_0 --steps 3",
+        *(line for line in _EXAMPLES if line.startswith(" ".join(("  instep", *group)))),
         "",
         f"`instep COMMAND --help` has more. {EXIT_CODES}",
     ]

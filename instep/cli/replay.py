@@ -37,9 +37,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("path", metavar="CKPT", help="a checkpoint, or a folder or run, of which the newest is taken")
     parser.add_argument("--steps", type=_count, default=3, help="optimizer steps (default: 3)")
-    parser.add_argument("--command", metavar="TEXT", help="another program and its arguments than the recorded ones")
+    parser.add_argument("--command", metavar="TEXT", help="another program, with its arguments; or its words after --")
     parser.add_argument("--json", action="store_true", help="for programs; has every loss and norm exactly")
-    parser.add_argument("program", nargs="*", metavar="-- PROGRAM", help="the same, as words after --")
+    parser.set_defaults(after=[])  # the same as --command, as words after --
 
 
 def _count(text: str) -> int:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _program(args: argparse.Namespace, recorded: dict[str, Any] | None, path: Path) -> tuple[list[str], str, bool]:
     """The arguments after the Python executable, the folder to run in, and whether the program starts its own ranks."""
-    given = shlex.split(args.command) if args.command else args.program
+    given = shlex.split(args.command) if args.command else args.after
     if given and Path(given[0]).name.startswith("python"):
         given = given[1:]
     if recorded is None and not given:

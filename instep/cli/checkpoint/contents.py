@@ -17,6 +17,8 @@ from instep import __version__
 from instep.checkpoint import CheckpointStore, Writer, load_weights, read_tensors, write_tensors
 from instep.errors import CheckpointError
 
+_WITHOUT_NAME = (torch.complex128, torch.complex32)
+
 
 @dataclass
 class Contents:
@@ -136,6 +138,9 @@ def read_safetensors(path: Path) -> Contents:
 def write_safetensors(contents: Contents, path: Path) -> Path:
     """Write the weights; tied ones under each of their names, so that `load_state_dict` misses none."""
     contents.leave_out("extra", "hyper_parameters", "user", "optimizers", "schedulers")
+    raw = [name for name, tensor in contents.weights.items() if tensor.dtype in _WITHOUT_NAME]
+    if raw:
+        contents.left_out.append(f"the dtype of {', '.join(raw)} (the format has none for it: stored as bytes)")
     seen: set[int] = set()
     apart: dict[str, Tensor] = {}
     for name, tensor in contents.weights.items():
@@ -150,6 +155,8 @@ def put(path: Path, write: Callable[[Path], Any]) -> Path:
     Raises:
         CheckpointError: there is something already.
     """
+    if not isinstance(path, Path):
+        raise CheckpointError(f"{path}: only instep's own format is written to a URL. Give a path, and copy that.")
     temporary = path.parent / f".{path.name}.{os.getpid()}.part"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 from instep.cli import output
 from instep.errors import UsageError
+from instep.utils.paths import to_path
 
 _FORMATS = ("instep", "safetensors", "lightning", "accelerate")
 _ENDINGS = {".safetensors": "safetensors", ".ckpt": "lightning"}
@@ -35,8 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, and say what was left out."""
-    from instep.checkpoint import CheckpointStore  # late: loads torch
-    from instep.cli.checkpoint import accelerate, contents, lightning
+    from instep.cli.checkpoint import accelerate, contents, lightning  # late: loads torch
 
     kind, source = _source(args.src)
     target = args.to or _ENDINGS.get(Path(args.dst).suffix) or ("instep" if kind != "instep" else None)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         "accelerate": accelerate.write_accelerate,
     }
     what = readers[kind](source)
-    written = writers[target](what, CheckpointStore(args.dst).root)
+    written = writers[target](what, to_path(args.dst).absolute())
     result = {
         "source": str(source),
         "from": kind,
@@ -76,12 +76,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _source(src: str) -> tuple[str, Path]:
-    from instep.checkpoint import CheckpointStore  # late: loads torch
-    from instep.checkpoint.manifest import MANIFEST
+    from instep.checkpoint.manifest import MANIFEST  # late: loads torch
     from instep.cli.checkpoint.accelerate import is_accelerate
     from instep.cli.checkpoint.targets import find_one
 
-    path = CheckpointStore(src).root
+    path = to_path(src).absolute()
     if path.is_file():
         if path.suffix == ".safetensors":
             return "safetensors", path

@@ -12,6 +12,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from instep.cli import output
 if TYPE_CHECKING:
     from instep.checkpoint import CheckpointInfo
     from instep.checkpoint.catalog import Broken
+    from instep.checkpoint.files import Files
     from instep.cli.checkpoint.targets import Folder
 
 
@@ -43,35 +45,53 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe(folder: Folder) -> dict[str, Any]:
+    files = folder.store.files
     return {
         "folder": str(folder.store.root),
-        "checkpoints": [*map(_entry, folder.found), *(_hidden(folder.store.root, name) for name in folder.hidden)],
+        "lease": _lease(folder.store.root, files),
+        "checkpoints": [
+            *(_entry(what, files) for what in folder.found),
+            *(_remain(path, gone, files) for path, gone in folder.remains),
+        ],
     }
 
 
-def _entry(what: CheckpointInfo | Broken) -> dict[str, Any]:
+def _lease(root: Path, files: Files) -> dict[str, Any] | None:
+    """Which run holds the folder; None where none does."""
+    from instep.checkpoint.owner import is_gone  # late: loads torch
+
+    for path in sorted(root.glob(".lease-*"), reverse=True)[:1]:
+        try:
+            content = json.loads(files.read(path))
+            if not content["released"]:
+                fields = ("run_id", "host", "pid", "command", "since")
+                return {**{key: content.get(key) for key in fields}, "dead": is_gone(str(content.get("owner")))}
+        except (OSError, ValueError, KeyError, TypeError):  # it changes at any moment, or is of another version
+            continue
+    return None
+
+
+def _entry(what: CheckpointInfo | Broken, files: Files) -> dict[str, Any]:
     from instep.checkpoint import CheckpointInfo, names  # late: loads torch
 
+    sizes = _sizes(what.path, files)
     if not isinstance(what, CheckpointInfo):
         step, attempt = names.step_of(what.path.name) or (None, None)
-        return {
-            "name": what.path.name,
-            "step": step,
-            "attempt": attempt,
-            "state": "broken",
-            "note": what.problem,
-            "bytes": _bytes_in(what.path),
-        }
+        entry = {"name": what.path.name, "step": step, "attempt": attempt, "bytes": sum(sizes.values())}
+        return {**entry, "state": "broken", "note": what.problem}
     manifest = what.manifest
-    info = dict(manifest.info)
-    wrong = [problem for name, record in manifest.files.items() if (problem := _size_problem(what.path, name, record))]
+    wrong = [
+        f"{name} has {sizes[name]:,} bytes instead of {record.bytes:,}" if name in sizes else f"{name} is missing"
+        for name, record in manifest.files.items()
+        if sizes.get(name) != record.bytes
+    ]
     return {
         "name": what.path.name,
         "step": what.step,
         "attempt": what.attempt,
         "kind": what.kind,
-        **{key: info.get(key) for key in ("epoch", "monitor", "mode", "score")},
-        "bytes": sum(record.bytes for record in manifest.files.values()),
+        **{key: manifest.info.get(key) for key in ("epoch", "monitor", "mode", "score")},
+        "bytes": sum(sizes.values()),
         "created": manifest.created,
         "run_id": manifest.run_id,
         "world_size": manifest.world_size,
@@ -80,48 +100,38 @@ def _entry(what: CheckpointInfo | Broken) -> dict[str, Any]:
     }
 
 
-def _size_problem(folder: Path, name: str, record: Any) -> str | None:
-    try:
-        size = (folder / name).stat().st_size
-    except OSError as error:
-        return f"{name} {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}"
-    return None if size == record.bytes else f"{name} has {size:,} bytes instead of {record.bytes:,}"
-
-
-def _hidden(root: Path, name: str) -> dict[str, Any]:
+def _remain(path: Path, gone: bool | None, files: Files) -> dict[str, Any]:
     from instep.checkpoint import names  # late: loads torch
-    from instep.checkpoint.owner import is_gone
 
-    entry: dict[str, Any] = {"name": name, "bytes": _bytes_in(root / name)}
-    if name.startswith(names.DELETING):
-        return {**entry, "state": "deleting", "note": "given up; the next save removes what is left of it"}
-    owner = names.saving_owner(name)
-    final = name.removeprefix(names.SAVING).rpartition("@")[0]
-    step, attempt = names.step_of(final) or (None, None)
-    gone = is_gone(owner)
-    state = "saving" if gone is False else "dead" if gone else "unknown"
-    notes = {
-        "saving": f"process {owner} is writing it",
-        "dead": f"process {owner} ended before the save did; the next save here removes it",
-        "unknown": f"process {owner} of another host is writing it, or was",
-    }
-    return {**entry, "step": step, "attempt": attempt, "state": state, "note": notes[state]}
+    entry = {"name": path.name, "bytes": sum(_sizes(path, files).values())}
+    if path.name.startswith(names.DELETING):
+        return {**entry, "state": "deleted", "note": "the next save here removes what is left of it"}
+    final, _, owner = path.name.removeprefix(names.SAVING).rpartition("@")
+    step, attempt = names.step_of(final or path.name) or (None, None)
+    who = f"process {owner}" if final else "a process"
+    state, note = {
+        False: ("saving", f"{who} is writing it"),
+        True: ("dead", f"{who} ended before its save did; the next save here removes it"),
+        None: ("unknown", f"{who} on another host is writing it, or was"),
+    }[gone]
+    return {**entry, "step": step, "attempt": attempt, "state": state, "note": note}
 
 
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            continue  # a save that is going on renames its files
-    return total
+def _sizes(folder: Path, files: Files) -> dict[str, int]:
+    try:
+        return files.sizes(folder)
+    except FileNotFoundError:  # a save that goes on has renamed it
+        return {}
 
 
 def _print(folder: dict[str, Any], number: int) -> None:
     if number:
         output.say()
     output.say(folder["folder"])
+    lease = folder["lease"]
+    if lease is not None:
+        ended = " (it ended without giving the folder back)" if lease["dead"] else ""
+        output.say(f"held by run {lease['run_id']}: {lease['host']}, pid {lease['pid']}, {lease['command']}{ended}")
     rows = []
     for entry in folder["checkpoints"]:
         score = entry.get("score")

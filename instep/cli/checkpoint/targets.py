@@ -10,6 +10,7 @@ from instep.checkpoint import CheckpointInfo, CheckpointStore, find_checkpoint, 
 from instep.checkpoint.catalog import Broken, folder_names, look
 from instep.checkpoint.manifest import MANIFEST
 from instep.errors import CheckpointError, CheckpointNotFoundError
+from instep.utils.paths import to_path
 
 _DEPTH = 4  # <project>/<root>/instep_runs/version_0/checkpoints
 
@@ -21,12 +22,13 @@ class Folder:
     Args:
         store: the folder.
         found: the newest first.
-        hidden: names of what is being saved, or was left by a save or a deletion that did not end.
+        remains: saves in progress, and what dead ones and deletions left; with whether nobody is at work there, None
+            where that cannot be known from here.
     """
 
     store: CheckpointStore
     found: list[CheckpointInfo | Broken]
-    hidden: list[str]
+    remains: list[tuple[Path, bool | None]]
 
 
 def find(path: str) -> list[Folder]:
@@ -38,7 +40,7 @@ def find(path: str) -> list[Folder]:
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
     """
-    here = CheckpointStore(path).root
+    here = to_path(path).absolute()
     if not here.exists():
         here = find_checkpoint(here)  # "runs/best" for "runs/best-2"; its error says what there is
     if here.is_file():
@@ -74,10 +76,11 @@ def find_one(path: str) -> Path:
 def _below(folder: Path, depth: int) -> Iterator[Folder]:
     everything = folder_names(folder)
     found = look(folder)
-    hidden = [name for name in everything if name.startswith((names.SAVING, names.DELETING))]
-    if found or hidden:
-        yield Folder(CheckpointStore(folder), found, hidden)
-    taken = {what.path.name for what in found}
+    store = CheckpointStore(folder)
+    remains = store.files.remains(folder)
+    if found or remains:
+        yield Folder(store, found, remains)
+    taken = {what.path.name for what in found} | {path.name for path, _ in remains}
     for name in everything if depth else ():
         if name not in taken and not name.startswith("."):
             yield from _below(folder / name, depth - 1)

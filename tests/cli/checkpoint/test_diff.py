@@ -1,0 +1,99 @@
+"""`instep checkpoint diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instep.checkpoint import CheckpointStore, Writer
+from tests.cli.checkpoint.conftest import Command, shared, weights, writes
+
+
+def save(root: Path, name: str, write: Callable[[Writer], None], **more: Any) -> Path:
+    return CheckpointStore(root).save(1, write, name=name, **more)
+
+
+def test_saved_twice_is_the_same(tmp_path: Path, instep: Command) -> None:
+    a = save(tmp_path, "a", writes(1.0, 5), run_id="one")
+    b = save(tmp_path, "b", writes(1.0, 5), run_id="two")
+    answer = instep("diff", a, b)
+    assert answer.code == 0
+    assert "run_id: one | two" in answer.out
+    assert answer.out.endswith("9 tensors are equal bit for bit, 0 are not\nthe checkpoints are the same\n")
+
+
+def test_what_differs(run_folder: Path, instep: Command) -> None:
+    a, b = (run_folder / "checkpoints" / name for name in ("step-00000010-1", "step-00000020-1"))
+    answer = instep("diff", a, b, "--json")
+    result = answer.json
+    assert answer.code == 1
+    assert result["facts"]["step"] == {"a": 10, "b": 20}
+    [tensor] = result["tensors"]
+    assert (tensor["name"], tensor["max_abs"], tensor["count"]) == ("linear.weight", 1.0, 6)
+    assert {value["at"] for value in result["values"]} == {
+        "callbacks.Counter.batches",
+        "global_step",
+        "schedulers.0.last_epoch",
+    }
+    assert "model.safetensors linear.weight: max abs 1, 6 of 6 elements" in instep("diff", a, b).out
+
+
+def test_only_the_run_differs(tmp_path: Path, instep: Command) -> None:
+    def write(run_id: str) -> Callable[[Writer], None]:
+        return lambda writer: writer.state("trainer", {**shared(3), "run_id": run_id, "command": run_id})
+
+    answer = instep("diff", save(tmp_path, "a", write("one")), save(tmp_path, "b", write("two")))
+    assert answer.code == 0, "two runs that did the same are the same"
+    assert "trainer.json run_id: one | two" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"bias": torch.zeros(2), "new": torch.ones(1)}, "new: only in b"),
+        ({}, "bias: only in a"),
+        ({"bias": torch.zeros(3)}, "bias: float32 [2] and float32 [3]"),
+        ({"bias": torch.zeros(2, dtype=torch.float64)}, "bias: float32 [2] and float64 [2]"),
+        ({"bias": torch.tensor([0.0, -0.0])}, "bias: max abs 0, 0 of 2 elements"),
+        ({"bias": torch.tensor([0.0, float("nan")])}, "bias: max abs nan, 1 of 2 elements"),
+        ({"bias": torch.tensor([0.0, float("inf")])}, "bias: max abs inf, 1 of 2 elements"),
+    ],
+)
+def test_tensors_by_kind(other: dict[str, torch.Tensor], said: str, tmp_path: Path, instep: Command) -> None:
+    a = save(tmp_path, "a", lambda writer: writer.tensors("model.safetensors", {"bias": torch.zeros(2)}))
+    b = save(tmp_path, "b", lambda writer: writer.tensors("model.safetensors", other))
+    answer = instep("diff", a, b)
+    assert answer.code == 1
+    assert f"model.safetensors {said}\n" in answer.out
+
+
+def test_equal_nans_are_equal(tmp_path: Path, instep: Command) -> None:
+    nan = {"x": torch.tensor([float("nan"), 1.0])}
+    a, b = (save(tmp_path, n, lambda writer: writer.tensors("model.safetensors", nan)) for n in "ab")
+    assert instep("diff", a, b).code == 0
+
+
+def test_weights_alone(tmp_path: Path, instep: Command) -> None:
+    def write(step: int) -> Callable[[Writer], None]:
+        def both(writer: Writer) -> None:
+            writer.tensors("model.safetensors", weights(1.0))
+            writer.state("trainer", shared(step))
+
+        return both
+
+    a, b = save(tmp_path, "a", write(1)), save(tmp_path, "b", write(2))
+    assert instep("diff", a, b).code == 1
+    assert instep("diff", a, b, "--weights").code == 0
+
+
+def test_files_of_one(tmp_path: Path, instep: Command) -> None:
+    a = save(tmp_path, "a", writes(1.0, 1))
+    b = save(tmp_path, "b", lambda writer: writer.tensors("model.safetensors", weights(1.0)))
+    answer = instep("diff", a, b)
+    assert answer.code == 1
+    assert "only in a: optimizer.json\n" in answer.out
+    assert "only in b" not in answer.out

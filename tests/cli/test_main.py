@@ -1,0 +1,99 @@
+"""The `instep` command itself: help, wrong words, exit codes, and what it does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from instep.cli import main as cli
+from instep.cli.main import COMMANDS, main
+from tests.helpers.spawn import run_command
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["checkpoint"], ["checkpoint", "--help"]])
+def test_the_overview(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert ("replay " in shown) == ("checkpoint" not in words)
+    assert "checkpoint verify" in shown
+    assert "Exit codes: 0 " in shown
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_every_help_has_examples_and_fits_a_screen(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0
+    assert f"instep {' '.join(command)} " in shown.split("examples:")[1]
+    assert len(shown.splitlines()) <= 40
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("words", [["chekpoint"], ["checkpoint", "lss"], ["checkpoint", "ls", "--nothing"], ["replay"]])
+def test_wrong_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert "usage: instep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(OSError("disk"), 1), (KeyboardInterrupt(), 130)])
+def test_errors_without_traceback(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(import_module("instep.cli.checkpoint.ls"), "run", fail)
+    assert main(["checkpoint", "ls"]) == code
+
+
+def test_our_own_faults_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("instep.cli.checkpoint.ls"), "run", lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["checkpoint", "ls"])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["checkpoint", "ls", "--help"], ["replay", "--help"]])
+def test_help_loads_nothing_heavy(words: list[str]) -> None:
+    code = (
+        f"import sys; sys.argv = ['instep', *{words!r}]\nfrom instep.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "sys.exit(str({'torch', 'rich', 'numpy', 'xxhash', 'fsspec'} & set(sys.modules) or ''))"
+    )
+    done = run_command([sys.executable, "-c", code])
+    assert done.stderr.strip() == "", done.stderr
+
+
+def test_as_a_module_and_into_a_closed_pipe(tmp_path: Path) -> None:
+    assert run_command([sys.executable, "-m", "instep", "--version"]).stdout.startswith("instep ")
+    failed = run_command([sys.executable, "-m", "instep", "checkpoint", "ls", str(tmp_path)])
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines() == [f"instep: there is no checkpoint in {tmp_path}, nor up to 4 folders below it"]
+    pipe = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.close(); from instep.cli.output import say\n"
+         "import instep.cli.checkpoint.ls as ls\nls.run = lambda _: [say('x' * 99) for _ in range(9999)] and 0\n"
+         "from instep.cli.main import main; sys.exit(main(['checkpoint', 'ls']))"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert pipe.stdout is not None
+    assert pipe.stderr is not None
+    pipe.stdout.close()
+    assert (pipe.wait(30), pipe.stderr.read()) == (1, b"")
+    pipe.stderr.close()
+
+
+def test_the_commands_are_there() -> None:
+    for command in COMMANDS:
+        module = import_module(".".join(("instep.cli", *command)))
+        assert callable(module.run)
+        assert callable(module.arguments)
+    assert cli.EXIT_USAGE == 2

@@ -1,0 +1,199 @@
+"""`instep replay`: the steps of a real program again, held against what it wrote down when it ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instep.checkpoint import CheckpointStore
+from instep.cli.main import main
+from tests.helpers.spawn import Finished, free_port, run_command
+
+HERE = Path(__file__)
+REPO = HERE.parents[2]
+PROGRAM = str(HERE.with_name("program.py"))
+needs_programs = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def run(argv: list[str], cwd: Path, diary: str | None = None) -> Finished:
+    done = run_command([sys.executable, *argv], env={"PYTHONPATH": str(REPO), "DIARY": diary}, cwd=cwd, timeout_s=120.0)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def train(root: Path, *argv: str) -> Path:
+    """Run the program; its folder of checkpoints."""
+    run(list(argv), root, str(root / "diary"))
+    [found] = (root / "out").rglob("checkpoints")
+    return found
+
+
+def replay(checkpoint: Path, cwd: Path, *words: str) -> dict[int, dict[int, Any]]:
+    """Step -> rank -> what was printed of it."""
+    done = run(["-m", "instep", "replay", str(checkpoint), "--json", *words], cwd)
+    assert "a line of the program" in done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["checkpoint"] == str(checkpoint)
+    return {step["step"]: {rank["rank"]: rank for rank in step["ranks"]} for step in answer["steps"]}
+
+
+def diary(root: Path, rank: int) -> dict[int, list[tuple[str, list[int], str | None]]]:
+    """Optimizer step -> loss, samples and gradient norm of each of its batches, as the program wrote them."""
+    steps: dict[int, list[Any]] = {}
+    waiting: list[Any] = []
+    for line in (root / f"diary-{rank}").read_text().splitlines():
+        step, _, loss, samples, norm = json.loads(line)
+        waiting.append((loss, samples, norm))
+        if norm is not None:
+            steps[step], waiting = waiting, []
+    return steps
+
+
+def check(root: Path, replayed: dict[int, dict[int, Any]], steps: list[int], ranks: int) -> None:
+    assert list(replayed) == steps
+    for rank in range(ranks):
+        written = diary(root, rank)
+        for step in steps:
+            got = replayed[step][rank]
+            [norm] = got["grad_norms"]
+            assert [(batch["loss"].hex(), batch["samples"]) for batch in got["batches"]] == [
+                (loss, samples) for loss, samples, _ in written[step]
+            ], f"step {step}, rank {rank}"
+            assert norm.hex() == written[step][-1][2]
+
+
+def everything(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of one process: its folder, and its checkpoints."""
+    root = tmp_path_factory.mktemp("alone")
+    return root, train(root, PROGRAM)
+
+
+class TestOneProcess:
+    pytestmark = needs_programs
+
+    def test_bit_for_bit_over_an_epochs_end_and_nothing_is_written(
+        self, alone: tuple[Path, Path], tmp_path: Path
+    ) -> None:
+        root, checkpoints = alone
+        (root / "later").unlink()
+        before = everything(root)
+        steps = replay(checkpoints / "step-00000004-1", tmp_path, "--steps", "4")
+        check(root, steps, [5, 6, 7, 8], ranks=1)
+        assert everything(root) == before, "not even the program's last line has run"
+        assert not list(tmp_path.iterdir())
+        (root / "later").touch()
+
+    def test_what_people_see(self, alone: tuple[Path, Path], tmp_path: Path) -> None:
+        root, checkpoints = alone
+        done = run(["-m", "instep", "replay", str(checkpoints / "step-00000002-1"), "--steps", "1"], tmp_path)
+        lines = [re.split("  +", line.strip()) for line in done.stdout.splitlines()]
+        first, last = diary(root, 0)[3]
+        assert lines[0] == ["step", "rank", "batch", "loss", "gradient norm", "samples"]
+        assert lines[1] == ["3", "0", "4", repr(float.fromhex(first[0])), str(first[1])]
+        exact = [repr(float.fromhex(str(number))) for number in (last[0], last[2])]
+        assert lines[2] == ["3", "0", "5", *exact, str(last[1])]
+        assert "Warning" not in done.stderr
+
+    def test_the_runs_own_end(self, alone: tuple[Path, Path], tmp_path: Path) -> None:
+        root, checkpoints = alone
+        check(root, replay(checkpoints / "step-00000010-1", tmp_path, "--steps", "99"), [11, 12], ranks=1)
+
+    def test_another_program(self, alone: tuple[Path, Path], tmp_path: Path) -> None:
+        root, checkpoints = alone
+        moved = tmp_path / "moved.py"
+        moved.write_text(Path(PROGRAM).read_text())
+        check(root, replay(checkpoints / "step-00000002-1", tmp_path, "--steps", "1", "--", str(moved)), [3], ranks=1)
+
+    def test_a_program_that_fails(self, alone: tuple[Path, Path], tmp_path: Path) -> None:
+        bad, idle = tmp_path / "bad.py", tmp_path / "idle.py"
+        bad.write_text("raise SystemExit(7)")
+        idle.write_text("")
+        checkpoint = str(alone[1] / "step-00000002-1")
+        for program, said in ((bad, "ended with exit code 7"), (idle, "without a fit")):
+            argv = [sys.executable, "-m", "instep", "replay", checkpoint, "--command", f"python {program} --x"]
+            done = run_command(argv, cwd=tmp_path)
+            assert done.returncode == 1
+            assert said in done.stderr
+            assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("launcher", ["itself", "torchrun"])
+def test_two_ranks(launcher: str, tmp_path: Path) -> None:
+    """With `devices` in the program it starts its ranks again; what torchrun started, replay starts."""
+    argv = [PROGRAM, "--devices", "2"]
+    if launcher == "torchrun":
+        argv = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", PROGRAM]
+    checkpoints = train(tmp_path, *argv)
+    before = everything(tmp_path)
+    steps = replay(checkpoints / "step-00000002-1", tmp_path, "--steps", "2")
+    check(tmp_path, steps, [3, 4], ranks=2)
+    assert everything(tmp_path) == before
+
+
+# ---- refusals, without a program
+
+
+def saved(root: Path, state: Any = None, kind: str = "full") -> Path:
+    def write(writer: Any) -> None:
+        writer.tensors("model.safetensors", {"x": torch.ones(1)})
+        if state is not None:
+            writer.state("trainer", state)
+
+    return CheckpointStore(root).save(1, write, info={"kind": kind})
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "said"),
+    [
+        (None, "full", "not saved by a Trainer"),
+        ({"world_size": 1}, "weights", "holds weights only"),
+        ({"world_size": 1}, "full", "does not say which program saved it"),
+        ({"world_size": 1, "command": {"arguments": ["/gone/train.py"], "folder": "/"}}, "full", "/gone/train.py"),
+    ],
+)
+def test_what_cannot_be_replayed(
+    state: Any, kind: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(saved(tmp_path, state, kind))]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved(tmp_path, {"world_size": 1})
+    os.truncate(path / "model.safetensors", 20)
+    assert main(["replay", str(path)]) == 1
+    assert "does not verify: model.safetensors has 20 bytes" in capsys.readouterr().err
+
+
+def test_another_number_of_processes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, pathlib\norder = json.loads(os.environ['INSTEP_REPLAY'])\n"
+        "pathlib.Path(order['output'], 'rank-0.jsonl').touch()\n"
+    )
+    path = saved(tmp_path / "c", {"world_size": 2, "command": {"arguments": [str(program)], "starts_ranks": True}})
+    assert main(["replay", str(path)]) == 1
+    assert "of 2 processes, and the program ran with 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "x"])
+def test_counts(count: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["replay", str(tmp_path), "--steps", count])
+    assert end.value.code == 2
+    assert "--steps" in capsys.readouterr().err
