@@ -206,15 +206,23 @@ class LocalFiles(Files):
         """A folder and its parents where they are missing, each one on the disk."""
         missing = [folder for folder in (root, *root.parents) if not folder.exists()]
         for folder in reversed(missing):
-            self._before("mkdir", folder)
-            folder.mkdir(exist_ok=True)
-            self.sync_folder(folder.parent)
+            self.make_folder(folder, exist_ok=True)
+
+    def make_folder(self, folder: Path, exist_ok: bool = False) -> None:
+        """A folder, on the disk when this returns."""
+        self._before("mkdir", folder)
+        folder.mkdir(exist_ok=exist_ok)
+        self.sync_folder(folder.parent)
+
+    def make_folder(self, path: Path) -> None:
+        """A new folder."""
+        self._before("mkdir", path)
+        path.mkdir()
 
     def begin(self, final: Path) -> Path:
         temp = final.with_name(names.saving_name(final.name, this_process()))
         self.remove_tree(temp)  # left by a save of this process that could not clean up
-        self._before("mkdir", temp)
-        temp.mkdir()
+        self.make_folder(temp)
         return temp
 
     def seal(self, folder: Path, manifest: bytes) -> None:
