@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,23 @@ def clean_process() -> Iterator[None]:
     state = sys.modules.get("instep.state")  # a test that never loaded it has nothing to reset
     if state is not None:
         state.PartialState._reset_state()
+
+
+@pytest.fixture(scope="session")
+def object_store_environment() -> Iterator[dict[str, str]]:
+    from tests.helpers import object_store  # late: only its tests pay for it
+
+    with object_store.serve() as environment:
+        yield environment
+
+
+@pytest.fixture
+def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
+    """A bucket of a real object store on loopback."""
+    from tests.helpers import object_store  # late, as above
+
+    with object_store.bucket(object_store_environment) as made:
+        yield made
 
 
 def _missing() -> dict[str, str | None]:

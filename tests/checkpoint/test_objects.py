@@ -20,7 +20,7 @@ from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStat
 
 class Colour(enum.Enum):
     RED = 1
-    ROT = 1
+    ROT = 1  # noqa: PIE796  an alias
     BLUE = (2, "b")
 
 
@@ -151,7 +151,7 @@ def test_torchs_generator_goes_on_where_it_was() -> None:
     assert torch.equal(torch.rand(5, generator=back), torch.rand(5, generator=generator))
 
 
-@pytest.mark.gpu()
+@pytest.mark.gpu
 def test_a_devices_generator_goes_on_where_it_was() -> None:
     generator = torch.Generator("cuda").manual_seed(4)
     torch.rand(3, generator=generator, device="cuda")
@@ -163,7 +163,7 @@ def test_a_devices_generator_goes_on_where_it_was() -> None:
 def test_a_generator_of_a_device_that_is_not_here_is_named() -> None:
     tree, tensors = encode(torch.Generator())
     tree["device"] = "cuda:63"
-    with pytest.raises(CheckpointError, match="a torch.Generator of cuda:63, which this process does not have"):
+    with pytest.raises(CheckpointError, match=r"a torch\.Generator of cuda:63, which this process does not have"):
         decode(tree, tensors)
 
 

@@ -37,7 +37,7 @@ class Failing:
             raise OSError(self._code, os.strerror(self._code))
 
 
-@pytest.fixture()
+@pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that were made, none of which takes time."""
     made: list[float] = []
@@ -48,9 +48,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("operation", ["mkdir", "create", "write", "fsync", "fsync_folder", "rename"])
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_save_begins_again_in_another_folder(
-    tmp_path: Path, operation: str, times: int, pauses: list[float]
-) -> None:
+def test_a_save_begins_again_in_another_folder(tmp_path: Path, operation: str, times: int, pauses: list[float]) -> None:
     trace = Failing(operation, times)
     store = CheckpointStore(tmp_path, LocalFiles(trace))
     with pytest.warns(UserWarning, match=AGAIN) as caught:
@@ -107,9 +105,7 @@ def test_a_users_own_error_is_raised_at_once(tmp_path: Path, pauses: list[float]
 
 
 @pytest.mark.parametrize("method", ["read", "size", "hash", "folders"])
-def test_reading_asks_again(
-    tmp_path: Path, method: str, pauses: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_asks_again(tmp_path: Path, method: str, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it a short fault would make a run go on from an older checkpoint."""
     store = CheckpointStore(tmp_path)
     store.save(1, writes(1.0))
@@ -147,7 +143,7 @@ def fail_on(folder: str, bad: int, times: int) -> tuple[str, int, list[str], lis
     return found, sum(AGAIN in str(w.message) for w in caught), left_over(store), pauses
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 @pytest.mark.parametrize("bad", [0, 1])
 def test_the_ranks_begin_again_together(tmp_path: Path, bad: int) -> None:
     first, second = run_ranks(fail_on, 2, str(tmp_path), bad, 2)
@@ -155,7 +151,7 @@ def test_the_ranks_begin_again_together(tmp_path: Path, bad: int) -> None:
     assert second == ("step-00000005-3 1.0 []", 0, [], [])
 
 
-@pytest.mark.dist()
+@pytest.mark.dist
 def test_the_ranks_give_up_together(tmp_path: Path) -> None:
     first, second = run_ranks(fail_on, 2, str(tmp_path), 1, 9)
     assert first == ("RemoteError", 2, [], list(retry.PAUSES_S))
