@@ -214,15 +214,11 @@ class LocalFiles(Files):
         folder.mkdir(exist_ok=exist_ok)
         self.sync_folder(folder.parent)
 
-    def make_folder(self, path: Path) -> None:
-        """A new folder."""
-        self._before("mkdir", path)
-        path.mkdir()
-
     def begin(self, final: Path) -> Path:
         temp = final.with_name(names.saving_name(final.name, this_process()))
         self.remove_tree(temp)  # left by a save of this process that could not clean up
-        self.make_folder(temp)
+        self._before("mkdir", temp)
+        temp.mkdir()
         return temp
 
     def seal(self, folder: Path, manifest: bytes) -> None:
