@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from instep.callbacks.base import Callback, acts_at_epoch_end
 from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError, one_of
-from instep.types import PathLike
+from instep.types import Location
+from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
     from instep.checkpoint import Reader
@@ -30,7 +31,7 @@ class ModelCheckpoint(Callback):
     and the same on all ranks. Without `monitor` the newest is kept (`save_top_k=1`) or all (-1).
 
     Args:
-        dirpath: where; by default `checkpoints/` in the run folder.
+        dirpath: where, a folder or a URL such as "s3://bucket/run"; by default `checkpoints/` in the run folder.
         filename: the folder's name, a template of logged metrics such as "{epoch}-{val_loss:.2f}"; by default
             `step-<8 digits>`. An attempt number follows in any case.
         monitor: the logged metric to rank by.
@@ -75,7 +76,7 @@ class ModelCheckpoint(Callback):
 
     def __init__(
         self,
-        dirpath: PathLike | None = None,
+        dirpath: Location | None = None,
         filename: str | None = None,
         monitor: str | None = None,
         verbose: bool = False,
@@ -124,7 +125,7 @@ class ModelCheckpoint(Callback):
                 f"save_last={save_last!r}: use True; 'last' is found by scanning, so there is no link.",
                 field="save_last",
             )
-        self.dirpath = None if dirpath is None else Path(dirpath).absolute()
+        self.dirpath = None if dirpath is None else to_path(dirpath).absolute()
         self.filename = filename
         self.monitor = monitor
         self.verbose = verbose
@@ -206,7 +207,7 @@ class ModelCheckpoint(Callback):
         A run that goes on in another folder leaves the checkpoints of the first one to whoever owns them now.
         """
         known = {*(it.key for it in self.saved), self.best_model_path, self.last_model_path}
-        there = trainer.agree({path for path in known if os.path.isdir(path)})
+        there = trainer.agree({path for path in known if path and self._path(path).is_dir()})
         self.saved = [it for it in self.saved if it.key in there and self._owns(trainer, it.key)]
         self.last_model_path = self.last_model_path if self.last_model_path in there else ""
         if self.best_model_path not in there:
@@ -285,11 +286,12 @@ class ModelCheckpoint(Callback):
             The newest checkpoint.
         """
         self._settle(trainer)
-        saved = self._position_saved == trainer.position.state_dict() and Path(self.last_model_path or "-").is_dir()
+        there = self._path(self.last_model_path or "-").is_dir()
+        saved = there and self._position_saved == trainer.position.state_dict()
         if trainer.agree(saved and not self.save_weights_only):
-            return Path(self.last_model_path)
+            return self._path(self.last_model_path)
         self._save(trainer, last=True, full=True, at_once=final, must=final)
-        return Path(self.last_model_path)
+        return self._path(self.last_model_path)
 
     def _save_by_epoch(self, trainer: Trainer) -> None:
         due = self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0
@@ -297,6 +299,9 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     # ---- what
+
+    def _path(self, text: str) -> Path:
+        return to_path(text, like=self.dirpath)
 
     def _save(
         self, trainer: Trainer, last: bool = False, full: bool = False, at_once: bool = False, must: bool = False
@@ -361,7 +366,7 @@ class ModelCheckpoint(Callback):
             )
         self._count(trainer, path, new)
         for old in doomed:
-            trainer.delete_checkpoint(Path(old))
+            trainer.delete_checkpoint(self._path(old))
         self._discount(trainer, doomed)
 
     def _count(self, trainer: Trainer, path: Path, new: Saved) -> None:
