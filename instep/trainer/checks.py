@@ -158,7 +158,7 @@ def folder(field: str, value: Any) -> Path:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise wrong(field, value, "the path of a folder")
     if "://" in str(value):
-        raise wrong(field, value, "the path of a folder on a file system; object stores are not supported yet")
+        raise wrong(field, value, "the path of a folder; checkpoints may go to a URL, by ModelCheckpoint(dirpath=...)")
     return Path(value).expanduser()
 
 

@@ -19,7 +19,7 @@ from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import Entry, check_value
 from instep.trainer.optimizers import TrainOptimizer
 from instep.trainer.slots import Options, reduction
-from instep.types import PathLike
+from instep.types import Location, PathLike
 from instep.utils.hparams import HyperParameters
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     @classmethod
     def load_from_checkpoint(
         cls: type[M],
-        checkpoint_path: PathLike,
+        checkpoint_path: Location,
         map_location: Any = None,
         hparams_file: PathLike | None = None,
         strict: bool | None = None,

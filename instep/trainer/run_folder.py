@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, CheckpointNotFoundError, InstepError, Preempted
+from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
     from instep.trainer.session import Session
@@ -57,7 +58,7 @@ class RunFolder:
         from instep.checkpoint import CheckpointStore, find_checkpoint  # late: only who needs them pays for it
 
         if ckpt_path not in ("last", "best", "auto"):
-            given = Path(ckpt_path).absolute()
+            given = to_path(ckpt_path).absolute()
             return run.on_rank_zero(lambda: given if given.is_file() else find_checkpoint(given), f"finding {given}")
         weights = run.fn != "fit" or (run.parts is not None and run.parts.weights_only)
         kind = None if weights else "full"
@@ -98,11 +99,15 @@ class RunFolder:
         return self.path
 
     def _make(self) -> Path:
+        from instep.checkpoint import LocalFiles  # late, as above
+
+        files = LocalFiles()
         number = max((int(path.name.removeprefix("version_")) for path in self._versions()), default=-1) + 1
         while True:
             path = self.base / f"version_{number}"
             try:
-                path.mkdir(parents=True)
+                files.make_root(self.base)
+                files.make_folder(path)  # a checkpoint that is safe must not lie in a folder that is not
             except FileExistsError:  # another run took it in the meantime
                 number += 1
             except OSError as error:

@@ -29,7 +29,7 @@ from instep.trainer.settings import resolve
 from instep.trainer.status import TrainerState
 from instep.trainer.step import detached_outputs, make_step
 from instep.trainer.view import TrainerView
-from instep.types import PathLike
+from instep.types import Location, PathLike
 
 if TYPE_CHECKING:
     from instep.checkpoint.resume import Resume, ResumeReport
@@ -178,7 +178,7 @@ class Trainer(TrainerView):
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        ckpt_path: PathLike | None = None,
+        ckpt_path: Location | None = None,
         resume: Resume | None = None,
     ) -> None:
         """Train.
@@ -331,7 +331,7 @@ class Trainer(TrainerView):
         self,
         model: TrainModule | None = None,
         dataloaders: Any = None,
-        ckpt_path: PathLike | None = None,
+        ckpt_path: Location | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
@@ -358,7 +358,7 @@ class Trainer(TrainerView):
         self,
         model: TrainModule | None = None,
         dataloaders: Any = None,
-        ckpt_path: PathLike | None = None,
+        ckpt_path: Location | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
@@ -371,7 +371,7 @@ class Trainer(TrainerView):
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         return_predictions: bool = True,
-        ckpt_path: PathLike | None = None,
+        ckpt_path: Location | None = None,
     ) -> list[Any] | None:
         """Run `predict_step` over the predict loaders.
 
@@ -403,7 +403,7 @@ class Trainer(TrainerView):
         stage: str,
         model: TrainModule | None,
         dataloaders: Any,
-        ckpt_path: PathLike | None,
+        ckpt_path: Location | None,
         verbose: bool,
         datamodule: DataModule | None,
     ) -> list[dict[str, float]]:
@@ -426,8 +426,8 @@ class Trainer(TrainerView):
             raise UsageError(f"{fn} needs data: pass dataloaders or a datamodule, or give the module a loader method.")
 
     def _model_for_evaluation(
-        self, model: TrainModule | None, ckpt_path: PathLike | None
-    ) -> tuple[TrainModule, PathLike | None]:
+        self, model: TrainModule | None, ckpt_path: Location | None
+    ) -> tuple[TrainModule, Location | None]:
         if model is None:
             if self.model is None:
                 raise UsageError("pass a model: this Trainer has not run one yet")

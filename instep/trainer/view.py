@@ -27,7 +27,8 @@ from instep.trainer.run_folder import RunFolder
 from instep.trainer.session import Session
 from instep.trainer.settings import Settings
 from instep.trainer.status import TrainerState
-from instep.types import PathLike
+from instep.types import Location
+from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
     from instep.callbacks.early_stopping import EarlyStopping
@@ -71,7 +72,7 @@ class TrainerView:
 
     # ---- saving and triggers
 
-    def save_checkpoint(self, filepath: PathLike, weights_only: bool = False) -> Path:
+    def save_checkpoint(self, filepath: Location, weights_only: bool = False) -> Path:
         """Save a checkpoint now. Collective: call it on all ranks.
 
         Args:
@@ -85,7 +86,7 @@ class TrainerView:
         from instep.checkpoint import CheckpointStore  # late: only who saves pays for it
         from instep.trainer import snapshot
 
-        path = Path(filepath)
+        path = to_path(filepath).absolute()
         run = self._session or self._last
         if run is None:
             raise UsageError("there is nothing to save yet: call fit first")

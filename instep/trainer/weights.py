@@ -15,9 +15,10 @@ from torch import nn
 from instep.errors import CheckpointError
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.snapshot import VIEW
-from instep.types import PathLike
+from instep.types import Location, PathLike
 from instep.utils.hparams import AttributeDict
 from instep.utils.optimizer_state import clean_name
+from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
     from instep.checkpoint import Reader
@@ -95,7 +96,7 @@ def _load_into(
 
 def load_module(
     cls: type[M],
-    path: PathLike,
+    path: Location,
     map_location: Any,
     hparams_file: PathLike | None,
     strict: bool | None,
@@ -105,7 +106,8 @@ def load_module(
     from instep.checkpoint import CheckpointStore, ResumeReport, find_checkpoint  # late, as above
     from instep.checkpoint import load_weights as load_file
 
-    folder = Path(path) if Path(path).is_file() else find_checkpoint(path)
+    given = to_path(path)
+    folder = given if given.is_file() else find_checkpoint(given)
     if folder.is_file():
         checkpoint: dict[str, Any] = {"state_dict": load_file(folder), "hyper_parameters": {}}
     else:
