@@ -70,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
         order = json.dumps({"checkpoint": str(path), "steps": args.steps, "output": out})
         sys.stderr.write(f"instep: replay in {folder} with world size {state['world_size']}: {shlex.join(command)}\n")
         code = _execute(command, folder, order, 1 if starts_ranks else state["world_size"])
-        if code:
-            raise UsageError(f"the program ended with exit code {code}; what it said stands above")
-        steps = _collect(Path(out), state["world_size"])
+        steps = _collect(Path(out), state["world_size"], code)
     if args.json:
         output.say_json({"checkpoint": str(path), "step": reader.manifest.step, "steps": steps})
     else:
         _print(steps)
+    if code:
+        raise UsageError(f"the program ended with exit code {code} after these steps; what it said stands above")
     if len(steps) < args.steps:
         sys.stderr.write(f"instep: the run ended after {len(steps)} of {args.steps} steps, by its own limits\n")
     return 0
@@ -132,10 +132,11 @@ def _as_in(folder: str) -> Iterator[None]:
         os.chdir(before)
 
 
-def _collect(folder: Path, ranks: int) -> list[dict[str, Any]]:
+def _collect(folder: Path, ranks: int, code: int) -> list[dict[str, Any]]:
     files = sorted(folder.glob("rank-*.jsonl"))
     if not files:
-        raise UsageError("the program ended without a fit, so nothing was repeated")
+        how = f"with exit code {code}, before" if code else "without"
+        raise UsageError(f"the program ended {how} a fit, so nothing was repeated; what it said stands above")
     if len(files) != ranks:
         raise UsageError(
             f"the checkpoint is of {ranks} processes, and the program ran with {len(files)}: its numbers are others"
@@ -144,7 +145,7 @@ def _collect(folder: Path, ranks: int) -> list[dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     for line in sorted(lines, key=lambda line: (line["step"], line["rank"])):
         step = steps.setdefault(line["step"], {"step": line["step"], "epoch": line["epoch"], "ranks": []})
-        step["ranks"].append({key: line[key] for key in ("rank", "grad_norms", "batches")})
+        step["ranks"].append({key: line[key] for key in ("rank", "grad_norms", "batches", "error") if key in line})
     return list(steps.values())
 
 
@@ -163,5 +164,5 @@ def _print(steps: list[dict[str, Any]]) -> None:
 
 def _exact(value: float | None) -> str:
     if value is None:
-        return "none returned"
+        return "unknown"
     return repr(value) if math.isfinite(value) else str(value)

@@ -109,12 +109,11 @@ class _Recorder(Callback):
         self._output = Path(order["output"])
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._file = open(self._output / f"rank-{trainer.global_rank}.jsonl", "w")  # noqa: SIM115  closed by _end
+        path = self._output / f"rank-{trainer.global_rank}.jsonl"
+        self._file = open(path, "w", buffering=1)  # noqa: SIM115  closed by _end; a line is there at once
         self._step = trainer.global_step
         self._batches: list[dict[str, Any]] = []
         self._norms: list[float] = []
-        if not self._left:
-            self._end(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -123,19 +122,31 @@ class _Recorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, dict) else None
-        samples = trainer.train_dataloader.sample_indices(batch_idx)
-        self._batches.append({"batch": batch_idx, "loss": None if loss is None else float(loss), "samples": samples})
+        self._note(trainer, batch_idx, outputs.get("loss") if isinstance(outputs, dict) else None)
         if trainer.global_step == self._step:
             return  # within an optimizer window
         self._step = trainer.global_step
-        line = {"step": self._step, "epoch": trainer.current_epoch, "rank": trainer.global_rank}
-        json.dump({**line, "grad_norms": self._norms, "batches": self._batches}, self._file, default=repr)
-        self._file.write("\n")
-        self._batches, self._norms = [], []
+        self._write(trainer)
         self._left -= 1
         if not self._left:
             self._end(trainer)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        run = trainer._session
+        if hasattr(self, "_file") and run is not None:  # a step failed: perhaps the one that is looked for
+            self._step += 1
+            self._note(trainer, run.batch_idx, None)
+            self._write(trainer, error=f"{type(exception).__name__}: {exception}")
+
+    def _note(self, trainer: Trainer, batch_idx: int, loss: Any) -> None:
+        samples = trainer.train_dataloader.sample_indices(batch_idx)
+        self._batches.append({"batch": batch_idx, "loss": None if loss is None else float(loss), "samples": samples})
+
+    def _write(self, trainer: Trainer, **more: Any) -> None:
+        line = {"step": self._step, "epoch": trainer.current_epoch, "rank": trainer.global_rank, **more}
+        json.dump({**line, "grad_norms": self._norms, "batches": self._batches}, self._file, default=repr)
+        self._file.write("\n")
+        self._batches, self._norms = [], []
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._end(trainer)  # there were fewer steps to the end of the run

@@ -116,12 +116,33 @@ class TestOneProcess:
         moved.write_text(Path(PROGRAM).read_text())
         check(root, replay(checkpoints / "step-00000002-1", tmp_path, "--steps", "1", "--", str(moved)), [3], ranks=1)
 
+    def test_the_step_that_fails_is_among_them(self, alone: tuple[Path, Path], tmp_path: Path) -> None:
+        root, checkpoints = alone
+        failing = tmp_path / "failing.py"
+        text, call = Path(PROGRAM).read_text(), "trainer.fit(module, train,"
+        poison = "f = module.training_step\n    module.training_step = lambda b, i: f(b, i) * float('nan') ** (i == 7)"
+        text = text.replace(call, f"{poison}\n    {call}")
+        failing.write_text(text.replace("max_epochs=2", "max_epochs=2, nonfinite='stop'"))
+        path = str(checkpoints / "step-00000002-1")
+        argv = [sys.executable, "-m", "instep", "replay", path, "--json", "--", str(failing)]
+        done = run_command(argv, env={"PYTHONPATH": str(REPO)}, cwd=tmp_path)
+        assert done.returncode == 1
+        steps = {
+            step["step"]: {rank["rank"]: rank for rank in step["ranks"]} for step in json.loads(done.stdout)["steps"]
+        }
+        assert list(steps) == [3, 4]
+        check(root, {3: steps[3]}, [3], ranks=1)
+        failed = steps[4][0]
+        assert failed["grad_norms"] == ["nan"]
+        assert [batch["samples"] for batch in failed["batches"]] == [samples for _, samples, _ in diary(root, 0)[4]]
+        assert "NonFiniteError" in failed["error"]
+
     def test_a_program_that_fails(self, alone: tuple[Path, Path], tmp_path: Path) -> None:
         bad, idle = tmp_path / "bad.py", tmp_path / "idle.py"
         bad.write_text("raise SystemExit(7)")
         idle.write_text("")
         checkpoint = str(alone[1] / "step-00000002-1")
-        for program, said in ((bad, "ended with exit code 7"), (idle, "without a fit")):
+        for program, said in ((bad, "ended with exit code 7, before a fit"), (idle, "without a fit")):
             argv = [sys.executable, "-m", "instep", "replay", checkpoint, "--command", f"python {program} --x"]
             done = run_command(argv, cwd=tmp_path)
             assert done.returncode == 1
