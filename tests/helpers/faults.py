@@ -82,7 +82,7 @@ class FaultPlan:
     def __call__(self, operation: str, path: Path, detail: Any = None) -> None:
         number, first = sum(self._seen.values()), operation not in self._seen
         self._seen[operation] = self._seen.get(operation, 0) + 1
-        self.log.append((operation, path, bytes(detail) if operation == "write" else detail))
+        self.log.append((operation, path, bytes(detail) if isinstance(detail, memoryview) else detail))
         for at, act in self._faults:
             if at == number or (at == operation and first):
                 act()
