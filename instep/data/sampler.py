@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -33,10 +34,11 @@ class ShardedSampler(ABC):
     Iterating gives the steps from `cursor` to the end; it does not move the cursor.
 
     Args:
+        draw: draws the epoch's units of (seed, epoch, cycle), alike on all ranks.
+        per_step: units that all ranks together take in a full step.
         seed: what the order is derived from, alike on all ranks.
         rank: this rank.
         world_size: number of ranks that share the data.
-        per_step: units that all ranks together take in a full step.
         drop_last: leave out a last step that is not full.
         even: whether a rank without samples in the last step runs it all the same, with a replay.
 
@@ -46,7 +48,7 @@ class ShardedSampler(ABC):
     """
 
     def __init__(
-        self, *, seed: int, rank: int, world_size: int, per_step: int, drop_last: bool = False, even: bool = True
+        self, draw: Draw, per_step: int, *, seed: int, rank: int, world_size: int, drop_last: bool, even: bool
     ) -> None:
         if not 0 <= rank < world_size:
             raise SettingError(f"rank={rank} is not within world_size={world_size}", field="rank", got=rank)
@@ -60,17 +62,27 @@ class ShardedSampler(ABC):
         self.cycle = 0
         self.cursor = 0
         self.limit_steps: int | None = None
+        self._draw = draw
+        self._order: Sequence[Any] | torch.Tensor = ()
         self.redraw()
 
     @property
-    @abstractmethod
     def length(self) -> int:
         """Units in the epoch."""
+        return len(self.order)
 
     @property
-    @abstractmethod
     def order(self) -> Sequence[Any] | torch.Tensor:
-        """The epoch's units in the order that all ranks share."""
+        """The epoch's units in the order that all ranks share: a range, an int64 tensor, or a list of other keys."""
+        wanted = (self.seed, self.epoch, self.cycle)
+        if self._drawn_for != wanted:
+            self._order = self._keep(self._draw(*wanted))
+            self._drawn_for = wanted
+        return self._order
+
+    def _keep(self, order: Sequence[Any] | torch.Tensor) -> Sequence[Any] | torch.Tensor:
+        """What is kept of a drawn order."""
+        return order
 
     def redraw(self) -> None:
         """Forget the order: what it is drawn from was changed."""
@@ -179,37 +191,21 @@ class ShardedBatchSampler(ShardedSampler):
         if batch_size < 1:
             raise SettingError(f"batch_size={batch_size} is too small: give at least 1", field="batch_size")
         super().__init__(
+            order or partial(_permuted, length, shuffle),
+            world_size * batch_size,
             seed=seed,
             rank=rank,
             world_size=world_size,
-            per_step=world_size * batch_size,
             drop_last=drop_last,
             even=even,
         )
         self.batch_size = batch_size
         self.shuffle = shuffle
-        self._length = length
-        self._draw = order
-        self._order: Sequence[Any] | torch.Tensor | None = None
+        self._length = length if order is None else None
 
     @property
     def length(self) -> int:
-        return self._length if self._draw is None else len(self.order)
-
-    @property
-    def order(self) -> Sequence[Any] | torch.Tensor:
-        """The epoch's order: a range, an int64 tensor, or a list where a sampler gives other keys than integers."""
-        wanted = (self.seed, self.epoch, self.cycle)
-        if self._order is None or self._drawn_for != wanted:
-            if self._draw is not None:
-                self._order = self._draw(*wanted)
-            elif self.shuffle:
-                generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch, self.cycle))
-                self._order = torch.randperm(self._length, generator=generator)
-            else:
-                self._order = range(self._length)
-            self._drawn_for = wanted
-        return self._order
+        return len(self.order) if self._length is None else self._length
 
     def _slice(self, step: int) -> tuple[int, int]:
         """Begin and end of this rank's samples in the order; empty for a replay."""
@@ -259,11 +255,7 @@ class ShardedBatches(ShardedSampler):
 
     Args:
         draw: draws the batches of (seed, epoch, cycle), alike on all ranks.
-        seed: what the draw is derived from.
-        rank: this rank.
-        world_size: number of ranks that share the batches.
-        drop_last: leave out a last step with fewer batches than ranks.
-        even: whether a rank without a batch in the last step runs it all the same, with a replay.
+        seed, rank, world_size, drop_last, even: as in `ShardedBatchSampler`.
         single: the items are single keys, not batches of keys: their sizes are unknown.
     """
 
@@ -278,32 +270,19 @@ class ShardedBatches(ShardedSampler):
         even: bool = True,
         single: bool = False,
     ) -> None:
-        super().__init__(
-            seed=seed, rank=rank, world_size=world_size, per_step=world_size, drop_last=drop_last, even=even
-        )
-        self._draw = draw
+        super().__init__(draw, world_size, seed=seed, rank=rank, world_size=world_size, drop_last=drop_last, even=even)
         self._single = single
-        self._batches: Sequence[Any] | None = None
         self._sizes: list[int] | None = None
 
-    @property
-    def order(self) -> Sequence[Any]:
-        """The epoch's batches."""
-        wanted = (self.seed, self.epoch, self.cycle)
-        if self._batches is None or self._drawn_for != wanted:
-            self._batches = batches = _as_list(self._draw(*wanted))
-            known = not self._single and all(isinstance(batch, Sized) for batch in batches)
-            self._sizes = [len(batch) for batch in batches] if known else None
-            self._drawn_for = wanted
-        return self._batches
-
-    @property
-    def length(self) -> int:
-        return len(self.order)
+    def _keep(self, order: Sequence[Any] | torch.Tensor) -> list[Any]:
+        batches = _as_list(order)
+        known = not self._single and all(isinstance(batch, Sized) for batch in batches)
+        self._sizes = [len(batch) for batch in batches] if known else None
+        return batches
 
     @property
     def counted(self) -> bool:
-        return bool(self.order) and self._sizes is not None
+        return self.length > 0 and self._sizes is not None
 
     @property
     def even_steps(self) -> int:
@@ -342,14 +321,11 @@ class SplitBatches(ShardedBatches):
 
     Args:
         draw: draws the batches of (seed, epoch, cycle), alike on all ranks.
-        seed: what the draw is derived from.
-        rank: this rank.
-        world_size: number of ranks that share each batch.
-        even: whether a rank without samples in the last step runs it all the same, with a replay.
+        share: as in `ShardedBatches`.
     """
 
-    def __init__(self, draw: Draw, *, seed: int, rank: int = 0, world_size: int = 1, even: bool = True) -> None:
-        super().__init__(draw, seed=seed, rank=rank, world_size=world_size, even=even)
+    def __init__(self, draw: Draw, **share: Any) -> None:
+        super().__init__(draw, **share)
         self.per_step = 1
 
     @property
@@ -374,6 +350,13 @@ def share(size: int, rank: int, world_size: int) -> tuple[int, int]:
     part, extra = divmod(size, world_size)
     begin = rank * part + min(rank, extra)
     return begin, begin + part + (rank < extra)
+
+
+def _permuted(length: int, shuffle: bool, seed: int, epoch: int, cycle: int) -> Sequence[Any] | torch.Tensor:
+    """An order of instep's own."""
+    if not shuffle:
+        return range(length)
+    return torch.randperm(length, generator=torch.Generator().manual_seed(derive_seed(seed, "order", epoch, cycle)))
 
 
 def _as_list(items: Any) -> list[Any]:
