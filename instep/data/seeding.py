@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -132,41 +133,31 @@ class SeededDataset:
 
     def __init__(self, dataset: Any, restore: bool) -> None:
         self.__dict__["_dataset"] = dataset
-        self.__dict__["_stream"] = RandomStream() if restore else None
+        self.__dict__["_block"] = RandomStream() if restore else nullcontext()
         self.__dict__["_many"] = getattr(dataset, "__getitems__", None)
 
     def __getitems__(self, batch: Any) -> Any:
         if not isinstance(batch, SeededBatch):
             return self._load(batch)
-        if self._stream is not None:
-            with self._stream.at():
-                return self._load_seeded(batch)
-        return self._load_seeded(batch)
-
-    def _load_seeded(self, batch: SeededBatch) -> Any:
-        if not batch.per_sample:
-            seed_generators(batch.seed)
-            return self._load(batch)
-        samples = []
-        for index in batch:
-            seed_generators(derive_seed(batch.seed, index if isinstance(index, int) else repr(index)))
-            samples.append(self._dataset[index] if self._many is None else self._many([index])[0])
-        return samples
-
-    def _load(self, indices: Any) -> Any:
-        return [self._dataset[index] for index in indices] if self._many is None else self._many(list(indices))
+        with self._block:
+            if batch.per_sample:
+                return [self._load_seeded([index], _sample_seed(batch.seed, index))[0] for index in batch]
+            return self._load_seeded(batch, batch.seed)
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, SeededIndex):
             return self._dataset[index]
-        key = index.index
-        seed = derive_seed(index.seed, key if isinstance(key, int) else repr(key)) if index.per_sample else index.seed
-        if self._stream is not None:
-            with self._stream.at():
-                seed_generators(seed)
-                return self._dataset[key]
+        key, seed, per_sample = index
+        with self._block:
+            seed_generators(_sample_seed(seed, key) if per_sample else seed)
+            return self._dataset[key]
+
+    def _load_seeded(self, indices: Any, seed: int) -> Any:
         seed_generators(seed)
-        return self._dataset[key]
+        return self._load(indices)
+
+    def _load(self, indices: Any) -> Any:
+        return [self._dataset[index] for index in indices] if self._many is None else self._many(list(indices))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -178,7 +169,11 @@ class SeededDataset:
         setattr(self._dataset, name, value)  # a worker_init_fn may set attributes of the worker's data set
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeededDataset, (self._dataset, self._stream is not None)
+        return SeededDataset, (self._dataset, isinstance(self._block, RandomStream))
+
+
+def _sample_seed(seed: int, index: Any) -> int:
+    return derive_seed(seed, index if isinstance(index, int) else repr(index))
 
 
 def seeded(batches: Iterator[Any], *parts: int | str, first: int, per_sample: bool, single: bool) -> Iterator[Any]:
