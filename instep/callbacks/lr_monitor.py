@@ -84,7 +84,7 @@ class LearningRateMonitor(Callback):
             self._log(trainer, "step")
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if self.logging_interval != "step":
+        if self.logging_interval != "step" and not trainer.progress.outer_batch:  # else it is resumed within the epoch
             self._log(trainer, "epoch")
 
     def _log(self, trainer: Trainer, interval: str) -> None:

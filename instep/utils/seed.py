@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,16 +65,19 @@ def rng_state() -> dict[str, Any]:
     """The state of every random generator of this process, as tensors and JSON values.
 
     Returns:
-        `python` (list), `numpy` (list, absent while numpy is not loaded), `torch` (uint8 tensor) and `cuda` (list of
-        uint8 tensors, absent without CUDA).
+        `python` (list), `numpy` (list, absent while numpy is not loaded), `torch` (uint8 tensor), and `cuda` and `xpu`
+        (uint8 tensors of every device) and `mps` (one) where they are used.
     """
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = [name, keys.tolist(), *rest]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    for name, module in _devices():
+        if module.is_initialized():
+            state[name] = module.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
     return state
 
 
@@ -87,5 +91,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
         name, keys, *rest = state["numpy"]
         np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for name, module in _devices():
+        # A machine with fewer devices takes what it has a place for.
+        module.set_rng_state_all(state.get(name, [])[: module.device_count()])
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
+
+
+def _devices() -> Iterator[tuple[str, Any]]:
+    """The kinds of devices that may be several, where there are any."""
+    for name in ("cuda", "xpu"):
+        module = getattr(torch, name)
+        if module.is_available():
+            yield name, module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric
 
 from instep import Trainer, TrainModule
-from instep.callbacks import Callback, ModelCheckpoint
+from instep.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from instep.data import CombinedLoader
 from instep.errors import Preempted
 from instep.loggers import Logger
@@ -44,6 +45,11 @@ class Case:
     global_batch_size: int | None = None
     log_every: int = 3
     epochs: int = EPOCHS
+    optimizer: str = "adamw"
+    scheduler: str = "exponential"
+    scaler: bool = False
+    callbacks: bool = False
+    compiled: str = ""
 
 
 class Augmented(Dataset[Any]):
@@ -131,10 +137,12 @@ def train_loader(case: Case) -> Any:
 class Net(TrainModule):
     """Dropout, random numbers in the step, step and epoch values; `seen` has the indices of every batch."""
 
-    def __init__(self, schedule: str = "step", dropout: float = 0.3) -> None:
+    def __init__(
+        self, schedule: str = "step", dropout: float = 0.3, optimizer: str = "adamw", scheduler: str = "exponential"
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
+        self.net: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
         self.average = MeanMetric()
         self.seen: list[list[int]] = []
 
@@ -168,9 +176,71 @@ class Net(TrainModule):
         self.log("after", outputs["loss"] * 2, on_step=False, on_epoch=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.hparams.schedule}}
+        optimizer = OPTIMIZERS[self.hparams.optimizer](self.parameters())
+        scheduler, monitor = SCHEDULERS[self.hparams.scheduler](optimizer), MONITORS.get(self.hparams.scheduler)
+        config = {"scheduler": scheduler, "interval": self.hparams.schedule, "monitor": monitor}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+class Warmup:
+    """A factor that keeps a state, as users' callables for LambdaLR may."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return min(1.0, (step + 1) / 5) * 0.99**self.calls
+
+
+def _warmup_cosine(optimizer: Any) -> Any:
+    parts = [lrs.LinearLR(optimizer, 0.1, total_iters=4), lrs.CosineAnnealingLR(optimizer, 20, eta_min=1e-4)]
+    return lrs.SequentialLR(optimizer, parts, milestones=[4])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "foreach": lambda p: torch.optim.NAdam(p, lr=0.01, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+}
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "exponential": lambda o: lrs.ExponentialLR(o, 0.9),
+    "plateau": lambda o: lrs.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.3),
+    "step-plateau": lambda o: lrs.ReduceLROnPlateau(o, factor=0.9, patience=1, cooldown=1),
+    "sequential": _warmup_cosine,
+    "lambda": lambda o: lrs.LambdaLR(o, Warmup()),
+    "one-cycle": lambda o: lrs.OneCycleLR(o, 0.02, total_steps=40),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 4, 2),
+}
+MONITORS = {"plateau": "val_loss_epoch", "step-plateau": "loss_step"}
+
+
+class Average(Callback):
+    """An average of the weights, with a state of tensors."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.updates = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.updates += 1
+        for name, value in module.state_dict().items():
+            if value.is_floating_point():
+                self.weights.setdefault(name, torch.zeros_like(value)).lerp_(value, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "updates": self.updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.weights, self.updates = state_dict["weights"], state_dict["updates"]
+
+
+class Scaled(Callback):
+    """Gives a run on a CPU a gradient scaler whose factor grows every third step."""
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        trainer.strategy.precision.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
 
 
 class StopAt(Callback):
@@ -237,6 +307,14 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
+def own_callbacks(case: Case) -> list[Callback]:
+    """Every built-in one with a state or with rows in the log, and a user's."""
+    if not case.callbacks:
+        return [Scaled()] if case.scaler else []
+    stopping = EarlyStopping("val_loss_epoch", min_delta=10.0, patience=2)  # nothing is ever better than the first
+    return [Average(), stopping, LearningRateMonitor(), LearningRateMonitor("epoch"), Timer("00:01:00:00")]
+
+
 def make_trainer(case: Case, root: Path, rows: list[dict[str, float]], *callbacks: Callback) -> Trainer:
     if case.monitor:
         saver = ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)
@@ -262,7 +340,7 @@ def make_trainer(case: Case, root: Path, rows: list[dict[str, float]], *callback
         log_every_n_steps=case.log_every,
         seed_samples=case.seed_samples,
         trigger_every=1,
-        callbacks=[*callbacks, saver],
+        callbacks=[*callbacks, *own_callbacks(case), saver],
     )
 
 
@@ -272,7 +350,11 @@ def run_once(
     """Train as a new process would: other seeds, new objects, `ckpt_path="auto"`."""
     rows = [] if rows is None else rows
     seed(100 + number)
-    module = Net(case.schedule)
+    module = Net(case.schedule, optimizer=case.optimizer, scheduler=case.scheduler)
+    if case.compiled == "module":
+        module.compile(backend="eager")
+    elif case.compiled == "part":
+        module.net = torch.compile(module.net, backend="eager")
     trainer = make_trainer(case, root, rows, *callbacks)
     val = DataLoader(Plain(VALIDATION_SAMPLES), batch_size=3)
     stopped = False
@@ -306,8 +388,19 @@ def assert_same(got: Result, expected: Result, what: str) -> None:
     metrics = [dict(result.trainer.callback_metrics) for result in (got, expected)]
     _same(*metrics, f"{what}: metrics")
     _same(got.rows, expected.rows, f"{what}: log")
+    callbacks = [[c.state_dict() for c in result.trainer.callbacks if _keeps(c)] for result in (got, expected)]
+    _same(*callbacks, f"{what}: callbacks")
+    savers = [result.trainer.checkpoint_callback for result in (got, expected)]
+    _same(*[saver and saver.best_model_score for saver in savers], f"{what}: best score")
+    scalers = [result.trainer.strategy.precision.state_dict() for result in (got, expected)]
+    _same(*scalers, f"{what}: scaler")
     _same(got.trainer.position.state_dict(), expected.trainer.position.state_dict(), f"{what}: position")
     assert got.seen == expected.seen, f"{what}: samples {got.seen} != {expected.seen}"
+
+
+def _keeps(callback: Callback) -> bool:
+    """Whether a callback's state is the same after a resume: not times, nor the paths of checkpoints."""
+    return not isinstance(callback, Timer | ModelCheckpoint)
 
 
 def _same(a: Any, b: Any, where: str) -> None:

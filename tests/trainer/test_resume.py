@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,25 @@ from instep import Trainer, TrainModule
 from instep.callbacks import Callback, ModelCheckpoint
 from instep.errors import Preempted
 from tests.helpers.spawn import run_ranks
-from tests.trainer.resuming import Augmented, Case, Net, Plain, StepLosses, check, run_once, run_with_stops, seed
+from tests.trainer.resuming import (
+    Augmented,
+    Case,
+    Net,
+    Plain,
+    StepLosses,
+    StopAt,
+    check,
+    make_trainer,
+    run_once,
+    run_with_stops,
+    seed,
+    train_loader,
+)
 from tests.trainer.test_ranks import Gan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata with a new torch
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # dynamo with torchmetrics
     pytest.mark.timeout(300),
 ]
 
@@ -47,6 +62,19 @@ CASES = {
     "combined": (Case(data="combined"), STOPS),
     "combined-windows": (Case(data="combined", accumulate=3), WINDOWS_OF_3),
     "every-step-logged": (Case(log_every=1), ([2], [6])),
+    "plateau": (Case(scheduler="plateau", schedule="epoch", epochs=4), ([2], [6], [7, 13])),
+    "plateau-per-step": (Case(scheduler="step-plateau"), ([2], [6])),
+    "warm-up-and-cosine": (Case(scheduler="sequential"), ([1], [3], [4], [6])),
+    "lambda": (Case(scheduler="lambda"), ([2], [6])),
+    "one-cycle": (Case(scheduler="one-cycle", optimizer="sgd"), ([2], [6, 14])),
+    "restarts": (Case(scheduler="restarts", schedule="epoch", optimizer="foreach"), ([2], [6])),
+    "fused": (Case(optimizer="fused"), ([2], [6])),
+    "scaler": (Case(scaler=True), ([2], [3], [6], [1, 8])),
+    "scaler-windows": (Case(scaler=True, accumulate=3), WINDOWS_OF_3),
+    "callbacks": (Case(callbacks=True, epochs=5, log_every=2), ([2], [6], [1, 3, 11])),
+    "callbacks-saved-by-steps": (Case(callbacks=True, every_n_train_steps=2, schedule="epoch"), ([2], [5])),
+    "compiled": (Case(compiled="module"), ([2], [6])),
+    "compiled-part": (Case(compiled="part"), ([2],)),
 }
 
 
@@ -76,6 +104,67 @@ def test_workers_do_not_change_the_samples_order(tmp_path: Path) -> None:
     helped = run_with_stops(Case(data="plain", epochs=1, workers=2), tmp_path / "2", [2])
     assert helped.seen == alone.seen
     assert all(torch.equal(a, b) for a, b in zip(alone.module.parameters(), helped.module.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_seeded_samples_do_not_depend_on_workers(tmp_path: Path) -> None:
+    """Augmentation is a function of seed, epoch and sample: a resumed run may have other numbers of workers."""
+    case = Case(seed_samples=True, epochs=2)
+    check_parts(case, tmp_path, [(replace(case, workers=2), 2), (case, 8), (replace(case, workers=1), None)])
+
+
+def test_compiled_and_plain_modules_take_up_each_other(tmp_path: Path) -> None:
+    case = Case(epochs=2)
+    check_parts(
+        case, tmp_path, [(replace(case, compiled="part"), 2), (case, 8), (replace(case, compiled="part"), None)]
+    )
+
+
+def check_parts(case: Case, root: Path, parts: list[tuple[Case, int | None]]) -> None:
+    """One run under several settings gives what `case` gives without a stop."""
+    expected = run_once(case, root / "whole")
+    rows: list[dict[str, float]] = []
+    seen: list[list[int]] = []
+    for number, (part, stop) in enumerate(parts):
+        got = run_once(part, root / "parts", number, rows, *([] if stop is None else [StopAt(stop)]))
+        assert got.stopped == (stop is not None)
+        seen += got.seen
+    plain = {name.replace("_orig_mod.", ""): value for name, value in got.module.state_dict().items()}
+    for name, value in expected.module.state_dict().items():
+        assert torch.equal(plain[name], value), name
+    assert seen == expected.seen
+    assert rows == expected.rows
+
+
+# ---- the same Trainer again
+
+
+def test_one_trainer_fits_again_after_a_resume(tmp_path: Path) -> None:
+    """Stopped, gone on from memory, stopped, resumed from the disk with a new module: as if nothing had happened."""
+    case = Case(epochs=3)
+    expected = run_once(case, tmp_path / "whole")
+    seed(100)
+    stop, module = StopAt(2), Net()
+    trainer = make_trainer(case, tmp_path / "parts", [], stop)
+    with pytest.raises(Preempted):
+        trainer.fit(module, train_loader(case), ckpt_path="auto")
+    assert trainer.resume_report is None
+    stop.step = 7
+    with pytest.raises(Preempted):
+        trainer.fit(module, train_loader(case), ckpt_path="auto")
+    assert trainer.resume_report is not None
+    stop.step = 12
+    other = Net()
+    with pytest.raises(Preempted):
+        trainer.fit(other, train_loader(case), ckpt_path="last")
+    trainer.fit(other, train_loader(case), DataLoader(Plain(7), batch_size=3), ckpt_path="last")
+    assert module.seen + other.seen == expected.seen
+    for name, value in expected.module.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    third = Net()
+    trainer.fit(third, train_loader(case))
+    assert third.seen == [], "it counts on, and all is done"
+    assert trainer.resume_report is None
 
 
 @pytest.mark.filterwarnings("ignore:.* cannot say where it stands")
@@ -187,6 +276,37 @@ def test_at_another_world_size(before: int, after: int, tmp_path: Path) -> None:
     for name, value in whole_weights.items():
         torch.testing.assert_close(second[0][2][name], value, atol=1e-5, rtol=0)
     assert whole_seen
+
+
+def indices_of_epoch(root: Path, stop: int | None) -> list[int]:
+    """The samples that this rank saw in its part of one epoch."""
+    seed(4)
+    module = Exact()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[ModelCheckpoint(), *([] if stop is None else [_Stop(stop)])],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        trigger_every=1,
+    )
+    with nullcontext() if stop is None else pytest.raises(Preempted):
+        trainer.fit(module, DataLoader(Plain(47), batch_size=4, shuffle=True), ckpt_path="auto")
+    return [index for batch in module.seen for index in batch]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("worlds", [(2, 3, 1), (3, 2, 2), (1, 3, 2)], ids=str)
+def test_every_sample_once_at_any_world_size(worlds: tuple[int, ...], tmp_path: Path) -> None:
+    seen: list[int] = []
+    for part, world in enumerate(worlds):
+        stop = 2 * part + 1 if part < len(worlds) - 1 else None
+        for of_rank in run_ranks(indices_of_epoch, world, tmp_path, stop, timeout_s=90.0):
+            seen += of_rank
+    assert sorted(seen) == list(range(47))
 
 
 # ---- other loops

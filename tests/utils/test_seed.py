@@ -50,6 +50,41 @@ def test_seed_out_of_range(seed):
         seed_everything(seed)
 
 
+class Devices:
+    """Stands for torch.cuda, with generators that are numbers."""
+
+    def __init__(self, generators: list[int]) -> None:
+        self.generators = generators
+
+    def is_available(self) -> bool:
+        return bool(self.generators)
+
+    is_initialized = is_available
+
+    def device_count(self) -> int:
+        return len(self.generators)
+
+    def get_rng_state_all(self) -> list[int]:
+        return list(self.generators)
+
+    def set_rng_state_all(self, states: list[int]) -> None:
+        for index, state in enumerate(states):
+            self.generators[index] = state
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "expected"),
+    [([1, 2], [3, 4], [1, 2]), ([1, 2, 3], [4], [1]), ([1], [4, 5], [1, 5]), ([], [4], [4])],
+)
+def test_every_device_takes_the_state_it_had(monkeypatch: pytest.MonkeyPatch, there: list, here: list, expected: list):
+    monkeypatch.setattr(torch, "xpu", Devices(there))
+    state = rng_state()
+    assert ("xpu" in state) == bool(there)
+    monkeypatch.setattr(torch, "xpu", Devices(here))
+    set_rng_state(state)
+    assert torch.xpu.generators == expected  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_rng_state_restores_every_generator():
     seed_process(3)
     draw()  # leaves a second gaussian waiting in python's and numpy's generator
