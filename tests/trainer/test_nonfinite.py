@@ -248,7 +248,8 @@ def test_without_a_policy_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch):
 def test_a_healthy_run_is_bit_for_bit_the_same(optimizer: str, policy: str, when: str):
     module = Sick(optimizer=optimizer)
     other = _copy(module)
-    fit(module, policy, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    trainer = fit(module, policy, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    assert not hasattr(trainer.optimizers[0], "found_inf"), "no flag of ours stays behind"
     fit(other, None, accumulate_grad_batches=2, gradient_clip_val=0.1)
     assert_same(weights(module), weights(other))
 
@@ -278,7 +279,7 @@ def test_stop_ends_the_run_with_the_weights_from_before(optimizer: str, bad: dic
     step = min(bad)
     expected = without(set(range(step, 8)), _copy(module))
     with pytest.raises(NonFiniteError, match="the run ends") as error:
-        fit(module, "stop", log_every_n_steps=3)
+        fit(module, "stop", log_every_n_steps=0)
     assert_same(weights(module), expected)
     assert error.value.global_step == step + 1
     assert error.value.epoch == 0
@@ -409,6 +410,9 @@ def test_in_manual_optimization_each_step_is_judged_by_itself(closure: bool, whe
         for half in (0, 1)
     ]
     assert moved == [[False], [True], [True], [False]]
+    with pytest.warns(UserWarning, match="halves.0.weight") as caught:
+        trainer = fit(Two({(1, 0): NAN, (1, 1): NAN}, closure), "skip", max_epochs=1)
+    assert trainer.position.nonfinite_steps == 1, "a step is counted once, whichever of its optimizers"
     with pytest.raises(NonFiniteError, match=r"halves.1.weight"):
         fit(Two({(2, 1): NAN}, closure), "stop")
 
