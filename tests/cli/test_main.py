@@ -77,7 +77,7 @@ def test_as_a_module_and_into_a_closed_pipe(tmp_path: Path) -> None:
     assert run_command([sys.executable, "-m", "instep", "--version"]).stdout.startswith("instep ")
     failed = run_command([sys.executable, "-m", "instep", "checkpoint", "ls", str(tmp_path)])
     assert failed.returncode == 1
-    assert failed.stderr.splitlines() == [f"instep: there is no checkpoint in {tmp_path}, nor up to 4 folders below it"]
+    assert failed.stderr.splitlines() == [f"instep: there is no checkpoint in {tmp_path}, nor up to 6 folders below it"]
     pipe = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.close(); from instep.cli.output import say\n"
          "import instep.cli.checkpoint.ls as ls\nls.run = lambda _: [say('x' * 99) for _ in range(9999)] and 0\n"

@@ -12,6 +12,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _MANY = 20  # lines of a kind that are printed without --all
 _FACTS = ("step", "attempt", "run_id", "world_size", "created", "versions", "info")
+_ARGUMENTS = re.compile(r"\([^()]{20,}\)")  # long ones of a callback's key
 _WHO_SAVED_IT = ("run_id", "run_folder", "command", "instep_version")
 
 
@@ -138,7 +140,8 @@ def _print(result: dict[str, Any], everything: bool) -> None:
         for name in result[f"only_{side}"]:
             output.say(f"only in {side}: {name}")
     values = [
-        f"{value['file']} {value['at']}: {_short(value['a'])} | {_short(value['b'])}" for value in result["values"]
+        f"{value['file']} {_ARGUMENTS.sub('(...)', value['at'])}: {_short(value['a'])} | {_short(value['b'])}"
+        for value in result["values"]
     ]
     tensors = [f"{tensor['file']} {tensor['name']}: {tensor['difference']}" for tensor in result["tensors"]]
     for what, lines in (("values", values), ("tensors", tensors)):

@@ -12,7 +12,7 @@ from instep.checkpoint.manifest import MANIFEST
 from instep.errors import CheckpointError, CheckpointNotFoundError
 from instep.utils.paths import to_path
 
-_DEPTH = 4  # <project>/<root>/instep_runs/version_0/checkpoints
+_DEPTH = 6  # runs/<experiment>/instep_runs/version_0/checkpoints, and one more
 
 
 @dataclass(frozen=True)
