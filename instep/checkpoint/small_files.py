@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 from instep.checkpoint.owner import this_process
@@ -47,7 +48,7 @@ def _create_without_links(path: Path, data: bytes) -> bool:
 
 
 def _write_beside(path: Path, data: bytes, sync: bool = False) -> Path:
-    temporary = path.with_name(f"{path.name}.{this_process()}")
+    temporary = path.with_name(f"{path.name}.{threading.get_ident()}@{this_process()}")
     try:
         with open(temporary, "wb") as file:
             file.write(data)

@@ -18,6 +18,7 @@ from instep.checkpoint.catalog import Broken, folder_names, look, read_or_say
 from instep.checkpoint.choose import CheckpointInfo, best_first, check_keyword
 from instep.checkpoint.files import Files
 from instep.checkpoint.hashing import FileRecord
+from instep.checkpoint.lease import Lease
 from instep.checkpoint.manifest import Manifest, is_inner_name
 from instep.checkpoint.reader import Reader, file_problem, folder_problems
 from instep.checkpoint.remote import files_of
@@ -41,6 +42,8 @@ class CheckpointStore:
         root: the folder, or the URL of one ("s3://bucket/run"); made by the first save.
         files: the file operations; a test puts its faults there. Default: those of the root's file system.
         peers: the ranks that act together. Default: all of them, on the training thread.
+        lease: the right to write there, checked by rank 0 before every commit and deletion. Default: nobody else
+            writes there; the caller sees to that.
 
     Example:
         >>> import tempfile
@@ -51,10 +54,18 @@ class CheckpointStore:
         ('step-00001200-1', [], {'epoch': 3})
     """
 
-    def __init__(self, root: Location, files: Files | None = None, *, peers: Peers | None = None) -> None:
+    def __init__(
+        self,
+        root: Location,
+        files: Files | None = None,
+        *,
+        peers: Peers | None = None,
+        lease: Lease | None = None,
+    ) -> None:
         self.root = to_path(root).absolute()  # a later chdir must not move it
         self.files = files if files is not None else files_of(self.root)
         self.peers = peers if peers is not None else Peers()
+        self.lease = lease
 
     def save(
         self,
@@ -209,7 +220,7 @@ class CheckpointStore:
     def tidy(self) -> None:
         """`sweep`, with a warning where it fails: for a save that must not end for it. Collective."""
         try:
-            self.sweep()
+            self.sweep(of_other_hosts=self.lease is not None)
         except (CheckpointError, RemoteError) as error:
             if self.peers.place()[0] == 0:
                 warnings.warn(f"what an earlier run left in {self.root} stays there: {error}", stacklevel=3)
@@ -305,6 +316,7 @@ class CheckpointStore:
                 info=info,
             ).to_bytes()
             self.files.seal(folder, manifest)
+            self._check_lease()
             self.files.publish(folder, final, manifest)
         except BaseException as error:
             self._remove_quietly(folder)
@@ -319,12 +331,14 @@ class CheckpointStore:
     def _delete(self, folder: Path) -> None:
         if folder.parent != self.root or names.split_name(folder.name) is None:
             raise CheckpointError(f"{folder} is not a checkpoint of {self.root}; it is left alone", path=folder)
+        self._check_lease()
         try:
             self.files.withdraw(folder)
         except OSError as error:
             raise CheckpointError(f"could not delete {folder}: {error.strerror or error}", path=folder) from error
 
     def _sweep(self, of_other_hosts: bool) -> list[Path]:
+        self._check_lease()
         removed: list[Path] = []
         folder = self.root
         try:
@@ -335,6 +349,10 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"could not remove {folder}: {error.strerror or error}", path=folder) from error
         return removed
+
+    def _check_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.check()
 
     def _remove_quietly(self, folder: Path) -> None:
         """Remove a folder while another error is on its way, which must not be hidden by a second one."""

@@ -71,10 +71,15 @@ class RunFolder:
         versions = [self.path] if self.path else run.on_rank_zero(self._versions, f"looking for runs in {self.base}")
         for version in versions:
             store = CheckpointStore(version / "checkpoints")
+            goes_on = self.path is None and ckpt_path == "auto" and run.fn == "fit"
+            if goes_on and callback is not None and run.on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
+                run.own(store.root)  # an error where the same command runs already, before its first save too
             found = store.newest_verified(kind)
             if found is None:
+                if goes_on:
+                    run.disown(store.root)
                 continue
-            if self.path is None and ckpt_path == "auto" and run.fn == "fit":
+            if goes_on:
                 self.path = version  # the same command goes on in the same folder
             return store.resolve("best", kind=kind, monitor=monitor) if ckpt_path == "best" else found.path
         if ckpt_path == "auto":

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
-from instep.distributed import Trigger, Triggers, broadcast_object
+from instep.distributed import Trigger, Triggers, broadcast_object, raise_together
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, HookError, InstepError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from instep.checkpoint import Reader
     from instep.checkpoint.background import BackgroundSaver
+    from instep.checkpoint.lease import Lease
     from instep.checkpoint.resume import Resume, ResumeReport
     from instep.loggers.base import Logger
     from instep.trainer.trainer import Trainer
@@ -100,6 +101,7 @@ class Session:
         self.resumed: Reader | None = None  # what weights or more come from
         self.continues: Reader | None = None  # the same, where the run goes on from its position
         self.resumed_with: dict[str, Any] | None = None  # what of it this run took up; its checkpoints say so
+        self.leases: dict[Path, Lease | None] = {}  # folders that this run saves in; the main process holds the lease
         self.swept: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
         self.accumulate = self.settings.accumulate_grad_batches
         self.book = LogBook("train")
@@ -242,11 +244,15 @@ class Session:
         self.hooks = HookTable(trainer, module, self.callbacks)
         self._check_hooks()
         folder = trainer.run_folder.path
+        self._own_folders()  # before anything is resumed from them
         path = trainer.run_folder.find_checkpoint(self, self.ckpt_path)
         if path is not None and self.on_rank_zero(path.is_dir, f"looking at {path}"):
             self.resumed = restore.open_checkpoint(self, path)
         if path is not None:
             restore.begin(self, path, folder)
+        for lease in self.leases.values():
+            if lease is not None:
+                lease.run_id = trainer.run_id  # that of the run that is taken up
         self._prepare_data()
         if self.datamodule is not None:
             self.datamodule.setup(self.fn)
@@ -254,6 +260,7 @@ class Session:
         if self.resumed is not None and self.fn == "fit":
             restore.resume_plugins(self, self.resumed)
         start_loggers(self, module, self.datamodule)
+        self._own_folders()  # the run folder's, which is chosen now
         if self.fn == "fit":
             trainer.run_folder.say_running(self)
         if is_overridden(module, "configure_model", ModuleHooks):
@@ -261,6 +268,50 @@ class Session:
         self.strategy.place(module)
         if path is not None:
             load_weights(self, path, self.resumed)
+
+    def _own_folders(self) -> None:
+        """Take the folders that this fit will save checkpoints in, as far as they are known."""
+        for callback in self.callbacks if self.fn == "fit" else ():
+            if hasattr(callback, "save_now"):
+                folder = getattr(callback, "dirpath", None) or self.trainer.run_folder.checkpoints
+                if folder is not None:
+                    self.own(folder)
+
+    def own(self, folder: Path) -> None:
+        """Take a folder of checkpoints until the session ends. Collective.
+
+        It is also the proof, before the first step, that the folder can be written to and that all ranks see it.
+
+        Raises:
+            FolderInUseError: another run has it.
+            CheckpointError: it cannot be written to, or a rank does not see it.
+        """
+        from instep.checkpoint.lease import Lease, check_seen  # late: only a run with checkpoints pays for it
+        from instep.checkpoint.store import CheckpointStore
+
+        store = CheckpointStore(folder)
+        if store.root in self.leases:
+            return
+
+        def take() -> str:
+            lease = self.leases[store.root] = Lease.take(store.root, self.trainer.run_id, store.files)
+            self._stack.callback(lease.release)
+            return lease.path.name
+
+        name = self.on_rank_zero(take, f"taking {store.root} for this run")
+        self.leases.setdefault(store.root, None)
+        error: Exception | None = None
+        try:
+            check_seen(store.root / name, store.files, self.rank)
+        except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
+            error = caught
+        raise_together(error, f"looking for {name} in {store.root}")
+
+    def disown(self, folder: Path) -> None:
+        """Give a folder back before the session's end: nothing is saved in it."""
+        lease = self.leases.pop(folder, None)
+        if lease is not None:
+            lease.release()
 
     def _check_hooks(self) -> None:
         refuse_old_hooks(self.module)

@@ -83,14 +83,13 @@ class TrainerView:
         Returns:
             The folder.
         """
-        from instep.checkpoint import CheckpointStore  # late: only who saves pays for it
-        from instep.trainer import snapshot
+        from instep.trainer import snapshot  # late: only who saves pays for it
 
         path = to_path(filepath).absolute()
         run = self._session or self._last
         if run is None:
             raise UsageError("there is nothing to save yet: call fit first")
-        return snapshot.save(run, CheckpointStore(path.parent), name=path.name, weights_only=weights_only)
+        return snapshot.save(run, self._store(path.parent), name=path.name, weights_only=weights_only)
 
     def save_to(self, dirpath: Path | None, name: str | None, *, weights_only: bool, **info: Any) -> Path:
         """Save a checkpoint into a folder of checkpoints; what ModelCheckpoint does. Collective.
@@ -142,7 +141,9 @@ class TrainerView:
         folder = folder or self.run_folder.checkpoints
         if folder is None:
             raise UsageError("there is no run folder yet: save inside fit, or give a path")
-        return CheckpointStore(folder)
+        store = CheckpointStore(folder)
+        store.lease = None if self._session is None else self._session.leases.get(store.root)
+        return store
 
     def agree(self, value: Any) -> Any:
         """The main process's value on every rank: for decisions that all must take alike. Collective."""

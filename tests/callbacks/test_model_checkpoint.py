@@ -151,7 +151,7 @@ def test_by_time(tmp_path: Path):
     assert len(names(tmp_path / "kept")) == 1
     later = ModelCheckpoint(tmp_path / "later", train_time_interval=timedelta(days=1))
     run(tmp_path, later)
-    assert not (tmp_path / "later").exists()
+    assert names(tmp_path / "later") == []
 
 
 def test_after_every_validation_where_there_are_several_in_an_epoch(tmp_path: Path):
@@ -218,7 +218,7 @@ def test_on_exception(tmp_path: Path):
     assert len(module.seen) == 2
     with pytest.raises(ValueError, match="no more"):
         run(tmp_path, ModelCheckpoint(tmp_path / "none"), module=Fails())
-    assert not (tmp_path / "none").exists()
+    assert names(tmp_path / "none") == []
 
 
 def test_nothing_is_deleted_before_the_newer_one_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -304,7 +304,7 @@ def test_both_of_two_take_in_the_checkpoint_they_resume_from(tmp_path: Path):
 
 def test_the_checkpoint_of_another_run_is_not_deleted(tmp_path: Path):
     run(tmp_path / "first", ModelCheckpoint(tmp_path / "first" / "kept"), max_epochs=2)
-    (first,) = (tmp_path / "first" / "kept").iterdir()
+    (first,) = (tmp_path / "first" / "kept").glob("step-*")
     saver = ModelCheckpoint(tmp_path / "second" / "kept")
     second = quiet(max_epochs=4, callbacks=[saver], enable_checkpointing=True, default_root_dir=tmp_path / "second")
     second.fit(Scored([1.0] * 10), loader(), loader(3), ckpt_path=first)

@@ -1,0 +1,276 @@
+"""A folder of checkpoints belongs to one run at a time, by a lease with a fencing number.
+
+A lease is a file `.lease-<8 digits>`; the highest number holds. To take a folder is to make the next number, which only
+one of several takers can. The holder advances a counter in its file. A taker asks whether the holder lives: on this
+host the system knows; of another host nothing is known, so it watches the counter for three intervals on its own
+monotonic clock. No clock is ever compared with another.
+
+- The highest number is never removed, only marked as released: a number is not given twice, so a process that was
+  suspended for hours finds a higher one and must not write.
+- `check` is called right before every commit and deletion. Between it and the rename a process can still be suspended;
+  the new holder's sweep has then removed the folder that it would rename.
+- A beat that fails is made up for by the next one. The thread ends with the process, and never keeps it alive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import sys
+import threading
+import time
+import uuid
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from instep.checkpoint.files import Files, LocalFiles
+from instep.checkpoint.owner import is_gone, this_process
+from instep.errors import CheckpointError, FolderInUseError, LeaseLostError
+
+INTERVAL_S = 5.0
+SEEN_S = 10.0
+_WATCHED = 3  # intervals without a beat after which a holder on another host is taken for dead
+_NAME = re.compile(r"\.lease-(\d{8,})")
+_held: dict[str, Lease] = {}  # this process's, by the id in their files
+
+
+class Lease:
+    """The right to write into a folder of checkpoints; `take` makes it.
+
+    Args:
+        root: the folder.
+        number: the fencing number.
+        files: the file operations.
+        run_id: the run that holds it; may be set to another one, which the next beat writes.
+        interval_s: seconds from beat to beat.
+    """
+
+    def __init__(self, root: Path, number: int, files: Files, run_id: str, interval_s: float) -> None:
+        self.root, self.number, self.run_id = root, number, run_id
+        self.path = root / f".lease-{number:08d}"
+        self._files, self._interval_s = files, interval_s
+        self._id, self._owner = uuid.uuid4().hex, this_process()
+        self._since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._users, self._counter = 1, 0
+        self._writing = threading.Lock()
+        self._stop = threading.Event()
+
+    @classmethod
+    def take(cls, root: Path, run_id: str, files: Files | None = None, *, interval_s: float = INTERVAL_S) -> Lease:
+        """Take a folder; it is made where it is missing. The same run may take it again in the same process.
+
+        Waits up to three of the holder's intervals where the holder is on another host, and says so on stderr.
+
+        Args:
+            root: the folder.
+            run_id: the run.
+            files: the file operations; default: the local disk.
+            interval_s: seconds from beat to beat.
+
+        Raises:
+            FolderInUseError: another run has it.
+            CheckpointError: the folder cannot be written to.
+        """
+        files = files if files is not None else LocalFiles()
+        try:
+            files.make_root(root)
+            while True:
+                before = _highest(root, files)
+                if before is not None:
+                    ours = _wait_until_free(root, before, run_id, files)
+                    if ours is not None:
+                        ours._users += 1
+                        return ours
+                lease = cls(root, 1 + (before or 0), files, run_id, interval_s)
+                if lease._make():
+                    return lease
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"checkpoints cannot be saved in {root}: {error.strerror or error} ({error.filename}). Make the folder "
+                "writable, free some space, or choose another one.",
+                path=root,
+            ) from error
+
+    def check(self) -> None:
+        """Called right before a commit or a deletion; from any thread.
+
+        Raises:
+            LeaseLostError: the folder was taken over; nothing may be written into it.
+            CheckpointError: that could not be found out.
+        """
+        try:
+            problem = self._problem()
+        except OSError as error:
+            raise CheckpointError(
+                f"could not look at the lease {self.path}: {error.strerror or error}. The older checkpoints are "
+                "intact.",
+                path=self.path,
+            ) from error
+        if problem:
+            raise LeaseLostError(
+                f"this run does not own {self.root} any more, so it writes nothing there: {problem}. It was suspended, "
+                "or cut off from the file system, for longer than another start waits. End it; its last checkpoint is "
+                "intact, and the other run goes on from there.",
+                path=self.root,
+            )
+
+    def release(self) -> None:
+        """Give the folder back; where it was taken twice, the last one does. May be called again."""
+        if os.getpid() != int(self._owner.split("-")[-2]):
+            return  # a forked child's copy
+        self._users -= 1
+        if self._users > 0 or self._stop.is_set():
+            return
+        self._stop.set()
+        _held.pop(self._id, None)
+        with self._writing:  # a beat that is under way must not undo this
+            try:
+                if not self._problem():
+                    self._files.replace(self.path, self._content(released=True))
+            except OSError:
+                pass  # the folder has vanished, or cannot be written to: the next taker finds that this process ended
+
+    # ---- the file
+
+    def _make(self) -> bool:
+        _held[self._id] = self
+        try:
+            made = self._files.create_exclusive(self.path, self._content())
+            if made and _highest(self.root, self._files) != self.number:
+                self._files.remove(self.path)  # a late taker: the number was used and swept away already
+                made = False
+        except BaseException:
+            del _held[self._id]
+            raise
+        if not made:
+            del _held[self._id]
+            return False
+        for name in self._files.listed(self.root):
+            match = _NAME.fullmatch(name)
+            older = match is not None and int(match[1]) < self.number
+            if older or (name.startswith(".lease-") and is_gone(name.rpartition("@")[2])):  # or half made by the dead
+                self._files.remove(self.root / name)
+        threading.Thread(target=self._beat, name="instep-lease", daemon=True).start()
+        return True
+
+    def _content(self, released: bool = False) -> bytes:
+        content = {
+            "id": self._id,
+            "owner": self._owner,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "run_id": self.run_id,
+            "command": shlex.join(sys.orig_argv).partition("\n")[0][:200],
+            "since": self._since,
+            "interval_s": self._interval_s,
+            "counter": self._counter,
+            "released": released,
+        }
+        return json.dumps(content, indent=1).encode()
+
+    def _problem(self) -> str:
+        """Why this lease does not hold any more; empty where it does."""
+        highest = _highest(self.root, self._files)
+        there = None if highest is None else _read(self.root, highest, self._files)
+        if there is None or highest is None or highest < self.number:
+            return f"its lease {self.path.name} is gone"
+        return "" if there.get("id") == self._id else f"{_describe(there)} has taken it over"
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            with self._writing:
+                try:
+                    if self._stop.is_set() or self._problem():
+                        return
+                    self._counter += 1
+                    self._files.replace(self.path, self._content())
+                except Exception:  # noqa: BLE001  a short fault; the next beat comes soon
+                    continue
+
+
+def check_seen(path: Path, files: Files, rank: int) -> None:
+    """Raise where this rank does not see a lease that rank 0 has made; waits a while for a slow file system.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    deadline = time.monotonic() + SEEN_S
+    while path.name not in files.listed(path.parent):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"rank {rank} (host {socket.gethostname()}) does not see {path}, which rank 0 has made. All ranks must "
+                "see one file system: put the checkpoints on a shared one (default_root_dir, dirpath).",
+                path=path.parent,
+            )
+        time.sleep(0.1)
+
+
+def _highest(root: Path, files: Files) -> int | None:
+    return max((int(match[1]) for name in files.listed(root) if (match := _NAME.fullmatch(name))), default=None)
+
+
+def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
+    """A lease's content, empty where it cannot be understood; None where it is gone."""
+    try:
+        content = json.loads(files.read(root / f".lease-{number:08d}"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Lease | None:
+    """Return when the next number may be taken; or the lease, where this process and run hold it.
+
+    Raises:
+        FolderInUseError: its holder lives.
+    """
+    first = _read(root, number, files)
+    if first is None or first.get("released"):
+        return None
+    owner = str(first.get("owner"))
+    ours = _held.get(str(first.get("id"))) if owner == this_process() else None
+    if ours is not None and ours.run_id == run_id:
+        return ours
+    gone = is_gone(owner)
+    if gone or (ours is None and owner == this_process()):  # or what this process could not release
+        return None
+    if gone is None:
+        wait_s = _WATCHED * float(first.get("interval_s", INTERVAL_S))
+        sys.stderr.write(
+            f"instep: {root} belongs to {_describe(first)}, of which is not known from here whether it still runs: "
+            f"waiting up to {wait_s:g} s for a sign of life\n"
+        )
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            time.sleep(min(0.5, wait_s / 20))
+            now = _read(root, number, files)
+            if now is None or now.get("released"):
+                return None
+            if now != first:
+                first = now
+                break
+        else:
+            return None
+    raise FolderInUseError(
+        f"{root} is in use: {_describe(first)} saves its checkpoints there since {first.get('since', '?')}. Stop that "
+        "run or wait for its end, or give this one another folder (default_root_dir, dirpath). If it does not run any "
+        f"more, remove {root / f'.lease-{number:08d}'}.",
+        path=root,
+    )
+
+
+def _describe(content: dict[str, Any]) -> str:
+    if "pid" not in content:
+        return "an unknown run, whose lease cannot be read,"
+    who = f"host {content.get('host')}, pid {content['pid']}"
+    if content.get("owner") == this_process():
+        who += ", which is this process"
+    return f"run {content.get('run_id')} ({who}: {content.get('command')})"

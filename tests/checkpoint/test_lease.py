@@ -1,0 +1,306 @@
+"""One run owns a folder: takers on this host and another one, suspended and killed holders, races, faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.checkpoint import CheckpointStore, LocalFiles, lease, owner
+from instep.checkpoint.lease import Lease
+from instep.errors import CheckpointError, FolderInUseError, LeaseLostError
+from tests.checkpoint.helpers import writes
+from tests.helpers.spawn import start_command
+
+HOLD = """
+import sys
+from pathlib import Path
+from instep.checkpoint.lease import Lease
+held = Lease.take(Path(sys.argv[1]), "another run", interval_s=0.02)
+print(held.number, flush=True)
+sys.stdin.readline()
+"""
+TICK_S = 0.02
+
+
+def holder(root: Path) -> Any:
+    """Another process that holds the lease, once its first line was read."""
+    return start_command([sys.executable, "-c", HOLD, str(root)])
+
+
+def files_in(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def content(held: Lease) -> dict[str, Any]:
+    return json.loads(held.path.read_bytes())
+
+
+def as_if_elsewhere(held: Lease, **changes: Any) -> None:
+    """Make a lease's file that of a process on another host, about which nothing can be known from here."""
+    held._stop.set()
+    lease._held.pop(held._id, None)
+    told = {**content(held), "owner": "elsewhere_0123abcd-1-0123abcd", "host": "elsewhere", **changes}
+    held.path.write_text(json.dumps(told))
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)  # another process's file: there is nothing to wait on
+
+
+def test_numbers_go_up_and_the_highest_stays(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "folder"
+    for number in (1, 2, 3):
+        held = Lease.take(root, "run")
+        assert (held.number, files_in(root)) == (number, [f".lease-{number:08d}"])
+        held.check()
+        held.release()
+        held.release()
+        assert content(held)["released"] is True
+    with pytest.raises(LeaseLostError):
+        Lease(root, 2, LocalFiles(), "run", 1.0).check()
+
+
+def test_the_same_run_takes_it_again_and_another_one_does_not(tmp_path: Path) -> None:
+    first = Lease.take(tmp_path, "run")
+    link = tmp_path.with_name(tmp_path.name + "-link")
+    link.symlink_to(tmp_path)
+    second = Lease.take(link, "run")
+    assert second is first
+    with pytest.raises(FolderInUseError, match="which is this process"):
+        Lease.take(tmp_path, "other")
+    first.release()
+    second.check()
+    with pytest.raises(FolderInUseError):
+        Lease.take(tmp_path, "other")
+    second.release()
+    Lease.take(tmp_path, "other").release()
+
+
+def test_a_living_process_keeps_it_and_a_killed_one_loses_it_at_once(tmp_path: Path) -> None:
+    with holder(tmp_path) as process:
+        assert process.stdout.readline() == "1\n"
+        for number in (None, signal.SIGSTOP):  # suspended is not ended
+            if number is not None:
+                process.send_signal(number)
+            with pytest.raises(FolderInUseError, match=rf"run another run \(host .*, pid {process.pid}: ") as caught:
+                Lease.take(tmp_path, "mine")
+            assert str(tmp_path / ".lease-00000001") in str(caught.value)
+            assert caught.value.path == tmp_path
+        process.kill()  # and not waited for: it stays in the table of processes
+        wait_for(lambda: owner._state(process.pid) == "Z")
+        mine = Lease.take(tmp_path, "mine")
+        assert mine.number == 2
+        mine.release()
+
+
+def test_only_one_of_many_takers_gets_it(tmp_path: Path) -> None:
+    start, got = threading.Barrier(8), []
+
+    def take(number: int) -> None:
+        start.wait()
+        try:
+            got.append(Lease.take(tmp_path, f"run {number}"))
+        except FolderInUseError:
+            pass
+
+    for _ in range(10):
+        threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(got) == 1
+        assert files_in(tmp_path) == [got[0].path.name]
+        got.pop().release()
+
+
+def test_a_number_that_was_swept_away_is_not_given_again(tmp_path: Path) -> None:
+    """A taker that slept between looking and making: in the meantime others had its number, and a higher one."""
+    released = Lease.take(tmp_path, "first")
+    released.release()
+
+    class Slow(LocalFiles):
+        def create_exclusive(self, path: Path, data: bytes) -> bool:
+            if path.name.endswith("2"):
+                for _ in range(2):
+                    Lease.take(tmp_path, "quick").release()
+                assert files_in(tmp_path) == [".lease-00000003"]
+            return super().create_exclusive(path, data)
+
+    late = Lease.take(tmp_path, "late", Slow())
+    assert (late.number, files_in(tmp_path)) == (4, [".lease-00000004"])
+    late.release()
+
+
+# ---- another host
+
+
+def test_of_another_host_the_counter_is_watched(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    dead = Lease.take(tmp_path, "theirs", interval_s=0.1)
+    as_if_elsewhere(dead)
+    before = time.monotonic()
+    mine = Lease.take(tmp_path, "mine")
+    assert 0.3 <= time.monotonic() - before < 5
+    assert "host elsewhere, pid" in capfd.readouterr().err
+    with pytest.raises(LeaseLostError, match=r"run mine .* has taken it over"):
+        dead.check()
+    mine.release()
+
+
+def test_of_another_host_a_beat_is_a_sign_of_life(tmp_path: Path) -> None:
+    theirs = Lease.take(tmp_path, "theirs", interval_s=30.0)
+    as_if_elsewhere(theirs)
+
+    def beat() -> None:
+        as_if_elsewhere(theirs, counter=7)
+
+    threading.Timer(0.2, beat).start()
+    with pytest.raises(FolderInUseError, match="host elsewhere"):
+        Lease.take(tmp_path, "mine")
+
+    def release() -> None:
+        as_if_elsewhere(theirs, counter=7, released=True)
+
+    threading.Timer(0.2, release).start()
+    Lease.take(tmp_path, "mine").release()
+
+
+def test_clocks_have_no_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Lease.take(tmp_path, "theirs", interval_s=TICK_S)
+    for jump_s in (-1e9, 1e9):
+        os.utime(held.path, (time.time() + jump_s,) * 2)
+        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: 2e9 + jump_s)
+        held.check()
+        with pytest.raises(FolderInUseError):
+            Lease.take(tmp_path, "mine")
+    held.release()
+
+
+def test_an_empty_lease_is_watched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".lease-00000007").touch()  # its maker was killed, on a file system without links
+    monkeypatch.setattr(lease, "INTERVAL_S", 0.05)
+    held = Lease.take(tmp_path, "mine")
+    assert held.number == 8
+    held.release()
+
+
+def test_the_namespace_of_process_ids_is_part_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, stat = owner.this_process(), os.stat
+
+    def other(path: Any, *args: Any, **kwargs: Any) -> Any:
+        return stat("/" if str(path) == "/proc/self/ns/pid" else path, *args, **kwargs)
+
+    assert owner.is_gone(mine) is False
+    monkeypatch.setattr(os, "stat", other)  # the same host name in another container
+    assert owner.is_gone(mine) is None
+
+
+# ---- the holder
+
+
+def test_the_counter_goes_on_after_a_fault(tmp_path: Path) -> None:
+    failed = threading.Event()
+
+    class Faulty(LocalFiles):
+        def replace(self, path: Path, data: bytes) -> None:
+            if not failed.is_set():
+                failed.set()
+                raise OSError(5, "a short fault", str(path))
+            super().replace(path, data)
+
+    held = Lease.take(tmp_path, "run", Faulty(), interval_s=TICK_S)
+    wait_for(lambda: content(held)["counter"] >= 3)
+    assert failed.is_set()
+    held.run_id = "resumed"
+    wait_for(lambda: content(held)["run_id"] == "resumed")
+    held.release()
+    assert content(held)["released"] is True
+
+
+def test_the_thread_does_not_keep_the_process_alive(tmp_path: Path) -> None:
+    code = HOLD.replace("sys.stdin.readline()", "")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    Lease.take(tmp_path, "next").release()
+
+
+def test_a_forked_child_does_not_release(tmp_path: Path) -> None:
+    held = Lease.take(tmp_path, "run")
+    child = os.fork()
+    if child == 0:
+        held.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    held.check()
+    assert content(held)["released"] is False
+    held.release()
+
+
+# ---- what the store makes of it
+
+
+def test_who_lost_the_folder_commits_and_deletes_nothing(tmp_path: Path) -> None:
+    mine = Lease.take(tmp_path, "mine")
+    store = CheckpointStore(tmp_path, lease=mine)
+    first = store.save(1, writes(1.0))
+    as_if_elsewhere(mine, released=True)
+    theirs = Lease.take(tmp_path, "theirs")
+    with pytest.raises(LeaseLostError, match="run theirs"):
+        store.save(2, writes(2.0))
+    with pytest.raises(LeaseLostError, match="run theirs"):
+        store.delete(first)
+    with pytest.raises(LeaseLostError):
+        store.sweep()
+    assert files_in(tmp_path) == [theirs.path.name, "step-00000001-1"]
+    theirs.release()
+
+
+def test_a_holder_whose_lease_was_removed_writes_nothing(tmp_path: Path) -> None:
+    held = Lease.take(tmp_path, "mine")
+    held.path.unlink()
+    with pytest.raises(LeaseLostError, match="is gone"):
+        CheckpointStore(tmp_path, lease=held).save(1, writes(1.0))
+    held.release()
+    assert files_in(tmp_path) == []
+
+
+def test_the_owner_sweeps_what_other_hosts_left(tmp_path: Path) -> None:
+    left = tmp_path / ".saving-step-00000003-1@elsewhere-1-0123abcd"
+    left.mkdir()
+    CheckpointStore(tmp_path).tidy()
+    assert left.exists()
+    held = Lease.take(tmp_path, "mine")
+    CheckpointStore(tmp_path, lease=held).tidy()
+    assert not left.exists()
+    held.release()
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=f"cannot be saved in {tmp_path}/file/folder"):
+        Lease.take(tmp_path / "file" / "folder", "run")
+
+    def full(operation: str, path: Path, detail: Any) -> None:
+        if operation == "create_exclusive":
+            raise OSError(28, "No space left on device", str(path))
+
+    with pytest.raises(CheckpointError, match=r"No space left on device .*lease-00000001"):
+        Lease.take(tmp_path / "full", "run", LocalFiles(full))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        Lease.take(tmp_path, "run")
