@@ -218,14 +218,25 @@ class ModelCheckpoint(Callback):
         return os.path.dirname(path) == str(self.dirpath or trainer.run_folder.checkpoints)
 
     def _adopt(self, trainer: Trainer, resumed_from: Reader) -> None:
-        """The checkpoint that the run went on from was committed after its own state was collected: take it in."""
-        path, manifest = str(resumed_from.path), resumed_from.manifest
-        self.last_model_path = path
-        if manifest.info.get("saver") != self.state_key or not self._owns(trainer, path):
-            return  # another callback's to delete, or the user's own
-        score = manifest.info.get("score") if manifest.info.get("monitor") == self.monitor else None
-        self.saved = [it for it in self.saved if it.key != path]
-        self.saved.append(_retention().Saved(path, manifest.step, None if score is None else float(score)))
+        """Take in what was committed after the books were saved: the one that the run went on from, and, in the
+        background, one that was on its way at that time. Another callback's are not touched, nor the user's own.
+        """
+        self.last_model_path = str(resumed_from.path)
+        store = trainer._store(self.dirpath)
+        found = store.peers.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
+        known = {it.key: it for it in self.saved}
+        self.saved = [it for it in self.saved if it.key not in {str(info.path) for info in found}]  # damaged ones first
+        for info in found:
+            about, key = info.manifest.info, str(info.path)
+            score = about.get("score") if about.get("monitor") == self.monitor else None
+            if key in known:
+                self.saved.append(known[key])
+            elif (
+                about.get("saver") == self.state_key
+                and info.manifest.run_id == trainer.run_id
+                and info.step <= trainer.global_step
+            ):
+                self.saved.append(_retention().Saved(key, info.step, None if score is None else float(score)))
         self._find_best()
 
     def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
