@@ -17,7 +17,7 @@ from tests.checkpoint.victim import Board, Way, train
 from tests.helpers.jobs import JobServer
 
 TARGETS = ("job", "rank", "agent")
-WAYS = (Way(), Way(workers=2))
+WAYS = tuple(Way(workers, background) for background in (False, True) for workers in (0, 2))
 RUN_S, END_S = 90.0, 20.0  # deadlines: of a run that nobody kills, and of what a kill leaves
 
 

@@ -126,11 +126,13 @@ def kill_training_everywhere(folder: str, way: Way) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_training_killed_at_any_operation_of_its_saves_ends_bit_for_bit_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True], ids=["", "background"])
+def test_a_training_killed_at_any_operation_of_its_saves_ends_bit_for_bit_the_same(
+    background: bool, tmp_path: Path
+) -> None:
     """The newest is saved and the one before deleted, then what a validation measured is saved as one of the best."""
-    (count,) = run_ranks(
-        kill_training_everywhere, 1, str(tmp_path), Way(ranks=1, batch_size=4, epochs=1), timeout_s=280.0
-    )
+    way = Way(ranks=1, batch_size=4, epochs=1, background=background)
+    (count,) = run_ranks(kill_training_everywhere, 1, str(tmp_path), way, timeout_s=280.0)
     assert count["rename"] >= 3, "two saves and a delete"
     assert count["create"] == count["fsync"] >= 12
     assert count["unlink"] >= 6
