@@ -99,12 +99,10 @@ class CheckpointStore:
             UnsavableStateError: a state holds something that cannot be encoded.
             RemoteError: another rank failed; has that rank's traceback.
         """
-        saved: Path | _Passing = _Passing(0, "")
-        for pause_s in (0.0, *PAUSES_S):
-            saved = self._try(step, write, info or {}, name, run_id, saved, pause_s)
-            if not isinstance(saved, _Passing):
-                return saved
-        raise AssertionError("the last try raises")
+        saved: Path | _Passing = _Passing(0, 0, "")
+        while isinstance(saved, _Passing):
+            saved = self._try(step, write, info or {}, name, run_id, saved)
+        return saved
 
     def scan(self) -> list[CheckpointInfo]:
         """The checkpoints whose manifest can be read, the highest (step, attempt) first. Local; reads no other file.
@@ -131,9 +129,16 @@ class CheckpointStore:
         if manifest is None:
             return [problem]
         by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
-        mine = [file_problem(folder / name, record) for name, record in by_size[rank::world_size]]
-        found = self.peers.from_every_rank([problem for problem in mine if problem is not None])
-        return [problem for of_rank in found for problem in of_rank]
+        problems: list[str | None] = []
+        error: Exception | None = None
+        try:
+            problems = [file_problem(folder / name, record) for name, record in by_size[rank::world_size]]
+        except Exception as caught:  # noqa: BLE001  raised again below, together with the other ranks
+            error = caught
+        found = self.peers.from_every_rank((problems, error is not None))
+        if any(failed for _, failed in found):
+            self.peers.fail_together(error, f"verifying {folder}")
+        return [problem for of_rank, _ in found for problem in of_rank if problem is not None]
 
     def newest_verified(self, kind: str | None = None) -> CheckpointInfo | None:
         """The newest checkpoint that verifies. Collective.
@@ -233,13 +238,10 @@ class CheckpointStore:
         name: str | None,
         run_id: str,
         before: _Passing,
-        pause_s: float,
     ) -> Path | _Passing:
         """Save once. All ranks know from the same messages whether it failed in passing, which the last try raises."""
-        last = pause_s == PAUSES_S[-1]
         begun = self.peers.on_rank_zero(
-            lambda: _unless_passing(lambda: self._begin(step, name, before, pause_s), before.attempt, last),
-            "starting a checkpoint",
+            lambda: before.or_again(lambda: self._begin(step, name, before), before.attempt), "starting a checkpoint"
         )
         if isinstance(begun, _Passing):
             return begun
@@ -257,21 +259,24 @@ class CheckpointStore:
         if failures:
             if rank == 0:
                 self._remove_quietly(folder)
-            if not last and all(passes for passes, _ in failures):
-                return _Passing(attempt, failures[0][1])
+            if not before.last and all(passes for passes, _ in failures):
+                return before.again(attempt, failures[0][1])
             self.peers.fail_together(error, f"saving {final}")
         records = [(step, records) for step, records, _ in parts]
         done = self.peers.on_rank_zero(
-            lambda: _unless_passing(lambda: self._commit(folder, final, attempt, records, info, run_id), attempt, last),
+            lambda: before.or_again(lambda: self._commit(folder, final, attempt, records, info, run_id), attempt),
             f"saving {final}",
         )
         return final if done is None else done
 
     # Rank 0 only, from here on.
 
-    def _begin(self, step: int, name: str | None, before: _Passing, pause_s: float) -> tuple[Path, Path, int]:
-        if before.why:
-            wait(pause_s, f"saving step {step} failed, and is tried again in another folder: {before.why}")
+    def _begin(self, step: int, name: str | None, before: _Passing) -> tuple[Path, Path, int]:
+        if before.tries:
+            wait(
+                PAUSES_S[before.tries - 1],
+                f"saving step {step} failed, and is tried again in another folder: {before.why}",
+            )
         base = names.base_name(step, name)
         try:
             self.files.make_root(self.root)
@@ -382,19 +387,27 @@ class CheckpointStore:
 
 @dataclass(frozen=True)
 class _Passing:
-    """A try that failed by a fault that may not come again."""
+    """Tries of a save so far, each of which failed by a fault that may not come again."""
 
-    attempt: int
+    tries: int
+    attempt: int  # the highest that was used
     why: str
 
+    @property
+    def last(self) -> bool:
+        return self.tries == len(PAUSES_S)
 
-def _unless_passing(act: Callable[[], T], attempt: int, last: bool) -> T | _Passing:
-    try:
-        return act()
-    except CheckpointError as error:
-        if last or not passing(error):
-            raise
-        return _Passing(attempt, str(error))
+    def again(self, attempt: int, why: str) -> _Passing:
+        return _Passing(self.tries + 1, attempt, why)
+
+    def or_again(self, act: Callable[[], T], attempt: int) -> T | _Passing:
+        """What `act` returns, or that there is to be another try."""
+        try:
+            return act()
+        except CheckpointError as error:
+            if self.last or not passing(error):
+                raise
+            return self.again(attempt, str(error))
 
 
 def _joined(
