@@ -110,7 +110,7 @@ class _Recorder(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         path = self._output / f"rank-{trainer.global_rank}.jsonl"
-        self._file = open(path, "w", buffering=1)  # noqa: SIM115  closed by _end; a line is there at once
+        self._file = open(path, "w", buffering=1)  # noqa: SIM115  closed at the end; lines are there at once
         self._step = trainer.global_step
         self._batches: list[dict[str, Any]] = []
         self._norms: list[float] = []
@@ -137,6 +137,7 @@ class _Recorder(Callback):
             self._step += 1
             self._note(trainer, run.batch_idx, None)
             self._write(trainer, error=f"{type(exception).__name__}: {exception}")
+            self._file.close()
 
     def _note(self, trainer: Trainer, batch_idx: int, loss: Any) -> None:
         samples = trainer.train_dataloader.sample_indices(batch_idx)

@@ -1,0 +1,142 @@
+"""A Trainer in a replay, in this process; tests/cli/test_replay.py runs whole programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from instep import Trainer
+from instep.callbacks import LearningRateMonitor, ModelCheckpoint, Timer
+from instep.loggers import CSVLogger
+from instep.trainer import replay
+from tests.trainer.resuming import Augmented, Net
+
+
+class Ended(BaseException):
+    """In place of the process's end."""
+
+
+class OwnSaver(Net):
+    """A module with callbacks of its own that would write."""
+
+    def configure_callbacks(self) -> Any:
+        return ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)
+
+
+def trainer(root: Path, **more: Any) -> Trainer:
+    callbacks = [ModelCheckpoint(every_n_train_steps=2, save_top_k=-1), LearningRateMonitor(), Timer("00:01:00:00")]
+    options = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 1, "default_root_dir": root, **more}
+    return Trainer(logger=CSVLogger(), callbacks=callbacks, **options)
+
+
+def data() -> Any:
+    return DataLoader(Augmented(22), batch_size=4, shuffle=True)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Of step 2, by a run of 6 steps."""
+    trainer(tmp_path / "first").fit(Net(), data())
+    [found] = tmp_path.rglob("step-00000002-1")
+    return found
+
+
+@pytest.fixture
+def output(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """From here on this process replays two steps; where the lines go."""
+    folder = tmp_path / "output"
+    folder.mkdir()
+
+    def end(code: int) -> None:
+        assert code == 0
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setenv(replay.VARIABLE, json.dumps({"checkpoint": str(checkpoint), "steps": 2, "output": str(folder)}))
+    return folder
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "rank-0.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", [Net, OwnSaver])
+def test_it_goes_on_from_there_and_writes_nothing(kind: type[Net], output: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    again = trainer(tmp_path / "second")
+    with pytest.raises(Ended):
+        again.fit(kind(), data(), ckpt_path="auto")
+    steps = lines(output)
+    assert [step["step"] for step in steps] == [3, 4]
+    assert all(len(step["grad_norms"]) == 1 for step in steps)
+    assert again.loggers == []
+    assert again.log_dir is None
+    assert again.checkpoint_callback is None
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, output / "rank-0.jsonl"])
+
+
+def test_saving_by_hand_saves_nothing(output: Path, tmp_path: Path) -> None:
+    class Saves(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            assert self.trainer.save_checkpoint(tmp_path / "mine") == tmp_path / "mine"
+
+    with pytest.raises(Ended):
+        trainer(tmp_path / "second").fit(Saves(), data())
+    assert len(lines(output)) == 2
+    assert not list(tmp_path.glob("mine*"))
+
+
+def test_the_end_of_the_run_comes_first(output: Path, tmp_path: Path) -> None:
+    with pytest.raises(Ended):
+        trainer(tmp_path / "second", max_steps=3).fit(Net(), data())
+    assert [step["step"] for step in lines(output)] == [3]
+
+
+def test_a_step_that_fails_is_told(output: Path, tmp_path: Path) -> None:
+    class Fails(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3:
+                raise ValueError("boom")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match="boom"):
+        trainer(tmp_path / "second").fit(Fails(), data())
+    done, failed = lines(output)
+    assert "error" not in done
+    assert failed["error"] == "ValueError: boom"
+    [batch] = failed["batches"]
+    assert batch["loss"] is None
+    assert len(batch["samples"]) == 4
+
+
+def test_manual_optimization_steps_twice(checkpoint: Path, output: Path, tmp_path: Path) -> None:
+    class Twice(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            for _ in range(2):
+                loss = self.net(batch[0]).square().mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+    with pytest.raises(Ended):
+        trainer(tmp_path / "second").fit(Twice(), data())
+    assert [(len(step["grad_norms"]), step["batches"][0]["loss"]) for step in lines(output)] == [(2, None)] * 2
+
+
+def test_otherwise_nothing_changes(tmp_path: Path) -> None:
+    ours = trainer(tmp_path)
+    callbacks = list(ours.callbacks)
+    replay.silence(ours)
+    assert replay.take_over(ours, Net(), "best") == "best"
+    assert ours.callbacks == callbacks
+    assert len(ours.loggers) == 1
