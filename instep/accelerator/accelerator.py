@@ -458,6 +458,8 @@ class Accelerator(Checkpointing):
         """Close the loggers, end the run and leave the process group. Collective."""
         self._trackers.finish()
         self.wait_for_everyone("end_training")
+        self.wait_for_saves()
+        self.saver.close()
         self.free_memory()
         self._process.destroy_process_group()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
@@ -13,7 +13,9 @@ from instep.accelerator import saving
 from instep.accelerator.handlers import ProjectConfiguration
 from instep.accelerator.preparing import Preparing
 from instep.accelerator.single_files import save_object, save_weights
+from instep.checkpoint.background import BackgroundSaver, PendingSave
 from instep.checkpoint.resume import Resume, ResumeReport
+from instep.checkpoint.together import Peers
 from instep.errors import SettingError
 from instep.state import PartialState
 from instep.strategies import Precision
@@ -34,6 +36,8 @@ class Checkpointing(Preparing):
         self.resume_report: ResumeReport | None = None
         self.run_id = uuid.uuid4().hex[:16]
         """The run, whose states are told from those of others in the same folder; `load_state` takes the run up."""
+        self.saver = BackgroundSaver()
+        self.pending: PendingSave | None = None
         self.swept: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
@@ -88,15 +92,23 @@ class Checkpointing(Preparing):
         """
         return _register(self.load_hooks, hook)
 
-    def save_state(self, output_dir: Location | None = None) -> Path:
+    @overload
+    def save_state(self, output_dir: Location | None = None, background: Literal[False] = False) -> Path: ...
+
+    @overload
+    def save_state(self, output_dir: Location | None = None, *, background: bool) -> Path | None: ...
+
+    def save_state(self, output_dir: Location | None = None, background: bool = False) -> Path | None:
         """Save everything that was prepared or registered, at one instant and verified. Collective: on all ranks.
 
         Args:
             output_dir: the folder; `-<attempt>` is added, so that nothing is overwritten. Default: the next one in
                 `<project_dir>/checkpoints`, where `ProjectConfiguration(total_limit=)` deletes the oldest of this run.
+            background: copy the state to host memory, which is kept, and write and verify it beside the training. The
+                next save waits for it, like `wait_for_saves` and `end_training`, and raises its error.
 
         Returns:
-            The folder.
+            The folder; None in the background, where `wait_for_saves` returns it.
 
         Raises:
             CheckpointError: it could not be written, or the project's folder holds a later state of another run; older
@@ -105,7 +117,19 @@ class Checkpointing(Preparing):
             DistributedError: not all ranks came.
         """
         self.wait_for_everyone("save_state")
-        return saving.save(self, None if output_dir is None else to_path(output_dir))
+        return saving.save(self, None if output_dir is None else to_path(output_dir), background)
+
+    def wait_for_saves(self) -> Path | None:
+        """Wait for what `save_state(background=True)` has under way. Collective.
+
+        Returns:
+            The checkpoint, verified; None where nothing was under way.
+
+        Raises:
+            CheckpointError: that save failed; on another rank RemoteError.
+        """
+        pending, self.pending = self.pending, None
+        return None if pending is None else pending.outcome(Peers())
 
     def load_state(self, input_dir: Location | None = None, resume: Resume | None = None) -> Path:
         """Load what `save_state` saved into what is prepared and registered. Collective.

@@ -13,7 +13,7 @@ class and optimizer, loaders by name or data, registered objects by name. Two of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ from instep import __version__
 from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer, find_checkpoint
 from instep.checkpoint.resume import Resume, ResumeReport, compare
 from instep.checkpoint.together import on_rank_zero
+from instep.checkpoint.writer import BaseWriter
 from instep.distributed import raise_together
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError, UsageError
 from instep.utils.learning_rate import follow_schedule, put_rates, rates_of, set_learning_rates
@@ -38,8 +39,14 @@ T = TypeVar("T")
 KIND = "accelerator"
 
 
-def save(accelerator: Checkpointing, path: Path | None) -> Path:
-    """Save everything that was prepared or registered. Collective."""
+def save(accelerator: Checkpointing, path: Path | None, background: bool = False) -> Path | None:
+    """Save everything that was prepared or registered; None where that is under way beside the training. Collective."""
+    if background and accelerator.save_hooks:
+        raise UsageError(
+            "save_state(background=True) copies states and lets a thread write them, but a hook before save_state "
+            "writes files itself. Save without background=True, or register what it writes for checkpointing."
+        )
+    accelerator.wait_for_saves()
     if not accelerator.sync_gradients:
         warnings.warn(
             "this state is saved in the middle of an accumulation window, whose gradients are no part of it: a resumed "
@@ -62,8 +69,8 @@ def save(accelerator: Checkpointing, path: Path | None) -> Path:
         accelerator.swept.add(store.root)
         store.tidy()
 
-    def write(writer: Writer) -> None:
-        kept = _run_save_hooks(accelerator, weights, writer.folder)
+    def write(writer: BaseWriter) -> None:
+        kept = _run_save_hooks(accelerator, weights, writer.folder) if isinstance(writer, Writer) else weights
         optimizers = _optimizers(accelerator)
         own = _collect(accelerator, [optimizer for optimizer, _ in optimizers.values()], shared)
         if writer.rank == 0:
@@ -72,11 +79,34 @@ def save(accelerator: Checkpointing, path: Path | None) -> Path:
             writer.state("accelerator", {**shared, "models": list(kept)})
         writer.state(f"rank-{writer.rank:05d}", own)
 
-    saved = store.save(accelerator.step, write, info={"kind": KIND}, name=name, run_id=accelerator.run_id)
-    limit = accelerator.project_configuration.total_limit
-    if path is None and limit is not None:
+    limit = None if path is not None else accelerator.project_configuration.total_limit
+    about: dict[str, Any] = {"info": {"kind": KIND}, "name": name, "run_id": accelerator.run_id}
+    if background:
+        _start(accelerator, store, write, limit, about)
+        return None
+    saved = store.save(accelerator.step, write, **about)
+    if limit is not None:
         _keep(store, saved, limit, accelerator.run_id)
     return saved
+
+
+def _start(
+    accelerator: Checkpointing,
+    store: CheckpointStore,
+    write: Callable[[BaseWriter], None],
+    limit: int | None,
+    about: dict[str, Any],
+) -> None:
+    recorder: Any = None
+    error: Exception | None = None
+    try:
+        recorder = accelerator.saver.record(write)
+    except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
+        error = caught
+    raise_together(error, "copying the state")
+    new = Saved("", accelerator.step)
+    doomed = [] if limit is None else _too_old(store, limit, accelerator.run_id, new)
+    accelerator.pending = accelerator.saver.start(store, accelerator.step, recorder, doomed=doomed, **about)
 
 
 def _keep(store: CheckpointStore, newest: Path, limit: int, run_id: str) -> None:
@@ -84,13 +114,18 @@ def _keep(store: CheckpointStore, newest: Path, limit: int, run_id: str) -> None
     problems = store.verify_together(newest)
     if problems:
         raise CorruptCheckpointError(f"{newest} does not verify: {'; '.join(problems)}", path=newest)
+    for path in _too_old(store, limit, run_id):
+        store.delete(path)
+
+
+def _too_old(store: CheckpointStore, limit: int, run_id: str, *new: Saved) -> list[str]:
+    """The oldest of this run, beyond a limit. Collective."""
 
     def old() -> list[str]:
         own = [info for info in reversed(store.scan()) if info.manifest.run_id == run_id]
-        return KeepNewest(limit).doomed([Saved(str(info.path), info.step) for info in own])
+        return KeepNewest(limit).doomed([*(Saved(str(info.path), info.step) for info in own), *new])
 
-    for path in on_rank_zero(old, f"looking at {store.root}"):
-        store.delete(path)
+    return on_rank_zero(old, f"looking at {store.root}")
 
 
 def _refuse_another_run(accelerator: Checkpointing, store: CheckpointStore) -> None:
@@ -166,7 +201,7 @@ def _run_save_hooks(
     return kept
 
 
-def _write_weights(writer: Writer, weights: Mapping[str, Mapping[str, Any]]) -> None:
+def _write_weights(writer: BaseWriter, weights: Mapping[str, Mapping[str, Any]]) -> None:
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
     for name, state in weights.items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -135,10 +134,8 @@ class _Block:
         self.size = size
         self.pinned = pinned
         self.memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-            if hasattr(mmap, advice):
-                with suppress(OSError):  # a kernel without it
-                    self.memory.madvise(getattr(mmap, advice))
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self.memory.madvise(mmap.MADV_DONTFORK)
         self.content = torch.frombuffer(self.memory, dtype=torch.uint8)
         # Where it cannot be pinned (a limit on locked memory), copies wait for the device: slower, and as right.
         self._cuda: Any = torch.cuda.cudart() if pinned else None
