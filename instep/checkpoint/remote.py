@@ -158,7 +158,7 @@ class RemoteFiles(Files):
     def listed(self, folder: Path) -> list[str]:
         try:
             with _as_os_error(folder):
-                return [PurePosixPath(name).name for name in _fs(folder).ls(_key(folder), detail=False, refresh=True)]
+                return [PurePosixPath(name).name for name in _fs(folder).ls(_key(folder), detail=False)]
         except FileNotFoundError:
             return []
 
