@@ -218,8 +218,10 @@ class ModelCheckpoint(Callback):
         return os.path.dirname(path) == str(self.dirpath or trainer.run_folder.checkpoints)
 
     def _adopt(self, trainer: Trainer, resumed_from: Reader) -> None:
-        """Take in what was committed after the books were saved: the one that the run went on from, and, in the
-        background, one that was on its way at that time. Another callback's are not touched, nor the user's own.
+        """Take in what was committed after these books were saved.
+
+        That is what the run went on from and, in the background, one that was on its way at that time. What another
+        callback or the user saved is theirs.
         """
         self.last_model_path = str(resumed_from.path)
         store = trainer._store(self.dirpath)
