@@ -128,6 +128,9 @@ def test_manual_optimization_steps_twice(checkpoint: Path, output: Path, tmp_pat
                 self.manual_backward(loss)
                 optimizer.step()
 
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert outputs is None
+
     with pytest.raises(Ended):
         trainer(tmp_path / "second").fit(Twice(), data())
     assert [(len(step["grad_norms"]), step["batches"][0]["loss"]) for step in lines(output)] == [(2, None)] * 2
