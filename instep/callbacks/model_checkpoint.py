@@ -202,20 +202,21 @@ class ModelCheckpoint(Callback):
             self._next_time = time.monotonic() + self.train_time_interval.total_seconds()
 
     def _forget_the_gone(self, trainer: Trainer) -> None:
-        """What the main process does not find on the disk is forgotten on all ranks; so is what lies elsewhere.
+        """What the main process does not find on the disk is forgotten on all ranks; so is what is not this run's.
 
-        A run that goes on in another folder leaves the checkpoints of the first one to whoever owns them now.
+        A run that goes on in another folder, or counts from 0 again, leaves the checkpoints of the first one alone.
         """
         known = {*(it.key for it in self.saved), self.best_model_path, self.last_model_path}
         there = trainer.agree({path for path in known if path and self._path(path).is_dir()})
-        self.saved = [it for it in self.saved if it.key in there and self._owns(trainer, it.key)]
+        self.saved = [it for it in self.saved if it.key in there and self._owns(trainer, it)]
         self.last_model_path = self.last_model_path if self.last_model_path in there else ""
         if self.best_model_path not in there:
             self.best_model_path, self.best_model_score = "", None
             self._find_best()
 
-    def _owns(self, trainer: Trainer, path: str) -> bool:
-        return os.path.dirname(path) == str(self.dirpath or trainer.run_folder.checkpoints)
+    def _owns(self, trainer: Trainer, saved: Saved) -> bool:
+        here = str(self.dirpath or trainer.run_folder.checkpoints)
+        return os.path.dirname(saved.key) == here and saved.step <= trainer.global_step
 
     def _adopt(self, trainer: Trainer, resumed_from: Reader) -> None:
         """Take in what was committed after these books were saved.

@@ -329,6 +329,13 @@ def test_it_holds_once(resume: Resume, tmp_path: Path, capsys: pytest.CaptureFix
     assert "Resuming from" in capsys.readouterr().out
 
 
+def test_a_run_that_counts_anew_leaves_the_checkpoint_it_began_with(tmp_path: Path):
+    fit(tmp_path, Net(), ModelCheckpoint(tmp_path / "kept"))
+    first = tmp_path / "kept" / "step-00000008-1"
+    fit(tmp_path, Net(), ModelCheckpoint(tmp_path / "kept"), ckpt_path=first, resume=Resume(position=False))
+    assert sorted(path.name for path in (tmp_path / "kept").glob("step-*")) == ["step-00000008-1", "step-00000008-2"]
+
+
 def test_auto_cannot_count_anew_in_the_same_folder(tmp_path: Path):
     fit(tmp_path, Net(), ModelCheckpoint(tmp_path / "kept"))
     with pytest.raises(SettingError, match="would find step-00000008-1 at the next start too"):
