@@ -231,7 +231,11 @@ class ModelCheckpoint(Callback):
         self.saved = [it for it in self.saved if it.key not in {str(info.path) for info in found}]  # damaged ones first
         for info in found:
             about, key = info.manifest.info, str(info.path)
-            score = about.get("score") if about.get("monitor") == self.monitor else None
+            score = about.get("score")
+            if not about.get("ranked") or about.get("monitor") != self.monitor:
+                score = None
+            elif score is None:
+                score = math.nan
             if key in known:
                 self.saved.append(known[key])
             elif (
@@ -336,6 +340,7 @@ class ModelCheckpoint(Callback):
             "monitor": self.monitor,
             "mode": self.mode,
             "score": None if score is None or math.isnan(score) else score,
+            "ranked": score is not None,
         }
         name = self._name(trainer)
         try:
