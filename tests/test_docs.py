@@ -45,7 +45,7 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     printed = ""
     for language, code in blocks:
         if language == "python":
-            exec(compile(code, "checkpoints.md", "exec"), names)  # noqa: S102
+            exec(compile(code, "checkpoints.md", "exec"), names)
             printed += capsys.readouterr().out
         elif language == "sh":
             for line in code.splitlines():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from instep import Callback, Resume, Trainer
 from instep.callbacks import ModelCheckpoint
-from instep.checkpoint import ResumeReport, write_tensors
+from instep.checkpoint import KeepNewest, ResumeReport, write_tensors
 from instep.errors import CheckpointError, Preempted, SettingError
 from tests.trainer.toys import LoggingToy, assert_same, loader, quiet, weights
 
@@ -329,11 +329,13 @@ def test_it_holds_once(resume: Resume, tmp_path: Path, capsys: pytest.CaptureFix
     assert "Resuming from" in capsys.readouterr().out
 
 
-def test_a_run_that_counts_anew_leaves_the_checkpoint_it_began_with(tmp_path: Path):
-    fit(tmp_path, Net(), ModelCheckpoint(tmp_path / "kept"))
-    first = tmp_path / "kept" / "step-00000008-1"
-    fit(tmp_path, Net(), ModelCheckpoint(tmp_path / "kept"), ckpt_path=first, resume=Resume(position=False))
-    assert sorted(path.name for path in (tmp_path / "kept").glob("step-*")) == ["step-00000008-1", "step-00000008-2"]
+def test_a_run_that_counts_anew_leaves_the_checkpoints_of_the_first_one(tmp_path: Path):
+    kept = tmp_path / "kept"
+    fit(tmp_path, Net(), ModelCheckpoint(kept, keep=KeepNewest(2)))
+    again = ModelCheckpoint(kept, keep=KeepNewest(2))
+    fit(tmp_path, Net(), again, ckpt_path=kept / "step-00000008-1", resume=Resume(position=False))
+    names = [f"step-0000000{step}-{attempt}" for step in (4, 8) for attempt in (1, 2)]
+    assert sorted(path.name for path in kept.glob("step-*")) == names
 
 
 def test_auto_cannot_count_anew_in_the_same_folder(tmp_path: Path):
