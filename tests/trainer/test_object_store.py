@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,9 +16,18 @@ from tests.trainer import resuming
 from tests.trainer.resuming import Case, Net, assert_same, run_once, run_with_stops
 
 
-def save_to(url: str, **options: object) -> None:
-    """Let the Trainers of these tests save there."""
-    resuming.ModelCheckpoint = functools.partial(ModelCheckpoint, dirpath=url, **options)  # type: ignore[assignment]
+class Saver(ModelCheckpoint):
+    """Where and how the Trainers of these tests save."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, **self.options)
+
+
+def save_to(url: str, **options: Any) -> None:
+    Saver.options = {"dirpath": url, **options}
+    resuming.ModelCheckpoint = Saver
 
 
 @pytest.mark.slow
