@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from instep.types import StateDict
 
@@ -54,6 +54,7 @@ class BatchSource(ABC):
         self.first_batch = 0
         self.epoch = 0
         self.cycle = 0
+        self._pending = False  # a position was loaded that no pass has used yet
         self._window: tuple[int, int, int] = (-1, -1, 0)  # begin, end and samples of the window last asked for
 
     @property
@@ -76,9 +77,14 @@ class BatchSource(ABC):
     def even_batches(self) -> int:
         """Batches up to this number have the same samples each, on every rank; `sys.maxsize` when all have."""
 
-    @abstractmethod
     def set_epoch(self, epoch: int, cycle: int = 0) -> None:
         """Go to the beginning of an epoch, unless a state of this epoch was loaded that no pass has used yet."""
+        if not (self._pending and (epoch, cycle) == (self.epoch, self.cycle)):
+            self._enter(epoch, cycle)
+
+    @abstractmethod
+    def _enter(self, epoch: int, cycle: int) -> None:
+        """Go to the beginning of an epoch."""
 
     @abstractmethod
     def start_at(self, batches: int) -> None:
@@ -176,10 +182,30 @@ class BatchSource(ABC):
     def close(self) -> None:  # noqa: B027 (most sources hold nothing)
         """Let go of worker processes. May be called twice; the source can still be iterated afterwards."""
 
+    def _start_pass(self) -> None:
+        """What an iteration does first: it takes up the position that was loaded, or begins the epoch anew."""
+        if not self._pending:
+            self._enter(self.epoch, self.cycle)
+        self._pending = self.is_last = False
+
     def _begin(self, first_batch: int) -> None:
         self.first_batch = first_batch
         self.is_last = False
         self._window = (-1, -1, 0)
+
+
+class Seat(NamedTuple):
+    """A rank among those that share the data.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks that run in step.
+        seed: what everything random about the data is derived from, alike on all ranks.
+    """
+
+    rank: int
+    world_size: int
+    seed: int
 
 
 class PreparedLoader(BatchSource):
@@ -187,9 +213,7 @@ class PreparedLoader(BatchSource):
 
     Args:
         loader: the user's loader.
-        rank: this rank.
-        world_size: number of ranks that share the data.
-        seed: what everything random about the data is derived from, alike on all ranks.
+        seat: whose batches it gives.
         frozen: every epoch is the first one again.
 
     Attributes:
@@ -198,20 +222,15 @@ class PreparedLoader(BatchSource):
         batch_size: samples per rank and batch, None when unknown.
     """
 
-    def __init__(self, loader: Any, *, rank: int, world_size: int, seed: int, frozen: bool = False) -> None:
-        super().__init__(world_size)
+    def __init__(self, loader: Any, seat: Seat, *, frozen: bool = False) -> None:
+        super().__init__(seat.world_size)
         self.loader = loader
         self.dataset = getattr(loader, "dataset", None)
         self.batch_size: int | None = getattr(loader, "batch_size", None)
-        self.rank = rank
-        self.seed = seed
+        self.rank = seat.rank
+        self.seed = seat.seed
         self.frozen = frozen
-        self._pending = False  # a position was loaded that no pass has used yet
         self._set_epochs = _set_epoch_methods(loader)
-
-    def set_epoch(self, epoch: int, cycle: int = 0) -> None:
-        if not (self._pending and (epoch, cycle) == (self.epoch, self.cycle)):
-            self._enter(epoch, cycle)
 
     def reseed(self, seed: int) -> None:
         """Derive everything random from another seed."""

@@ -95,7 +95,6 @@ class CombinedLoader(BatchSource):
             raise DataError("CombinedLoader got no loader: give at least one, in a dict, list or tuple")
         self._limit: int | None = None
         self._tracks: list[_Track] = []
-        self._pending = False
         self._given = 0
         self._finished = False
         self._total: int | None = None
@@ -193,9 +192,7 @@ class CombinedLoader(BatchSource):
 
     def set_epoch(self, epoch: int, cycle: int = 0) -> None:
         self._ready()
-        if self._pending and (epoch, cycle) == (self.epoch, self.cycle):
-            return
-        self._enter(epoch, cycle)
+        super().set_epoch(epoch, cycle)
 
     def _enter(self, epoch: int, cycle: int) -> None:
         self.epoch, self.cycle = epoch, cycle
@@ -319,10 +316,7 @@ class CombinedLoader(BatchSource):
 
     def __iter__(self) -> Iterator[Any]:
         self._ready()
-        if not self._pending:
-            self._enter(self.epoch, self.cycle)
-        self._pending = False
-        self.is_last = False
+        self._start_pass()
         if self._finished or (self._total is not None and self._given >= self._total):
             return
         for track in self._tracks:

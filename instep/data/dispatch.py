@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from instep.data.base import PreparedLoader
+from instep.data.base import PreparedLoader, Seat
 from instep.data.sampler import share
 from instep.data.split import Splitter
 from instep.distributed import broadcast_object, control_group, gather_object, raise_together
@@ -73,9 +73,7 @@ class DispatchLoader(PreparedLoader):
     Args:
         loader: the user's loader.
         make_reader: makes the source that process 0 reads, as one process would; called there only.
-        rank: this rank.
-        world_size: number of ranks that run in step.
-        seed: what everything random is derived from.
+        seat: whose batches it gives.
         batch_size: samples per rank and batch, None when unknown.
         whole: give ranks whole batches instead of slices.
         even: False: a rank without samples in the last step ends before it.
@@ -89,24 +87,22 @@ class DispatchLoader(PreparedLoader):
         self,
         loader: Any,
         make_reader: Callable[[], PreparedLoader],
+        seat: Seat,
         *,
-        rank: int,
-        world_size: int,
-        seed: int,
         batch_size: int | None,
         whole: bool,
         even: bool,
         pin: bool,
     ) -> None:
-        super().__init__(loader, rank=rank, world_size=world_size, seed=seed)
+        super().__init__(loader, seat)
         self.batch_size = batch_size
         self._set_epochs = []  # the reader's business
         self._whole = whole
-        self._group = world_size if whole else 1
+        self._group = self.world_size if whole else 1
         """The reader's batches in a step."""
         self._even = even
         self._pin = pin and torch.accelerator.is_available()
-        self._ranks = gather_object(rank)  # of each process: more than one may share a rank
+        self._ranks = gather_object(self.rank)  # of each process: more than one may share a rank
         self._reads = PartialState().process_index == 0
         self._reader: PreparedLoader | None = None
         self._num_batches: int | None = None
@@ -138,14 +134,9 @@ class DispatchLoader(PreparedLoader):
                 totals = _totals(self._reader)
                 first = self._reader.first_batch
                 head = torch.tensor([_BATCH, first, _UNKNOWN if total is None else total, totals is not None])
-            except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
+            except Exception as caught:  # noqa: BLE001  `_hear` raises it, together with the other ranks
                 error = caught
-                head[0] = _FAILED
-        announce(control_group(), "dispatch: position")
-        dist.broadcast(head, src=0, group=control_group())
-        status, first, total, known = head.tolist()
-        if status == _FAILED:
-            raise_together(error, "preparing the data on rank 0")
+        _, first, total, known = _hear(head, error, "position", "preparing the data on rank 0")
         self._totals = broadcast_object(totals) if known else None
         self._pulled = self._first = first
         self._seen = array("q")
@@ -257,10 +248,7 @@ class DispatchLoader(PreparedLoader):
     # ---- the pass
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._pending:
-            self._enter(self.epoch, self.cycle)
-        self._pending = False
-        self.is_last = False
+        self._start_pass()
         steps = self._receive()
         step = next(steps, None)
         while step is not None and not self._over(step):
@@ -279,8 +267,7 @@ class DispatchLoader(PreparedLoader):
     def _receive(self) -> Iterator[_Step]:
         """This rank's parts of the steps; all ranks ask for each at the same time."""
         read = self._read(self._reader) if self._reader is not None else iter(())
-        status = _BATCH
-        while status == _BATCH:
+        while True:
             error, described, sent, buffers = None, None, b"", []
             head = torch.zeros(4 + self.world_size, dtype=torch.int64)
             try:
@@ -291,14 +278,9 @@ class DispatchLoader(PreparedLoader):
                     sent = pickle.dumps(described)
                     changed = sent != self._sent
                     head = torch.tensor([_BATCH, last, changed, max(map(len, buffers)), *rows])
-            except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
+            except Exception as caught:  # noqa: BLE001  `_hear` raises it, together with the other ranks
                 error = caught
-                head[0] = _FAILED
-            announce(control_group(), "dispatch: batch")
-            dist.broadcast(head, src=0, group=control_group())
-            status, last, changed, size, *rows = head.tolist()
-            if status == _FAILED:
-                raise_together(error, "reading a batch on rank 0")
+            status, last, changed, size, *rows = _hear(head, error, "batch", "reading a batch on rank 0")
             if status != _BATCH:
                 return
             if changed:
@@ -354,6 +336,18 @@ class DispatchLoader(PreparedLoader):
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
+
+
+def _hear(head: torch.Tensor, error: Exception | None, operation: str, doing: str) -> list[int]:
+    """The reader's numbers; or its error, raised on every rank."""
+    if error is not None:
+        head[0] = _FAILED
+    announce(control_group(), f"dispatch: {operation}")
+    dist.broadcast(head, src=0, group=control_group())
+    numbers = head.tolist()
+    if numbers[0] == _FAILED:
+        raise_together(error, doing)
+    return numbers
 
 
 def _totals(reader: PreparedLoader) -> _Totals | None:

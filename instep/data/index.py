@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, _utils
 
-from instep.data.base import PreparedLoader
+from instep.data.base import PreparedLoader, Seat
 from instep.data.draw import SamplerDraw, is_distributed, order_digest
 from instep.data.rebuild import rebuild
 from instep.data.sampler import ShardedSampler
@@ -30,9 +30,7 @@ class IndexLoader(PreparedLoader):
     Args:
         loader: a plain `DataLoader`; its data set, collation and worker options are used.
         sampler: this rank's share of the indices.
-        rank: this rank.
-        world_size: number of ranks that run in step.
-        seed: what everything random is derived from.
+        seat: whose batches it gives.
         drawn: where the order comes from, if it is not instep's.
         shared: the ranks share one order, each taking its part; else each has an order of its own.
         peers_even: with orders of their own: whether all ranks have as many samples.
@@ -46,10 +44,8 @@ class IndexLoader(PreparedLoader):
         self,
         loader: DataLoader[Any],
         sampler: ShardedSampler,
+        seat: Seat,
         *,
-        rank: int,
-        world_size: int,
-        seed: int,
         drawn: SamplerDraw | None = None,
         shared: bool = True,
         peers_even: bool = True,
@@ -58,13 +54,13 @@ class IndexLoader(PreparedLoader):
         pin: bool = False,
         frozen: bool = False,
     ) -> None:
-        super().__init__(loader, rank=rank, world_size=world_size, seed=seed, frozen=frozen)
+        super().__init__(loader, seat, frozen=frozen)
         self.sampler = sampler
         self.batch_size = getattr(sampler, "batch_size", None)
         self.seed_samples = seed_samples
         self._drawn = drawn
         self._shared = shared
-        self._peers = 1 if shared else world_size
+        self._peers = 1 if shared else self.world_size
         self._peers_even = peers_even
         self._distributed = drawn is not None and is_distributed(drawn.sampler)
         stateful = drawn is not None and drawn.stateful is not None
@@ -203,10 +199,7 @@ class IndexLoader(PreparedLoader):
             )
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._pending:
-            self._enter(self.epoch, self.cycle)
-        self._pending = False
-        self.is_last = False
+        self._start_pass()
         if self._drawn is not None and self._shared and self.world_size > 1:
             self._check_order()
         steps = len(self.sampler)

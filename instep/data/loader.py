@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from instep.data.base import OWN_END, UNEVEN, PreparedLoader
+from instep.data.base import OWN_END, UNEVEN, PreparedLoader, Seat
 from instep.data.draw import SamplerDraw, generators, is_distributed
 from instep.data.index import IndexLoader
 from instep.data.limits import resolve_limit
@@ -113,12 +113,17 @@ def prepare_loader(
     size = _own_size(loader) if batch_size is None else batch_size
     if split_batches and size is not None:
         size = _part_of(size, world_size)
-    choice = _Choice(rank, world_size, seed, limit, name, uneven if even_batches else OWN_END)
+    choice = _Choice(Seat(rank, world_size, seed), limit, name, uneven if even_batches else OWN_END)
     if dispatch is None:
         dispatch = use_distributed_sampler and not indexed and not _shards_itself(loader)
     if dispatch and world_size > 1:
         if not use_distributed_sampler or _shards_itself(loader):
-            raise _no_dispatch(loader)
+            raise _unfit(
+                loader,
+                "it gives each rank a part of its own, so all but those of rank 0, which reads alone, would be lost. "
+                "Use dispatch=False, or a loader of all data",
+                field="dispatch",
+            )
         read = partial(
             prepare_loader, loader, seed=seed, shuffle_allowed=shuffle_allowed, seed_samples=seed_samples, stage=stage,
             stateful=stateful,
@@ -164,9 +169,7 @@ def prepare_loader(
 class _Choice:
     """The arguments that every kind of loader needs."""
 
-    rank: int
-    world_size: int
-    seed: int
+    seat: Seat
     limit: int | float | None
     name: str
     uneven: str
@@ -178,7 +181,7 @@ class _Choice:
 
     def everyone(self, mine: Any) -> list[Any]:
         """Every rank's value."""
-        return gather_object(mine) if self.world_size > 1 else [mine]
+        return gather_object(mine) if self.seat.world_size > 1 else [mine]
 
 
 @dataclass(frozen=True)
@@ -195,10 +198,10 @@ def _share(
     loader: DataLoader[Any], choice: _Choice, batch_size: int | None, shuffle_allowed: bool, spread: bool, split: bool
 ) -> _Share:
     batch_sampler: Any = loader.batch_sampler
-    items: Any = loader.sampler if batch_sampler is None else batch_sampler
+    items = _index_source(loader)
     spreads_itself = is_distributed(items) or SamplerDraw(items).stateful is not None
-    shared = choice.world_size == 1 or (spread and not spreads_itself)
-    ranks: dict[str, Any] = {"rank": choice.rank, "world_size": choice.world_size} if shared else {}
+    shared = choice.seat.world_size == 1 or (spread and not spreads_itself)
+    ranks: dict[str, Any] = {"rank": choice.seat.rank, "world_size": choice.seat.world_size} if shared else {}
     if choice.uneven == OWN_END:
         ranks["even"] = False
     plain = type(batch_sampler) is BatchSampler
@@ -212,7 +215,7 @@ def _share(
             len(inner),
             batch_size or batch_sampler.batch_size,
             shuffle=own and shuffle_allowed and type(inner) is RandomSampler,
-            seed=choice.seed,
+            seed=choice.seat.seed,
             drop_last=batch_sampler.drop_last,
             order=drawn,
             **ranks,
@@ -224,10 +227,10 @@ def _share(
     if split:
         if not shared:
             raise _no_split(loader)
-        sampler = SplitBatches(drawn, seed=choice.seed, **ranks)
+        sampler = SplitBatches(drawn, seed=choice.seat.seed, **ranks)
     else:
         drop = shared and getattr(batch_sampler, "drop_last", False) is True
-        sampler = ShardedBatches(drawn, seed=choice.seed, drop_last=drop, single=batch_sampler is None, **ranks)
+        sampler = ShardedBatches(drawn, seed=choice.seat.seed, drop_last=drop, single=batch_sampler is None, **ranks)
     return _Share(sampler, drawn, shared, frozen=not shuffle_allowed)
 
 
@@ -248,13 +251,10 @@ def _dispatched(
     whole = False
     if not split:
         whole = size is None or not _can_batch(loader)
-        batch_size = batch_size if whole or size is None else size * choice.world_size
-    group = choice.world_size if whole else 1
+        batch_size = batch_size if whole or size is None else size * choice.seat.world_size
+    group = choice.seat.world_size if whole else 1
     reader = partial(_reader, partial(read, batch_size=batch_size), choice, group)
-    return DispatchLoader(
-        loader, reader, rank=choice.rank, world_size=choice.world_size, seed=choice.seed, batch_size=size, whole=whole,
-        even=even, pin=pin,
-    )  # fmt: skip
+    return DispatchLoader(loader, reader, choice.seat, batch_size=size, whole=whole, even=even, pin=pin)
 
 
 def _reader(read: Callable[..., PreparedLoader], choice: _Choice, group: int) -> PreparedLoader:
@@ -270,14 +270,14 @@ def _by_index(
     loader: DataLoader[Any], choice: _Choice, share: _Share, *, seed_samples: bool, pin: bool
 ) -> PreparedLoader:
     sampler = share.sampler
-    items: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    items = _index_source(loader)
     given = generators(items)
     mine = {
         "length": len(items.sampler) if isinstance(sampler, ShardedBatchSampler) else len(items),
         "units of a step": sampler.per_step,
         "drop_last": sampler.drop_last,
         "shuffle": getattr(sampler, "shuffle", None),
-        "seed": choice.seed,
+        "seed": choice.seat.seed,
         "generator": given[0].initial_seed() if given else None,
     }
     everyone = choice.everyone(mine)
@@ -289,10 +289,9 @@ def _by_index(
         from instep.data.stream import StreamLoader  # late: as in `_by_iteration`
 
         return StreamLoader(
-            loader, rank=choice.rank, world_size=choice.world_size, seed=choice.seed, uneven="join",
-            limit=choice.steps(None if choice.limit is None else len(loader)),
-        )  # fmt: skip
-    seed = choice.seed
+            loader, choice.seat, uneven="join", limit=choice.steps(None if choice.limit is None else len(loader))
+        )
+    seed = choice.seat.seed
     if mine["generator"] is not None:
         seed = sampler.seed = derive_seed(seed, "generator", mine["generator"])
     whole = sampler.steps
@@ -303,9 +302,7 @@ def _by_index(
     return IndexLoader(
         loader,
         sampler,
-        rank=choice.rank,
-        world_size=choice.world_size,
-        seed=seed,
+        choice.seat._replace(seed=seed),
         drawn=share.drawn,
         shared=share.shared,
         peers_even=len(lengths) == 1,
@@ -333,9 +330,7 @@ def _by_iteration(loader: Any, choice: _Choice, *, frozen: bool, resumable: bool
     limit = choice.steps(length if length is not None else estimate)
     return StreamLoader(
         loader,
-        rank=choice.rank,
-        world_size=choice.world_size,
-        seed=choice.seed,
+        choice.seat,
         length=length,
         estimate=estimate,
         limit=limit,
@@ -354,10 +349,14 @@ def _lengths(loader: Any) -> tuple[int | None, int | None]:
         if size is None:
             return None, samples
         return None, samples // size if loader.drop_last else -(-samples // size)
+    return _length(loader), None
+
+
+def _length(items: Any) -> int | None:
     try:
-        return len(loader), None
+        return len(items)
     except (TypeError, NotImplementedError):
-        return None, None
+        return None
 
 
 def _stateful_part(loader: Any) -> Stateful | None:
@@ -385,7 +384,7 @@ def _common_length(lengths: list[int], choice: _Choice, loader: Any) -> int:
         numbers = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         if choice.uneven == "error":
             raise DataError(f"ranks have different numbers of batches ({numbers}). Give every rank as many")
-        if choice.rank == 0:
+        if choice.seat.rank == 0:
             warnings.warn(
                 f"ranks have different numbers of batches ({numbers}) in their {type(loader).__name__}: each epoch "
                 f"stops after {min(lengths)}",
@@ -415,11 +414,13 @@ def _is_plain_order(sampler: Any) -> bool:
 
 
 def _has_end(loader: DataLoader[Any]) -> bool:
-    items: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    try:
-        return len(items) < sys.maxsize
-    except (TypeError, NotImplementedError):
-        return False
+    length = _length(_index_source(loader))
+    return length is not None and length < sys.maxsize
+
+
+def _index_source(loader: DataLoader[Any]) -> Any:
+    """What the loader's indices come from, whole batches of them or single ones."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def _is_map_style(loader: Any) -> bool:
@@ -463,29 +464,24 @@ def _part_of(size: int, world_size: int) -> int:
     return size // world_size
 
 
-def _no_dispatch(loader: Any) -> SettingError:
-    return SettingError(
-        f"dispatch=True reads on rank 0 alone, but this {type(loader).__name__} gives each rank a part of its own, so "
-        "all others would be lost. Use dispatch=False, or a loader of all data",
-        field="dispatch",
-        got=True,
-    )
+def _unfit(loader: Any, why: str, *, field: str, got: Any = True) -> SettingError:
+    return SettingError(f"{field}={got!r} cannot be had with this {type(loader).__name__}: {why}", field=field, got=got)
 
 
 def _no_split(loader: Any) -> SettingError:
-    return SettingError(
-        f"split_batches=True cannot split the batches of this {type(loader).__name__} on every rank: it makes or "
-        "spreads them itself. Let rank 0 read and split them (dispatch=True), or use split_batches=False",
+    return _unfit(
+        loader,
+        "it makes or spreads its batches itself, so they cannot be split on every rank. Let rank 0 read and split them "
+        "(dispatch=True), or use split_batches=False",
         field="split_batches",
-        got=True,
     )
 
 
 def _no_batch_size(loader: Any, batch_size: int) -> SettingError:
-    return SettingError(
-        f"a batch size of {batch_size} per rank (from global_batch_size) cannot be given to this "
-        f"{type(loader).__name__}, which makes its batches itself. Use a plain DataLoader with a batch_size, or leave "
-        "global_batch_size out",
+    return _unfit(
+        loader,
+        "it makes its batches itself. Use a plain DataLoader with a batch_size, or leave global_batch_size, from which "
+        "the batch size per rank follows, out",
         field="batch_size",
         got=batch_size,
     )

@@ -16,13 +16,13 @@ import math
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from instep.data.agreement import NextBatch
-from instep.data.base import OWN_END, PreparedLoader
+from instep.data.base import OWN_END, PreparedLoader, Seat
 from instep.data.draw import generators
 from instep.data.seeding import RandomStream
 from instep.data.workers import calm_workers
@@ -47,9 +47,7 @@ class StreamLoader(PreparedLoader):
 
     Args:
         loader: the iterable.
-        rank: this rank.
-        world_size: number of ranks that run in step.
-        seed: what everything random is derived from.
+        seat: whose batches it gives.
         length: the trusted number of batches, alike on all ranks; None if the data decides.
         estimate: a number of batches to show where `length` is None.
         limit: give no more than that many batches an epoch; None for all.
@@ -62,10 +60,8 @@ class StreamLoader(PreparedLoader):
     def __init__(
         self,
         loader: Any,
+        seat: Seat,
         *,
-        rank: int,
-        world_size: int,
-        seed: int,
         length: int | None = None,
         estimate: int | None = None,
         limit: int | None = None,
@@ -73,10 +69,10 @@ class StreamLoader(PreparedLoader):
         stateful: Stateful | None = None,
         frozen: bool = False,
     ) -> None:
-        super().__init__(loader, rank=rank, world_size=world_size, seed=seed, frozen=frozen)
+        super().__init__(loader, seat, frozen=frozen)
         self.uneven = uneven
         self.stateful = stateful
-        self._own_ends = world_size > 1 and (uneven == OWN_END or (uneven == "join" and length is None))
+        self._own_ends = self.world_size > 1 and (uneven == OWN_END or (uneven == "join" and length is None))
         self.rank_state = stateful is not None or self._own_ends
         self._length = _least(length, limit) if length is not None else None
         self._estimate = _least(estimate, limit)
@@ -117,9 +113,12 @@ class StreamLoader(PreparedLoader):
 
     def start_at(self, batches: int) -> None:
         self._enter(self.epoch, self.cycle)
-        self._resume = {"batches": batches, "own": None, "finished": False}
-        self._begin(batches)
-        self._given = self._pulled = batches
+        self._resume_at({"batches": batches, "own": None, "finished": False})
+
+    def _resume_at(self, state: StateDict) -> None:
+        self._resume = state
+        self._begin(state["batches"])
+        self._given = self._pulled = state["batches"]
         self._pending = True
 
     def _units(self, batch_idx: int) -> tuple[int, int] | None:
@@ -193,10 +192,7 @@ class StreamLoader(PreparedLoader):
             )
         self.seed = state["seed"]
         self._enter(state["epoch"], state["cycle"])
-        self._begin(state["batches"])
-        self._given = self._pulled = state["batches"]
-        self._resume = state
-        self._pending = True
+        self._resume_at(state)
         if state["finished"] and not moved:
             self._settle(state)
 
@@ -216,20 +212,17 @@ class StreamLoader(PreparedLoader):
         self._iterator = None
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._pending:
-            self._enter(self.epoch, self.cycle)
-        self._pending = False
+        self._start_pass()
         resume = self._resume
-        self.is_last = False
         if (resume is not None and resume["finished"]) or self._given >= self._limit:
             return
         if self._length is not None and isinstance(self.loader, Sequence):
-            yield from self._give_sequence(self._length)
+            yield from self._give_sized(self._length, lambda: self.loader[self._given])
             return
         try:
             self._open()
             if self._length is not None:
-                yield from self._give_sized(self._length)
+                yield from self._give_sized(self._length, self._pull)
             elif self.world_size == 1 or self.uneven == OWN_END:
                 yield from self._give_alone()
             else:
@@ -319,15 +312,9 @@ class StreamLoader(PreparedLoader):
             )
         self._silent = -math.inf
 
-    def _give_sequence(self, length: int) -> Iterator[Any]:
+    def _give_sized(self, length: int, pull: Callable[[], Any]) -> Iterator[Any]:
         for number in range(self._given, length):
-            self.is_last = number == length - 1
-            self._given = number + 1
-            yield self.loader[number]
-
-    def _give_sized(self, length: int) -> Iterator[Any]:
-        for number in range(self._given, length):
-            batch = self._pull()
+            batch = pull()
             if batch is _END:
                 raise DataError(
                     f"{type(self.loader).__name__} has a length of {length} batches but gave only {number}. Mend its "

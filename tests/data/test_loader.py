@@ -279,9 +279,9 @@ def test_shuffle_not_allowed_takes_the_data_in_sequence() -> None:
 
 def test_batch_size_can_be_overridden_where_instep_makes_the_batches() -> None:
     assert len(prepare_loader(DataLoader(Numbers(9), batch_size=2), batch_size=3)) == 3
-    with pytest.raises(SettingError, match="batch size of 3"):
+    with pytest.raises(SettingError, match="batch_size=3 cannot be had"):
         prepare_loader(DataLoader(Numbers(9), batch_sampler=[[1], [2]]), batch_size=3)
-    with pytest.raises(SettingError, match="batch size of 3"):
+    with pytest.raises(SettingError, match="batch_size=3 cannot be had"):
         prepare_loader([1, 2, 3], batch_size=3)
 
 
