@@ -179,6 +179,10 @@ class _Choice:
         limit = resolve_limit(self.limit, num_batches, self.name)
         return None if limit == math.inf or limit == num_batches else int(limit)
 
+    def at_most(self, estimate: int | None) -> int | None:
+        """The limit where the data may have more batches, or fewer: a number is itself, alike on all ranks."""
+        return self.steps(None if isinstance(self.limit, int) else estimate)
+
     def everyone(self, mine: Any) -> list[Any]:
         """Every rank's value."""
         return gather_object(mine) if self.seat.world_size > 1 else [mine]
@@ -288,9 +292,7 @@ def _by_index(
     if not share.shared and len(lengths) > 1 and choice.uneven == "join":
         from instep.data.stream import StreamLoader  # late: as in `_by_iteration`
 
-        return StreamLoader(
-            loader, choice.seat, uneven="join", limit=choice.steps(None if choice.limit is None else len(loader))
-        )
+        return StreamLoader(loader, choice.seat, uneven="join", limit=choice.at_most(max(choice.everyone(len(loader)))))
     seed = choice.seat.seed
     if mine["generator"] is not None:
         seed = sampler.seed = derive_seed(seed, "generator", mine["generator"])
@@ -319,15 +321,20 @@ def _by_iteration(loader: Any, choice: _Choice, *, frozen: bool, resumable: bool
     stateful = _stateful_part(loader)
     if not resumable:
         stateful = None  # its state would be copied at every batch, for a position that nobody saves
-    length, estimate = _lengths(loader)
-    lengths = choice.everyone(length)
-    if None in lengths:
-        length, estimate = None, estimate if estimate is not None else length
-    elif len(set(lengths)) > 1 and choice.uneven == "join":
-        length, estimate = None, max(lengths)
+    length, estimate = mine = _lengths(loader)
+    everyone = choice.everyone(mine)
+    lengths = [length for length, _ in everyone]
+    joined = len(set(lengths)) > 1 and choice.uneven == "join"
+    if None in lengths or joined:
+        known = [number for numbers in everyone for number in numbers if number is not None]
+        if choice.uneven == OWN_END:
+            estimate = estimate if length is None else length
+        else:
+            estimate = (max if choice.uneven == "join" else min)(known, default=None)
+        length = None
     elif choice.uneven != OWN_END:
         length = _common_length(lengths, choice, loader)
-    limit = choice.steps(length if length is not None else estimate)
+    limit = choice.steps(length) if length is not None else choice.at_most(estimate)
     return StreamLoader(
         loader,
         choice.seat,

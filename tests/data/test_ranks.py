@@ -130,6 +130,25 @@ def test_uneven_data_can_be_an_error() -> None:
     assert "rank 1 has none" in second
 
 
+class Claiming(Mine):
+    """The same with a length, which is a claim."""
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def _claims() -> list[int]:
+    def given(uneven: str, limit: float) -> int:
+        loader = DataLoader(Claiming([9, 15]), batch_size=2)
+        return len(run(prepare_loader(loader, rank=rank(), world_size=2, uneven=uneven, limit=limit)))
+
+    return [given(uneven, limit) for uneven in ("stop", "join") for limit in (0.5, 4, 6)]
+
+
+def test_limits_of_claimed_lengths_are_alike_on_all_ranks() -> None:
+    assert run_ranks(_claims, 2) == [[2, 4, 5, 4, 4, 6]] * 2
+
+
 def _limits() -> list[int]:
     steps = []
     for lengths, limit in [([9, 9], 3), ([9, 9], 0), ([0, 4], None), ([0, 0], None), ([1, 1], None), ([9, 9], 1)]:
@@ -174,6 +193,8 @@ def _lists() -> tuple[int, int, str]:
     own: Any = DataLoader(Numbers(5 + 2 * rank()), batch_size=2)
     options = {"rank": rank(), "world_size": 2, "use_distributed_sampler": False, "uneven": "join"}
     assert len(run(prepare_loader(own, **options))) == 4
+    assert len(run(prepare_loader(own, limit=3, **options))) == 3
+    assert len(run(prepare_loader(own, limit=0.5, **options))) == 2
     assert joined[-1][1] == ((0, 1) if rank() == 0 else (1, 1))
     return len(stopped), len(joined), str(caught[0].message) if caught else ""
 

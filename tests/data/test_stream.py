@@ -186,6 +186,12 @@ def test_lengths() -> None:
     claiming = prepare_loader(DataLoader(Claiming(11), batch_size=2))
     assert (claiming.num_batches, claiming.reliable) == (6, False)
     assert len(prepare_loader(DataLoader(Claiming(11), batch_size=2), limit=0.5)) == 3
+
+    class Modest(Stream):
+        def __len__(self) -> int:
+            return 2
+
+    assert len(list(prepare_loader(DataLoader(Modest(11), batch_size=2), limit=4))) == 4
     assert len(prepare_loader(Custom(6), limit=4)) == 4
     limited = prepare_loader(DataLoader(Stream(11), batch_size=2), limit=4)
     assert (limited.num_batches, len(run(limited))) == (4, 4)
