@@ -326,14 +326,16 @@ class FitSession(Session):
             if trigger.reason == "SIGINT":
                 raise KeyboardInterrupt
             raise SystemExit(128 + getattr(signal, trigger.reason, signal.SIGTERM))
-        path = self._save_now(trigger.reason)
+        began = self.position.global_step > 0 or self.continues is not None
+        # Before the first step there is nothing to lose, and what hooks drew and logged at the start comes again.
+        path = self._save_now(trigger.reason) if began else None
         self.trainer.interrupted = True
         at, s, batches = self.position, self.settings, self.source.num_batches
         epoch = f"epoch {at.epoch + 1}{f'/{s.max_epochs}' if s.max_epochs != -1 else ''}"
+        done = f"{epoch}, batch {at.window_batch}{f' of {batches}' if batches is not None else ''}. Saved {path}"
         message = (
             f"Stopped by {trigger.reason or 'the preempted trigger'} (rank {trigger.rank}) at step {at.global_step}: "
-            f"{epoch}, batch {at.window_batch}{f' of {batches}' if batches is not None else ''}. Saved {path}. "
-            'To go on, run it again with ckpt_path="auto".'
+            f'{done if began else "nothing to save yet"}. To go on, run it again with ckpt_path="auto".'
         )
         self.trainer.print(message)
         error = Preempted(message, path)

@@ -152,7 +152,7 @@ class RunFolder:
         self._write(
             {
                 **self._content(trainer, status, code),
-                "checkpoint": str(error.checkpoint) if isinstance(error, Preempted) else None,
+                "checkpoint": str(error.checkpoint) if isinstance(error, Preempted) and error.checkpoint else None,
                 "signal": signal or (trainer.stop_reason if status == "preempted" else None),
                 "error": None if error is None or status == "preempted" else f"{type(error).__name__}: {error}",
             }

@@ -1,0 +1,125 @@
+"""The end of the grace period, and second signals: real programs that are stuck, in C too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instep.trainer import deadline, place
+from instep.trainer.deadline import Deadline
+from instep.trainer.settings import resolve
+from tests.helpers.spawn import finish, run_command, start_command
+
+REPO = Path(__file__).parents[2]
+
+
+def command(root: Path, where: str, grace_s: float) -> list[str]:
+    return [sys.executable, "-m", "tests.trainer.stuck", str(root), where, str(grace_s)]
+
+
+def status(root: Path) -> dict[str, Any]:
+    [path] = root.rglob("status.json")
+    return json.loads(path.read_text())
+
+
+def weights(root: Path) -> dict[str, Any]:
+    return torch.load(root / "weights-0", weights_only=True)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stuck_ends_in_time_and_the_run_goes_on(tmp_path: Path) -> None:
+    assert run_command(command(tmp_path / "whole", "nowhere", 30), cwd=REPO).returncode == 0
+    root = tmp_path / "stuck"
+    for where, grace_s, signals in (("C", 0.3, 1), ("Python", 0.3, 1), ("C", float("inf"), 2)):
+        with start_command(command(root, where, grace_s), cwd=REPO) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "stuck\n" or process.stdout.readline() == "stuck\n"
+            assert status(root)["status"] == "running"
+            before = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            if signals == 2:  # another signal is never taken for the same one
+                process.send_signal(signal.SIGUSR1)
+            done = finish(process, 60)
+            took_s = time.monotonic() - before
+        assert done.returncode == 1, f"{where} {grace_s} {took_s} {done}"
+        assert took_s < (deadline.AT_ONCE_S if signals == 2 else grace_s) + 4
+        assert "SIGTERM came" in done.stderr
+        assert "on_train_batch_end" in done.stderr, "where it was"
+        said = status(root)
+        assert (said["status"], said["exit_code"], said["signal"], said["global_step"]) == ("failed", 1, "SIGTERM", 3)
+        assert [path.name for path in root.rglob("checkpoints/step-*")] == ["step-00000002-1"], "none of the third step"
+        assert not list(root.rglob("checkpoints/.saving*"))
+    assert run_command(command(root, "nowhere", 30), cwd=REPO).returncode == 0
+    for name, value in weights(tmp_path / "whole").items():
+        assert torch.equal(value, weights(root)[name]), name
+
+
+def test_what_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, calls = threading.Event(), []
+    monkeypatch.setattr(os, "_exit", lambda code: (calls.append(code), ended.set()))
+    monkeypatch.setattr(deadline.faulthandler, "dump_traceback_later", lambda *args, **kwargs: None)
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    try:
+        own = Deadline([signal.SIGUSR1], 0.05, lambda name: calls.append(name) or 75)  # type: ignore[func-returns-value]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert ended.wait(20)
+        own.close()
+        own.close()
+        assert calls == ["SIGUSR1", 75]
+        other = Deadline([signal.SIGTERM], 0.05, lambda name: 1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        other.close()  # not one of its own: it slept
+        assert len(calls) == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert signal.set_wakeup_fd(-1) == -1, "put back"
+
+
+def test_a_child_does_not_wake_its_parent() -> None:
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    own = Deadline([signal.SIGUSR1], 0.0, lambda name: 99)
+    try:
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGUSR1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        own.close()  # this process would have ended
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_another_ones_descriptor_is_left_alone() -> None:
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    signal.set_wakeup_fd(sender)
+    try:
+        own = Deadline([signal.SIGUSR1], 30.0, lambda name: 99)
+        own.note(signal.SIGUSR1)
+        own.close()
+        assert signal.set_wakeup_fd(-1) == sender
+    finally:
+        os.close(sender)
+        os.close(receiver)
+
+
+def test_under_plain_torchrun_the_grace_period_ends_before_it_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INSTEP_AGENT_PID", raising=False)
+    assert place.grace_period(resolve(grace_period_s=100), 0) == 100
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    assert place.grace_period(resolve(), 0) == 25
+    assert place.grace_period(resolve(grace_period_s=10), 0) == 10
+    with pytest.warns(UserWarning, match="torchrun kills its ranks 30 s after a signal, so they have 25 s"):
+        assert place.grace_period(resolve(grace_period_s=100), 0) == 25
+    assert place.grace_period(resolve(grace_period_s=100), 1) == 25
+    monkeypatch.setenv("INSTEP_AGENT_PID", "1")
+    assert place.grace_period(resolve(grace_period_s=100), 0) == 100
