@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 RUNS ?= runs/digits
 
-.PHONY: help venv quickstart test check bench clean
+.PHONY: help venv quickstart test check bench soak-short soak clean
 
 help:  ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.torch  ## make the virtual environment, with torch
 
@@ -43,6 +43,12 @@ bench: $(VENV)/.bench  ## microseconds per step, import time, memory, triggers
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/triggers.py
+
+soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; about 5 minutes
+	$(BIN)/python benchmarks/soak.py --kills 100 --name soak_short
+
+soak: $(VENV)/.dev  ## the same 1,000 times; about 50 minutes
+	$(BIN)/python benchmarks/soak.py --kills 1000
 
 clean:  ## remove the environment and what tools have left
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
