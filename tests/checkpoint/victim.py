@@ -10,6 +10,7 @@ import hashlib
 import json
 import mmap
 import os
+import signal
 import struct
 import threading
 from collections import Counter
@@ -167,7 +168,18 @@ class Victim(TrainModule):
         }
 
 
-def train(root: Path, way: Way) -> None:
+class Dies(Callback):
+    """SIGKILL to this rank once a step is done."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step and trainer.position.batch == trainer.position.window_batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(root: Path, way: Way, kill_after: int | None = None) -> dict[str, Any]:
     """The command: train, or go on, and leave `result-<rank>.json` in the folder."""
     seed_everything(3)
     board = Board(root / f"board-{os.environ.get('RANK', '0')}")
@@ -185,7 +197,10 @@ def train(root: Path, way: Way) -> None:
         val_check_interval=4,
         num_sanity_val_steps=0,
         trigger_every=1,
-        callbacks=[seen, Tells(board), ModelCheckpoint(every_n_train_steps=1, **_background(way)), best],
+        callbacks=[
+            *([] if kill_after is None else [Dies(kill_after)]),
+            *(seen, Tells(board), ModelCheckpoint(every_n_train_steps=1, **_background(way)), best),
+        ],
     )
     module = Victim()
     options: dict[str, Any] = {"num_workers": way.workers}
@@ -208,6 +223,7 @@ def train(root: Path, way: Way) -> None:
     temporary = root / f".result-{trainer.global_rank}.json"
     temporary.write_text(json.dumps(result))
     temporary.rename(root / f"result-{trainer.global_rank}.json")
+    return result
 
 
 @contextmanager
