@@ -23,7 +23,7 @@ needs_programs = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def run(argv: list[str], cwd: Path, diary: str | None = None) -> Finished:
-    done = run_command([sys.executable, *argv], env={"PYTHONPATH": str(REPO), "DIARY": diary}, cwd=cwd, timeout_s=120.0)
+    done = run_command([sys.executable, *argv], env={"PYTHONPATH": str(REPO), "DIARY": diary}, cwd=cwd, timeout_s=170.0)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
 
@@ -125,7 +125,7 @@ class TestOneProcess:
         failing.write_text(text.replace("max_epochs=2", "max_epochs=2, nonfinite='stop'"))
         path = str(checkpoints / "step-00000002-1")
         argv = [sys.executable, "-m", "instep", "replay", path, "--json", "--", str(failing)]
-        done = run_command(argv, env={"PYTHONPATH": str(REPO)}, cwd=tmp_path)
+        done = run_command(argv, env={"PYTHONPATH": str(REPO)}, cwd=tmp_path, timeout_s=170.0)
         assert done.returncode == 1
         steps = {
             step["step"]: {rank["rank"]: rank for rank in step["ranks"]} for step in json.loads(done.stdout)["steps"]
@@ -144,7 +144,7 @@ class TestOneProcess:
         checkpoint = str(alone[1] / "step-00000002-1")
         for program, said in ((bad, "ended with exit code 7, before a fit"), (idle, "without a fit")):
             argv = [sys.executable, "-m", "instep", "replay", checkpoint, "--command", f"python {program} --x"]
-            done = run_command(argv, cwd=tmp_path)
+            done = run_command(argv, cwd=tmp_path, timeout_s=170.0)
             assert done.returncode == 1
             assert said in done.stderr
             assert "Traceback" not in done.stderr
