@@ -1,5 +1,6 @@
 """The on-disk format: atomic, verified, without pickle. README.md says why and what can fail."""
 
+from instep.checkpoint.background import BackgroundSaver, PendingSave
 from instep.checkpoint.catalog import find_checkpoint, is_checkpoint
 from instep.checkpoint.choose import CheckpointInfo
 from instep.checkpoint.encode import decode, encode
@@ -14,6 +15,7 @@ from instep.checkpoint.weights import load_weights
 from instep.checkpoint.writer import Writer
 
 __all__ = [
+    "BackgroundSaver",
     "CheckpointInfo",
     "CheckpointStore",
     "FileRecord",
@@ -24,6 +26,7 @@ __all__ = [
     "KeepNewest",
     "LocalFiles",
     "Manifest",
+    "PendingSave",
     "Reader",
     "Resume",
     "ResumeReport",

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path, PosixPath
+from queue import SimpleQueue
 from typing import Any
 
 from instep.checkpoint.host import HostBuffers, Recorder
@@ -86,6 +87,7 @@ class BackgroundSaver:
     def __init__(self) -> None:
         self._buffers = HostBuffers()
         self._peers: Peers | None = None
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._pending: PendingSave | None = None
 
     @property
@@ -125,6 +127,9 @@ class BackgroundSaver:
         """
         if self._peers is None:
             self._peers = Peers.apart()
+            # Kept from save to save: to start one makes the training wait for it. A daemon: at exit `close` decides
+            # how long to wait for what it does.
+            threading.Thread(target=_work, args=(self._jobs,), name="instep-save", daemon=True).start()
             atexit.register(self.close)  # for who never closes it
         aside = copy.copy(store)
         aside.peers = self._peers
@@ -145,8 +150,7 @@ class BackgroundSaver:
             finally:
                 pending._done.set()
 
-        # A daemon: at exit `close` decides how long to wait for it.
-        threading.Thread(target=save, name="instep-save", daemon=True).start()
+        self._jobs.put(save)
         return pending
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -162,6 +166,7 @@ class BackgroundSaver:
         peers, self._peers = self._peers, None
         done = pending is None or pending.wait(timeout_s)
         if peers is not None:
+            self._jobs.put(None)
             peers.close(abort=not done)
         if pending is None or done or pending.wait(_ABORT_S):  # else the thread still reads them
             self._buffers.close()
@@ -170,6 +175,12 @@ class BackgroundSaver:
                 warnings.warn(f"the checkpoint under way was abandoned after {timeout_s} s", stacklevel=2)
             elif pending.error is not None:
                 warnings.warn(f"a background save failed: {pending.error}", stacklevel=2)
+
+
+def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # and with it what the save holds of the buffers
 
 
 def _drop_cached(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ class OutFile(ABC):
         self._total_bytes = total_bytes
         self._trace = trace
         self._hasher = Hasher()
+        self._written = 0
         self._pending = bytearray()
         try:
             trace("create", path, None)
@@ -94,6 +96,19 @@ class OutFile(ABC):
             self._emit(memoryview(pending))
 
     def _emit(self, view: memoryview) -> None:
+        if len(view) < _WRITE_BYTES:
+            self._hasher.update(view)
+            self._write_all(view)
+            return
+        # While the system takes the data: one after the other, the checksum would add a fifth to writing and fsync.
+        hashing = threading.Thread(target=self._hasher.update, args=(view,), name="instep-hash")
+        hashing.start()
+        try:
+            self._write_all(view)
+        finally:
+            hashing.join()
+
+    def _write_all(self, view: memoryview) -> None:
         while len(view) > 0:
             piece = view[:_WRITE_BYTES]
             try:
@@ -101,13 +116,13 @@ class OutFile(ABC):
                 written = self._write(piece)
             except OSError as error:
                 raise self._failed(error) from error
-            self._hasher.update(piece[:written])
+            self._written += written
             view = view[written:]
 
     def _failed(self, error: OSError) -> CheckpointError:
         total = "" if self._total_bytes is None else f" of {self._total_bytes:,}"
         return CheckpointError(
-            f"could not write {self.path}: {error.strerror or error} after {self._hasher.bytes:,}{total} bytes"
+            f"could not write {self.path}: {error.strerror or error} after {self._written:,}{total} bytes"
             f"{_free_bytes(self.path.parent)}. {_advice(error)}",
             path=self.path,
         )

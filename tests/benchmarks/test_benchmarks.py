@@ -72,3 +72,18 @@ def test_triggers(tmp_path: Path) -> None:
     assert row["limit_us"] >= 15.0
     assert row["added_us"]["median"] < row["step_us"]["median"]
     assert result["machine"]["pinned_to_one_cpu"] is False
+
+
+@pytest.mark.slow
+def test_checkpoint(tmp_path: Path) -> None:
+    [result] = run("checkpoint.py", tmp_path, "--quick")["results"]
+    assert {"instep", "instep background", "torch.save", "torch.save + fsync", "dcp", "dcp async"} <= set(
+        result["seconds"]
+    )
+    assert result["host_buffer_bytes"] >= result["saved_bytes"] > 30e6
+    assert all(times["safe_s"]["median"] >= times["blocked_s"]["min"] for times in safe_ones(result))
+    assert set(result["bars"]) == {"share of torch.save", "over copy_", "first over clone", "checksum share"}
+
+
+def safe_ones(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [times for times in result["seconds"].values() if "safe_s" in times]
