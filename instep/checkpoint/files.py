@@ -216,8 +216,6 @@ class LocalFiles(Files):
 
     def begin(self, final: Path) -> Path:
         temp = final.with_name(names.saving_name(final.name, this_process()))
-        if temp.exists():  # left by a save of this process that could not clean up
-            self.remove_tree(temp)
         self._before("mkdir", temp)
         temp.mkdir()
         return temp

@@ -306,6 +306,7 @@ class CheckpointStore:
         info: Mapping[str, Any],
         run_id: str,
     ) -> None:
+        renamed: Path | None = None
         try:
             sizes = self.files.sizes(folder)
             records = _joined(parts, sizes, folder)
@@ -322,11 +323,11 @@ class CheckpointStore:
             ).to_bytes()
             self.files.seal(folder, manifest)
             self._check_lease()
+            renamed = final
             self.files.publish(folder, final, manifest)
         except BaseException as error:
-            self._remove_quietly(folder)
-            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                self._remove_quietly(final)  # nobody knows whether the disk has it
+            self._remove_quietly(folder, renamed)
+            if isinstance(error, OSError):
                 raise CheckpointError(
                     f"could not commit {final}: {error.strerror or error}. The older checkpoints are intact.",
                     path=final,
@@ -359,10 +360,15 @@ class CheckpointStore:
         if self.lease is not None:
             self.lease.check()
 
-    def _remove_quietly(self, folder: Path) -> None:
-        """Remove a folder while another error is on its way, which must not be hidden by a second one."""
+    def _remove_quietly(self, folder: Path, renamed: Path | None = None) -> None:
+        """Remove a folder while another error is on its way, which must not be hidden by a second one.
+
+        Args:
+            folder: what a save wrote to.
+            renamed: what it may have become, with nobody knowing whether the disk has it; else another save's.
+        """
         try:
-            self.files.withdraw(folder)
+            self.files.withdraw(folder if renamed in (None, folder) or folder.exists() else renamed)
         except OSError as error:
             warnings.warn(f"could not remove {folder}, which a failed save left: {error}. The next sweep() removes it.")
 

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +131,37 @@ def test_an_empty_store(store: CheckpointStore) -> None:
 
 
 # What fails leaves nothing.
+
+
+def test_a_save_that_cannot_be_committed_leaves_what_another_one_committed_meanwhile(store: CheckpointStore) -> None:
+    other = CheckpointStore(store.root, LocalFiles())
+    theirs: list[Path] = []
+
+    def overtake(operation: str, path: Path, detail: Any) -> None:
+        if operation == "rename":
+            store.files.trace = None
+            theirs.append(detail)
+            shutil.copytree(path, detail)
+
+    store.files.trace = overtake
+    with pytest.raises(CheckpointError, match="could not commit"):
+        store.save(1, writes(1.0))
+    assert [info.path for info in other.scan()] == theirs
+    assert other.verify(theirs[0]) == []
+    assert left_over(store) == []
+
+
+def test_two_saves_of_one_process_do_not_share_a_folder(store: CheckpointStore) -> None:
+    inner: list[Path] = []
+
+    def write(writer: Writer) -> None:
+        writer.json("before.json", 1)
+        inner.append(CheckpointStore(store.root).save(1, writes(2.0)))
+        writes(1.0)(writer)
+
+    outer = store.save(1, write)
+    assert [value_of(store.read(path)) for path in (outer, *inner)] == [1.0, 2.0]
+    assert store.verify(outer) == store.verify(inner[0]) == []
 
 
 def test_an_exception_while_writing_removes_what_was_written(store: CheckpointStore) -> None:
