@@ -14,14 +14,14 @@ from typing import Any
 
 from instep.checkpoint import CheckpointStore
 from tests.checkpoint.victim import Board, Way, train
-from tests.helpers.jobs import JobServer
+from tests.helpers.jobs import Job, JobServer
 
 TARGETS = ("job", "rank", "agent")
 WAYS = tuple(Way(workers, background) for background in (False, True) for workers in (0, 2))
 RUN_S, END_S = 90.0, 20.0  # deadlines: of a run that nobody kills, and of what a kill leaves
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kill:
     """One kill that hit.
 
@@ -30,14 +30,34 @@ class Kill:
         target: what was killed.
         way: how the run trains.
         at_s: seconds after the start.
-        end_s: seconds until the last process of the job had ended.
+        run: the run's number.
+        end_s: seconds from the kill until the job's last process had ended; None where one did not.
+        recovered: the run got to its end and came to the uninterrupted one's result. Where it did not, none of its
+            kills counts as recovered: which of them did the damage is not always known.
     """
 
     where: str
     target: str
     way: Way
     at_s: float
-    end_s: float
+    run: int
+    end_s: float | None = None
+    recovered: bool = False
+
+
+@dataclass
+class Loss:
+    """A run that did not recover.
+
+    Args:
+        run: its number.
+        kill: the last one before it was seen; None where there was none.
+        text: what was wrong, the campaign's seed, the folder and the end of the output.
+    """
+
+    run: int
+    kill: Kill | None
+    text: str
 
 
 class Campaign:
@@ -54,6 +74,7 @@ class Campaign:
 
     def __init__(self, folder: Path, seed: int, ways: Sequence[Way] = WAYS) -> None:
         self.kills: list[Kill] = []
+        self.losses: list[Loss] = []
         self.runs = 0
         self._folder = folder
         self._seed = seed
@@ -62,23 +83,41 @@ class Campaign:
         self._expected: dict[Way, list[dict[str, Any]]] = {}
         self._lasts_s: dict[Way, float] = {}
 
-    def run(self, kills: int, say: Callable[[str], object] = lambda text: None, budget_s: float = float("inf")) -> None:
+    def run(
+        self,
+        kills: int,
+        say: Callable[[str], object] = lambda text: None,
+        budget_s: float = float("inf"),
+        losses: int = 0,
+    ) -> None:
         """Kill so many times, or until the budget is used up; the last run is let to its end.
 
         Args:
             kills: how many.
             say: called with a line for people after every run.
             budget_s: start no new run after so many seconds.
+            losses: go on after so many runs that did not recover, each noted in `losses`, its folder kept.
 
         Raises:
-            AssertionError: a run did not recover; the text has seed, folder and the end of its output.
+            AssertionError: one more did not recover, or nobody's kill was needed for a failure; the text has seed,
+                folder and the end of the output.
         """
         deadline = time.monotonic() + budget_s
         with JobServer("tests.checkpoint.victim") as server:
             for way in self._ways:
                 self._measure(server, way)
             while len(self.kills) < kills and time.monotonic() < deadline:
-                self._one_run(server, self._ways[self.runs % len(self._ways)], kills)
+                before = len(self.kills)
+                try:
+                    self._one_run(server, self._ways[self.runs % len(self._ways)], kills)
+                except Exception as error:
+                    last = self.kills[-1] if len(self.kills) > before else None
+                    self.losses.append(Loss(self.runs, last, str(error)))
+                    if len(self.losses) > losses:
+                        raise
+                    say(f"LOST: {error}")
+                for kill in self.kills[before:]:
+                    kill.recovered = all(loss.run != self.runs for loss in self.losses)
                 self.runs += 1
                 say(f"{len(self.kills)} kills, {self.runs} runs")
 
@@ -106,20 +145,28 @@ class Campaign:
             target = self._rng.choice(TARGETS)
             code = job.wait(at_s)
             if code is None and not last and job.kill(target, self._rng):
-                where = board.where
-                code = job.wait(END_S)
-                end_s = job.wait_until_gone(END_S)
-                assert code is not None, self._story(root, f"the job lived on after a kill of its {target}")
-                self.kills.append(Kill(where, target, way, at_s, end_s))
+                kill = Kill(board.where, target, way, at_s, self.runs)
+                self.kills.append(kill)
+                killed = time.monotonic()
+                self._end(job, root, f"the job lived on after a kill of its {target}")
+                job.wait_until_gone(END_S)
+                kill.end_s = time.monotonic() - killed
                 problem = lost(root, board)
                 assert problem is None, self._story(root, problem)
                 continue
-            code = job.wait(END_S) if code is None else code
+            code = self._end(job, root, "a start did not come to its end") if code is None else code
             assert code == 0, self._story(root, f"a start ended with {code} by itself")
             break
         results = results_of(root, way)
         assert results == self._expected[way], self._story(root, f"not the uninterrupted run's result: {results[0]}")
         shutil.rmtree(root)
+
+    def _end(self, job: Job, root: Path, problem: str) -> int:
+        code = job.wait(END_S)
+        if code is None:
+            job.kill("job")
+            raise AssertionError(self._story(root, problem))
+        return code
 
     def _new(self, name: str) -> Path:
         root = self._folder / name
