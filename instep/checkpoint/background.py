@@ -102,6 +102,7 @@ class BackgroundSaver:
     def record(self, write: Callable[[BaseWriter], None]) -> Recorder:
         """Copy what `write` writes, once the save before has ended. Local."""
         self.wait()
+        self._buffers.wait()  # copies of a record that was never started
         recorder = Recorder(self._buffers, *Peers().place())
         write(recorder)
         return recorder
@@ -186,6 +187,7 @@ def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
 def _drop_cached(folder: Path) -> None:
     """Let who reads the files next ask the disk, not the system's memory: what it gives back is what is verified."""
     if isinstance(folder, PosixPath) and hasattr(os, "posix_fadvise"):
-        for path in folder.rglob("*"):
-            with suppress(OSError), open(path, "rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for here, _, names in os.walk(folder):  # says nothing of what it cannot list: verifying will
+            for name in names:
+                with suppress(OSError), open(Path(here, name), "rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import destroy_process_group, new_group
 
+from instep.errors import DistributedError
 from instep.state import PartialState, process, read_environment
 from instep.state.control import exchange, share_error
 
@@ -29,6 +30,7 @@ class Peers:
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._group = group
+        self._given_up = False
 
     @classmethod
     def apart(cls) -> Peers:
@@ -41,13 +43,14 @@ class Peers:
         """Give up the group of `apart`.
 
         Args:
-            abort: end what a thread still does with it, by an error.
+            abort: end what a thread still does with it, by an error. What it says later is an error in any case: over
+                another group it would be taken for an answer to something else.
         """
-        group, self._group = self._group, None
-        if group is not None:
+        if self._group is not None and not self._given_up:
+            self._given_up = True
             if abort:
-                group.abort()
-            destroy_process_group(group)
+                self._group.abort()
+            destroy_process_group(self._group)
 
     def place(self) -> tuple[int, int]:
         """This process's rank, and the world size."""
@@ -93,6 +96,8 @@ class Peers:
 
     def _messages(self) -> ProcessGroup | None:
         """The group that messages go over; None for a process alone."""
+        if self._given_up:
+            raise DistributedError("this process has given this save up, so it says nothing more of it")
         if self.place()[1] == 1:
             return None
         return PartialState().control_group if self._group is None else self._group

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from instep.checkpoint import CheckpointStore, LocalFiles
+from instep.checkpoint import CheckpointStore, LocalFiles, background
 from instep.checkpoint.background import BackgroundSaver, PendingSave
 from instep.checkpoint.together import Peers
 from instep.distributed import gather_object
@@ -261,4 +261,28 @@ def given_up_by(folder: str, who: int) -> str:
 def test_a_rank_that_has_gone_is_not_waited_for(tmp_path: Path, who: int) -> None:
     errors = run_ranks(given_up_by, 2, str(tmp_path), who)
     assert "NoneType" not in errors
+    assert CheckpointStore(tmp_path).scan() == []
+
+
+def given_up_by_all(folder: str) -> tuple[list[list[int]], str]:
+    rank = PartialState(cpu=True).process_index
+    gate = Gate()
+    saver = BackgroundSaver()
+    pending = save(saver, CheckpointStore(folder, LocalFiles(gate)), 1.0)
+    assert gate.reached.wait(DEADLINE_S)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "_ABORT_S", 0.0)
+        with pytest.warns(UserWarning, match="abandoned"):
+            saver.close(timeout_s=0)
+    gather_object(rank)
+    gate.open.set()
+    assert pending.wait(DEADLINE_S)
+    return [gather_object(10 * number + rank) for number in range(20)], type(pending.error).__name__
+
+
+@pytest.mark.dist
+def test_what_was_given_up_speaks_to_nobody_any_more(tmp_path: Path) -> None:
+    """Not over the group of the training either, where it would be taken for an answer to something else."""
+    results = run_ranks(given_up_by_all, 2, str(tmp_path))
+    assert results == [([[10 * number, 10 * number + 1] for number in range(20)], "DistributedError")] * 2
     assert CheckpointStore(tmp_path).scan() == []
