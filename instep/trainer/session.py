@@ -7,7 +7,7 @@ loggers; leaving it, on an error too, puts everything back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from traceback import print_exception
@@ -172,7 +172,8 @@ class Session:
                 if first is None:
                     first = another
                 elif another is not first:
-                    print_exception(another)
+                    with suppress(OSError, ValueError):  # stderr on a full disk, or closed: the first error matters
+                        print_exception(another)
         if first is not None and error is None:
             raise first
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,29 @@ def test_training_goes_on_on_a_full_disk_where_it_may(background: bool, tmp_path
         kept = store_of(disk)
         assert [info.step for info in kept.scan()] == [2, 1], "what was not saved is not listed"
         assert all(kept.verify(info.path) == [] for info in kept.scan())
+
+
+class FullStderr(io.StringIO):
+    """Lies on the disk that is full."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "stderr")
+
+
+def test_a_log_on_the_full_disk_does_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(what: str) -> None:
+        raise ValueError(what)
+
+    done: list[str] = []
+    module = Toy()
+    module.on_train_start = lambda: fail("the first")
+    module.teardown = lambda stage: fail("another one, to be printed")
+    trainer = quiet(max_epochs=1)
+    monkeypatch.setattr(sys, "stderr", FullStderr())
+    monkeypatch.setattr(trainer.strategy, "teardown", lambda: done.append("teardown"))
+    with pytest.raises(ValueError, match="the first"):
+        trainer.fit(module, loader())
+    assert done == ["teardown"], "what comes after the one that could not be printed is done too"
 
 
 def limited_files(folder: str) -> str:
