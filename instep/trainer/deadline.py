@@ -88,11 +88,12 @@ class Deadline:
         self._end(signal.Signals(first).name, time.monotonic() - since)
 
     def _end(self, name: str, after_s: float) -> None:
+        # If what follows hangs in turn: a disk, or a pipe for stderr that nobody reads.
+        faulthandler.dump_traceback_later(AT_ONCE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         sys.stderr.flush()
         text = f"instep: {name} came {after_s:.1f} s ago and this process (pid {os.getpid()}) still runs, so it is "
         os.write(2, f"{text}ended. It was here:\n".encode())
         faulthandler.dump_traceback(2, all_threads=True)
-        faulthandler.dump_traceback_later(AT_ONCE_S, exit=True, file=2)  # if what follows hangs in turn
         os._exit(self._overdue(name))
 
 

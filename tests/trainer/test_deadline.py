@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -83,6 +84,26 @@ def test_what_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert signal.set_wakeup_fd(-1) == -1, "put back"
+
+
+UNHEARD = """
+import os, signal
+from instep.trainer import deadline
+deadline.AT_ONCE_S = 0.2
+own = deadline.Deadline([signal.SIGTERM], 0.1, lambda name: 75)
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+signal.raise_signal(signal.SIGTERM)
+while True:
+    os.write(2, b"x" * 65536)
+"""
+
+
+def test_a_process_whose_output_nobody_reads_ends_too() -> None:
+    with subprocess.Popen([sys.executable, "-c", UNHEARD], cwd=REPO, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.wait(60) == 1
+        finally:
+            process.kill()
 
 
 def test_a_child_does_not_wake_its_parent() -> None:
