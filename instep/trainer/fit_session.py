@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +34,7 @@ class FitSession(Session):
 
     source: BatchSource
     _handed_over = 0  # the step whose values were handed over last: a manual step may take several batches
-    _resume_last: Callable[[], None] | None = None  # what to restore once hooks have run that would disturb it
+    _resume_last: Callable[[], None] | None = None  # restores what hooks before the first step would disturb
 
     # ---- before the first step
 
@@ -138,10 +139,10 @@ class FitSession(Session):
     def begin_epoch(self) -> None:
         """Go to the next epoch, or on with the one that a checkpoint was in."""
         at = self.position
-        resume_last, self._resume_last = self._resume_last, None
-        inside = resume_last is not None and not at.epoch_ended
-        if resume_last is not None and not inside:
-            resume_last()
+        inside = self._resume_last is not None and not at.epoch_ended
+        if not inside:
+            self.catch_up()
+            self._resume_last = None
         if at.epoch_ended:
             at.next_epoch()
         every = self.settings.reload_dataloaders_every_n_epochs
@@ -157,11 +158,16 @@ class FitSession(Session):
         self.state.gradient.dataloader_references = [self.source]
         self._plan_validation()
         self.hooks.call("on_train_epoch_start")
-        if resume_last is not None and inside:
-            resume_last()  # the hook ran at this epoch's true start already
+        if inside:
+            self.catch_up()  # the hook ran at this epoch's true start already
+            self._resume_last = None
         self.book.enter("training_step")
         if inside:
             self._after_window()
+
+    def catch_up(self) -> None:
+        if self._resume_last is not None:
+            self._resume_last()
 
     def _after_window(self) -> None:
         """What the loop had still to do after the step that the checkpoint was saved at."""
@@ -300,7 +306,7 @@ class FitSession(Session):
 
     def act_on(self, agreed: tuple[Trigger, ...]) -> None:
         """Do what the ranks agreed on, all at the same step."""
-        for trigger in agreed:
+        for trigger in sorted(agreed, key=lambda it: it.name == "validate"):  # the others do not wait for its end
             if trigger.name == "stop":
                 self.trainer._stop_agreed = True
                 self.trainer.stop_reason = trigger.reason or self.trainer.stop_reason
@@ -341,7 +347,8 @@ class FitSession(Session):
         error = Preempted(message, path)
         # Now, since torchrun sends SIGTERM to the ranks that are left once the first one has ended.
         self.trainer.stop_reason = trigger.reason
-        self.trainer.run_folder.write_status(self.trainer, error)
+        with suppress(OSError):  # the session writes it again, and says what is wrong
+            self.trainer.run_folder.write_status(self.trainer, error)
         self.preempted = True
         raise error
 

@@ -393,6 +393,9 @@ class Session:
             return None
         return lambda: self.strategy.clip_gradients(optimizer, value, algorithm)
 
+    def catch_up(self) -> None:
+        """Before its first step a resumed run is what it went on from, whatever hooks have drawn and logged since."""
+
     def settle(self) -> None:
         """Know of every step so far whether it was finite: nothing is built on one that should have ended the run."""
         if self.guard is not None:

@@ -237,6 +237,7 @@ def finish(run: Session, pending: PendingSave) -> Path:
 
 def _prepare(run: Session, store: CheckpointStore, weights_only: bool) -> None:
     run.settle()
+    run.catch_up()
     at = run.position
     if at.batch != at.window_batch and not weights_only and run.rank == 0:
         warnings.warn(

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from instep import Callback, Trainer
-from instep.errors import DataError, HookError, SettingError, UsageError
+from instep.callbacks import ModelCheckpoint
+from instep.errors import DataError, HookError, Preempted, SettingError, UsageError
 from instep.state import AcceleratorState, GradientState, active_run
 from tests.trainer.toys import LoggingToy, Stream, Toy, assert_same, loader, quiet, weights
 
@@ -186,6 +187,22 @@ def test_validation_by_time():
     at = validations(val_check_interval=timedelta(microseconds=1), trigger_every=1)
     assert at[0] == (0, 2)
     assert len(at) >= 4
+
+
+def test_no_validation_that_is_due_by_time_delays_a_preemption(tmp_path: Any):
+    class Asks(Validations):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.set_trigger("validate")
+                trainer.set_trigger("preempted", "SIGTERM")
+
+    callback = Asks()
+    settings = {"enable_checkpointing": True, "default_root_dir": tmp_path, "trigger_every": 1}
+    trainer = quiet(max_epochs=1, callbacks=[callback, ModelCheckpoint()], **settings)
+    with pytest.raises(Preempted):
+        trainer.fit(Toy(), loader(20, 2), loader(3))
+    assert trainer.global_step == 3
+    assert callback.at == []
 
 
 def test_an_interval_longer_than_the_epoch_says_that_nothing_is_validated():

@@ -25,6 +25,7 @@ from tests.trainer.resuming import (
     Plain,
     StepLosses,
     StopAt,
+    assert_same,
     check,
     make_trainer,
     run_once,
@@ -401,3 +402,26 @@ def test_a_save_within_a_window_is_warned_of(tmp_path: Path) -> None:
     )
     with pytest.warns(UserWarning, match=r"in the middle of an optimizer window \(batch 1"):
         trainer.fit(Net(), DataLoader(Plain(8), batch_size=4))
+
+
+class SavesAndDies(Callback):
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Trainer, *args: Any) -> None:
+        torch.rand(3)
+        trainer.save_to(None, None, weights_only=False)
+        raise RuntimeError("gone")
+
+
+@pytest.mark.parametrize("stop", [2, 6])
+def test_what_is_saved_before_the_first_step_of_a_resumed_run(stop: int, tmp_path: Path) -> None:
+    expected = run_with_stops(Case(epochs=2), tmp_path / "expected", [stop])
+    root, rows = tmp_path / "saved", []
+    seen = run_once(Case(epochs=2), root, 0, rows, StopAt(stop)).seen
+    for hook in ("on_train_start", "on_train_epoch_start"):
+        if stop == 2 or hook == "on_train_start":  # at an epoch's end the next one's start draws anew
+            with pytest.raises(RuntimeError, match="gone"):
+                run_once(Case(epochs=2), root, 7, rows, SavesAndDies(hook))
+    last = run_once(Case(epochs=2), root, 1, rows)
+    assert_same(replace(last, seen=seen + last.seen), expected, "saved before the first step")

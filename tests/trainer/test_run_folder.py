@@ -12,6 +12,7 @@ import pytest
 
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
+from instep.errors import Preempted
 from instep.loggers import Logger
 from tests.trainer.toys import Toy, loader, quiet
 
@@ -79,6 +80,24 @@ def test_the_status_is_that_of_the_first_error(
     assert logger.closed == [logged]
     assert trainer.train_dataloader is None, "detached"
     assert trainer.state.fn is None
+
+
+def test_a_preempted_run_is_resumable_though_its_status_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            path = trainer.run_folder.path / "status.json"
+            if path.is_file():
+                path.unlink()
+                path.mkdir()  # which no file can replace
+            trainer.set_trigger("preempted", "SIGTERM")
+
+    trainer = quiet(max_epochs=1, callbacks=[Stops()], enable_checkpointing=True, default_root_dir=tmp_path)
+    with pytest.raises(Preempted) as caught:
+        trainer.fit(Toy(), loader())
+    assert caught.value.checkpoint is not None
+    assert "status.json" in capsys.readouterr().err
 
 
 def test_a_logger_that_fails_at_the_end_skips_nothing(tmp_path: Path):
