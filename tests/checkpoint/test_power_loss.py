@@ -11,13 +11,16 @@ from unittest import mock
 
 import pytest
 
-from instep.checkpoint import CheckpointStore, LocalFiles, files
+from instep.checkpoint import CheckpointStore, LocalFiles, files, lease, owner
+from instep.checkpoint.lease import Lease
 from tests.checkpoint.helpers import left_over, value_of, writes
 from tests.checkpoint.killing import lost, results_of
 from tests.checkpoint.victim import Board, Way, train
 from tests.helpers.disk import Disk, losses
 from tests.helpers.faults import FaultPlan, exit_status_of
 from tests.helpers.spawn import run_ranks
+
+INTERVAL_S = 0.05  # of the leases here
 
 
 def two_saves_and_a_delete(root: Path) -> FaultPlan:
@@ -120,9 +123,17 @@ def test_each_fsync_is_needed(left_out: str, of: str, tmp_path: Path, monkeypatc
         lose_power_everywhere(plan, root, lambda last, *_: check(root, None if last is None else REPORTED[last]))
 
 
+def after_a_reboot(root: Path, way: Way) -> None:
+    """The same command, in a system that was started again: no process of before is known to it."""
+    owner._boot_id = lambda: "another boot"
+    train(root, way)
+
+
 def train_and_lose_power(folder: str, way_to_train: Way) -> tuple[int, int]:
     """The log of a training, cut everywhere up to its fourth step; how many losses were looked at, and resumed from."""
     files._fsync = lambda fd: None
+    # A lease of before the reboot is watched for three of its intervals; one that was lost in part, of the default.
+    lease.INTERVAL_S = Lease.take.__func__.__kwdefaults__["interval_s"] = INTERVAL_S
     plan, root, save = FaultPlan(), Path(folder, "real"), CheckpointStore.save
     root.mkdir()
 
@@ -144,7 +155,7 @@ def train_and_lose_power(folder: str, way_to_train: Way) -> tuple[int, int]:
         assert lost(root, board) is None
         if way == 2 and number % 4 == 0:
             resumed += 1
-            assert exit_status_of(lambda: train(root, way_to_train)) == 0
+            assert exit_status_of(lambda: after_a_reboot(root, way_to_train)) == 0
             assert results_of(root, way_to_train) == expected
 
     return lose_power_everywhere(plan, root, look, subsets=2), resumed
