@@ -87,7 +87,7 @@ class BackgroundSaver:
     def __init__(self) -> None:
         self._buffers = HostBuffers()
         self._peers: Peers | None = None
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None]
         self._pending: PendingSave | None = None
 
     @property
@@ -130,6 +130,7 @@ class BackgroundSaver:
             self._peers = Peers.apart()
             # Kept from save to save: to start one makes the training wait for it. A daemon: at exit `close` decides
             # how long to wait for what it does.
+            self._jobs = SimpleQueue()  # a thread that was abandoned still reads the one before
             threading.Thread(target=_work, args=(self._jobs,), name="instep-save", daemon=True).start()
             atexit.register(self.close)  # for who never closes it
         aside = copy.copy(store)

@@ -186,8 +186,10 @@ class Lease:
         while not self._stop.wait(self._interval_s):
             with self._writing:
                 try:
-                    if self._stop.is_set() or self._problem():
+                    if self._stop.is_set():
                         return
+                    if self._problem():
+                        continue  # a folder that has vanished may come back
                     self._counter += 1
                     self._files.replace(self.path, self._content())
                 except Exception:  # noqa: BLE001  a short fault; the next beat comes soon

@@ -10,6 +10,8 @@ from pathlib import Path
 
 _PATTERN = re.compile(r"(?P<host>.+)-(?P<pid>\d+)-(?P<life>[0-9a-f]{8})")
 
+_UNKNOWN = "00000000"  # of a system without /proc, or one that hides the processes of others
+
 
 def this_process() -> str:
     """A name for this process that no other one gets: host, process id, and a digest of boot and start time."""
@@ -18,7 +20,7 @@ def this_process() -> str:
 
 
 def is_gone(owner: str) -> bool | None:
-    """Whether a process named by `this_process` has ended; None where that cannot be known from here (another host)."""
+    """Whether a process named by `this_process` has ended; None where that cannot be known: of another host, hidden."""
     match = _PATTERN.fullmatch(owner)
     if match is None or match["host"] != _host():
         return None
@@ -29,8 +31,10 @@ def is_gone(owner: str) -> bool | None:
         return True
     except PermissionError:
         pass  # it runs, as another user
-    # Another life: the id was given to another process; containers start with the same ones.
-    return _life(pid) != match["life"] or _state(pid) in "ZX"
+    life = _life(pid)
+    if life != match["life"]:  # the id was given to another process; containers start with the same ones
+        return None if life == _UNKNOWN else True
+    return _state(pid) in "ZX"
 
 
 def _host() -> str:
@@ -60,11 +64,11 @@ def _digest(text: str) -> str:
 
 
 def _life(pid: int) -> str:
-    """Differs between two processes with the same id; the same for all where the system has no /proc."""
+    """Differs between two processes with the same id, where the system tells."""
     try:
         boot = _boot_id()
         # Field 22 is the start in clock ticks since boot; the name in field 2 may hold spaces and brackets.
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
-        return "00000000"
+        return _UNKNOWN
     return _digest(f"{boot} {started}")

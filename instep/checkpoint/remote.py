@@ -209,7 +209,8 @@ class _RemoteOut(OutFile):
 
     def _write(self, piece: memoryview) -> int:
         with _as_os_error(self.path):
-            return self._file.write(piece)
+            written = self._file.write(piece)
+        return len(piece) if written is None else written  # SFTP's write all of it and do not say so
 
     def _finish(self) -> None:
         self._trace("close", self.path, None)
@@ -247,14 +248,11 @@ def _as_os_error(path: Path) -> Iterator[None]:
     """Every store's library has its own errors; from here on they are OSErrors."""
     try:
         yield
-    except OSError as error:
-        if error.errno is None:  # some are made of a text alone
-            kind = type(error)
-            raise kind(_number(error), str(error) or kind.__name__, str(path)) from error
-        raise
     except (MemoryError, AttributeError, TypeError, NameError):
         raise  # ours
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # some are made of a text alone
+            raise
         raise OSError(_number(error), f"{type(error).__name__}: {error}", str(path)) from error
 
 

@@ -229,6 +229,28 @@ def test_the_counter_goes_on_after_a_fault(tmp_path: Path) -> None:
     assert content(held)["released"] is True
 
 
+def test_the_counter_goes_on_after_the_folder_was_away(tmp_path: Path) -> None:
+    looked = threading.Event()
+
+    class Away(LocalFiles):
+        away = False
+
+        def listed(self, folder: Path) -> list[str]:
+            if self.away:
+                looked.set()
+                return []
+            return super().listed(folder)
+
+    files = Away()
+    held = Lease.take(tmp_path, "run", files, interval_s=TICK_S)
+    files.away = True
+    wait_for(looked.is_set)
+    files.away = False
+    before = content(held)["counter"]
+    wait_for(lambda: content(held)["counter"] > before + 1)
+    held.release()
+
+
 def test_the_thread_does_not_keep_the_process_alive(tmp_path: Path) -> None:
     code = HOLD.replace("sys.stdin.readline()", "")
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60, stdout=subprocess.DEVNULL)

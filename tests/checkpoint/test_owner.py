@@ -43,3 +43,15 @@ def test_strange_host_names_make_plain_folder_names(monkeypatch: pytest.MonkeyPa
     assert "@" not in name
     assert len(name) < 70
     assert owner.is_gone(name) is False
+
+
+def test_a_process_that_the_system_hides_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc with hidepid=2 shows nobody the processes of others."""
+    name = owner.this_process()
+
+    def not_yours(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", not_yours)
+    monkeypatch.setattr(owner, "_life", lambda pid: "00000000")
+    assert owner.is_gone(name) is None

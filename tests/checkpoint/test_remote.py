@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import os
 import signal
 import sys
 import uuid
@@ -31,7 +30,8 @@ from instep.checkpoint.remote import RemoteFiles
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, MissingPackageError
 from instep.state import PartialState
 from instep.utils.paths import to_path
-from tests.checkpoint.helpers import Log, value_of, writes
+from tests.checkpoint.helpers import value_of, writes
+from tests.helpers.faults import FaultPlan, exit_status_of
 from tests.helpers.object_store import Bucket, need_packages
 from tests.helpers.spawn import run_ranks
 
@@ -228,6 +228,37 @@ def test_the_errors_of_a_library_are_os_errors(bucket: Bucket, no_pauses: list[f
         del fs.pipe_file
 
 
+class Odd(OSError):
+    """Made of other things than a number and a text."""
+
+    def __init__(self, key: str, *, cause: str) -> None:
+        super().__init__(f"{key}: {cause}")
+
+
+def test_an_error_of_a_kind_of_its_own_keeps_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_packages()
+    store = CheckpointStore(f"memory://{uuid.uuid4().hex}/run")
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise Odd("run", cause="the server is odd")
+
+    monkeypatch.setattr(store.root.fs, "pipe_file", refuse)  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match="the server is odd"):
+        store.save(1, writes(OLD))
+
+
+def test_a_file_that_does_not_say_how_much_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of SFTP."""
+    need_packages()
+    store = CheckpointStore(f"memory://{uuid.uuid4().hex}/run")
+    fs: Any = store.root.fs  # type: ignore[attr-defined]
+    memory_file: Any = type(fs.open(f"/{uuid.uuid4().hex}", "wb"))
+    write = memory_file.write
+    monkeypatch.setattr(memory_file, "write", lambda self, data: write(self, data) and None)
+    path = store.save(1, writes(NEW))
+    assert value_of(store.read(path)) == NEW
+
+
 def test_a_bucket_that_does_not_exist_is_named(bucket: Bucket) -> None:
     with pytest.raises(CheckpointError, match=r"s3://no-such-bucket/run: .*does not exist"):
         CheckpointStore("s3://no-such-bucket/run").save(1, writes(OLD))
@@ -295,23 +326,10 @@ def save_then_delete_the_old(store: CheckpointStore) -> None:
 ACTIONS: list[Callable[[CheckpointStore], None]] = [save_new_step, save_same_step, save_then_delete_the_old]
 
 
-def in_a_child(act: Callable[[], Any]) -> int:
-    """Run it in a fork of this process, which itself has never talked to the store: such threads do not survive one."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            act()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-class Sent(Log):
+class Sent(FaultPlan):
     """Only what reaches the store: small files are in memory until they are closed."""
 
-    def __call__(self, operation: str, path: Path, detail: Any) -> None:
+    def __call__(self, operation: str, path: Path, detail: Any = None) -> None:
         if operation in ("put", "close", "unlink"):
             super().__call__(operation, path, detail)
 
@@ -328,16 +346,15 @@ def kill_everywhere(url: str, name: str, counted: str) -> int:
         action(CheckpointStore(f"{url}/count", RemoteFiles(log)))
         Path(counted).write_text(str(len(log.operations)))
 
-    assert in_a_child(count) == 0
+    assert exit_status_of(count) == 0
     for number in range(int(Path(counted).read_text())):
         root = f"{url}/{number}"
 
         def killed(number: int = number, root: str = root) -> None:
             CheckpointStore(root).save(1, writes(OLD))
-            log = Sent(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            action(CheckpointStore(root, RemoteFiles(log)))
+            action(CheckpointStore(root, RemoteFiles(Sent().kill_at(number))))
 
-        assert in_a_child(killed) == -signal.SIGKILL
+        assert exit_status_of(killed) == -signal.SIGKILL
     return int(Path(counted).read_text())
 
 
