@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -49,22 +48,3 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << bit
     path.write_bytes(bytes(data))
-
-
-class Log:
-    """A trace that remembers every operation, and may raise or act at one of them.
-
-    Args:
-        at: the number of the operation, from 0; None: never.
-        act: what to do there.
-    """
-
-    def __init__(self, at: int | None = None, act: Callable[[], Any] | None = None) -> None:
-        self.operations: list[tuple[str, Path]] = []
-        self._at = at
-        self._act = act
-
-    def __call__(self, operation: str, path: Path, detail: Any) -> None:
-        self.operations.append((operation, path))
-        if self._act is not None and len(self.operations) - 1 == self._at:
-            self._act()
