@@ -44,10 +44,10 @@ bench: $(VENV)/.bench  ## microseconds per step, import time, memory, triggers
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/triggers.py
 
-soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; about 5 minutes
+soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; 4.5 minutes
 	$(BIN)/python benchmarks/soak.py --kills 100 --name soak_short
 
-soak: $(VENV)/.dev  ## the same 1,000 times; about 50 minutes
+soak: $(VENV)/.dev  ## the same 1,000 times; not timed, some 45 minutes by soak-short
 	$(BIN)/python benchmarks/soak.py --kills 1000
 
 clean:  ## remove the environment and what tools have left
