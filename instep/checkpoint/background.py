@@ -40,13 +40,8 @@ class PendingSave:
         self._done = threading.Event()
         self._seen = False
 
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not. Local: ranks may differ."""
-        return self._done.is_set()
-
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended; whether it has."""
+        """Wait until it has ended, well or not; whether it has. Local: ranks may differ."""
         return self._done.wait(timeout_s)
 
     def outcome(self, peers: Peers) -> Path:

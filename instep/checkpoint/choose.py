@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,18 +33,13 @@ class CheckpointInfo:
         return str(self.manifest.info.get("kind", "full"))
 
 
-def newest_first(found: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """By step and attempt, the highest first. Clocks have no say."""
-    return sorted(found, key=lambda info: (info.step, info.attempt, info.path.name), reverse=True)
-
-
 def best_first(found: Sequence[CheckpointInfo], monitor: str | None = None) -> list[CheckpointInfo]:
     """By the monitored score, the best first and the older first among equals, as ModelCheckpoint ranks them.
 
     A checkpoint without a score, or with nan, is left out: it is never the best.
 
     Args:
-        found: what a scan found.
+        found: what a scan found, the newest first.
         monitor: the metric; None where all checkpoints were scored by the same one.
 
     Raises:
@@ -56,7 +51,7 @@ def best_first(found: Sequence[CheckpointInfo], monitor: str | None = None) -> l
     """
     scored: list[tuple[float, CheckpointInfo]] = []
     rules: set[tuple[str, str]] = set()
-    for info in reversed(newest_first(found)):
+    for info in reversed(found):
         about = info.manifest.info
         score, name, mode = about.get("score"), about.get("monitor"), about.get("mode", "min")
         if score is None or name is None or (monitor is not None and name != monitor) or math.isnan(float(score)):

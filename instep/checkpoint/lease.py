@@ -89,8 +89,6 @@ class Lease:
                 if lease._make():
                     return lease
         except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(
                 f"checkpoints cannot be saved in {root}: {error.strerror or error} ({error.filename}). Make the folder "
                 "writable, free some space, or choose another one.",

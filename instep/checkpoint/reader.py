@@ -47,13 +47,15 @@ class Reader:
             CorruptCheckpointError: the file is not what was written.
         """
         path = self._listed(name)
-        try:
+
+        def read() -> dict[str, Tensor]:
             with files_of(path).fetched(path, name in self._unverified) as (local, record):
                 if record is not None:
                     self._settle(name, _difference(name, record, self.manifest.files[name]))
                 return read_tensors(local)
-        except CheckpointError:
-            raise
+
+        try:
+            return patiently(read)
         except OSError as error:
             raise self._corrupt(_unreadable(name, error)) from error
 

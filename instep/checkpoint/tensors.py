@@ -17,6 +17,7 @@ from torch import Tensor
 from instep.checkpoint.files import Files
 from instep.checkpoint.hashing import Data, FileRecord
 from instep.checkpoint.remote import files_of
+from instep.checkpoint.retry import patiently
 from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
 
 ALIASES = "instep.aliases"
@@ -182,9 +183,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _read_stored(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import SafetensorError, safe_open  # late: needed only where something is read
 
-    try:
+    def read() -> tuple[dict[str, Tensor], dict[str, str]]:
         with files_of(path).fetched(path, False) as (local, _), safe_open(local, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+    try:
+        return patiently(read)
     except SafetensorError as error:
         raise CorruptCheckpointError(f"{path} is not a whole safetensors file: {error}", path=path) from error
     except OSError as error:

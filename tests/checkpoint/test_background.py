@@ -58,7 +58,7 @@ def test_it_is_listed_when_it_is_done_and_not_before(tmp_path: Path) -> None:
     store, saver = CheckpointStore(tmp_path, LocalFiles(gate)), BackgroundSaver()
     pending = save(saver, store, 1.0)
     assert gate.reached.wait(DEADLINE_S)
-    assert (pending.done, pending.path, store.scan()) == (False, None, [])
+    assert (pending.wait(0.0), pending.path, store.scan()) == (False, None, [])
     assert not saver.wait(0.0)
     gate.open.set()
     path = pending.outcome(Peers())
@@ -87,7 +87,7 @@ def test_the_next_one_waits_for_the_buffers(tmp_path: Path) -> None:
 
     asked.set()
     recorder = saver.record(write)
-    assert first.done
+    assert first.wait(0.0)
     assert order.index("rename") < order.index("copied")
     store = CheckpointStore(tmp_path)
     second = saver.start(store, 2, recorder).outcome(Peers())
@@ -193,7 +193,7 @@ def beside_the_training(folder: str) -> tuple[str, list[str], list[int]]:
     for _ in range(50):  # messages of both groups while rank 0 and 1 are in the middle of a save
         dist.all_reduce(total)
         gather_object(rank)
-    seen = gather_object(int(pending.done))
+    seen = gather_object(int(pending.wait(0.0)))
     gate.open.set()
     path = pending.outcome(Peers())
     store = CheckpointStore(folder)

@@ -7,22 +7,17 @@ from typing import Any
 import pytest
 
 from instep.checkpoint import CheckpointInfo, Manifest
-from instep.checkpoint.choose import best_first, check_keyword, newest_first
+from instep.checkpoint.choose import best_first, check_keyword
 from instep.errors import CheckpointError, SettingError
 
 
-def checkpoint(step: int, attempt: int = 1, created: str = "", **info: Any) -> CheckpointInfo:
-    manifest = Manifest(step, attempt, "", 1, created, {}, {}, info)
-    return CheckpointInfo(Path(f"step-{step:08d}-{attempt}"), step, attempt, manifest)
+def checkpoint(step: int, **info: Any) -> CheckpointInfo:
+    return CheckpointInfo(Path(f"step-{step:08d}-1"), step, 1, Manifest(step, 1, "", 1, "", {}, {}, info))
 
 
 def scored(mode: str, *scores: float | None) -> list[CheckpointInfo]:
-    return [checkpoint(step, score=score, monitor="loss", mode=mode) for step, score in enumerate(scores)]
-
-
-def test_the_clock_has_no_say() -> None:
-    found = [checkpoint(2, 1, "2024"), checkpoint(1, 9, "2999"), checkpoint(2, 2, "1970"), checkpoint(10, 1, "1980")]
-    assert [(c.step, c.attempt) for c in newest_first(found)] == [(10, 1), (2, 2), (2, 1), (1, 9)]
+    found = [checkpoint(step, score=score, monitor="loss", mode=mode) for step, score in enumerate(scores)]
+    return found[::-1]
 
 
 @pytest.mark.parametrize(

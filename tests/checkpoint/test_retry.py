@@ -126,6 +126,26 @@ def test_reading_asks_again(tmp_path: Path, method: str, pauses: list[float], mo
     assert pauses == list(retry.PAUSES_S)
 
 
+@pytest.mark.parametrize("check", [True, False])  # hashing, and then reading
+def test_reading_tensors_asks_again(
+    tmp_path: Path, check: bool, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    reader = store.read(store.save(1, writes(1.0)))
+    fetched, left = LocalFiles.fetched, [1]
+
+    def stale(self: LocalFiles, path: Path, asked: bool) -> Any:
+        if left[0] and asked is check:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return fetched(self, path, asked)
+
+    monkeypatch.setattr(LocalFiles, "fetched", stale)
+    with pytest.warns(UserWarning, match="reading failed for now"):
+        assert value_of(reader) == 1.0
+    assert pauses == [retry.PAUSES_S[0]]
+
+
 def fail_on(folder: str, bad: int, times: int) -> tuple[str, int, list[str], list[float]]:
     """Rank `bad` fails to write in passing; what each rank sees."""
     pauses: list[float] = []
