@@ -38,11 +38,12 @@ check: $(VENV)/.dev  ## lint, formatting, types, import floors
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.bench  ## microseconds per step, import time, memory, triggers
+bench: $(VENV)/.bench  ## microseconds per step, import time, memory, saving, triggers
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/triggers.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; 4.5 minutes
 	$(BIN)/python benchmarks/soak.py --kills 100 --name soak_short

@@ -186,11 +186,13 @@ def test_a_program_that_ends_waits_for_it(tmp_path: Path) -> None:
 def beside_the_training(folder: str) -> tuple[str, list[str], list[int]]:
     rank = PartialState(cpu=True).process_index
     gate = Gate()
+    if rank == 0:
+        gate.open.set()  # its thread goes on to where it waits for the other's
     saver = BackgroundSaver()
     pending = save(saver, CheckpointStore(folder, LocalFiles(gate)), 1.0)
     assert gate.reached.wait(DEADLINE_S)
     total = torch.tensor(rank)
-    for _ in range(50):  # messages of both groups while rank 0 and 1 are in the middle of a save
+    for _ in range(50):  # messages of both groups in the middle of a save
         dist.all_reduce(total)
         gather_object(rank)
     seen = gather_object(int(pending.wait(0.0)))
