@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 import warnings
@@ -215,8 +214,8 @@ class ModelCheckpoint(Callback):
             self._find_best()
 
     def _owns(self, trainer: Trainer, saved: Saved) -> bool:
-        here = str(self.dirpath or trainer.run_folder.checkpoints)
-        return os.path.dirname(saved.key) == here and saved.step <= trainer.global_step
+        here = self.dirpath or trainer.run_folder.checkpoints
+        return self._path(saved.key).parent == here and saved.step <= trainer.global_step
 
     def _adopt(self, trainer: Trainer, resumed_from: Reader) -> None:
         """Take in what was committed after these books were saved.
@@ -304,7 +303,7 @@ class ModelCheckpoint(Callback):
             The newest checkpoint.
         """
         self._settle(trainer)
-        there = self._path(self.last_model_path or "-").is_dir()
+        there = self.last_model_path != "" and self._path(self.last_model_path).is_dir()
         saved = there and self._position_saved == trainer.position.state_dict()
         if trainer.agree(saved and not self.save_weights_only):
             return self._path(self.last_model_path)
