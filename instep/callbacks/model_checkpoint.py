@@ -197,6 +197,9 @@ class ModelCheckpoint(Callback):
             self._position_saved = trainer.position.state_dict()
             if trainer.resumed_from.manifest.info.get("saver") == self.state_key:  # else its own may still be due
                 self._last_step_saved = trainer.global_step
+        self._start_clock(trainer)
+
+    def _start_clock(self, trainer: Trainer) -> None:
         if self.train_time_interval is not None and trainer.is_global_zero:
             self._next_time = time.monotonic() + self.train_time_interval.total_seconds()
 
@@ -254,9 +257,7 @@ class ModelCheckpoint(Callback):
         if due and step != self._last_step_saved:
             self._save(trainer)
         elif self._next_time != math.inf and time.monotonic() >= self._next_time:
-            assert self.train_time_interval is not None
-            self._next_time = time.monotonic() + self.train_time_interval.total_seconds()
-            trainer.set_trigger("save", "train_time_interval")
+            trainer.set_trigger("save", self.state_key)  # until it is this one's turn
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if (
@@ -296,18 +297,21 @@ class ModelCheckpoint(Callback):
 
         Args:
             trainer: the Trainer.
-            reason: why.
+            reason: why; where it is this callback's `state_key`, its time has come.
             final: the run may end right after, so that it is saved at once and a failure is an error.
 
         Returns:
             The newest checkpoint.
         """
         self._settle(trainer)
+        due = reason == self.state_key
+        if due:
+            self._start_clock(trainer)
         there = self.last_model_path != "" and self._path(self.last_model_path).is_dir()
         saved = there and self._position_saved == trainer.position.state_dict()
-        if trainer.agree(saved and not self.save_weights_only):
+        if trainer.agree(saved and (due or not self.save_weights_only)):
             return self._path(self.last_model_path)
-        self._save(trainer, last=True, full=True, at_once=final, must=final)
+        self._save(trainer, last=True, full=not due, at_once=final, must=final)
         return self._path(self.last_model_path)
 
     def _save_by_epoch(self, trainer: Trainer) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from instep.callbacks.base import Callback
 from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.errors import HookError, Preempted, SettingError
@@ -25,6 +24,7 @@ from instep.trainer.log import LogBook
 from instep.trainer.metric_states import metric_states, put_back
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import step_schedulers
+from instep.trainer.plugins import saves
 from instep.trainer.session import Session
 from instep.utils.seed import rng_state, set_rng_state
 
@@ -102,7 +102,7 @@ class FitSession(Session):
 
         The `state_dict` and `on_save_checkpoint` of callbacks and modules are called once for this.
         """
-        if self._savers():
+        if self.trainer.checkpoint_callback is not None:
             snapshot.dry_run(self)
 
     # ---- epochs
@@ -210,7 +210,7 @@ class FitSession(Session):
             at.epoch_ended = True
             for hook in self._epochs_end["monitoring"]:
                 hook()
-        elif self._savers():
+        else:
             self._save_now("the run ended within an epoch")  # its metrics are not there to rank it by
         self.agree_on_triggers()
 
@@ -317,17 +317,14 @@ class FitSession(Session):
             elif trigger.name == "preempted":
                 self._preempt(trigger)
 
-    def _savers(self) -> list[Callback]:
-        return [callback for callback in self.callbacks if hasattr(callback, "save_now")]
-
     def _save_now(self, reason: str, final: bool = True) -> Any:
-        path = None
-        for callback in self._savers()[:1]:
-            path = callback.save_now(self.trainer, reason, final)  # pyright: ignore[reportAttributeAccessIssue]
-        return path
+        """Let the saver that asked by its key save, else the first one."""
+        savers: dict[str, Any] = {callback.state_key: callback for callback in self.callbacks if saves(callback)}
+        saver = savers.get(reason, self.trainer.checkpoint_callback)
+        return None if saver is None else saver.save_now(self.trainer, reason, final)
 
     def _preempt(self, trigger: Trigger) -> None:
-        if not self._savers():
+        if self.trainer.checkpoint_callback is None:
             # Nothing can be saved, so nothing can be resumed: end as the signal would have.
             if trigger.reason == "SIGINT":
                 raise KeyboardInterrupt

@@ -19,6 +19,7 @@ import torch
 
 from instep.callbacks.base import Callback
 from instep.errors import UsageError
+from instep.trainer.plugins import saves
 
 if TYPE_CHECKING:
     from instep.trainer.module import TrainModule
@@ -95,7 +96,7 @@ def _silenced(callbacks: Iterable[Callback]) -> list[Callback]:
     return [
         # A class of its own each: configure_callbacks replaces callbacks of the same class.
         type("Silenced", (_Silenced,), {})(callback.state_key)
-        if hasattr(callback, "save_now") or isinstance(callback, left_out)
+        if saves(callback) or isinstance(callback, left_out)
         else callback
         for callback in callbacks
     ]

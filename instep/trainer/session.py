@@ -31,7 +31,7 @@ from instep.trainer.module import TrainModule, accepted_arguments
 from instep.trainer.nonfinite import NonFiniteGuard
 from instep.trainer.optimizers import LRSchedulerConfig, TrainOptimizer, configure
 from instep.trainer.place import connect, device_of, grace_period
-from instep.trainer.plugins import start_loggers, with_own_callbacks
+from instep.trainer.plugins import saves, start_loggers, with_own_callbacks
 from instep.trainer.signals import SignalGuard
 from instep.trainer.transfer import batches_on_device
 from instep.trainer.weights import load_weights
@@ -273,7 +273,7 @@ class Session:
     def _own_folders(self) -> None:
         """Take the folders that this fit will save checkpoints in, as far as they are known."""
         for callback in self.callbacks if self.fn == "fit" else ():
-            if hasattr(callback, "save_now"):
+            if saves(callback):
                 folder = getattr(callback, "dirpath", None) or self.trainer.run_folder.checkpoints
                 if folder is not None:
                     self.own(folder)

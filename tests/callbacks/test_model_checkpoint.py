@@ -154,6 +154,25 @@ def test_by_time(tmp_path: Path):
     assert names(tmp_path / "later") == []
 
 
+def test_by_time_each_saves_its_own(tmp_path: Path):
+    day = timedelta(days=1)
+    savers = [
+        ModelCheckpoint(tmp_path / "plain"),
+        ModelCheckpoint(tmp_path / "full", monitor="score", train_time_interval=day),
+        ModelCheckpoint(tmp_path / "weights", train_time_interval=day, save_weights_only=True),
+    ]
+
+    class Waits(Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 1:
+                savers[1]._next_time = savers[2]._next_time = 0.0  # both are due at one step
+
+    run(tmp_path, Waits(), *savers, module=Scored([1.0, 2.0]), max_epochs=2, trigger_every=1)
+    assert names(tmp_path / "plain") == ["step-00000008-1"]
+    for name, kind in (("full", "full"), ("weights", "weights")):
+        assert [info.kind for info in CheckpointStore(tmp_path / name).scan()] == [kind]
+
+
 def test_after_every_validation_where_there_are_several_in_an_epoch(tmp_path: Path):
     saver = ModelCheckpoint(tmp_path / "kept", save_top_k=-1)
     run(tmp_path, saver, val_check_interval=0.5)
