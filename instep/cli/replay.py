@@ -97,7 +97,8 @@ def _program(args: argparse.Namespace, recorded: dict[str, Any] | None, path: Pa
     if not Path(folder).is_dir():
         sys.stderr.write(f"instep: {folder}, where the program ran, is gone: it is run in this folder\n")
         folder = os.getcwd()
-    script = next((word for word in command if not word.startswith("-")), "")
+    pairs = zip(("", *command), command, strict=False)  # "-X" stands apart from its value
+    script = next((word for before, word in pairs if before != "-X" and not word.startswith("-")), "")
     if "-m" not in command and not (Path(folder) / script).exists():
         raise CheckpointError(f"the program {script} of {path} is gone. Give its new place with --command.", path=path)
     return list(command), folder, bool(recorded.get("starts_ranks", True))

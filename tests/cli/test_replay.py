@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import torch
 
 from instep.checkpoint import CheckpointStore
 from instep.cli.main import main
+from instep.cli.replay import _program
 from tests.helpers.spawn import Finished, free_port, run_command
 
 HERE = Path(__file__)
@@ -192,6 +194,14 @@ def test_what_cannot_be_replayed(
 ) -> None:
     assert main(["replay", str(saved(tmp_path, state, kind))]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_program_that_ran_with_options_of_the_interpreter(tmp_path: Path) -> None:
+    program = ["-B", "-X", "dev", str(tmp_path / "train.py")]
+    (tmp_path / "train.py").touch()
+    recorded = {"arguments": program, "folder": str(tmp_path), "starts_ranks": True}
+    args = argparse.Namespace(command=None, after=[])
+    assert _program(args, recorded, tmp_path) == (program, str(tmp_path), True)
 
 
 def test_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
