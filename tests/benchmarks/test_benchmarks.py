@@ -22,6 +22,33 @@ def run(name: str, out: Path, *args: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+BROKEN_SOAK = """
+import runpy, sys
+from tests.checkpoint import killing
+killing.lost = lambda root, board: "step 7 was saved, but 6 is the newest"
+sys.path.insert(0, "benchmarks")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(sys.platform != "linux", reason="the soak finds a job's processes in /proc")
+def test_a_soak_that_loses_something_says_so_and_fails(tmp_path: Path) -> None:
+    env = {"TMPDIR": str(tmp_path)}  # the folders of what was lost are kept
+    program = f"import sys; sys.argv = {[str(BENCHMARKS / 'soak.py'), '--kills', '2', '--out', str(tmp_path / 'out')]}"
+    done = run_command([sys.executable, "-c", program + BROKEN_SOAK], timeout_s=280.0, cwd=BENCHMARKS.parent, env=env)
+    assert done.returncode == 1, done.stderr
+    result = json.loads((tmp_path / "out" / "soak.json").read_text())
+    assert (result["kills"], result["recovered"], result["unrecoverable"], result["runs"]) == (2, 0, 2, 2)
+    assert [loss["run"] for loss in result["losses"]] == [0, 1]
+    for loss in result["losses"]:
+        assert loss["kill"]["target"] in ("job", "rank", "agent")
+        assert "step 7 was saved, but 6 is the newest (seed 1, " in loss["text"]
+    assert all(row[2] == 0 for rows in result["tables"].values() for row in rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["loader", "ready"])
 def test_overhead(tmp_path: Path, data: str) -> None:
