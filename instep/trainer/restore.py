@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.errors import CheckpointError, CorruptCheckpointError, DataError, SettingError
 from instep.trainer.metric_states import load_metric_states, metric_objects
+from instep.trainer.position import Position
 from instep.trainer.slots import merge_states
 from instep.trainer.snapshot import by_class
 from instep.utils.learning_rate import follow_schedule, put_rates, rates_of, set_learning_rates
@@ -213,12 +214,14 @@ def _fits(differ: str, switch: str, reader: Reader, strict: bool, left_out: list
 
 def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
     state, trainer = reader.state("trainer"), run.trainer
-    run.position.load_state_dict(state["position"])
-    trainer.metrics.load_state_dict(state["metrics"])
+    at = Position()
+    at.load_state_dict(state["position"])
     name = f"rank-{run.rank:05d}"
     own = reader.state(name) if reader.has(f"{name}.json") else None
     same_world = state["world_size"] == run.world_size
-    _resume_data(run, state, own if same_world else None, reader)
+    _resume_data(run, at, state, own if same_world else None, reader)
+    run.position.load_state_dict(at.state_dict())  # not before all of it fits: the Trainer may fit something else next
+    trainer.metrics.load_state_dict(state["metrics"])
     log = own["log"] if own is not None and same_world else []
     if not same_world and run.rank == 0:  # the first rank takes over for all
         log = merge_states([reader.state(f"rank-{rank:05d}")["log"] for rank in range(state["world_size"])])
@@ -242,9 +245,11 @@ def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
     return last
 
 
-def _resume_data(run: FitSession, state: dict[str, Any], own: dict[str, Any] | None, reader: Reader) -> None:
+def _resume_data(
+    run: FitSession, at: Position, state: dict[str, Any], own: dict[str, Any] | None, reader: Reader
+) -> None:
     data = state.get("data", None if own is None else own.get("data"))
-    if data is None and run.position.epoch_ended:
+    if data is None and at.epoch_ended:
         return  # the next epoch starts at its beginning
     if data is None:
         raise CheckpointError(
@@ -253,9 +258,9 @@ def _resume_data(run: FitSession, state: dict[str, Any], own: dict[str, Any] | N
             "from a checkpoint at an epoch's end.",
             path=reader.path,
         )
-    if not run.position.epoch_ended:
+    if not at.epoch_ended:
         run.source.load_state_dict(data)
-        run.position.batch = run.position.window_batch = run.source.first_batch
+        at.batch = at.window_batch = run.source.first_batch
         return
     # Only data with a state that lives on over epochs needs it; at an epoch's end the data may be exchanged.
     with suppress(DataError):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from instep import Callback, Resume, Trainer
 from instep.callbacks import ModelCheckpoint
 from instep.checkpoint import KeepNewest, ResumeReport, write_tensors
-from instep.errors import CheckpointError, Preempted, SettingError
+from instep.errors import CheckpointError, DataError, Preempted, SettingError
 from tests.trainer.toys import LoggingToy, assert_same, loader, quiet, weights
 
 
@@ -364,3 +364,16 @@ def test_lazy_parameters_have_no_shape_yet(tmp_path: Path):
     module = Net()
     write_tensors(tmp_path / "w.safetensors", dict(module.state_dict()))
     assert_same(weights(Lazy.load_from_checkpoint(tmp_path / "w.safetensors", strict=False)), weights(module))
+
+
+def test_a_resume_that_is_refused_leaves_the_trainer_where_it_was(tmp_path: Path) -> None:
+    with pytest.raises(Preempted) as stopped:
+        fit(tmp_path / "first", Net(), Counter(preempt_at=2))
+    trainer = quiet(
+        max_epochs=1, callbacks=[Counter()], enable_checkpointing=True, default_root_dir=tmp_path / "second"
+    )
+    with pytest.raises(DataError):  # the checkpoint stands within an epoch of other data
+        trainer.fit(Net(), loader(length=30, shuffle=True), ckpt_path=stopped.value.checkpoint)
+    assert trainer.global_step == 0
+    trainer.fit(Net(), loader(shuffle=True))
+    assert trainer.global_step == 4
