@@ -133,7 +133,8 @@ def train_and_lose_power(folder: str, way_to_train: Way) -> tuple[int, int]:
     """The log of a training, cut everywhere up to its fourth step; how many losses were looked at, and resumed from."""
     files._fsync = lambda fd: None
     # A lease of before the reboot is watched for three of its intervals; one that was lost in part, of the default.
-    lease.INTERVAL_S = Lease.take.__func__.__kwdefaults__["interval_s"] = INTERVAL_S
+    lease.INTERVAL_S = INTERVAL_S
+    Lease.take.__func__.__kwdefaults__ = {"interval_s": INTERVAL_S}
     plan, root, save = FaultPlan(), Path(folder, "real"), CheckpointStore.save
     root.mkdir()
 
