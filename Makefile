@@ -45,7 +45,7 @@ bench: $(VENV)/.bench  ## microseconds per step, import time, memory, saving, tr
 	$(BIN)/python benchmarks/triggers.py
 	$(BIN)/python benchmarks/checkpoint.py
 
-soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; 4.5 minutes
+soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; 4.5 minutes, more on a busy machine
 	$(BIN)/python benchmarks/soak.py --kills 100 --name soak_short
 
 soak: $(VENV)/.dev  ## the same 1,000 times; not timed, some 45 minutes by soak-short
