@@ -1,7 +1,8 @@
 """Compare two checkpoints.
 
 Prints how their manifests differ, which files and values only one has, and for every tensor that is not equal bit for
-bit the largest absolute difference. When and by which run they were saved makes them no different.
+bit the largest absolute difference. When, where and by which run they were saved makes them no different: its name,
+folder, command, log and clock. Of paths of checkpoints the name is compared.
 
 Examples:
   instep checkpoint diff runs/a/step-00000100-1 runs/b/step-00000100-1
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _MANY = 20  # lines of a kind that are printed without --all
 _FACTS = ("step", "attempt", "run_id", "world_size", "created", "versions", "info")
 _ARGUMENTS = re.compile(r"\([^()]{20,}\)")  # long ones of a callback's key
-_WHO_SAVED_IT = ("run_id", "run_folder", "command", "instep_version")
+_WHO_SAVED_IT = ("run_id", "run_folder", "command", "instep_version", "loggers")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +61,7 @@ def _compare(a: Reader, b: Reader, weights: bool) -> dict[str, Any]:
     )
     facts = {name: (getattr(a.manifest, name), getattr(b.manifest, name)) for name in _FACTS}
     values: list[dict[str, Any]] = []
+    ignored: list[dict[str, Any]] = []
     tensors: list[dict[str, Any]] = []
     equal = 0
     for name in sorted(names_a & names_b, key=lambda name: (name.startswith("rank-"), name)):
@@ -68,7 +70,9 @@ def _compare(a: Reader, b: Reader, weights: bool) -> dict[str, Any]:
             equal += sum(entry["difference"] is None for entry in found)
             tensors += [entry for entry in found if entry["difference"] is not None]
         elif name.endswith(".json"):
-            values += _values(name, a.json(name), b.json(name))
+            for at, one, other in _leaves(a.json(name), b.json(name), ()):
+                entry = {"file": name, "at": ".".join(at), "a": one, "b": other}
+                (ignored if name == "trainer.json" and _ignored(at, one, other) else values).append(entry)
         elif a.manifest.files[name] != b.manifest.files[name]:
             values.append({"file": name, "at": "", "a": "other content", "b": "other content"})
     result: dict[str, Any] = {
@@ -78,10 +82,11 @@ def _compare(a: Reader, b: Reader, weights: bool) -> dict[str, Any]:
         "only_a": sorted(names_a - names_b),
         "only_b": sorted(names_b - names_a),
         "values": values,
+        "ignored": ignored,
         "tensors": tensors,
         "equal_tensors": equal,
     }
-    same = not (result["only_a"] or result["only_b"] or tensors or any(not value.get("ignored") for value in values))
+    same = not (result["only_a"] or result["only_b"] or tensors or values)
     return {"same": same, **result}
 
 
@@ -115,10 +120,17 @@ def _difference(a: Tensor, b: Tensor) -> dict[str, Any]:
     return {"difference": f"max abs {largest:.6g}, {count} of {a.numel()} elements", "max_abs": largest, "count": count}
 
 
-def _values(name: str, a: Any, b: Any) -> Iterator[dict[str, Any]]:
-    for at, one, other in _leaves(a, b, ()):
-        ignored = name == "trainer.json" and at[0] in _WHO_SAVED_IT
-        yield {"file": name, "at": ".".join(at), "a": one, "b": other, **({"ignored": True} if ignored else {})}
+def _ignored(at: tuple[str, ...], a: Any, b: Any) -> bool:
+    """Whether two values of trainer.json differ only by who saved them, where and how fast."""
+    return at[0] in _WHO_SAVED_IT or (at[0] == "callbacks" and ("time_elapsed" in at or _same_name(a, b)))
+
+
+def _same_name(a: Any, b: Any) -> bool:
+    """Whether two values are paths of checkpoints with one name, but for the attempt."""
+    if not all(isinstance(path, str) and "/" in path for path in (a, b)):
+        return False
+    name, other = (re.sub(r"-\d+$", "", path.rpartition("/")[2]) for path in (a, b))
+    return name == other
 
 
 def _leaves(a: Any, b: Any, at: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
@@ -139,10 +151,13 @@ def _print(result: dict[str, Any], everything: bool) -> None:
     for side in ("a", "b"):
         for name in result[f"only_{side}"]:
             output.say(f"only in {side}: {name}")
-    values = [
-        f"{value['file']} {_ARGUMENTS.sub('(...)', value['at'])}: {_short(value['a'])} | {_short(value['b'])}"
-        for value in result["values"]
-    ]
+    values, ignored = (
+        [
+            f"{value['file']} {_ARGUMENTS.sub('(...)', value['at'])}: {_short(value['a'])} | {_short(value['b'])}"
+            for value in result[kind]
+        ]
+        for kind in ("values", "ignored")
+    )
     tensors = [f"{tensor['file']} {tensor['name']}: {tensor['difference']}" for tensor in result["tensors"]]
     for what, lines in (("values", values), ("tensors", tensors)):
         if lines:
@@ -151,6 +166,10 @@ def _print(result: dict[str, Any], everything: bool) -> None:
             output.say(f"  {line}")
         if len(lines) > _MANY and not everything:
             output.say(f"  ... and {len(lines) - _MANY} more (--all prints them)")
+    if ignored and everything:
+        output.say("\nof the run's name, folders, command, log and clock, which do not count")
+        for line in ignored:
+            output.say(f"  {line}")
     output.say(f"\n{result['equal_tensors']} tensors are equal bit for bit, {len(tensors)} are not")
     output.say("the checkpoints are the same" if result["same"] else "the checkpoints differ")
 

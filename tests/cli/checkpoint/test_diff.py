@@ -11,6 +11,7 @@ import torch
 
 from instep.checkpoint import CheckpointStore, Writer
 from tests.cli.checkpoint.conftest import Command, shared, weights, writes
+from tests.trainer.resuming import Case, run_once, run_with_stops
 
 
 def save(root: Path, name: str, write: Callable[[Writer], None], **more: Any) -> Path:
@@ -48,7 +49,9 @@ def test_only_the_run_differs(tmp_path: Path, instep: Command) -> None:
 
     answer = instep("diff", save(tmp_path, "a", write("one")), save(tmp_path, "b", write("two")))
     assert answer.code == 0, "two runs that did the same are the same"
-    assert "trainer.json run_id: one | two" in answer.out
+    assert "trainer.json" not in answer.out
+    everything = instep("diff", tmp_path / "a", tmp_path / "b", "--all")
+    assert "trainer.json run_id: one | two" in everything.out
 
 
 @pytest.mark.parametrize(
@@ -97,3 +100,28 @@ def test_files_of_one(tmp_path: Path, instep: Command) -> None:
     assert answer.code == 1
     assert "only in a: optimizer.json\n" in answer.out
     assert "only in b" not in answer.out
+
+
+def test_a_resumed_run_and_one_without_a_stop_are_the_same(tmp_path: Path, instep: Command) -> None:
+    case = Case(monitor=True, callbacks=True)
+    run_once(case, tmp_path / "whole")
+    run_with_stops(case, tmp_path / "stopped", [8])
+    answer = instep("diff", tmp_path / "whole", tmp_path / "stopped", "--json")
+    assert (answer.code, answer.json["values"]) == (0, [])
+    ignored = {value["at"].rpartition(".")[2] for value in answer.json["ignored"]}
+    assert {"run_id", "run_folder", "best_model_path", "last_model_path"} <= ignored
+
+
+def test_a_path_of_another_checkpoint_counts(tmp_path: Path, instep: Command) -> None:
+    def write(path: str) -> Callable[[Writer], None]:
+        saver = {"best_model_path": path, "saved": [[path, 3, None]]}
+        return lambda writer: writer.state("trainer", {**shared(3), "callbacks": {"ModelCheckpoint": saver}})
+
+    paths = {"a": "/one/best-1", "b": "s3://two/best-2", "c": "/one/other-1", "d": ""}
+    for name, path in paths.items():
+        save(tmp_path, name, write(path))
+    assert instep("diff", tmp_path / "a", tmp_path / "b").code == 0
+    for other in ("c", "d"):
+        answer = instep("diff", tmp_path / "a", tmp_path / other)
+        assert answer.code == 1
+        assert "2 values differ" in answer.out
