@@ -6,6 +6,8 @@ loggers; leaving it, on an error too, puts everything back.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -140,7 +142,7 @@ class Session:
             self.datamodule.trainer = trainer
         if self.fn == "fit":
             grace_s = grace_period(self.settings, self.rank)
-            self._stack.enter_context(SignalGuard(self.triggers, grace_s, self._overdue, quiet=self.rank != 0))
+            self._stack.enter_context(SignalGuard(self.triggers, grace_s, self._overdue, self.rank != 0, self._killed))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -207,6 +209,17 @@ class Session:
         text = f"{name} came, and saving took longer than the grace period of {self.settings.grace_period_s:g} s"
         self.trainer.run_folder.write_status(self.trainer, InstepError(f"{text}; nothing was saved"), name)
         return EXIT_FAILED
+
+    def _killed(self, name: str) -> None:
+        """A second signal ends the process now: say it, in `status.json` too. Called in the signal's handler."""
+        trainer = self.trainer
+        with suppress(Exception):  # whatever it came into, the signal must end the process
+            if self.preempted or not trainer.is_global_zero:
+                return
+            last = getattr(trainer.checkpoint_callback, "last_model_path", "")
+            saved = f"the last checkpoint is {last}" if last else "there is no checkpoint"
+            os.write(2, f"\nStopped at once by a second signal, {name}; {saved}.\n".encode())
+            trainer.run_folder.write_status(trainer, SystemExit(128 + signal.Signals[name]), name)
 
     def _finish(self, error: BaseException | None) -> None:
         self.trainer.state.status = _status(error)

@@ -34,6 +34,7 @@ class SignalGuard:
         grace_s: so long after the first signal the process ends, wherever it is then; infinity: never.
         overdue: called before that with the signal's name, in a thread of its own; returns the exit code.
         quiet: say nothing to the user; for all ranks but one.
+        killed: called in the handler with the name of a second signal that ends the process without an exception.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -45,11 +46,13 @@ class SignalGuard:
         grace_s: float = float("inf"),
         overdue: Callable[[str], int] = lambda name: EXIT_FAILED,
         quiet: bool = False,
+        killed: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._triggers = triggers
         self._overdue = overdue
         self._grace_s = grace_s
-        self._notice = b"" if quiet else _notice(grace_s)
+        self._quiet = quiet
+        self._killed = killed
         self._before: dict[int, Any] = {}
         self._pid = -1
         self._deadline: Deadline | None = None
@@ -96,15 +99,19 @@ class SignalGuard:
         self._deadline.note(number)
         if self.received is None:
             self.received, self._at = number, time.monotonic()
-            if number == signal.SIGINT and self._notice:
-                os.write(2, self._notice)  # print is not safe in a handler
+            if not self._quiet:
+                os.write(2, _notice(number, self._grace_s))  # print is not safe in a handler
             self._triggers.set("preempted", signal.Signals(number).name)
         elif number != self.received or time.monotonic() - self._at >= SAME_S:
+            if self._before.get(number) is signal.SIG_DFL:
+                self._killed(signal.Signals(number).name)
             self._put_back()
             self.received = None  # it is delivered now
             signal.raise_signal(number)
 
 
-def _notice(grace_s: float) -> bytes:
+def _notice(number: int, grace_s: float) -> bytes:
     within = "" if grace_s == float("inf") else f", within {grace_s:g} s"
-    return f"\nStopping: this step is finished and saved first{within}. Press Ctrl-C again to stop at once.\n".encode()
+    again = "Press Ctrl-C again to stop" if number == signal.SIGINT else "A second one stops it"
+    text = f"Stopping ({signal.Signals(number).name}): this step is finished and saved first{within}. {again} at once."
+    return f"\n{text}\n".encode()

@@ -92,7 +92,7 @@ def test_a_signal_to_the_whole_group_with_loader_workers(
     stopped = run(tmp_path, "--workers", "2", "--do", f"group-{name}")
     expect(stopped, 75)
     assert "Traceback" not in stopped.stderr
-    assert stopped.stderr.count("Stopping:") == (name == "SIGINT"), stopped.stderr
+    assert stopped.stderr.count(f"Stopping ({name}): ") == 1, stopped.stderr
     said = status(tmp_path)
     assert (said["status"], said["exit_code"], said["global_step"], said["signal"]) == ("preempted", 75, 5, name)
     assert said["checkpoint"].endswith("step-00000005-1")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from instep.callbacks import ModelCheckpoint
 from instep.distributed import Triggers
 from instep.errors import Preempted
 from instep.trainer.signals import SignalGuard
+from tests.helpers.spawn import run_command
 from tests.trainer.toys import Toy, loader, quiet
 
 
@@ -84,6 +87,40 @@ def test_a_signal_beside_an_error_is_delivered_after_the_error_was_shown(
 def test_a_second_signal_in_teardown_leaves_everything_put_back(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, Sends("teardown", signal.SIGINT, signal.SIGINT))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_the_first_signal_is_told(number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    sends = Sends("on_train_batch_end", number)
+    with pytest.raises(Preempted):
+        fit(tmp_path, sends, callbacks=[sends, ModelCheckpoint()], enable_checkpointing=True, trigger_every=1)
+    told = capfd.readouterr().err
+    assert told.startswith(f"\nStopping ({number.name}): this step is finished and saved first")
+    assert told.count("at once") == 1
+
+
+TWICE = """
+import signal, sys
+from pathlib import Path
+from instep.callbacks import ModelCheckpoint
+from tests.trainer.test_signals import Sends, fit
+sends = Sends("second", signal.SIGTERM, signal.SIGUSR1)
+sends.on_train_batch_start = lambda trainer, module, batch, batch_idx: sends.second() if batch_idx else None
+saver = ModelCheckpoint(every_n_train_steps=int(sys.argv[2]))
+fit(Path(sys.argv[1]), sends, callbacks=[sends, saver], enable_checkpointing=True)
+"""
+
+
+@pytest.mark.parametrize("every", [1, 9])
+def test_a_second_signal_that_ends_the_process_is_told_and_written_down(every: int, tmp_path: Path):
+    command = [sys.executable, "-c", TWICE, str(tmp_path), str(every)]
+    done = run_command(command, cwd=Path(__file__).parents[2], timeout_s=120)
+    assert done.returncode == -signal.SIGTERM, done
+    [folder] = tmp_path.rglob("version_0")
+    saved = f"the last checkpoint is {folder}/checkpoints/step-00000001-1" if every == 1 else "there is no checkpoint"
+    assert done.stderr.endswith(f"Stopped at once by a second signal, SIGTERM; {saved}.\n")
+    said = json.loads((folder / "status.json").read_text())
+    assert (said["status"], said["exit_code"], said["signal"]) == ("interrupted", 143, "SIGTERM")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
