@@ -32,13 +32,15 @@ from typing import Any
 from instep.cli import output
 from instep.errors import CheckpointError, CorruptCheckpointError, UsageError
 
+_FEW_SAMPLES = 8  # that the table names; --json has all
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("path", metavar="CKPT", help="a checkpoint, or a folder or run, of which the newest is taken")
     parser.add_argument("--steps", type=_count, default=3, help="optimizer steps (default: 3)")
     parser.add_argument("--command", metavar="TEXT", help="another program, with its arguments; or its words after --")
-    parser.add_argument("--json", action="store_true", help="for programs; has every loss and norm exactly")
+    parser.add_argument("--json", action="store_true", help="for programs; has all samples")
     parser.set_defaults(after=[])  # the same as --command, as words after --
 
 
@@ -157,10 +159,17 @@ def _print(steps: list[dict[str, Any]]) -> None:
             last = len(rank["batches"]) - 1
             for number, batch in enumerate(rank["batches"]):
                 norms = ", ".join(map(_exact, rank["grad_norms"])) if number == last else ""
-                samples = "unknown" if batch["samples"] is None else json.dumps(batch["samples"])
+                samples = _few(batch["samples"])
                 rows.append((step["step"], rank["rank"], batch["batch"], _exact(batch["loss"]), norms, samples))
     headers = ("step", "rank", "batch", "loss", "gradient norm", "samples")
     output.table(headers, rows, right=("step", "rank", "batch"))
+
+
+def _few(samples: list[Any] | None) -> str:
+    if samples is None:
+        return "unknown"
+    more = f" ... ({len(samples)})" if len(samples) > _FEW_SAMPLES else ""
+    return json.dumps(samples[:_FEW_SAMPLES]) + more
 
 
 def _exact(value: float | None) -> str:

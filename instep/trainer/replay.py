@@ -7,11 +7,12 @@ writes one line for each optimizer step into `<output>/rank-<rank>.jsonl`, and e
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -73,7 +74,9 @@ def take_over(trainer: Trainer, module: TrainModule, ckpt_path: Any) -> Any:
         return _silenced([callbacks] if isinstance(callbacks, Callback) else callbacks)
 
     module.configure_callbacks = configure_callbacks
-    trainer.callbacks = [_Recorder(order), *trainer.callbacks]  # first: it sees gradients before any other changes them
+    recorder = _Recorder(order)
+    module.training_step = recorder.watch(module.training_step)
+    trainer.callbacks = [recorder, *trainer.callbacks]  # first: it sees gradients before any other changes them
     return order["checkpoint"]
 
 
@@ -108,6 +111,18 @@ class _Recorder(Callback):
     def __init__(self, order: dict[str, Any]) -> None:
         self._left: int = order["steps"]
         self._output = Path(order["output"])
+        self._returned: Any = None  # by the training_step that runs, for a step that fails after it
+
+    def watch(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function; what it returns is known to the recorder."""
+
+        @functools.wraps(training_step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._returned = None
+            self._returned = training_step(*args, **kwargs)
+            return self._returned
+
+        return watched
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         path = self._output / f"rank-{trainer.global_rank}.jsonl"
@@ -123,7 +138,7 @@ class _Recorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._note(trainer, batch_idx, outputs.get("loss") if isinstance(outputs, dict) else None)
+        self._note(trainer, batch_idx, outputs)
         if trainer.global_step == self._step:
             return  # within an optimizer window
         self._step = trainer.global_step
@@ -136,11 +151,13 @@ class _Recorder(Callback):
         run = trainer._session
         if hasattr(self, "_file") and run is not None:  # a step failed: perhaps the one that is looked for
             self._step += 1
-            self._note(trainer, run.batch_idx, None)
+            self._note(trainer, run.batch_idx, self._returned)
             self._write(trainer, error=f"{type(exception).__name__}: {exception}")
             self._file.close()
 
-    def _note(self, trainer: Trainer, batch_idx: int, loss: Any) -> None:
+    def _note(self, trainer: Trainer, batch_idx: int, outputs: Any) -> None:
+        self._returned = None
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         samples = trainer.train_dataloader.sample_indices(batch_idx)
         self._batches.append({"batch": batch_idx, "loss": None if loss is None else float(loss), "samples": samples})
 

@@ -15,7 +15,7 @@ import torch
 
 from instep.checkpoint import CheckpointStore
 from instep.cli.main import main
-from instep.cli.replay import _program
+from instep.cli.replay import _few, _program
 from tests.helpers.spawn import Finished, free_port, run_command
 
 HERE = Path(__file__)
@@ -136,6 +136,8 @@ class TestOneProcess:
         check(root, {3: steps[3]}, [3], ranks=1)
         failed = steps[4][0]
         assert failed["grad_norms"] == ["nan"]
+        first = float.fromhex(diary(root, 0)[4][0][0])
+        assert [batch["loss"] for batch in failed["batches"]] == [first, "nan"], "as training_step returned them"
         assert [batch["samples"] for batch in failed["batches"]] == [samples for _, samples, _ in diary(root, 0)[4]]
         assert "NonFiniteError" in failed["error"]
 
@@ -166,6 +168,18 @@ def test_two_ranks(launcher: str, tmp_path: Path) -> None:
     steps = replay(checkpoints / "step-00000002-1", tmp_path, "--steps", "2")
     check(tmp_path, steps, [3, 4], ranks=2)
     assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        (None, "unknown"),
+        (list(range(8)), "[0, 1, 2, 3, 4, 5, 6, 7]"),
+        (list(range(50)), "[0, 1, 2, 3, 4, 5, 6, 7] ... (50)"),
+    ],
+)
+def test_the_table_names_a_few_samples(samples: list[int] | None, said: str) -> None:
+    assert _few(samples) == said
 
 
 # ---- refusals, without a program
