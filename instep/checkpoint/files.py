@@ -200,7 +200,9 @@ class LocalFiles(Files):
         }
 
     def looks_damaged(self, folder: Path) -> bool:
-        return names.step_of(folder.name) is not None or any(folder.glob("*.safetensors"))
+        if names.step_of(folder.name) is not None:
+            return True
+        return names.split_name(folder.name) is not None and any(folder.glob("*.safetensors"))
 
     def make_root(self, root: Path) -> None:
         """A folder and its parents where they are missing, each one on the disk."""

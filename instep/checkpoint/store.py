@@ -25,7 +25,13 @@ from instep.checkpoint.remote import files_of
 from instep.checkpoint.retry import PAUSES_S, passing, wait
 from instep.checkpoint.together import Peers
 from instep.checkpoint.writer import Writer
-from instep.errors import CheckpointError, CheckpointNotFoundError, DistributedError, RemoteError
+from instep.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DistributedError,
+    RemoteError,
+)
 from instep.types import Location
 from instep.utils.paths import to_path
 
@@ -152,7 +158,7 @@ class CheckpointStore:
             The checkpoint, or None where there is none.
         """
         candidates = self.peers.on_rank_zero(lambda: look(self.root), f"looking for checkpoints in {self.root}")
-        return self._first_verified([c for c in candidates if isinstance(c, Broken) or kind in (None, c.kind)])
+        return self._first_verified([c for c in candidates if isinstance(c, Broken) or kind in (None, c.kind)])[0]
 
     def resolve(self, keyword: str, *, kind: str | None = None, monitor: str | None = None) -> Path | None:
         """The checkpoint that a keyword means; always one that verifies. Collective.
@@ -168,18 +174,29 @@ class CheckpointStore:
 
         Raises:
             SettingError: the keyword is not known.
+            CorruptCheckpointError: there are such checkpoints, and none of them verifies.
             CheckpointNotFoundError: there is no such checkpoint ("last" and "best").
         """
         check_keyword(keyword)
+        kind = "full" if keyword == "auto" and kind is None else kind
         if keyword == "best":
-            ordered = self.peers.on_rank_zero(
+            found = self.peers.on_rank_zero(
                 lambda: best_first(self.scan(), monitor), f"looking for the best in {self.root}"
             )
-            chosen = self._first_verified([info for info in ordered if kind in (None, info.kind)])
         else:
-            chosen = self.newest_verified("full" if keyword == "auto" and kind is None else kind)
+            found = self.peers.on_rank_zero(lambda: look(self.root), f"looking for checkpoints in {self.root}")
+        chosen, broken = self._first_verified([c for c in found if isinstance(c, Broken) or kind in (None, c.kind)])
         if chosen is not None:
             return chosen.path
+        if broken:  # not None: a run would begin again at step 0, beside what may still be mended
+            afresh = ", or move them away to start afresh" if keyword == "auto" else ""
+            raise CorruptCheckpointError(
+                f"{keyword!r}: none of the checkpoints in {self.root} verifies:\n  "
+                + "\n  ".join(broken[:5])
+                + f"\n  and {len(broken) - 5} more" * (len(broken) > 5)
+                + f"\nMend them or give the path of another one{afresh}.",
+                path=self.root,
+            )
         if keyword == "auto":
             return None
         what = "with a score" if keyword == "best" else f"of kind {kind!r}" if kind else "that verifies"
@@ -374,17 +391,20 @@ class CheckpointStore:
 
     # Everyone.
 
-    def _first_verified(self, candidates: Sequence[CheckpointInfo | Broken]) -> CheckpointInfo | None:
+    def _first_verified(self, candidates: Sequence[CheckpointInfo | Broken]) -> tuple[CheckpointInfo | None, list[str]]:
+        """The first that verifies, and what is wrong with each of those before it."""
+        broken: list[str] = []
         for candidate in candidates:
             if isinstance(candidate, Broken):
                 problems = [candidate.problem]
             else:
                 problems = self.verify_together(candidate.path)
                 if not problems:
-                    return candidate
+                    return candidate, broken
+            broken.append(f"{candidate.path.name}: {'; '.join(problems)}")
             if self.peers.place()[0] == 0:
                 warnings.warn(f"the checkpoint {candidate.path} is passed over: {'; '.join(problems)}", stacklevel=3)
-        return None
+        return None, broken
 
     def _inside(self, path: Location) -> Path:
         path = to_path(path, like=self.root)

@@ -10,7 +10,14 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, CheckpointNotFoundError, InstepError, Preempted
+from instep.errors import (
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InstepError,
+    Preempted,
+)
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
@@ -51,7 +58,7 @@ class RunFolder:
 
         Raises:
             CheckpointNotFoundError: there is none.
-            CorruptCheckpointError: a path was given and what is there does not verify.
+            CorruptCheckpointError: nothing of what is there verifies.
         """
         if ckpt_path is None:
             return None
@@ -67,28 +74,43 @@ class RunFolder:
         if ckpt_path == "best" and callback is not None and monitor is None:
             ckpt_path = "last"  # nothing is measured: the newest is the best, as in callback.best_model_path
         if callback is not None and callback.dirpath is not None:
-            return CheckpointStore(callback.dirpath).resolve(ckpt_path, kind=kind, monitor=monitor)
+            found = CheckpointStore(callback.dirpath).resolve(ckpt_path, kind=kind, monitor=monitor)
+            return found or self._none(run, callback.dirpath)
+        broken: CorruptCheckpointError | None = None
         versions = [self.path] if self.path else run.on_rank_zero(self._versions, f"looking for runs in {self.base}")
         for version in versions:
             store = CheckpointStore(version / "checkpoints")
             goes_on = self.path is None and ckpt_path == "auto" and run.fn == "fit"
             if goes_on and callback is not None and run.on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
                 run.own(store.root)  # an error where the same command runs already, before its first save too
-            found = store.newest_verified(kind)
+            try:
+                found = store.resolve("auto" if ckpt_path == "auto" and kind else "last", kind=kind)
+            except CheckpointNotFoundError:
+                found = None
+            except CorruptCheckpointError as error:
+                found, broken = None, broken or error
             if found is None:
                 if goes_on:
                     run.disown(store.root)
                 continue
             if goes_on:
                 self.path = version  # the same command goes on in the same folder
-            return store.resolve("best", kind=kind, monitor=monitor) if ckpt_path == "best" else found.path
+            return store.resolve("best", kind=kind, monitor=monitor) if ckpt_path == "best" else found
+        if broken is not None:
+            raise broken
+        folder = self.path or self.base.absolute()
         if ckpt_path == "auto":
-            return None
+            return self._none(run, folder)
         raise CheckpointNotFoundError(
-            f"ckpt_path={ckpt_path!r}: there is no checkpoint in {self.path or self.base}. Give a path, or 'auto' to "
+            f"ckpt_path={ckpt_path!r}: there is no checkpoint in {folder}. Give a path, or 'auto' to "
             "start fresh where there is none.",
-            path=self.base,
+            path=folder,
         )
+
+    @staticmethod
+    def _none(run: Session, folder: Path) -> None:
+        if run.fn == "fit":
+            run.trainer.print(f"Nothing to resume from in {folder}: starting afresh.")
 
     def adopt(self, run: Session, folder: str | None) -> None:
         """Go on in the run folder of the checkpoint that is resumed, if it is one of this root's and still there."""

@@ -352,10 +352,14 @@ def test_every_byte_is_checked(store: CheckpointStore, name: str) -> None:
 def test_when_none_verifies(store: CheckpointStore) -> None:
     path = store.save(1, writes(1.0))
     (path / "trainer.json").unlink()
+    for keyword, advice in (("auto", "start afresh"), ("last", "path of another one\\.")):
+        with (
+            pytest.warns(UserWarning, match="passed over"),
+            pytest.raises(CorruptCheckpointError, match=rf"(?s)none .* verifies:\n  step-00000001-1: .*{advice}"),
+        ):
+            store.resolve(keyword)
     with pytest.warns(UserWarning, match="passed over"):
-        assert store.resolve("auto") is None
-    with pytest.warns(UserWarning, match="passed over"), pytest.raises(CheckpointNotFoundError, match="that verifies"):
-        store.resolve("last")
+        assert store.newest_verified() is None
 
 
 def test_an_older_broken_one_is_not_looked_at(store: CheckpointStore) -> None:

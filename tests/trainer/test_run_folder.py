@@ -12,7 +12,7 @@ import pytest
 
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
-from instep.errors import Preempted
+from instep.errors import CorruptCheckpointError, Preempted
 from instep.loggers import Logger
 from tests.trainer.toys import Toy, loader, quiet
 
@@ -131,3 +131,36 @@ def test_auto_goes_on_in_the_same_run_folder_wherever_the_checkpoints_are(tmp_pa
     gone = resumed(tmp_path / "others", tmp_path / "kept", 4)
     assert gone.log_dir == str(tmp_path / "others" / "instep_runs" / "version_5")
     assert gone.global_step == 16
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_auto_says_that_it_starts_afresh_but_not_beside_damaged_checkpoints(
+    own: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def fit(ckpt_path: str, epochs: int = 1) -> Trainer:
+        callbacks = [ModelCheckpoint(kept if own else None)]
+        trainer = quiet(
+            max_epochs=epochs, callbacks=callbacks, default_root_dir=tmp_path / "runs", enable_checkpointing=True
+        )
+        trainer.fit(Toy(), loader(), ckpt_path=ckpt_path)
+        return trainer
+
+    kept, base = tmp_path / "kept", tmp_path / "runs" / "instep_runs"
+    looked_in = kept if own else base
+    for left in (base / "version_0" / "checkpoints", kept):
+        (left / ".saving-step-00000004-1@gone").mkdir(parents=True)  # a dead save is no checkpoint
+        (left / "bert-base").mkdir()
+        (left / "bert-base" / "model.safetensors").touch()  # nor is a model of another program
+    path = Path(fit("auto").checkpoint_callback.last_model_path)  # type: ignore[union-attr]
+    assert f"Nothing to resume from in {looked_in}: starting afresh." in capsys.readouterr().out
+    (path / "model.safetensors").write_bytes(b"")
+    versions = sorted(base.iterdir())
+    for keyword in ("auto", "last"):
+        with (
+            pytest.warns(UserWarning, match="passed over"),
+            pytest.raises(CorruptCheckpointError, match=rf"{path.name}: .*model.safetensors") as caught,
+        ):
+            fit(keyword, 2)
+        assert ("afresh" in str(caught.value)) == (keyword == "auto")
+    assert sorted(base.iterdir()) == versions, "and no folder is left"
+    assert "afresh" not in capsys.readouterr().out
