@@ -68,16 +68,22 @@ def tree(title: str, value: Any) -> None:
 def _lines(value: Any, indent: str) -> Iterable[str]:
     if isinstance(value, dict) and value and not _short(value):
         for key, inner in value.items():
-            if isinstance(inner, (dict, list)) and inner and not _short(inner):
+            if _nested(inner):
                 yield f"{indent}{key}:"
                 yield from _lines(inner, f"{indent}  ")
             else:
                 yield f"{indent}{key}: {_leaf(inner)}"
     elif isinstance(value, list) and value and not _short(value):
-        for inner in value:
-            yield from _lines(inner, indent)
+        for index, inner in enumerate(value):
+            if _nested(inner):
+                yield f"{indent}{index}:"
+            yield from _lines(inner, f"{indent}  " if _nested(inner) else indent)
     else:
         yield f"{indent}{_leaf(value)}"
+
+
+def _nested(value: Any) -> bool:
+    return isinstance(value, (dict, list)) and bool(value) and not _short(value)
 
 
 def _short(value: Any) -> bool:
@@ -107,6 +113,16 @@ def plain(value: Any) -> Any:
             return plain(value.tolist())
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     return str(value)
+
+
+def count(number: int, what: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> count(1, "tensor"), count(2000, "tensor")
+        ('1 tensor', '2,000 tensors')
+    """
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def size(count: float) -> str:

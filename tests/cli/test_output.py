@@ -42,14 +42,19 @@ def test_strict_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_tree(capsys: pytest.CaptureFixture[str]) -> None:
     output.tree("nothing", {})
-    output.tree("title", {"a": {"b": [1, 2], "c": [{"d": None}]}, "t": torch.zeros(9), "empty": {}})
+    output.tree("title", {"a": {"b": [1, 2], "c": [{"d": None}, {"d": [[1], [2]]}]}, "t": torch.zeros(9), "empty": {}})
     assert capsys.readouterr().out.splitlines() == [
         "",
         "title",
         "  a:",
         "    b: [1, 2]",
         "    c:",
-        "      d: null",
+        "      0:",
+        "        d: null",
+        "      1:",
+        "        d:",
+        "          [1]",
+        "          [2]",
         "  t: float32 [9]",
         "  empty: {}",
     ]
