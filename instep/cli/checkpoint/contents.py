@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from instep import __version__
-from instep.checkpoint import CheckpointStore, Writer, load_weights, read_tensors, write_tensors
+from instep.checkpoint import CheckpointStore, Writer, load_weights, names, read_tensors, write_tensors
+from instep.checkpoint.catalog import folder_names
 from instep.errors import CheckpointError
 
 _WITHOUT_NAME = (torch.complex128, torch.complex32)
@@ -108,7 +109,14 @@ def read_instep(path: Path) -> Contents:
 
 
 def write_instep(contents: Contents, path: Path) -> Path:
-    """Write a checkpoint of kind "weights", for `load_from_checkpoint`; the attempt is added to its name."""
+    """Write a checkpoint of kind "weights", for `load_from_checkpoint`; the attempt is added to its name.
+
+    Raises:
+        CheckpointError: there is an attempt of that name already.
+    """
+    there = [name for name in folder_names(path.parent) if (names.split_name(name) or (name,))[0] == path.name]
+    if there or path.exists():
+        raise _exists(path.parent / there[0] if there else path)
     contents.leave_out("optimizers", "schedulers")
     shared = {
         "instep_version": __version__,
@@ -163,12 +171,14 @@ def put(path: Path, write: Callable[[Path], Any]) -> Path:
         write(temporary)
         _publish(temporary, path)
     except FileExistsError as error:
-        raise CheckpointError(
-            f"{path} exists already; nothing is overwritten. Give another name.", path=path
-        ) from error
+        raise _exists(path) from error
     finally:
         _remove(temporary)
     return path
+
+
+def _exists(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} exists already; nothing is overwritten. Give another name.", path=path)
 
 
 def _publish(temporary: Path, path: Path) -> None:

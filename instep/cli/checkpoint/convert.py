@@ -29,7 +29,7 @@ _TORCH_FILES = (".ckpt", ".pt", ".pth", ".bin")
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("src", metavar="SRC", help="an instep checkpoint, a file, or an Accelerate folder")
-    parser.add_argument("dst", metavar="DST", help="what is written; it must not exist")
+    parser.add_argument("dst", metavar="DST", help="what is written; neither it nor DST-<attempt> may exist")
     parser.add_argument("--to", choices=_FORMATS, help="the format of DST; default: by its ending")
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.say_json(result)
         return 0
-    output.say(f"{kind} -> {target}: {written} ({len(what.weights)} tensors)")
+    output.say(f"{kind} -> {target}: {written} ({output.count(len(what.weights), 'tensor')})")
     if what.left_out:
         output.say(f"left out: {', '.join(what.left_out)}")
     return 0

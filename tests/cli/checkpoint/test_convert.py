@@ -298,10 +298,15 @@ def test_nothing_is_overwritten(to: str, folder: bool, checkpoint: Path, tmp_pat
     assert list(target.iterdir()) == [] if folder else target.read_text() == "mine"
 
 
-def test_into_instep_makes_another_attempt(tmp_path: Path, instep: Command) -> None:
+def test_into_instep_no_second_attempt_is_made(tmp_path: Path, instep: Command) -> None:
     write_tensors(tmp_path / "w.safetensors", {"x": torch.ones(1)})
-    for number in (1, 2):
-        assert f"{tmp_path}/out-{number} " in instep("convert", tmp_path / "w.safetensors", tmp_path / "out").out
+    words = ("convert", tmp_path / "w.safetensors", tmp_path / "out")
+    assert f"{tmp_path}/out-1 " in instep(*words).out
+    answer = instep(*words)
+    assert answer.code == 1
+    assert f"{tmp_path}/out-1 exists already; nothing is overwritten" in answer.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out-1", "w.safetensors"]
+    assert instep("convert", tmp_path / "w.safetensors", tmp_path / "other").code == 0
 
 
 def test_what_cannot_be_told(checkpoint: Path, tmp_path: Path, instep: Command) -> None:
