@@ -11,7 +11,7 @@ from instep.checkpoint.choose import CheckpointInfo
 from instep.checkpoint.manifest import Manifest, read_manifest
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.retry import patiently
-from instep.errors import CheckpointError, CheckpointNotFoundError
+from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from instep.types import Location
 from instep.utils.paths import to_path
 
@@ -27,6 +27,11 @@ class Broken:
 
     path: Path
     problem: str
+
+    @property
+    def damage(self) -> str:
+        """A message for who asked for it."""
+        return f"{self.path} is damaged: {self.problem}. `instep checkpoint verify {self.path}` says what of it is."
 
 
 def folder_names(root: Path) -> list[str]:
@@ -85,20 +90,26 @@ def find_checkpoint(path: Location) -> Path:
 
     Raises:
         CheckpointNotFoundError: there is none; the text says what lies there.
+        CorruptCheckpointError: the only attempts are damaged; `path` is the latest of them.
     """
     path = to_path(path).absolute()
     manifest, problem = read_or_say(path)
     if manifest is not None:
         return path
-    attempts = [
-        what for what in look(path.parent) if _base(what.path) == path.name and isinstance(what, CheckpointInfo)
-    ]
-    if attempts:
-        return max(attempts, key=lambda info: info.attempt).path
+    beside = look(path.parent)
+    attempts = [what for what in beside if _base(what.path) == path.name]
+    whole = [what for what in attempts if isinstance(what, CheckpointInfo)]
+    if whole:
+        return max(whole, key=lambda info: info.attempt).path
     if path.exists():
         raise CheckpointNotFoundError(problem, path=path)
-    there = ", ".join(what.path.name for what in look(path.parent)[:5]) or "no checkpoints"
-    raise CheckpointNotFoundError(f"there is no checkpoint {path}. Its folder holds {there}.", path=path)
+    for what in attempts:
+        if isinstance(what, Broken):
+            raise CorruptCheckpointError(what.damage, path=what.path)
+    there = ", ".join(what.path.name for what in beside[:5]) or "no checkpoints"
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint {path}: it does not exist. Its folder holds {there}.", path=path
+    )
 
 
 def _base(path: Path) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +74,9 @@ def _lease(root: Path, files: Files) -> dict[str, Any] | None:
 
 def _entry(what: CheckpointInfo | Broken, files: Files) -> dict[str, Any]:
     from instep.checkpoint import CheckpointInfo, names  # late: loads torch
+    from instep.cli.checkpoint import targets
 
-    sizes = _sizes(what.path, files)
+    sizes = targets.sizes(what.path, files)
     if not isinstance(what, CheckpointInfo):
         step, attempt = names.step_of(what.path.name) or (None, None)
         entry = {"name": what.path.name, "step": step, "attempt": attempt, "bytes": sum(sizes.values())}
@@ -102,8 +104,9 @@ def _entry(what: CheckpointInfo | Broken, files: Files) -> dict[str, Any]:
 
 def _remain(path: Path, gone: bool | None, files: Files) -> dict[str, Any]:
     from instep.checkpoint import names  # late: loads torch
+    from instep.cli.checkpoint import targets
 
-    entry = {"name": path.name, "bytes": sum(_sizes(path, files).values())}
+    entry = {"name": path.name, "bytes": sum(targets.sizes(path, files).values())}
     if path.name.startswith(names.DELETING):
         return {**entry, "state": "deleted", "note": "the next save here removes what is left of it"}
     final, _, owner = path.name.removeprefix(names.SAVING).rpartition("@")
@@ -115,13 +118,6 @@ def _remain(path: Path, gone: bool | None, files: Files) -> dict[str, Any]:
         None: ("unknown", f"{who} on another host is writing it, or was"),
     }[gone]
     return {**entry, "step": step, "attempt": attempt, "state": state, "note": note}
-
-
-def _sizes(folder: Path, files: Files) -> dict[str, int]:
-    try:
-        return files.sizes(folder)
-    except FileNotFoundError:  # a save that goes on has renamed it
-        return {}
 
 
 def _print(folder: dict[str, Any], number: int) -> None:
@@ -150,3 +146,6 @@ def _print(folder: dict[str, Any], number: int) -> None:
         )
     headers = ("checkpoint", "step", "attempt", "kind", "epoch", "score", "size", "created", "state")
     output.table(headers, rows, right=("step", "attempt", "epoch", "size"))
+    broken = [f"{folder['folder']}/{entry['name']}" for entry in folder["checkpoints"] if entry["state"] == "broken"]
+    if broken and "://" not in folder["folder"]:
+        output.say(f"to clear what is broken: {shlex.join(['rm', '-r', *broken])}")

@@ -1,4 +1,4 @@
-"""Show what is inside a checkpoint; of a folder with several, the newest.
+"""Show what is inside a checkpoint; of a folder with several, the newest that is not damaged.
 
 Its manifest, position, hyperparameters, optimizers, schedulers, callbacks, place in the data, and tensors. What is read
 is verified, but for the tensors, of which only the headers are read.
@@ -16,6 +16,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from instep.cli import output
+from instep.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
     from instep.checkpoint import Reader
@@ -37,11 +38,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the content."""
     from instep.checkpoint import CheckpointStore  # late: loads torch
-    from instep.cli.checkpoint.targets import find_one
+    from instep.checkpoint.catalog import Broken
+    from instep.cli.checkpoint.targets import candidates, pass_over
 
-    path = find_one(args.path)
-    reader = CheckpointStore(path.parent).read(path)
-    content = _content(reader)
+    found = candidates(args.path)
+    content: dict[str, Any] = {}
+    for what in found:
+        try:
+            if isinstance(what, Broken):
+                raise CorruptCheckpointError(what.damage, path=what.path)
+            content = _content(CheckpointStore(what.path.parent).read(what.path))
+            break
+        except CorruptCheckpointError as error:
+            if what is found[-1]:
+                raise
+            pass_over(str(error))
     if args.json:
         output.say_json(content)
     else:
@@ -95,7 +106,8 @@ def _print(content: dict[str, Any], all_tensors: bool) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     output.say(content["path"])
     output.say(f"  step {content['step']}, attempt {content['attempt']}, kind {info.get('kind', 'full')}")
-    output.say(f"  saved {content['created']} ({output.age(content['created'])}) by run {content['run_id'] or '?'}")
+    by = f" by run {content['run_id']}" if content["run_id"] else ""
+    output.say(f"  saved {content['created']} ({output.age(content['created'])}){by}")
     output.say(f"  ranks: {content['world_size']}; {versions}")
     output.tree("info", {key: value for key, value in info.items() if key != "kind" and value is not None})
     output.say("\nfiles")
@@ -130,4 +142,5 @@ def _print_tensors(name: str, tensors: dict[str, Any], all_of_them: bool) -> Non
 def _total(tensors: dict[str, Any]) -> str:
     stored = [tensor for tensor in tensors.values() if "same_as" not in tensor]
     elements = sum(math.prod(tensor["shape"]) for tensor in stored)
-    return f"{len(tensors)} tensors, {elements:,} elements, {output.size(sum(tensor['bytes'] for tensor in stored))}"
+    counts = f"{output.count(len(tensors), 'tensor')}, {output.count(elements, 'element')}"
+    return f"{counts}, {output.size(sum(tensor['bytes'] for tensor in stored))}"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from instep.checkpoint import CheckpointInfo, CheckpointStore, find_checkpoint, names
 from instep.checkpoint.catalog import Broken, folder_names, look
+from instep.checkpoint.files import Files
 from instep.checkpoint.manifest import MANIFEST
-from instep.errors import CheckpointError, CheckpointNotFoundError
+from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from instep.utils.paths import to_path
 
 _DEPTH = 6  # runs/<experiment>/instep_runs/version_0/checkpoints, and one more
@@ -42,7 +44,10 @@ def find(path: str) -> list[Folder]:
     """
     here = to_path(path).absolute()
     if not here.exists():
-        here = find_checkpoint(here)  # "runs/best" for "runs/best-2"; its error says what there is
+        try:
+            here = find_checkpoint(here)  # "runs/best" for "runs/best-2"; its error says what there is
+        except CorruptCheckpointError as error:
+            here = to_path(error.path or here)
     if here.is_file():
         raise CheckpointNotFoundError(f"{here} is a file; a checkpoint is a folder", path=here)
     if (here / MANIFEST).exists() or names.step_of(here.name) is not None:
@@ -54,23 +59,51 @@ def find(path: str) -> list[Folder]:
     return folders
 
 
-def find_one(path: str) -> Path:
-    """The checkpoint that a path means: itself, or the newest of the one folder of checkpoints at or below it.
+def candidates(path: str) -> list[CheckpointInfo | Broken]:
+    """The checkpoints that a path means where one is needed, the newest first: one, or those of the one folder.
 
     Raises:
         CheckpointNotFoundError: there is none.
-        CheckpointError: it does not say which one.
+        CheckpointError: it does not say which folder.
     """
     folders = find(path)
     if len(folders) > 1:
         listed = ", ".join(str(folder.store.root) for folder in folders[:5])
         raise CheckpointError(f"{path} has several folders of checkpoints ({listed}, ...); give one of them")
-    found = folders[0].found
-    taken = next((what for what in found if isinstance(what, CheckpointInfo)), None)
-    if taken is None:
-        problem = found[0].problem if found and isinstance(found[0], Broken) else f"{path} has no checkpoint"
-        raise CheckpointNotFoundError(problem)
-    return taken.path
+    if not folders[0].found:
+        raise CheckpointNotFoundError(f"{path} has no checkpoint")
+    return folders[0].found
+
+
+def find_one(path: str) -> Path:
+    """The checkpoint that a path means, the newest that can be read; damaged ones before it are named on stderr.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CorruptCheckpointError: there are damaged ones only.
+        CheckpointError: it does not say which one.
+    """
+    damaged: list[Broken] = []
+    for what in candidates(path):
+        if isinstance(what, CheckpointInfo):
+            for broken in damaged:
+                pass_over(broken.damage)
+            return what.path
+        damaged.append(what)
+    raise CorruptCheckpointError(damaged[0].damage, path=damaged[0].path)
+
+
+def pass_over(problem: str) -> None:
+    """Say why an older checkpoint is taken."""
+    sys.stderr.write(f"instep: {problem} The next older one is taken.\n")
+
+
+def sizes(folder: Path, files: Files) -> dict[str, int]:
+    """Bytes of every file of a checkpoint, the manifest too."""
+    try:
+        return files.sizes(folder)
+    except FileNotFoundError:  # a save that goes on has renamed it
+        return {}
 
 
 def _below(folder: Path, depth: int) -> Iterator[Folder]:

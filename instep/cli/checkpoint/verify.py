@@ -25,16 +25,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a verdict for each; 1 where one of them does not verify."""
     from instep.checkpoint.catalog import Broken  # late: loads torch
-    from instep.cli.checkpoint.targets import find
+    from instep.cli.checkpoint.targets import find, sizes
 
     results: list[dict[str, Any]] = []
     for folder in find(args.path):
         for what in folder.found:
             if isinstance(what, Broken):
-                problems, count = [what.problem], 0
+                problems = [what.problem]
             else:
                 problems = folder.store.verify(what.path)
-                count = sum(record.bytes for record in what.manifest.files.values())
+            count = sum(sizes(what.path, folder.store.files).values())
             results.append({"path": str(what.path), "ok": not problems, "bytes": count, "problems": problems})
             if not args.json:  # at once: the next one may take minutes
                 output.say(f"{'DAMAGED' if problems else 'ok'}  {what.path}  ({output.size(count)})")

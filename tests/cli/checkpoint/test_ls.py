@@ -24,6 +24,7 @@ def test_every_level_finds_them(where: str, run_folder: Path, tmp_path: Path, in
         ["step-00000010-1", "10", "1", "full", "0"],
     ]
     assert "val_loss=0.25" in lines[2]
+    assert "to clear" not in answer.out
     assert all("\x1b" not in line and "│" not in line for line in lines)
 
 
@@ -60,6 +61,7 @@ def test_broken_ones_say_why(damage, note: str, checkpoint: Path, run_folder: Pa
     [line] = [line for line in answer.out.splitlines() if line.startswith(checkpoint.name)]
     assert "broken: " in line
     assert note in line
+    assert answer.out.splitlines()[-1] == f"to clear what is broken: rm -r {checkpoint}"
 
 
 def test_saves_that_go_on_or_are_dead(run_folder: Path, instep: Command) -> None:
@@ -91,7 +93,7 @@ def test_nothing_there(tmp_path: Path, instep: Command) -> None:
     answer = instep("ls", tmp_path)
     assert (answer.code, answer.out) == (1, "")
     assert answer.err.startswith(f"instep: there is no checkpoint in {tmp_path}")
-    assert "there is no checkpoint" in instep("ls", tmp_path / "gone").err
+    assert f"there is no checkpoint {tmp_path / 'gone'}: it does not exist" in instep("ls", tmp_path / "gone").err
 
 
 def test_a_url(instep: Command) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,35 @@ def test_what_is_no_header(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match="not a safetensors file"):
         read_header(tmp_path / "x.safetensors")
+
+
+def test_damage_without_the_attempt_is_said(checkpoint: Path, instep: Command) -> None:
+    os.truncate(checkpoint / "manifest.json", 20)
+    answer = instep("show", checkpoint.parent / "step-00000020")
+    assert (answer.code, answer.out) == (1, "")
+    assert f"{checkpoint} is damaged: " in answer.err
+    assert f"`instep checkpoint verify {checkpoint}`" in answer.err
+    assert f"DAMAGED  {checkpoint}" in instep("verify", checkpoint.parent / "step-00000020").out
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda path: os.truncate(path / "manifest.json", 20), lambda path: flip(path / "trainer.json", 30)]
+)
+def test_the_newest_that_can_be_read(
+    damage: Callable[[Path], None], checkpoint: Path, run_folder: Path, instep: Command
+) -> None:
+    damage(checkpoint)
+    answer = instep("show", run_folder)
+    assert answer.code == 0
+    assert answer.out.startswith(f"{checkpoint.parent}/step-00000010-1\n")
+    assert f"instep: {checkpoint} is damaged: " in answer.err
+    damage(checkpoint.parent / "step-00000010-1")
+    assert (instep("show", run_folder).code, instep("show", run_folder).out) == (1, "")
+
+
+def test_one_tensor_of_no_run(tmp_path: Path, instep: Command) -> None:
+    write_tensors(tmp_path / "w.safetensors", {"x": torch.ones(1)})
+    assert "(1 tensor)" in instep("convert", tmp_path / "w.safetensors", tmp_path / "out").out
+    shown = instep("show", tmp_path / "out").out
+    assert "model.safetensors: 1 tensor, 1 element, 4 B\n" in shown
+    assert "by run" not in shown

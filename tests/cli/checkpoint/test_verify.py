@@ -19,6 +19,15 @@ def test_all_is_well(run_folder: Path, instep: Command) -> None:
     assert answer.out.endswith("2 verified, 0 damaged\n")
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_sizes_are_those_of_ls(broken: bool, checkpoint: Path, instep: Command) -> None:
+    if broken:
+        os.truncate(checkpoint / "manifest.json", 20)
+    [verified] = instep("verify", checkpoint, "--json").json["checkpoints"]
+    [listed] = instep("ls", checkpoint, "--json").json["folders"][0]["checkpoints"]
+    assert verified["bytes"] == listed["bytes"] == sum(path.stat().st_size for path in checkpoint.iterdir())
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.json", "rank-00000.safetensors"])
 def test_a_flipped_bit_is_found(name: str, checkpoint: Path, run_folder: Path, instep: Command) -> None:
     flip(checkpoint / name, (checkpoint / name).stat().st_size - 1)
