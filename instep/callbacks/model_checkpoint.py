@@ -184,6 +184,12 @@ class ModelCheckpoint(Callback):
         ranked = [it for it in self.saved if it.key in kept and (self.monitor is None or it.score is not None)]
         return {it.key: math.nan if it.score is None else it.score for it in ranked}
 
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint in the books, or of the one that the run went on from; 0: there is none."""
+        last = 0 if self._position_saved is None else int(self._position_saved["global_step"])
+        return max(last, *(it.step for it in self.saved), 0)
+
     # ---- when
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -417,8 +423,10 @@ class ModelCheckpoint(Callback):
     def _score(self, trainer: Trainer) -> float:
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
+            self._save(trainer, last=True, full=True, at_once=True)  # not ranked, so that nothing is lost
             raise SettingError(
-                f"ModelCheckpoint(monitor={self.monitor!r}): that was not logged before saving. Logged so far: "
+                f"ModelCheckpoint(monitor={self.monitor!r}): that was not logged before saving. The run is saved as "
+                f"{self.last_model_path or 'nothing'}. Logged so far: "
                 f"{', '.join(sorted(metrics)) or 'nothing'}. Log it with self.log({self.monitor!r}, ...), or save "
                 "where it exists (save_on_train_epoch_end, every_n_epochs).",
                 field="monitor",

@@ -59,11 +59,16 @@ class FitSession(Session):
             return
         self._resume_last = restore.resume(self)
         at = self.position
-        where = f"epoch {at.epoch + 1}, batch {at.batch}, step {at.global_step}"
+        batch = " done" if at.epoch_ended else f", batch {at.batch}"
+        where = f"epoch {at.epoch + 1}{batch}, step {at.global_step}"
         if self.report.complete:
             self.trainer.print(f"Resuming from {self.report.path}: {where}.")
         else:
             self.trainer.print(f"{self.report}\n  goes on at {where}" if self.continues else self.report)
+        if self.parts is not None and self.parts.lr is not None:
+            now = [float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
+            rates = ", ".join(dict.fromkeys(f"{rate:g}" for rate in now))
+            self.trainer.print(f"  learning rate: Resume(lr={self.parts.lr}); after the schedules it is {rates}")
         self.trainer.resume_report = self.report
 
     def sanity_check(self) -> None:
@@ -117,6 +122,13 @@ class FitSession(Session):
         else:
             why = f"max_epochs={s.max_epochs} reached"
         trainer.print(f"fit ended at step {at.global_step}: {why}.")
+        steps = [getattr(it, "newest_step", 0) for it in self.callbacks if saves(it)]
+        newest = max(steps, default=at.global_step)
+        if newest < at.global_step:
+            trainer.print(
+                f"Steps {newest + 1} to {at.global_step} are not in a checkpoint. ModelCheckpoint(save_last=True) "
+                "saves the end of a fit too."
+            )
 
     @property
     def finished(self) -> bool:

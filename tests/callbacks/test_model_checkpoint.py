@@ -139,6 +139,25 @@ def test_every_n_train_steps(tmp_path: Path):
     assert names(tmp_path / "kept") == ["step-00000003-1", "step-00000006-1"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        ({"every_n_train_steps": 3}, "Steps 7 to 8 are not in a checkpoint"),
+        ({"every_n_train_steps": 9}, "Steps 1 to 8 are not in a checkpoint"),
+        ({"every_n_train_steps": 3, "save_last": True}, ""),
+        ({"every_n_train_steps": 4}, ""),
+        ({}, ""),
+    ],
+)
+def test_steps_that_no_checkpoint_holds_are_told_at_the_end(
+    arguments: dict[str, Any], missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run(tmp_path, ModelCheckpoint(**arguments), max_epochs=2)
+    printed = capsys.readouterr().out
+    assert missing in printed
+    assert ("not in a checkpoint" in printed) == bool(missing)
+
+
 def test_every_n_train_steps_counts_windows(tmp_path: Path):
     saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
     run(tmp_path, saver, accumulate_grad_batches=3)
@@ -189,8 +208,16 @@ def test_metrics_of_training_and_of_validation_can_be_watched(monitor: str, tmp_
 
 
 def test_a_metric_that_was_not_logged_is_an_error_that_lists_those_that_were(tmp_path: Path):
-    with pytest.raises(SettingError, match=r"monitor='val_los'.*score"):
-        run(tmp_path, ModelCheckpoint(monitor="val_los"))
+    with pytest.raises(SettingError, match=r"monitor='val_los'.*score") as caught:
+        run(tmp_path, ModelCheckpoint(tmp_path / "kept", monitor="val_los"))
+    path = tmp_path / "kept" / "step-00000004-1"
+    assert f"saved as {path}." in str(caught.value), "nothing that was trained is lost"
+    again = quiet(
+        max_epochs=2, callbacks=[ModelCheckpoint(tmp_path / "kept", monitor="score")], enable_checkpointing=True
+    )
+    with pytest.warns(UserWarning, match="the state of callbacks that this run does not have"):
+        again.fit(Scored([1.0] * 10), loader(), loader(3), ckpt_path=path)
+    assert again.global_step == 8
 
 
 def test_two_with_other_metrics_keep_their_own(tmp_path: Path):

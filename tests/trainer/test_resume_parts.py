@@ -147,13 +147,16 @@ def test_a_new_run_has_another_folder_and_leaves_the_old_one(saved: Any, tmp_pat
 
 
 @pytest.mark.parametrize("keyword", ["last", "best", "auto"])
-def test_by_keyword(keyword: str, saved: Any, tmp_path: Path):
+def test_by_keyword(keyword: str, saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, first = saved
     module = Net()
     trainer = fit(tmp_path / "first", module, epochs=3, ckpt_path=keyword, resume=Resume(lr=0.4))
     assert trainer.resume_report is not None
     assert trainer.resume_report.path == path
     assert_same(module.start, weights(first))
+    printed = capsys.readouterr().out
+    assert f"Resuming from {path}: epoch 2 done, step 8.\n" in printed
+    assert f"  learning rate: Resume(lr=0.4); after the schedules it is {0.4 / 256:g}\n" in printed
 
 
 def test_from_a_file_of_weights(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -208,7 +211,7 @@ def test_what_fits_is_loaded(saved: Any, tmp_path: Path, capsys: pytest.CaptureF
     assert "weights: 2 of 6 entries" in printed
     assert "not in the checkpoint (2): extra.weight, extra.bias" in printed
     assert "of another shape, left as initialised (2): layer.weight [1, 4] there, [2, 4] here" in printed
-    assert "goes on at epoch 2, batch 4, step 8" in printed
+    assert "goes on at epoch 2 done, step 8" in printed
 
 
 def test_a_narrower_module_leaves_names_over(saved: Any, tmp_path: Path):
