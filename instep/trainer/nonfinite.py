@@ -337,7 +337,7 @@ def _describe(look: _Look, facts: list[_Facts]) -> str:
         for rank, own in enumerate(facts)
     ]
     what = "; ".join(wrong) or "a value was not finite"
-    return f"global_step {look.step} (epoch {look.epoch}, {batches}): {what}. Samples: {', '.join(samples)}."
+    return f"global_step {look.step} (epoch {look.epoch + 1}, {batches}): {what}. Samples: {', '.join(samples)}."
 
 
 def _listed(indices: list[Any] | None) -> str:

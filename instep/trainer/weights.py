@@ -86,8 +86,9 @@ def _load_into(
     try:
         load(taken, strict)
     except RuntimeError as error:
+        wrong = str(error).rstrip(". \n")
         raise CheckpointError(
-            f"the weights of {report.path} do not fit {type(module).__name__}: {error}. Set strict_loading = False on "
+            f"the weights of {report.path} do not fit {type(module).__name__}: {wrong}. Set strict_loading = False on "
             "the module, or pass fit(resume=Resume(strict=False)), to load what fits by name and shape. If "
             "ckpt_path='auto' found the run of another script, give each script a default_root_dir of its own.",
             path=report.path,

@@ -259,7 +259,7 @@ def test_another_architecture_is_a_clear_error(tmp_path: Path):
         pytest.raises(CheckpointError, match=r"(?s)do not fit Sized.*size mismatch.*strict_loading"),
     ):
         quiet(max_epochs=2).fit(Sized(7), loader(), ckpt_path=path)
-    with pytest.raises(CheckpointError, match="do not fit Toy"):
+    with pytest.raises(CheckpointError, match=r"(?s)do not fit Toy: .*[^. ]\. Set"):
         quiet().test(Toy(), loader(), ckpt_path=path)
 
 
@@ -267,7 +267,7 @@ def test_weights_alone_cannot_be_resumed(tmp_path: Path):
     trainer = quiet(max_epochs=1)
     trainer.fit(Toy(), loader())
     path = trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
-    with pytest.raises(CheckpointError, match=r"holds weights only.*load_from_checkpoint"):
+    with pytest.raises(CheckpointError, match=r"holds weights only.*resume=Resume\.weights\(\)"):
         quiet(max_epochs=2).fit(Toy(), loader(), ckpt_path=path)
     quiet().test(Toy(), loader(), ckpt_path=path, verbose=False)
 
@@ -287,7 +287,7 @@ def test_other_optimizers_are_a_clear_error(tmp_path: Path):
     module = Toy()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     module.configure_optimizers = lambda: ([sgd], [torch.optim.lr_scheduler.StepLR(sgd, 1)])
-    with pytest.raises(CheckpointError, match="has 0 learning-rate schedulers, and configure_optimizers returned 1"):
+    with pytest.raises(CheckpointError, match=r"the schedulers \(none\) saved, StepLR now"):
         quiet(max_epochs=2).fit(module, loader(), ckpt_path=path)
 
 
