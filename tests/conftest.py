@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -16,6 +17,8 @@ from hypothesis import settings
 settings.register_profile("instep", deadline=None, derandomize=True, database=None)
 settings.load_profile("instep")
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script; programs inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
