@@ -175,7 +175,7 @@ def test_precision_aliases(given, expected):
         ("logger", Logger, r"Logger\(\)"),
         ("logger", "csv", "instep Logger"),
         ("default_root_dir", 3, "folder"),
-        ("default_root_dir", "s3://bucket/runs", "object stores"),
+        ("default_root_dir", "s3://bucket/runs", "may go to a URL"),
         ("reload_dataloaders_every_n_epochs", -1, "0 for never"),
         ("global_batch_size", 0, "at least 1"),
         ("global_batch_size", 64.0, "integer"),
