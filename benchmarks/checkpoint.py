@@ -148,7 +148,7 @@ def dcp_saves(work: Work) -> dict[str, Save]:
 
 def accelerate_saves(work: Work) -> dict[str, Save]:
     """The module and the optimizer prepared."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]  # of the bench extra
 
     accelerator: Any = Accelerator(cpu=True)
     accelerator.prepare(work.net, work.optimizer)
@@ -163,7 +163,7 @@ def accelerate_saves(work: Work) -> dict[str, Save]:
 def lightning_saves(work: Work) -> dict[str, Save]:
     """After a fit of one step over the same module and optimizer."""
     import torch
-    from lightning import LightningModule, Trainer
+    from lightning import LightningModule, Trainer  # pyright: ignore[reportMissingImports]  # as above
 
     class Module(LightningModule):
         def __init__(self) -> None:
