@@ -77,8 +77,9 @@ def serve() -> Iterator[dict[str, str]]:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
     finally:
-        server.stdin.close()  # it reads until then
+        server.terminate()  # processes that a test forked may hold its stdin open
         server.wait(timeout=30)
+        server.stdin.close()
         server.stdout.close()
 
 

@@ -52,6 +52,10 @@ def test_a_process_that_is_stuck_ends_in_time_and_the_run_goes_on(tmp_path: Path
                 process.send_signal(signal.SIGUSR1)
             done = finish(process, 60)
             took_s = time.monotonic() - before
+        if signals == 2 and done.returncode == -signal.SIGTERM:  # both came just before it was stuck
+            assert "Stopped at once by a second signal" in done.stderr
+            assert status(root)["status"] == "interrupted"
+            continue
         assert done.returncode == 1, f"{where} {grace_s} {took_s} {done}"
         assert took_s < (deadline.AT_ONCE_S if signals == 2 else grace_s) + 4
         assert "SIGTERM came" in done.stderr

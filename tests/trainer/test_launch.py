@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -110,15 +111,20 @@ def test_killed_in_training_then_resumed(alone: dict[str, Any], tmp_path: Path) 
     assert status(tmp_path)["status"] == "done"
 
 
-def test_a_damaged_checkpoint_is_passed_over(alone: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_afresh_by_itself(
+    alone: dict[str, Any], tmp_path: Path
+) -> None:
     expect(run(tmp_path, "--do", "SIGTERM", "--step", "8"), 75)
     assert saved(tmp_path) == ["step-00000009-1"]
     [newest] = tmp_path.rglob("step-00000009-1")
     with open(newest / "model.safetensors", "r+b") as file:
         file.truncate(100)
     done = run(tmp_path)
-    expect(done, 0)
+    expect(done, 1)
     assert "step-00000009-1 is passed over" in done.stderr
+    assert "move them away to start afresh" in done.stderr
+    shutil.rmtree(newest)
+    expect(run(tmp_path), 0)
     assert results(tmp_path, 1) == [alone]
 
 
