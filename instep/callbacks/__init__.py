@@ -1,9 +1,9 @@
 """Callbacks: one file each over `Callback`. A name is loaded when it is first used."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from instep.callbacks.base import Callback
+from instep.utils.lazy import loads
 
 _HOME = {
     "EarlyStopping": "early_stopping",
@@ -30,13 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Callback", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'instep.callbacks' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(f"instep.callbacks.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loads(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ policy: where all older ones turn out to be damaged, it is what a run goes on fr
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Saved:
     score: float | None = None
 
 
-class Retention:
+class Retention(ABC):
     """A policy. Write your own by overriding `kept`, in a frozen dataclass.
 
     Example:
@@ -39,13 +40,13 @@ class Retention:
         ['a']
     """
 
+    @abstractmethod
     def kept(self, saved: Sequence[Saved]) -> set[str]:
         """The keys of those that the policy wants.
 
         Args:
             saved: what there is, the oldest first.
         """
-        raise NotImplementedError
 
     def doomed(self, saved: Sequence[Saved]) -> list[str]:
         """The keys of those to delete, the oldest first; never the newest.

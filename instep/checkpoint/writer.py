@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from instep.checkpoint.tensors import write_tensors
 from instep.errors import SettingError, UnsavableStateError
 
 
-class BaseWriter:
+class BaseWriter(ABC):
     """How states become files; where these go is the subclass's choice.
 
     File names are shared by all ranks: put the rank into those of per-rank files.
@@ -31,6 +32,7 @@ class BaseWriter:
         self.rank = rank
         self.world_size = world_size
 
+    @abstractmethod
     def put(self, name: str, *content: Data) -> None:
         """Write a file of these bytes.
 
@@ -41,8 +43,8 @@ class BaseWriter:
         Raises:
             CheckpointError: the disk is full, or the like.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
         """Write a safetensors file.
 
@@ -55,7 +57,6 @@ class BaseWriter:
             UnsavableStateError: a tensor cannot be stored.
             CheckpointError: the disk is full, or the like.
         """
-        raise NotImplementedError
 
     def json(self, name: str, value: Any) -> None:
         """Write plain JSON; for anything else than JSON values use `state`, which keeps every type.

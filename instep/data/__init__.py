@@ -18,8 +18,9 @@ break their length, data that changed since the checkpoint, and streams resumed 
 A name is loaded when it is first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from instep.utils.lazy import loads
 
 _HOME = {
     "BatchSource": "base",
@@ -46,13 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'instep.data' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(f"instep.data.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loads(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

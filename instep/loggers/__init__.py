@@ -1,9 +1,9 @@
 """Loggers: one file each over `Logger`. A name is loaded when first used; tensorboard and wandb when they start."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from instep.loggers.base import Logger
+from instep.utils.lazy import loads
 
 _HOME = {
     "CSVLogger": "csv",
@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Logger", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'instep.loggers' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(f"instep.loggers.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loads(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from traceback import print_exception
 from types import FrameType
 from typing import Any
@@ -80,7 +81,8 @@ class SignalGuard:
         if number is None or number in self.USERS_OWN or isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
         if error is not None:
-            print_exception(error)  # the signal may end the process before anybody sees it
+            with suppress(OSError, ValueError):  # stderr on a full disk, or closed
+                print_exception(error)  # the signal may end the process before anybody sees it
         signal.raise_signal(number)
 
     def _put_back(self) -> None:

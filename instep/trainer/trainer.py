@@ -251,14 +251,15 @@ class Trainer(TrainerView):
             train_dataloaders: a loader, a dict or list of them, or a DataModule; by default the model's.
             val_dataloaders: a loader or a list of them.
             datamodule: in place of loaders.
-            ckpt_path: resume from a path, "last", "best", or "auto" (the newest that verifies; else start fresh).
+            ckpt_path: resume from a path, "last", "best", or "auto" (the
+                newest that verifies; starts fresh where there is none).
             resume: which parts of it to take up, such as `Resume(lr=1e-4)` or `Resume.weights()`; None for all.
                 `resume_report` says what came of it. With "auto" or "last" it holds once: where the same command finds
                 a checkpoint that it saved itself, all of that is taken up.
 
         Raises:
             SettingError: settings that do not fit the model or data.
-            CheckpointError: nothing to resume from.
+            CheckpointError: nothing to resume from, or nothing of it verifies.
             NonFiniteError: nan or inf in the loss or a gradient, with `Trainer(nonfinite="stop")`.
             Preempted: a signal asked to stop; the run is saved. Uncaught, the process exits with status 75.
         """

@@ -48,3 +48,25 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << bit
     path.write_bytes(bytes(data))
+
+
+# ---- what is killed, failed or cut off from power; OLD was saved as step 1 before
+
+OLD, NEW = 1.0, 2.0
+
+
+def save_new_step(store: CheckpointStore) -> None:
+    store.save(2, writes(NEW))
+
+
+def save_same_step(store: CheckpointStore) -> None:
+    store.save(1, writes(NEW))
+
+
+def save_then_delete_the_old(store: CheckpointStore) -> None:
+    path = store.save(2, writes(NEW))
+    assert store.verify(path) == []
+    store.delete("step-00000001-1")
+
+
+ACTIONS: list[Callable[[CheckpointStore], None]] = [save_new_step, save_same_step, save_then_delete_the_old]

@@ -16,11 +16,9 @@ import torch
 
 from instep.checkpoint import CheckpointStore, LocalFiles, Writer, files
 from instep.errors import CheckpointError
-from tests.checkpoint.helpers import value_of, writes
+from tests.checkpoint.helpers import NEW, OLD, value_of, writes
 from tests.helpers.faults import FaultPlan
 from tests.helpers.spawn import run_ranks
-
-OLD, NEW = 1.0, 2.0
 
 
 def save_new_step(store: CheckpointStore) -> None:

@@ -6,21 +6,18 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from instep.checkpoint import CheckpointStore, LocalFiles, files
-from tests.checkpoint.helpers import left_over, value_of, writes
+from tests.checkpoint.helpers import ACTIONS, NEW, OLD, left_over, value_of, writes
 from tests.checkpoint.killing import Campaign, lost, results_of
 from tests.checkpoint.victim import Board, Way, train
 from tests.helpers.faults import FaultPlan, exit_status_of
 from tests.helpers.spawn import run_ranks
 
 pytestmark = pytest.mark.dist
-
-OLD, NEW = 1.0, 2.0
 
 
 def do_not_wait_for_the_disk() -> None:
@@ -29,23 +26,6 @@ def do_not_wait_for_the_disk() -> None:
 
 
 # ---- at every operation of a store
-
-
-def save_new_step(store: CheckpointStore) -> None:
-    store.save(2, writes(NEW))
-
-
-def save_same_step(store: CheckpointStore) -> None:
-    store.save(1, writes(NEW))
-
-
-def save_then_delete_the_old(store: CheckpointStore) -> None:
-    path = store.save(2, writes(NEW))
-    assert store.verify(path) == []
-    store.delete("step-00000001-1")
-
-
-ACTIONS: list[Callable[[CheckpointStore], None]] = [save_new_step, save_same_step, save_then_delete_the_old]
 
 
 def kill_everywhere(folder: str, name: str) -> dict[str, int]:

@@ -7,7 +7,7 @@ import gc
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,10 @@ from instep.checkpoint.remote import RemoteFiles
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, MissingPackageError
 from instep.state import PartialState
 from instep.utils.paths import to_path
-from tests.checkpoint.helpers import value_of, writes
+from tests.checkpoint.helpers import ACTIONS, NEW, OLD, save_same_step, value_of, writes
 from tests.helpers.faults import FaultPlan, exit_status_of
 from tests.helpers.object_store import Bucket, need_packages
 from tests.helpers.spawn import run_ranks
-
-OLD, NEW = 1.0, 2.0
 
 
 @pytest.fixture(params=["s3", "memory"])
@@ -307,23 +305,6 @@ def test_a_missing_package_is_named_with_its_install(monkeypatch: pytest.MonkeyP
 
 
 # ---- killed
-
-
-def save_new_step(store: CheckpointStore) -> None:
-    store.save(2, writes(NEW))
-
-
-def save_same_step(store: CheckpointStore) -> None:
-    store.save(1, writes(NEW))
-
-
-def save_then_delete_the_old(store: CheckpointStore) -> None:
-    path = store.save(2, writes(NEW))
-    assert store.verify(path) == []
-    store.delete("step-00000001-1")
-
-
-ACTIONS: list[Callable[[CheckpointStore], None]] = [save_new_step, save_same_step, save_then_delete_the_old]
 
 
 class Sent(FaultPlan):
