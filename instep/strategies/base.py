@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.distributed import all_reduce_
+from instep.distributed.nested import map_leaves
 from instep.errors import SettingError
 from instep.state import PartialState
 from instep.strategies.precision import Precision
+from instep.utils.optimizer_state import load_optimizer_state, optimizer_state
 
 
 class Strategy:
@@ -43,6 +45,8 @@ class Strategy:
     name = "single_device"
     multi_process = False
     """Whether it can run with more than one process."""
+    sharded = False
+    """Whether each rank writes its own part of weights and optimizer states; else the first one writes all of them."""
 
     module: nn.Module
     precision: Precision
@@ -60,8 +64,15 @@ class Strategy:
         self._finished: set[int] = set()  # those that have stepped since the scaler was updated, or forgot gradients
         self._ones: dict[torch.device, Tensor] = {}
 
+    def model_context(self) -> AbstractContextManager[Any]:
+        """A context for the building of large modules, in `configure_model`: on the meta device, for instance."""
+        return nullcontext()
+
     def place(self, module: nn.Module) -> None:
-        """Move the module to its device in its dtype. The optimizers are made after this."""
+        """Move the module to its device in its dtype, and cut it up where that changes its parameters.
+
+        The optimizers are made after this, and weights of a checkpoint are loaded.
+        """
         self.module = module
         self.precision.convert_module(module)
         module.to(self.device)
@@ -222,12 +233,55 @@ class Strategy:
     # ---- state
 
     def model_state(self) -> dict[str, Any]:
-        """The whole module's `state_dict()`. Collective: all ranks call it, the first one writes it."""
+        """What this rank holds of the module's `state_dict()`: tensors, or what `owned` understands. Collective."""
         return self.module.state_dict()
 
-    def load_model_state(self, state: dict[str, Any], strict: bool = True) -> Any:
-        """Load what `model_state` gave; every rank passes the same."""
-        return self.module.load_state_dict(state, strict=strict)
+    def model_shapes(self) -> dict[str, torch.Size]:
+        """The shape of every tensor of the whole module's `state_dict()`, also of those that other ranks hold."""
+        return {name: it.shape for name, it in self.module.state_dict().items() if isinstance(it, Tensor)}
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load the whole module's state, of which this rank takes its part. Collective.
+
+        Args:
+            state: name -> `Tensor` or `StoredTensor`, the whole one; every rank passes the same names. Other values
+                are those of `get_extra_state`.
+            strict: whether a missing or unexpected name is an error.
+        """
+        return self.module.load_state_dict({name: whole(value) for name, value in state.items()}, strict=strict)
+
+    def full_model_state(self) -> dict[str, Any]:
+        """The whole module's `state_dict()` as plain tensors, on the first rank; empty elsewhere. Collective."""
+        return self.model_state() if PartialState().is_main_process else {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What this rank holds of an optimizer's state: the tree of `utils/optimizer_state.py`. Collective."""
+        return optimizer_state(self.module, optimizer)
+
+    def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
+        """Load a whole optimizer's state, of which this rank takes its part. Collective.
+
+        Args:
+            optimizer: freshly made.
+            tree: its tensors are whole ones, `Tensor` or `StoredTensor`.
+            strict: False to load what fits.
+
+        Returns:
+            What was left out, for people.
+        """
+        return load_optimizer_state(self.module, optimizer, map_leaves(whole, tree), strict)
+
+    def owned(self, tree: Any) -> Any:
+        """The part of a state that this rank writes. Local.
+
+        Args:
+            tree: what `model_state` or `optimizer_state` returned, or a container of such.
+
+        Returns:
+            The same with plain tensors and `Shard`s, less the tensors that another rank writes; None to write nothing.
+            Over all ranks each element of each tensor is in it once.
+        """
+        return tree if PartialState().is_main_process else None
 
     # ---- data parallelism
 
@@ -241,6 +295,11 @@ class Strategy:
         """Into how many parts the data is cut."""
         return PartialState().num_processes
 
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's values count in what is summed over ranks: one rank of those that read the same data."""
+        return True
+
     def check_world_size(self, world_size: int) -> None:
         """Raise a `SettingError` when this strategy cannot run with so many processes."""
         if world_size > 1 and not self.multi_process:
@@ -250,6 +309,11 @@ class Strategy:
                 field="strategy",
                 got=self.name,
             )
+
+
+def whole(value: Any) -> Any:
+    """A stored tensor, read; anything else as it is."""
+    return value.read() if hasattr(value, "read") and not isinstance(value, Tensor) else value
 
 
 def _values(tensor: Tensor) -> Tensor:
