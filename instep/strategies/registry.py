@@ -8,12 +8,14 @@ from functools import partial
 from instep.errors import SettingError, one_of
 from instep.strategies.base import Strategy
 from instep.strategies.ddp import DDPStrategy
+from instep.strategies.fsdp import FSDPStrategy
 
 _FACTORIES: dict[str, Callable[[], Strategy]] = {
     "single_device": Strategy,
     "ddp": DDPStrategy,
     "ddp_find_unused_parameters_true": partial(DDPStrategy, find_unused_parameters=True),
     "ddp_find_unused_parameters_false": partial(DDPStrategy, find_unused_parameters=False),
+    "fsdp": FSDPStrategy,
 }
 
 
