@@ -371,12 +371,14 @@ def _restore_models(
         tensors |= reader.state("model_extra")
     for name, model in models.items():
         prefix = "" if len(saved) == 1 else f"{name}."
-        own = {clean_name(key): (key, value) for key, value in model.state_dict().items()}
+        strategy = accelerator.strategy_of(model)
+        shapes = strategy.model_shapes()
+        own = {clean_name(key): key for key in shapes}
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        fits = compare(report, state, {key: value for key, (_, value) in own.items()}, prefix)
-        taken = {own[key][0] if key in own else key: v for key, v in (state if strict else fits).items()}
+        fits = compare(report, state, {clean_name(key): shape for key, shape in shapes.items()}, prefix)
+        taken = {own.get(key, key): v for key, v in (state if strict else fits).items()}
         try:
-            accelerator.strategy_of(model).load_model_state(taken, strict)
+            strategy.load_model_state(taken, strict)
         except RuntimeError as error:
             raise CheckpointError(
                 f"the weights of {reader.path} do not fit {name}: {error}", path=reader.path

@@ -9,6 +9,7 @@ from instep.checkpoint.manifest import Manifest
 from instep.checkpoint.reader import Reader
 from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepEvery, KeepNewest, Retention, Saved
+from instep.checkpoint.shard import Shard, StoredTensor
 from instep.checkpoint.store import CheckpointStore
 from instep.checkpoint.tensors import read_tensors, write_tensors
 from instep.checkpoint.weights import load_weights
@@ -32,6 +33,8 @@ __all__ = [
     "ResumeReport",
     "Retention",
     "Saved",
+    "Shard",
+    "StoredTensor",
     "Writer",
     "decode",
     "encode",

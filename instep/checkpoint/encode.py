@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from instep.checkpoint.objects import MAKERS, state_of
+from instep.checkpoint.shard import Shard, StoredTensor
 from instep.checkpoint.tensors import dtype_from_name, dtype_name, why_unsavable
 from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
 
@@ -69,14 +70,15 @@ _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset
 _SEQUENCE_BY_TAG: dict[str, Any] = {tag: kind for kind, tag in _SEQUENCES.items()}
 
 
-def encode(tree: Any, where: str = "") -> tuple[Any, dict[str, Tensor]]:
+def encode(tree: Any, where: str = "") -> tuple[Any, dict[str, Tensor | Shard]]:
     """Turn a state into a JSON tree and the tensors it holds.
 
     Exact by type: None, bool, int, float (nan and inf too), complex, str, bytes, bytearray, list, tuple, dict with any
     keys, OrderedDict, defaultdict of a builtin type, Counter, set, frozenset, deque, range, timedelta, date, datetime
     (without a zone or with a fixed one), paths, enum members, torch's dtype, device, Size, Generator and Tensor, numpy
-    arrays and scalars, and the generators random.Random, numpy's Generator and RandomState. A Parameter comes back as
-    the Tensor it is; an Enum that is also a str or int comes back as that str or int, which compares equal.
+    arrays and scalars, and the generators random.Random, numpy's Generator and RandomState; and a Shard for the tensor
+    that it is a part of. A Parameter comes back as the Tensor it is; an Enum that is also a str or int comes back as
+    that str or int, which compares equal.
 
     Args:
         tree: the state.
@@ -97,14 +99,14 @@ def encode(tree: Any, where: str = "") -> tuple[Any, dict[str, Tensor]]:
     return encoder.node(tree, ()), encoder.tensors
 
 
-def decode(json_tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+def decode(json_tree: Any, tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor]) -> Any:
     """Turn what `encode` returned into the state again.
 
     Only the types that `encode` lists are made, whatever the tree says: no code of a checkpoint runs.
 
     Args:
         json_tree: the JSON tree.
-        tensors: the tensors by key.
+        tensors: the tensors by key, or what reads them later.
 
     Returns:
         The state; its tensors are those of `tensors`.
@@ -131,7 +133,7 @@ def decode(json_tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 class _Encoder:
     def __init__(self, where: str) -> None:
         self.where = where
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor | Shard] = {}
         self._open: set[int] = set()
         self._inside = ""  # "a set" or "a dict key" while no tensor may occur
 
@@ -146,11 +148,11 @@ class _Encoder:
         if kind in _LEAF_BY_TYPE:
             tag, out = _LEAF_BY_TYPE[kind]
             return {TAG: tag, "v": out(obj)}
-        if isinstance(obj, Tensor):
-            problem = why_unsavable(obj)
+        if isinstance(obj, Tensor | Shard):
+            problem = why_unsavable(obj.local if isinstance(obj, Shard) else obj)
             if problem is not None:
                 raise self._refuse(path, problem)
-            return {TAG: "tensor", "v": self._keep(obj.detach(), path)}
+            return {TAG: "tensor", "v": self._keep(obj.detach() if isinstance(obj, Tensor) else obj, path)}
         if isinstance(obj, PurePath):
             return {TAG: "path", "v": str(obj), "pure": _pure_flavour(obj)}
         if isinstance(obj, Enum) and isinstance(obj, (str, int)):
@@ -211,7 +213,7 @@ class _Encoder:
         finally:
             self._inside = outer
 
-    def _keep(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
+    def _keep(self, tensor: Tensor | Shard, path: tuple[Any, ...]) -> str:
         if self._inside:
             raise self._refuse(path, f"a tensor in {self._inside}; use a number or a string there")
         name = ".".join(str(part) for part in path).encode("utf-8", "backslashreplace").decode()
@@ -274,7 +276,7 @@ def _pure_flavour(path: PurePath) -> str | None:
     return "windows" if isinstance(path, PureWindowsPath) else "posix"
 
 
-def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode(node: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(node, list):
         return [_decode(item, tensors) for item in node]
     if not isinstance(node, dict):
@@ -315,11 +317,12 @@ def _decode_mapping(tag: str, pairs: list[tuple[Any, Any]], node: dict[str, Any]
     return defaultdict(None if node["of"] is None else _FACTORIES[node["of"]], pairs)
 
 
-def _decode_numpy(tag: str, value: str, node: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+def _decode_numpy(tag: str, value: str, node: dict[str, Any], tensors: Mapping[str, Any]) -> Any:
     import numpy as np  # late: needed only where a state holds numpy values
 
     if tag == "array":
-        return tensors[value].numpy()
+        array = tensors[value]
+        return (array if isinstance(array, Tensor) else array.read()).numpy()
     dtype = np.dtype(node["dtype"])
     if dtype.kind not in _RAW_KINDS:
         raise ValueError(f"numpy dtype {node['dtype']!r} is not allowed in a checkpoint")

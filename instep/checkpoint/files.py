@@ -63,6 +63,10 @@ class Files(ABC):
         """The content of a small file."""
 
     @abstractmethod
+    def read_range(self, path: Path, begin: int, end: int) -> bytearray:
+        """Bytes of a file; fewer where it ends before."""
+
+    @abstractmethod
     def fetched(self, path: Path, check: bool) -> AbstractContextManager[tuple[Path, FileRecord | None]]:
         """A local file with the content of a file, and its record; without `check` only where it costs nothing."""
 
@@ -182,6 +186,16 @@ class LocalFiles(Files):
 
     def read(self, path: Path) -> bytes:
         return path.read_bytes()
+
+    def read_range(self, path: Path, begin: int, end: int) -> bytearray:
+        data = bytearray(end - begin)
+        with open(path, "rb", buffering=0) as file:
+            file.seek(begin)
+            done = 0
+            while count := file.readinto(memoryview(data)[done:]):  # one call reads 2 GiB at most
+                done += count
+        del data[done:]
+        return data
 
     @contextmanager
     def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from instep.checkpoint.hashing import Data
+from instep.checkpoint.shard import Shard
 from instep.checkpoint.tensors import framing
 from instep.checkpoint.writer import BaseWriter, Writer, checked_name
 from instep.errors import CheckpointError
@@ -116,7 +117,9 @@ class Recorder(BaseWriter):
             raise CheckpointError(f"{name} was written twice in one save. Give each rank's file a name of its own.")
         self._content[checked_name(name)] = content
 
-    def tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    def tensors(
+        self, name: str, tensors: Mapping[str, Tensor | Shard], metadata: Mapping[str, str] | None = None
+    ) -> None:
         head, stored = framing(tensors, metadata)
         self.put(name, head, self._buffers.copy(name, stored))
 

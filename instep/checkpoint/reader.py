@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from instep.checkpoint.hashing import FileRecord, Hasher
 from instep.checkpoint.manifest import Manifest, read_manifest
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.retry import patiently
+from instep.checkpoint.shard import StoredTensor
+from instep.checkpoint.stored import JoinedTensor, join_tensors, join_trees, read_all, read_parts
 from instep.checkpoint.tensors import read_tensors
+from instep.distributed.nested import map_leaves
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 
 
@@ -75,10 +80,62 @@ class Reader:
         except ValueError as error:
             raise self._corrupt(f"{name} is not JSON: {error}") from error
 
-    def state(self, base: str) -> Any:
-        """What `Writer.state` wrote; raises like `tensors`."""
+    def has_state(self, base: str) -> bool:
+        """Whether `state(base)` finds something."""
+        return bool(self._parts(base, "json"))
+
+    def state(self, base: str, lazy: bool = False) -> Any:
+        """What `Writer.state` wrote, joined where each rank wrote its part; raises like `tensors`.
+
+        Args:
+            base: the file name without an ending, such as "optimizer", and without "-<rank>-of-<ranks>".
+            lazy: leave the tensors where they are: as `StoredTensor`, which reads what is asked for.
+        """
         tensors = f"{base}.safetensors"
-        return decode(self.json(f"{base}.json"), self.tensors(tensors) if self.has(tensors) else {})
+        if self.has(f"{base}.json") and not lazy:
+            return decode(self.json(f"{base}.json"), self.tensors(tensors) if self.has(tensors) else {})
+        found = self._parts(base, "json") or [f"{base}.json"]
+        beside = [name.removesuffix("json") + "safetensors" for name in found]
+        tree = join_trees(
+            decode(self.json(name), self._stored([file] if self.has(file) else []))
+            for name, file in zip(found, beside, strict=True)
+        )
+        return tree if lazy else map_leaves(lambda it: it.read() if isinstance(it, JoinedTensor) else it, tree)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights, whole; of `model.safetensors`, or of the parts that each rank wrote.
+
+        Raises:
+            CheckpointNotFoundError: there are none.
+            CorruptCheckpointError: a file is not what was written.
+        """
+        if self.has("model.safetensors"):
+            return self.tensors("model.safetensors")
+        return read_all(self._stored(self._weight_files()))
+
+    def stored_weights(self) -> Mapping[str, StoredTensor]:
+        """The same, each one left where it is until it, or a box of it, is read."""
+        return self._stored(self._weight_files())
+
+    def _weight_files(self) -> list[str]:
+        found = [it for it in sorted(self.manifest.files) if it.startswith("model") and it.endswith(".safetensors")]
+        if not found:
+            raise CheckpointNotFoundError(f"{self.path} holds no model*.safetensors", path=self.path)
+        return found
+
+    def _parts(self, base: str, ending: str) -> list[str]:
+        """The files of a base name: one, or each rank's."""
+        named = re.compile(rf"{re.escape(base)}(-\d+-of-\d+)?\.{ending}")
+        return sorted(name for name in self.manifest.files if named.fullmatch(name))
+
+    def _stored(self, names: Iterable[str]) -> dict[str, JoinedTensor]:
+        found = []
+        for name in names:
+            path = self._listed(name)
+            if name in self._unverified:
+                self._settle(name, file_problem(path, self.manifest.files[name]))
+            found.append(read_parts(path))
+        return join_tensors(found)
 
     def _listed(self, name: str) -> Path:
         if name not in self.manifest.files:

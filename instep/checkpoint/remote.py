@@ -61,6 +61,10 @@ class RemoteFiles(Files):
         with _as_os_error(path):
             return _fs(path).cat_file(_key(path))
 
+    def read_range(self, path: Path, begin: int, end: int) -> bytearray:
+        with _as_os_error(path):
+            return bytearray(_fs(path).cat_file(_key(path), start=begin, end=end))
+
     @contextmanager
     def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:
         """A temporary copy, hashed on the way in any case. `TMPDIR` says on which disk."""

@@ -139,37 +139,32 @@ class ResumeReport:
         return "\n".join(lines)
 
 
-def compare(report: ResumeReport, saved: Mapping[str, Any], own: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def compare(
+    report: ResumeReport, saved: Mapping[str, Any], own: Mapping[str, Sequence[int] | None], prefix: str = ""
+) -> dict[str, Any]:
     """Note in a report how two state dicts differ.
 
     Args:
         report: gets what is missing, unexpected and of another shape.
         saved: the checkpoint's.
-        own: the module's, under the same names.
+        own: the shapes of the module's, under the same names; None for what has none.
         prefix: what names in the report begin with.
 
     Returns:
         The part of `saved` that fits.
     """
     fits: dict[str, Any] = {}
-    for name, value in own.items():
-        here, there = _shape(value), _shape(saved.get(name))
+    for name, shape in own.items():
+        there = getattr(saved.get(name), "shape", None)
         if name not in saved:
             report.missing.append(prefix + name)
-        elif here is not None and there is not None and here != there:
-            report.other_shape[prefix + name] = (there, here)
+        elif shape is not None and there is not None and list(shape) != list(there):
+            report.other_shape[prefix + name] = (list(there), list(shape))
         else:
             fits[name] = saved[name]
     report.unexpected.extend(prefix + name for name in saved if name not in own)
     report.loaded += len(fits)
     return fits
-
-
-def _shape(value: Any) -> list[int] | None:
-    try:
-        return list(value.shape)
-    except (AttributeError, RuntimeError):  # no tensor, or a lazy one that has no shape yet
-        return None
 
 
 def _few(names: Iterable[str], most: int = 8) -> str:

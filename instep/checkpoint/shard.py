@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +33,19 @@ class Shard:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     flat: bool = False
+
+    def __post_init__(self) -> None:
+        here, begin = tuple(self.local.shape), self.offsets
+        total = (math.prod(self.shape),) if self.flat else tuple(self.shape)
+        if not len(here) == len(begin) == len(total) or any(
+            at < 0 or at + size > end for at, size, end in zip(begin, here, total, strict=True)
+        ):
+            raise ValueError(f"a part of shape {here} at {begin} does not lie within a tensor of shape {self.shape}")
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        """Which part of what it is."""
+        return tuple(self.shape), tuple(self.offsets), self.flat
 
 
 class StoredTensor(Protocol):

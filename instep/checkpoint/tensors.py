@@ -1,8 +1,10 @@
 """Tensors in one safetensors file: written here, to hash while writing, and read by the `safetensors` library.
 
-The file is an ordinary safetensors file. Two entries of its metadata are ours: `instep.aliases` (a JSON object: other
-name -> name under which a shared tensor is stored) and `instep.dtypes` (name -> torch dtype of a tensor that is stored
-as raw bytes, because the format has no such dtype).
+The file is an ordinary safetensors file. Three entries of its metadata are ours: `instep.aliases` (a JSON object: other
+name -> name under which a shared tensor is stored), `instep.dtypes` (name -> torch dtype of a tensor that is stored
+as raw bytes, because the format has no such dtype) and `instep.shards` (name -> `shape` of the whole tensor of which
+this is a part, and `flat` where it is a run of elements). Where the parts begin stands in torch's own entry, so that
+torch.distributed.checkpoint reads boxes too.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from instep.checkpoint.files import Files
 from instep.checkpoint.hashing import Data, FileRecord
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.retry import patiently
+from instep.checkpoint.shard import Shard
 from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
 
 ALIASES = "instep.aliases"
 DTYPES = "instep.dtypes"
+SHARDS = "instep.shards"
+OFFSETS = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint's HuggingFaceStorageWriter
 _RESERVED = "__metadata__"
 
 # By name: an older torch lacks some of them.
-_FORMAT_NAMES = {
+FORMAT_NAMES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -72,14 +77,14 @@ def why_unsavable(tensor: Tensor) -> str | None:
         return "a tensor on the meta device, which has no values; give it values first"
     if tensor.is_quantized:
         return f"a quantized tensor ({tensor.dtype}); save int_repr() with its scale and zero point"
-    if dtype_name(tensor.dtype) not in _FORMAT_NAMES.keys() | _RAW_NAMES:
+    if dtype_name(tensor.dtype) not in FORMAT_NAMES.keys() | _RAW_NAMES:
         return f"a tensor of dtype {tensor.dtype}; save it as view(torch.uint8)"
     return None
 
 
 def write_tensors(
     path: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | Shard],
     metadata: Mapping[str, str] | None = None,
     *,
     files: Files | None = None,
@@ -91,7 +96,7 @@ def write_tensors(
 
     Args:
         path: the file; it must not exist.
-        tensors: name -> tensor of any shape and strides, on any device.
+        tensors: name -> tensor of any shape and strides, on any device; or a part of one.
         metadata: strings to keep in the header.
         files: the file operations; the default is the local disk.
 
@@ -118,7 +123,9 @@ def write_tensors(
         return out.close()
 
 
-def framing(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[Tensor]]:
+def framing(
+    tensors: Mapping[str, Tensor | Shard], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[Tensor]]:
     """What a safetensors file begins with, and the tensors whose contents follow, one right after the other.
 
     Args:
@@ -137,6 +144,12 @@ def framing(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
         notes[ALIASES] = json.dumps(aliases)
     if raw:
         notes[DTYPES] = json.dumps(raw)
+    shards = {name: part for name in stored if isinstance(part := tensors[name], Shard)}
+    if shards:
+        offsets = {name: shards[name].offsets if name in shards else (0,) * it.ndim for name, it in stored.items()}
+        wide = {name: {"saved_offsets": [*begin, *[0] * (name in raw)]} for name, begin in offsets.items()}
+        notes[OFFSETS] = json.dumps(wide)
+        notes[SHARDS] = json.dumps({name: _about(part) for name, part in shards.items()})
     header: dict[str, object] = {_RESERVED: notes}
     end = 0
     for name in order:
@@ -145,7 +158,7 @@ def framing(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
         if name in raw:
             dtype, shape = "U8", [*tensor.shape, tensor.element_size()]
         else:
-            dtype, shape = _FORMAT_NAMES[dtype_name(tensor.dtype)], list(tensor.shape)
+            dtype, shape = FORMAT_NAMES[dtype_name(tensor.dtype)], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -195,15 +208,20 @@ def _read_stored(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error
 
 
+def _about(part: Shard) -> dict[str, object]:
+    return {"shape": list(part.shape), **({"flat": True} if part.flat else {})}
+
+
 def _is_raw(tensor: Tensor) -> bool:
     return dtype_name(tensor.dtype) in _RAW_NAMES
 
 
-def _split_shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _split_shared(tensors: Mapping[str, Tensor | Shard]) -> tuple[dict[str, Tensor], dict[str, str]]:
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
-    for name, tensor in tensors.items():
+    for name, value in tensors.items():
+        tensor, place = (value.local, value.place) if isinstance(value, Shard) else (value, None)
         if name == _RESERVED:
             raise UnsavableStateError(f"a tensor cannot be named {name!r}: the safetensors format keeps it for itself")
         problem = why_unsavable(tensor)
@@ -214,7 +232,7 @@ def _split_shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
             stored[name] = view
             continue
         where = view.data_ptr() or id(tensor)  # some backends give no address
-        same = (view.device, where, view.dtype, view.shape, view.stride(), view.is_conj(), view.is_neg())
+        same = (view.device, where, view.dtype, view.shape, view.stride(), view.is_conj(), view.is_neg(), place)
         owner = first.setdefault(same, name)
         if owner == name:
             stored[name] = view

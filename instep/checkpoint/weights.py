@@ -13,7 +13,7 @@ from instep.checkpoint.catalog import find_checkpoint
 from instep.checkpoint.reader import Reader
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.tensors import read_tensors
-from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from instep.errors import CheckpointError, CorruptCheckpointError
 from instep.types import Location
 from instep.utils.paths import to_path
 
@@ -44,16 +44,7 @@ def load_weights(path: Location) -> dict[str, Tensor]:
     path = to_path(path)
     if path.is_file():
         return _load_foreign(path) if path.suffix in _FOREIGN else read_tensors(path)
-    reader = Reader(find_checkpoint(path))
-    parts = [
-        name for name in sorted(reader.manifest.files) if name.startswith("model") and name.endswith(".safetensors")
-    ]
-    if not parts:
-        raise CheckpointNotFoundError(f"{reader.path} holds no model*.safetensors", path=reader.path)
-    weights: dict[str, Tensor] = {}
-    for name in parts:
-        weights.update(reader.tensors(name))
-    return weights
+    return Reader(find_checkpoint(path)).weights()
 
 
 def read_torch_file(path: Path) -> Any:

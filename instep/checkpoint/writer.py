@@ -14,6 +14,7 @@ from instep.checkpoint.encode import encode
 from instep.checkpoint.files import Files
 from instep.checkpoint.hashing import Data, FileRecord
 from instep.checkpoint.manifest import is_plain_name
+from instep.checkpoint.shard import Shard
 from instep.checkpoint.tensors import write_tensors
 from instep.errors import SettingError, UnsavableStateError
 
@@ -45,12 +46,14 @@ class BaseWriter(ABC):
         """
 
     @abstractmethod
-    def tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    def tensors(
+        self, name: str, tensors: Mapping[str, Tensor | Shard], metadata: Mapping[str, str] | None = None
+    ) -> None:
         """Write a safetensors file.
 
         Args:
             name: the file name, such as "model.safetensors".
-            tensors: name -> tensor; shared tensors are stored once.
+            tensors: name -> tensor, or this rank's part of one; shared tensors are stored once.
             metadata: strings for the file's header.
 
         Raises:
@@ -116,7 +119,9 @@ class Writer(BaseWriter):
                 out.write(data)
             self.records[name] = out.close()
 
-    def tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    def tensors(
+        self, name: str, tensors: Mapping[str, Tensor | Shard], metadata: Mapping[str, str] | None = None
+    ) -> None:
         self.records[name] = write_tensors(self.folder / checked_name(name), tensors, metadata, files=self._files)
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from instep.distributed import all_reduce_
 from instep.distributed.nested import map_leaves
-from instep.errors import SettingError
+from instep.errors import SettingError, UsageError
 from instep.state import PartialState
+from instep.strategies.batch_norm import sync_batchnorm
 from instep.strategies.precision import Precision
 from instep.utils.optimizer_state import load_optimizer_state, optimizer_state
 
@@ -77,6 +79,10 @@ class Strategy:
         self.precision.convert_module(module)
         module.to(self.device)
 
+    def sync_batchnorm(self, module: nn.Module) -> None:
+        """Let the module's batch normalisation see the batch of all ranks, in place; called before `place`."""
+        sync_batchnorm(module, self.device)
+
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Spread the placed module; called before the first training step and after weights were loaded.
 
@@ -100,6 +106,22 @@ class Strategy:
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         """The module that `wrap` got."""
         return wrapped
+
+    def join(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        """A context in which ranks without a batch wait for the others, in a handwritten loop.
+
+        Args:
+            wrapped: what `wrap` returned.
+        """
+        if PartialState().num_processes > 1:
+            raise UsageError(
+                f"ranks that have no batch left cannot wait for the others under strategy={self.name!r}, whose steps "
+                "need them all. Give all ranks as many batches."
+            )
+        return nullcontext()
+
+    def unify(self) -> None:
+        """Make replicas that were trained apart one: before validation and at the end of training. Collective."""
 
     def teardown(self) -> None:
         """Give back what `setup` and `wrap` took. May be called twice, and after an error."""
@@ -236,9 +258,13 @@ class Strategy:
         """What this rank holds of the module's `state_dict()`: tensors, or what `owned` understands. Collective."""
         return self.module.state_dict()
 
-    def model_shapes(self) -> dict[str, torch.Size]:
-        """The shape of every tensor of the whole module's `state_dict()`, also of those that other ranks hold."""
-        return {name: it.shape for name, it in self.module.state_dict().items() if isinstance(it, Tensor)}
+    def model_shapes(self) -> Mapping[str, torch.Size | None]:
+        """The shape of every entry of the whole module's `state_dict()`, also of those that other ranks hold.
+
+        Returns:
+            Name -> the whole tensor's shape; None for what is no tensor, or has no shape yet.
+        """
+        return shapes_of(self.module)
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load the whole module's state, of which this rank takes its part. Collective.
@@ -283,6 +309,18 @@ class Strategy:
         """
         return tree if PartialState().is_main_process else None
 
+    def rank_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps for each rank beside all that: what this rank alone knows."""
+        return {}
+
+    def load_rank_state(self, state: Mapping[str, Any], own: bool) -> None:
+        """Take up what `rank_state` gave, before the first step; called after everything else was loaded.
+
+        Args:
+            state: this rank's, or, in a run on another number of ranks, the first one's.
+            own: whether it is this rank's.
+        """
+
     # ---- data parallelism
 
     @property
@@ -314,6 +352,14 @@ class Strategy:
 def whole(value: Any) -> Any:
     """A stored tensor, read; anything else as it is."""
     return value.read() if hasattr(value, "read") and not isinstance(value, Tensor) else value
+
+
+def shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:
+    """The shape of every entry of a module's `state_dict()`; None for what is no tensor, or has no shape yet."""
+    return {
+        name: it.shape if isinstance(it, Tensor) and not is_lazy(it) else None
+        for name, it in module.state_dict().items()
+    }
 
 
 def _values(tensor: Tensor) -> Tensor:

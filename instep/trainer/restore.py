@@ -14,7 +14,6 @@ from instep.trainer.position import Position
 from instep.trainer.slots import merge_states
 from instep.trainer.snapshot import by_class
 from instep.utils.learning_rate import follow_schedule, put_rates, rates_of, set_learning_rates
-from instep.utils.optimizer_state import load_optimizer_state
 from instep.utils.seed import derive_seed, seed_process, set_rng_state
 
 if TYPE_CHECKING:
@@ -168,14 +167,14 @@ def _resume_optimizers(run: FitSession, reader: Reader, parts: Resume) -> None:
     schedulers = [config.scheduler for config in run.schedulers]
     other_schedule = _differing(schedulers, state) if parts.schedulers else ""
     if parts.optimizer:
-        trees = reader.state("optimizer") if reader.has("optimizer.json") else []
+        trees = reader.state("optimizer", lazy=run.strategy.sharded) if reader.has_state("optimizer") else []
         differ = (
             "" if len(run.optimizers) == len(trees) else f"{len(trees)} optimizers saved, {len(run.optimizers)} now"
         )
         if _fits(differ, "optimizer", reader, strict, report.left_out):
             for optimizer, tree in zip(run.optimizers, trees, strict=True):
                 rates = rates_of(optimizer)
-                report.left_out += load_optimizer_state(run.module, optimizer, tree, strict)
+                report.left_out += run.strategy.load_optimizer_state(optimizer, tree, strict)
                 if schedulers and (other_schedule or not parts.schedulers):
                     put_rates(optimizer, rates)
                 if state["global_step"]:

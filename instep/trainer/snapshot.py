@@ -3,6 +3,7 @@
 model.safetensors           weights and buffers, under clean names
 model_extra.json            what the module's state_dict has beside tensors
 optimizer.json/.safetensors the optimizers' states by parameter name
+                            all three as `model-00000-of-00002.safetensors` ... where each rank writes its own part
 trainer.json                position, schedulers, callbacks, loggers, data cursor, metrics, hyperparameters
 rank-00000.json/.safetensors   random generators and open log sums of each rank
 """
@@ -22,11 +23,11 @@ from instep.errors import UnsavableStateError
 from instep.trainer import replay
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.metric_states import metric_objects, metric_states
-from instep.utils.optimizer_state import clean_name, optimizer_state
+from instep.utils.optimizer_state import clean_name
 from instep.utils.seed import rng_state
 
 if TYPE_CHECKING:
-    from instep.checkpoint import CheckpointStore
+    from instep.checkpoint import CheckpointStore, Shard
     from instep.checkpoint.background import PendingSave
     from instep.checkpoint.writer import BaseWriter
     from instep.loggers.base import Logger
@@ -45,11 +46,11 @@ class Snapshot:
     def __init__(self, run: Session, weights_only: bool = False) -> None:
         self.weights_only = weights_only
         self._rank = run.rank
+        self._part = f"-{run.rank:05d}-of-{run.world_size:05d}" if run.strategy.sharded else ""
         trainer = run.trainer
         trainer.metrics.log_steps(run.book.settle(run.position.global_step))  # before the loggers' state
         checkpoint = self.user_view(run)
-        tensors, extra = _split(checkpoint.pop("state_dict"))
-        self.model: dict[str, Tensor] = tensors
+        self.model, self.extra = _split(run.strategy.owned(checkpoint.pop("state_dict")))
         self.shared: dict[str, Any] = {
             "instep_version": __version__,
             "epoch": trainer.current_epoch,
@@ -59,12 +60,11 @@ class Snapshot:
             "hparams_name": checkpoint.pop("hparams_name"),
             "user": {key: value for key, value in checkpoint.items() if key not in VIEW},
         }
-        self.extra = extra
-        self.optimizers: list[Any] = []
+        self.optimizers: list[Any] | None = None
         self.own: dict[str, Any] = {}
         if weights_only:
             return
-        self.optimizers = [optimizer_state(run.module, optimizer) for optimizer in run.optimizers]
+        self.optimizers = run.strategy.owned([run.strategy.optimizer_state(it) for it in run.optimizers])
         run.strategy.update_scaler()
         self.shared |= {
             "run_id": trainer.run_id,
@@ -112,12 +112,13 @@ class Snapshot:
 
     def write(self, writer: BaseWriter) -> None:
         """Write this rank's files."""
+        if self.model is not None:
+            writer.tensors(f"model{self._part}.safetensors", self.model, {"format": "pt"})
+        if self.extra:
+            writer.state(f"model_extra{self._part}", self.extra)
+        if self.optimizers:
+            writer.state(f"optimizer{self._part}", self.optimizers)
         if self._rank == 0:
-            writer.tensors("model.safetensors", self.model, {"format": "pt"})
-            if self.extra:
-                writer.state("model_extra", self.extra)
-            if self.optimizers:
-                writer.state("optimizer", self.optimizers)
             writer.state("trainer", self.shared)
         if not self.weights_only:
             writer.state(f"rank-{self._rank:05d}", self.own)
@@ -126,12 +127,16 @@ class Snapshot:
 VIEW = {"epoch", "global_step", "instep_version", "state_dict", "hyper_parameters", "hparams_name"}
 
 
-def _split(state_dict: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _split(state_dict: dict[str, Any] | None) -> tuple[dict[str, Tensor | Shard] | None, dict[str, Any]]:
     """Tensors, and what else `get_extra_state` put there; names are cleaned of wrappers."""
-    tensors: dict[str, Tensor] = {}
+    from instep.checkpoint import Shard  # late: only a run with checkpoints pays for it
+
+    if state_dict is None:
+        return None, {}
+    tensors: dict[str, Tensor | Shard] = {}
     extra: dict[str, Any] = {}
     for name, value in state_dict.items():
-        (tensors if isinstance(value, Tensor) else extra)[clean_name(name)] = value
+        (tensors if isinstance(value, Tensor | Shard) else extra)[clean_name(name)] = value
     return tensors, extra
 
 
@@ -270,7 +275,7 @@ def dry_run(run: FitSession) -> None:
     error: Exception | None = None
     try:
         encode(snapshot.shared)
-        for owner in ("extra", "optimizers", "own"):
+        for owner in ("model", "extra", "optimizers", "own"):
             encode(getattr(snapshot, owner), owner)
     except UnsavableStateError as caught:
         hint = " Leave it out: self.save_hyperparameters(ignore=[...])." if "hyper_parameters" in str(caught) else ""

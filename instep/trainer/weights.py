@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from instep.errors import CheckpointError
+from instep.strategies.base import shapes_of
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.snapshot import VIEW
 from instep.types import Location, PathLike
@@ -45,14 +46,15 @@ def load_weights(run: Session, path: Path, reader: Reader | None) -> None:
 
         checkpoint: dict[str, Any] = {"state_dict": load_file(path)}
     else:
-        checkpoint = _view_of(reader)
+        checkpoint = _view_of(reader, lazy=run.strategy.sharded)
     if is_overridden(run.module, "on_load_checkpoint", ModuleHooks):
         run.module.on_load_checkpoint(checkpoint)
     for hook in run.hooks.of_callbacks("on_load_checkpoint") if parts.callbacks or run.fn != "fit" else ():
         hook(checkpoint)
     _load_into(
-        lambda state, strict: run.strategy.load_model_state(state, strict),
+        run.strategy.load_model_state,
         run.module,
+        run.strategy.model_shapes(),
         checkpoint["state_dict"],
         run.module.strict_loading if parts.strict is None else parts.strict,
         report,
@@ -61,10 +63,10 @@ def load_weights(run: Session, path: Path, reader: Reader | None) -> None:
         warnings.warn(str(report), stacklevel=2)
 
 
-def _view_of(reader: Reader) -> dict[str, Any]:
+def _view_of(reader: Reader, lazy: bool = False) -> dict[str, Any]:
     trainer = reader.state("trainer")
-    state_dict: dict[str, Any] = dict(reader.tensors("model.safetensors"))
-    if reader.has("model_extra.json"):
+    state_dict: dict[str, Any] = dict(reader.stored_weights() if lazy else reader.weights())
+    if reader.has_state("model_extra"):
         state_dict |= reader.state("model_extra")
     kept = {key: trainer.get(key) for key in VIEW - {"state_dict"}}
     return {**kept, **trainer["user"], "state_dict": state_dict}
@@ -73,6 +75,7 @@ def _view_of(reader: Reader) -> dict[str, Any]:
 def _load_into(
     load: Callable[[dict[str, Any], bool], Any],
     module: nn.Module,
+    shapes: Mapping[str, torch.Size | None],
     state: dict[str, Any],
     strict: bool,
     report: ResumeReport,
@@ -80,9 +83,9 @@ def _load_into(
     from instep.checkpoint.resume import compare  # late, as above
 
     # The module may be wrapped where the checkpoint is clean: match by clean names.
-    own = {clean_name(name): (name, value) for name, value in module.state_dict().items()}
-    fits = compare(report, state, {name: value for name, (_, value) in own.items()})
-    taken = {own[name][0] if name in own else name: value for name, value in (state if strict else fits).items()}
+    own = {clean_name(name): name for name in shapes}
+    fits = compare(report, state, {clean_name(name): shape for name, shape in shapes.items()})
+    taken = {own.get(name, name): value for name, value in (state if strict else fits).items()}
     try:
         load(taken, strict)
     except RuntimeError as error:
@@ -137,8 +140,9 @@ def load_module(
         module.on_load_checkpoint(checkpoint)
     report = ResumeReport(folder, ("weights",))
     _load_into(
-        lambda state, strict: module.load_state_dict(state, strict=strict),
+        module.load_state_dict,
         module,
+        shapes_of(module),
         checkpoint["state_dict"],
         module.strict_loading if strict is None else strict,
         report,
