@@ -34,6 +34,7 @@ from instep.errors import DataError, SettingError, UsageError, one_of
 from instep.loggers import Logger
 from instep.state import PartialState, read_environment
 from instep.strategies import DDPStrategy, Precision, Strategy, resolve_strategy
+from instep.strategies.precision import precision_from_environment
 from instep.types import PathLike
 
 _IN_CONFIG = "It is in DataLoaderConfiguration, given as dataloader_config"
@@ -62,7 +63,8 @@ class Accelerator(Checkpointing):
 
     Args:
         device_placement: move models and batches to the device.
-        mixed_precision: "no", "fp16" (not on a CPU) or "bf16".
+        mixed_precision: "no", "fp16" (not on a CPU), "bf16" or "fp8" (emulated on a CPU); None: what the variable
+            INSTEP_PRECISION says, else "no".
         gradient_accumulation_steps: micro-batches of one window, used by `accumulate` and `backward`.
         cpu: True uses the CPU although there is an accelerator.
         dataloader_config: how loaders are prepared.
@@ -105,7 +107,7 @@ class Accelerator(Checkpointing):
         self,
         *,
         device_placement: bool = True,
-        mixed_precision: str | None = "no",
+        mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -122,7 +124,9 @@ class Accelerator(Checkpointing):
         for name in unknown:
             hint = _ELSEWHERE.get(name, f"Known are {', '.join(sorted(inspect.signature(Accelerator).parameters))}")
             raise SettingError(f"Accelerator({name}=...) is not taken. {hint}.", field=name, got=unknown[name])
-        mixed_precision = "no" if mixed_precision is None else mixed_precision
+        if mixed_precision is None:
+            asked = precision_from_environment() or "32-true"
+            mixed_precision = next((short for short, name in PRECISION.items() if name == asked), asked)
         if mixed_precision not in PRECISION:
             raise one_of("mixed_precision", mixed_precision, PRECISION)
         if gradient_accumulation_plugin is None:

@@ -212,7 +212,8 @@ class Preparing(ProcessFacade):
             strategy.place(model)
         else:
             strategy.module = model
-        put_on(model, self.precision)
+            strategy.precision.convert_module(model)
+        put_on(model, strategy.precision)
         self._models[name] = model
         self._checked = False
         self._strategies[id(model)] = strategy

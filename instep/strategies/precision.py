@@ -1,22 +1,26 @@
 """Precision: which dtype the weights have, which the step computes in, and whether gradients are scaled.
 
 Orthogonal to the strategy: a `Precision` changes the module once, wraps the step in a context (or None: the loop then
-enters nothing), and owns the gradient scaler.
+enters nothing), and owns the gradient scaler. A strategy that casts or scales by itself takes that over: `without`.
 
-    name          weights    step computes in      gradient scaler
-    32-true       float32    float32               no
-    64-true       float64    float64               no
-    bf16-mixed    float32    autocast to bfloat16  no
-    16-mixed      float32    autocast to float16   yes (not on a CPU)
-    bf16-true     bfloat16   bfloat16              no
-    16-true       float16    float16               no
+    name          weights    step computes in                           gradient scaler
+    32-true       float32    float32                                    no
+    64-true       float64    float64                                    no
+    bf16-mixed    float32    autocast to bfloat16                       no
+    16-mixed      float32    autocast to float16                        yes (not on a CPU)
+    bf16-true     bfloat16   bfloat16                                   no
+    16-true       float16    float16                                    no
+    fp8           float32    autocast to bfloat16, linear layers in     no
+                             float8 (emulated on a CPU)
 """
 
 from __future__ import annotations
 
+import copy
+import os
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +28,7 @@ from torch import nn
 
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, one_of
+from instep.utils.imports import require
 
 T = TypeVar("T")
 
@@ -34,11 +39,23 @@ _WEIGHTS = {
     "64-true": torch.float64,
     "bf16-true": torch.bfloat16,
     "16-true": torch.float16,
+    "fp8": None,
 }
-_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_STATE_NAMES = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "fp8": torch.bfloat16}
+_STATE_NAMES = {"16-mixed": "fp16", "bf16-mixed": "bf16", "fp8": "fp8"}
+_ALIASES = {
+    "32": "32-true",
+    "64": "64-true",
+    "16": "16-mixed",
+    "fp16": "16-mixed",
+    "bf16": "bf16-mixed",
+    "fp16-true": "16-true",
+    "no": "32-true",  # as `Accelerator(mixed_precision=)` says it
+}
 
 PRECISIONS = tuple(_WEIGHTS)
+VARIABLE = "INSTEP_PRECISION"
+_FP8_MULTIPLE = 16  # what float8 matrix products ask of both sizes of a layer
 
 
 class _DefaultDtype:
@@ -55,6 +72,75 @@ class _DefaultDtype:
         torch.set_default_dtype(self._before)
 
 
+def precision_name(field: str, value: Any) -> str:
+    """One of `PRECISIONS`, for it or a short form: 32, "16", "bf16", "fp16", "no" ...
+
+    Args:
+        field: the setting's name, for the error.
+        value: what was given for it.
+
+    Raises:
+        SettingError: it is none of them.
+
+    Example:
+        >>> precision_name("precision", "bf16")
+        'bf16-mixed'
+    """
+    name = "" if isinstance(value, bool) else str(value)
+    name = _ALIASES.get(name, name)
+    if name not in PRECISIONS:
+        raise one_of(field, value, (*PRECISIONS, *_ALIASES))
+    return name
+
+
+def precision_from_environment() -> str | None:
+    """What the variable INSTEP_PRECISION asks of runs that name no precision themselves; None where it is not set."""
+    value = os.environ.get(VARIABLE, "").strip()
+    return precision_name(VARIABLE, value) if value else None
+
+
+def check_device(name: str, device: torch.device) -> None:
+    """Raise a `SettingError` where a device cannot compute in a precision, and a `MissingPackageError` without torchao.
+
+    Args:
+        name: one of `PRECISIONS`.
+        device: where the step runs.
+    """
+    if name == "16-mixed" and device.type == "cpu":
+        raise SettingError(
+            "precision='16-mixed' needs a GPU. On a CPU use precision='bf16-mixed' (same speed, no gradient "
+            "scaling) or precision='32-true'.",
+            field="precision",
+            got=name,
+        )
+    if name == "fp8":
+        require("torchao.float8", extra="quant", purpose="precision='fp8'")
+        native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+        if not native and device.type != "cpu":
+            raise SettingError(
+                f"precision='fp8' needs a CUDA device of capability 8.9 or newer (Ada, Hopper), and {device} "
+                "is none; on a CPU it is emulated. Use precision='bf16-mixed'.",
+                field="precision",
+                got=name,
+            )
+    dtype = _compute_dtype(name)
+    if dtype is not None and device.type != "xla":  # which is not loaded yet, and computes in all of them
+        try:
+            one = torch.ones(2, 2, dtype=dtype, device=device)
+            torch.mm(one, one)
+        except (RuntimeError, TypeError) as error:
+            raise SettingError(
+                f"precision={name!r} computes in {str(dtype)[6:]}, which {device} cannot: "
+                f"{str(error).splitlines()[0]}. Use precision='32-true'.",
+                field="precision",
+                got=name,
+            ) from error
+
+
+def _compute_dtype(name: str) -> torch.dtype | None:
+    return _AUTOCAST.get(name, _WEIGHTS[name])
+
+
 class Precision:
     """One precision on one kind of device.
 
@@ -67,8 +153,9 @@ class Precision:
         autocast_options: arguments of `torch.autocast`: `enabled`, `cache_enabled`.
 
     Raises:
-        SettingError: the name is unknown, or `16-mixed` is asked for on a CPU, where float16 autocast has no kernels
-            worth the name and would silently train in float32.
+        SettingError: the name is unknown; the device cannot compute in it; or `16-mixed` is asked for on a CPU, where
+            float16 autocast has no kernels worth the name and would silently train in float32.
+        MissingPackageError: fp8 without torchao.
 
     Example:
         >>> Precision("bf16-mixed", torch.device("cpu")).mixed_precision
@@ -85,17 +172,13 @@ class Precision:
     ) -> None:
         if name not in _WEIGHTS:
             raise one_of("precision", name, PRECISIONS)
-        if name == "16-mixed" and device.type == "cpu":
-            raise SettingError(
-                "precision='16-mixed' needs a GPU. On a CPU use precision='bf16-mixed' (same speed, no gradient "
-                "scaling) or precision='32-true'.",
-                field="precision",
-                got=name,
-            )
+        check_device(name, device)
         self.name = name
         self.device = device
         self.dtype = _WEIGHTS[name]
         """The dtype of weights and floating inputs, or None to leave them as the user made them."""
+        self.compute_dtype = _compute_dtype(name)
+        """The dtype of matrix products, or None for that of the weights."""
         for what, options, precisions in (
             ("gradient scaler", scaler_options, ("16-mixed",)),
             ("autocast", autocast_options, tuple(_AUTOCAST)),
@@ -109,17 +192,37 @@ class Precision:
         scaling = dict(scaler_options or {})
         scales = name == "16-mixed" and scaling.pop("enabled", True)
         self.scaler = torch.amp.GradScaler(device.type, **scaling) if scales else None
+        self._autocast = name in _AUTOCAST
         self._autocast_options = dict(autocast_options or {})
 
     @property
     def mixed_precision(self) -> str:
-        """What `AcceleratorState.mixed_precision` says: `no`, `fp16` or `bf16`."""
+        """What `AcceleratorState.mixed_precision` says: `no`, `fp16`, `bf16` or `fp8`."""
         return _STATE_NAMES.get(self.name, "no")
 
+    def without(self, *, autocast: bool = False, scaler: bool = False) -> Precision:
+        """The same less what a strategy does in its own way: its `connect` keeps the result as its `precision`.
+
+        Args:
+            autocast: the strategy casts what the step computes with to `compute_dtype`.
+            scaler: the strategy scales gradients where they are float16.
+        """
+        other = copy.copy(self)
+        other._autocast = self._autocast and not autocast
+        other.scaler = None if scaler else self.scaler
+        return other
+
     def convert_module(self, module: nn.Module) -> None:
-        """Give the module's floating parameters and buffers this precision's dtype, in place."""
+        """Give the module's floating parameters and buffers this precision's dtype, in place.
+
+        With fp8 its linear layers are exchanged for torchao's, which hold the same parameters under the same names:
+        those whose sizes divide by 16, less the last one, whose outputs are the model's. For other layers or scaling
+        recipes call torchao's `convert_to_float8_training` in `configure_model`, and use bf16-mixed.
+        """
         if self.dtype is not None:
             module.to(dtype=self.dtype)
+        if self.name == "fp8":
+            _compute_in_float8(module, emulate=self.device.type == "cpu")
 
     def input_converter(self) -> Callable[[Any], Any] | None:
         """What turns a batch's floating tensors into the weights' dtype, or None where nothing is to be done."""
@@ -138,9 +241,9 @@ class Precision:
         Args:
             autocast_options: instead of the ones this precision was made with.
         """
-        if self.name in _AUTOCAST:
+        if self._autocast:
             options = self._autocast_options if autocast_options is None else autocast_options
-            return torch.autocast(self.device.type, dtype=_AUTOCAST[self.name], **options)
+            return torch.autocast(self.device.type, dtype=self.compute_dtype, **options)
         return None if self.dtype is None else _DefaultDtype(self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,3 +252,66 @@ class Precision:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
+
+
+def _compute_in_float8(module: nn.Module, emulate: bool) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # late: optional, and slow to import
+
+    layers = [(name, it) for name, it in module.named_modules() if type(it) is nn.Linear]
+    fitting = {
+        name for name, it in layers[:-1] if it.in_features % _FP8_MULTIPLE == it.out_features % _FP8_MULTIPLE == 0
+    }
+    if not fitting and not any(type(it).__name__ == "Float8Linear" for it in module.modules()):
+        raise SettingError(
+            f"precision='fp8' finds no layer to compute in float8 in {type(module).__name__}: of its {len(layers)} "
+            f"linear layers none but the last has sizes that divide by {_FP8_MULTIPLE}. Use precision='bf16-mixed'.",
+            field="precision",
+            got="fp8",
+        )
+    convert_to_float8_training(
+        module, config=Float8LinearConfig(emulate=emulate), module_filter_fn=lambda layer, name: name in fitting
+    )
+
+
+def check_tf32(tf32: bool | None, device: torch.device) -> None:
+    """Raise a `SettingError` where TF32 is asked for on a device that has none."""
+    if tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        raise SettingError(
+            f"tf32=True needs a CUDA device of capability 8.0 or newer (Ampere), and {device} is none. Leave it out.",
+            field="tf32",
+            got=tf32,
+        )
+
+
+@contextmanager
+def float32_products(tf32: bool | None, device: torch.device) -> Iterator[None]:
+    """Compute float32 matrix products and convolutions in TF32 inside, or in full; put back after.
+
+    Args:
+        tf32: None leaves everything as the program set it.
+        device: where they run.
+
+    Raises:
+        SettingError: TF32 on a device that has none, or the program uses torch's `fp32_precision` switches, which
+            cannot be mixed with this one.
+    """
+    if tf32 is None:
+        yield
+        return
+    check_tf32(tf32, device)
+    try:
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError as error:
+        raise SettingError(
+            f"tf32={tf32} cannot be used beside torch's fp32_precision switches, which this program has set: "
+            f"{str(error).splitlines()[0]}. Use one of them.",
+            field="tf32",
+            got=tf32,
+        ) from error
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

@@ -12,12 +12,9 @@ from typing import Any
 
 from instep.errors import SettingError, one_of
 from instep.state.device import KINDS
-from instep.strategies.precision import PRECISIONS
 from instep.utils.duration import parse_duration
 
 ACCELERATORS = ("auto", "gpu", *KINDS)
-
-_PRECISION_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
 
 
 def wrong(field: str, got: Any, expected: str) -> SettingError:
@@ -107,13 +104,7 @@ def nonfinite(field: str, value: Any) -> str:
     return value
 
 
-def precision(field: str, value: Any) -> str:
-    """One of PRECISIONS, or a short form: 32, "32", 16, "16", "bf16", 64, "64"."""
-    name = "" if isinstance(value, bool) else str(value)
-    name = _PRECISION_ALIASES.get(name, name)
-    if name not in PRECISIONS:
-        raise one_of(field, value, (*PRECISIONS, *_PRECISION_ALIASES))
-    return name
+    return check
 
 
 def accelerator(field: str, value: Any) -> str:

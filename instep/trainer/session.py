@@ -25,6 +25,7 @@ from instep.distributed import Trigger, Triggers, broadcast_object, raise_togeth
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, HookError, InstepError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
+from instep.strategies.precision import float32_products
 from instep.trainer import restore
 from instep.trainer.hooks import Hook, HookTable, ModuleHooks, is_overridden, refuse_old_hooks
 from instep.trainer.loaders import Loaders
@@ -128,12 +129,13 @@ class Session:
         self.world_size, self.rank = process.num_processes, process.process_index
         self.device = device_of(self.settings, process, trainer._environment)
         self.triggers = Triggers(self.settings.trigger_every)
-        self.precision = Precision(self.settings.precision, self.device)
-        self.strategy.connect(self.device, self.precision)
+        self.strategy.connect(self.device, Precision(self.settings.precision, self.device))
+        self.precision = self.strategy.precision  # less what the strategy does in its own way
         run = Run(f"Trainer.{self.fn}", self.precision.mixed_precision, self.strategy, self.accumulate)
         self.state = push_run(run)
         self._stack.callback(pop_run, self.state)
         self._stack.enter_context(_torch_flags(trainer))
+        self._stack.enter_context(float32_products(self.settings.tf32, self.device))
         trainer._session = self
         trainer.state.begin(self.fn)
         trainer.metrics.forget()

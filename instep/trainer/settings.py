@@ -10,11 +10,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from instep.callbacks.base import Callback
 from instep.errors import SettingError, one_of
 from instep.loggers.base import Logger
 from instep.state.device import find_device_kind
-from instep.strategies import Strategy, strategy_names
+from instep.strategies import Strategy
+from instep.strategies.precision import check_device, check_tf32, precision_from_environment, precision_name
+from instep.strategies.registry import check_name
 from instep.trainer import checks
 from instep.utils.duration import parse_duration
 
@@ -51,7 +55,7 @@ class Settings:
         strategy: a name or an `instep.Strategy`.
         devices: a count, -1 for all, indices, or "auto".
         num_nodes: machines.
-        precision: 32-true, bf16-mixed, 16-mixed, 64-true, bf16-true or 16-true.
+        precision: 32-true, bf16-mixed, 16-mixed, 64-true, bf16-true, 16-true or fp8.
         logger: True for the default logger, else a tuple of loggers, which may be empty.
         callbacks: a tuple.
         fast_dev_run: batches of a trial run; 0 for a normal one.
@@ -78,6 +82,7 @@ class Settings:
         gradient_clip_algorithm: `norm` or `value`.
         deterministic: True, False or "warn", for torch.use_deterministic_algorithms.
         benchmark: torch.backends.cudnn.benchmark; None leaves it.
+        tf32: whether float32 products are computed in TF32; None leaves it as the program set it.
         inference_mode: whether evaluation runs in torch.inference_mode rather than no_grad.
         use_distributed_sampler: whether loaders are sharded over processes.
         detect_anomaly: torch.autograd.set_detect_anomaly.
@@ -124,6 +129,7 @@ class Settings:
     benchmark: bool | None = None
     inference_mode: bool = True
     use_distributed_sampler: bool = True
+    tf32: bool | None = None
     detect_anomaly: bool = False
     barebones: bool = False
     reload_dataloaders_every_n_epochs: int = 0
@@ -139,7 +145,8 @@ def resolve(**given: Any) -> Settings:
     """Check the Trainer's arguments and bring them into their resolved form.
 
     Args:
-        given: any of the fields of `Settings`. None means the default, except for `check_val_every_n_epoch`.
+        given: any of the fields of `Settings`. None means the default, except for `check_val_every_n_epoch`; that of
+            `precision` is what INSTEP_PRECISION says, else 32-true.
 
     Raises:
         SettingError: an unknown name, a wrong value, or two values that contradict each other.
@@ -155,6 +162,8 @@ def resolve(**given: Any) -> Settings:
         values["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
     if "max_epochs" not in values and (values.get("max_steps", -1) != -1 or "max_time" in values):
         values["max_epochs"] = -1
+    if "precision" not in values and (asked := precision_from_environment()) is not None:
+        values["precision"] = asked
     settings = Settings(**values)
     _check_device(settings)
     _check_loop(settings, values)
@@ -186,13 +195,8 @@ def reject_unknown(given: Mapping[str, Any]) -> None:
 def _check_device(s: Settings) -> None:
     if find_device_kind(s.accelerator).name != "cpu":
         return
-    if s.precision == "16-mixed":
-        raise SettingError(
-            f"precision='16-mixed' needs a GPU, and accelerator={s.accelerator!r} is the CPU here. Use "
-            "precision='bf16-mixed' (no gradient scaling) or '32-true'.",
-            field="precision",
-            got=s.precision,
-        )
+    check_device(s.precision, torch.device("cpu"))
+    check_tf32(s.tf32, torch.device("cpu"))
     if s.devices == -1 or isinstance(s.devices, tuple):
         raise SettingError(
             f"devices={s.devices!r}: CPU processes have no indices. Give their number, as devices=2.",
@@ -299,7 +303,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "strategy": _strategy,
     "devices": checks.devices,
     "num_nodes": checks.at_least(1),
-    "precision": checks.precision,
+    "precision": precision_name,
     "logger": _logger,
     "callbacks": checks.plugins(Callback),
     "fast_dev_run": _fast_dev_run,
@@ -329,6 +333,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "use_distributed_sampler": checks.flag,
     "detect_anomaly": checks.flag,
     "barebones": checks.flag,
+    "tf32": checks.flag,
     "reload_dataloaders_every_n_epochs": checks.at_least(0, "0 for never"),
     "default_root_dir": checks.folder,
     "global_batch_size": checks.at_least(1),

@@ -47,7 +47,8 @@ class Trainer(TrainerView):
         devices: how many devices of this machine, their indices, or "auto" (one process on a CPU). With more than one
             in a plain `python train.py` the first fit, validate, test or predict starts the processes.
         num_nodes: machines.
-        precision: "32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true", or their short forms.
+        precision: "32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true", "fp8", or a short form. By
+            default what the variable INSTEP_PRECISION says, else "32-true".
         logger: True for TensorBoard, a logger, a list of them, or False.
         callbacks: a callback or a list of them.
         fast_dev_run: True or a number: run so many batches of everything, to see that the code works.
@@ -75,6 +76,7 @@ class Trainer(TrainerView):
         deterministic: True, or "warn" to warn where torch has no deterministic algorithm.
         benchmark: `torch.backends.cudnn.benchmark`.
         inference_mode: use `torch.inference_mode` outside fit; else `no_grad`.
+        tf32: True computes float32 matrix products and convolutions in TensorFloat-32, False in full; for the run only.
         use_distributed_sampler: shard loaders over processes.
         detect_anomaly: torch's anomaly detection.
         barebones: nothing but the loop: no log, bar, checkpoint, summary or sanity check.
@@ -139,6 +141,7 @@ class Trainer(TrainerView):
         detect_anomaly: bool | None = None,
         barebones: bool | None = None,
         reload_dataloaders_every_n_epochs: int | None = None,
+        tf32: bool | None = None,
         default_root_dir: PathLike | None = None,
         global_batch_size: int | None = None,
         trigger_every: int | None = None,

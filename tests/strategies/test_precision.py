@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from instep.errors import SettingError
-from instep.strategies import PRECISIONS, Precision
+from instep import Accelerator
+from instep.errors import MissingPackageError, SettingError
+from instep.strategies import PRECISIONS, Precision, Strategy
+from instep.strategies.precision import float32_products
+from tests.strategies.tiny_gpt import TinyGPT, train
 from tests.trainer.toys import Toy, loader, quiet
 
 CPU = torch.device("cpu")
@@ -70,7 +75,7 @@ def test_half_autocast_is_refused_on_a_cpu():
 def test_unknown_names():
     with pytest.raises(SettingError, match=r"Did you mean 'bf16-mixed'"):
         Precision("bf16_mixed", CPU)
-    assert len(PRECISIONS) == 6
+    assert len(PRECISIONS) == 7
 
 
 def test_only_scaled_precisions_have_a_state():
@@ -125,8 +130,194 @@ def test_autocast_options():
 
 
 def test_scaler_options():
-    meta = torch.device("mps")  # scaling is the same arithmetic everywhere; a scaler of a CPU is refused
+    meta = torch.device("meta")  # scaling is the same arithmetic everywhere; a scaler of a CPU is refused
     precision = Precision("16-mixed", meta, scaler_options={"init_scale": 8.0, "enabled": True})
     assert precision.scaler is not None
     assert precision.state_dict()["scale"] == 8.0
     assert Precision("16-mixed", meta, scaler_options={"enabled": False}).scaler is None
+
+
+# ---- what a strategy takes over
+
+
+def test_a_strategy_takes_over_the_casts_or_the_scaling():
+    scaled = Precision("16-mixed", torch.device("meta"))
+    assert scaled.compute_dtype is torch.float16
+    assert scaled.without(autocast=True).scaler is scaled.scaler is not None
+    assert scaled.without(scaler=True).scaler is None
+    cast = Precision("bf16-mixed", CPU)
+    assert cast.without(autocast=True).context() is None
+    assert cast.without(scaler=True).context() is not None
+    assert cast.context() is not None
+    assert cast.without(autocast=True).mixed_precision == "bf16"
+
+
+class Casts(Strategy):
+    """Computes in bfloat16 without autocast."""
+
+    name = "casts"
+
+    def connect(self, device: torch.device, precision: Precision) -> None:
+        super().connect(device, precision.without(autocast=True))
+
+
+def test_a_run_computes_as_its_strategy_says():
+    seen: list[bool] = []
+
+    class Model(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            seen.append(torch.is_autocast_enabled("cpu"))
+
+    for strategy, autocasts in ((Casts(), False), (Strategy(), True)):
+        seen.clear()
+        trainer = quiet(max_epochs=1, precision="bf16-mixed", strategy=strategy)
+        trainer.fit(Model(), loader(), loader(3))
+        assert set(seen) == {autocasts}
+
+
+# ---- the environment
+
+
+def test_the_environment_chooses_where_the_program_does_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("INSTEP_PRECISION", "bf16")
+    assert quiet().precision == "bf16-mixed"
+    assert quiet(precision="64").precision == "64-true"
+    assert Accelerator(cpu=True).mixed_precision == "bf16"
+    Accelerator(cpu=True, mixed_precision="no").end_training()
+    monkeypatch.setenv("INSTEP_PRECISION", "")
+    assert quiet().precision == "32-true"
+    monkeypatch.setenv("INSTEP_PRECISION", "bf61")
+    with pytest.raises(SettingError, match=r"INSTEP_PRECISION='bf61'.*Did you mean"):
+        quiet()
+    monkeypatch.setenv("INSTEP_PRECISION", "64-true")
+    with pytest.raises(SettingError, match=r"mixed_precision='64-true'"):
+        Accelerator(cpu=True)
+
+
+# ---- what a device cannot do
+
+
+def test_a_dtype_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        raise TypeError("no float64 here")
+
+    monkeypatch.setattr(torch, "mm", mm)
+    with pytest.raises(
+        SettingError, match=r"'64-true' computes in float64, which cpu cannot: no float64 here"
+    ) as error:
+        quiet(precision="64-true")
+    assert error.value.field == "precision"
+
+
+def test_tf32_is_refused_without_an_nvidia_device():
+    with pytest.raises(SettingError, match=r"tf32=True needs a CUDA device .* and cpu is none"):
+        quiet(tf32=True)
+
+
+def products() -> tuple[str, bool]:
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+
+def test_tf32_holds_for_the_run_and_is_put_back(monkeypatch: pytest.MonkeyPatch):
+    inside: list[Any] = []
+
+    class Model(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            inside.append(products())
+            return super().training_step(batch, batch_idx)
+
+    before = products()
+    assert before == ("highest", True)
+    quiet(max_epochs=1, tf32=False).fit(Model(), loader())
+    quiet(max_epochs=1).fit(Model(), loader())
+    assert inside == [("highest", False)] * 4 + [before] * 4
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with float32_products(True, torch.device("cuda")):
+        assert products() == ("high", True)
+    assert products() == before
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(SettingError, match=r"capability 8\.0"), float32_products(True, torch.device("cuda")):
+        pass
+
+
+# ---- float8
+
+
+def test_float8_computes_the_inner_linear_layers():
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    module, plain = TinyGPT(), TinyGPT()
+    parameters = dict(module.named_parameters())
+    precision = Precision("fp8", CPU)
+    assert precision.mixed_precision == "fp8"
+    for _ in range(2):  # fit, then test
+        precision.convert_module(module)
+    kinds = {name: type(layer).__name__ for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+    assert kinds.pop("head") == "Linear"
+    assert set(kinds.values()) == {"Float8Linear"}
+    assert module.state_dict().keys() == plain.state_dict().keys()
+    assert all(p is parameters[name] for name, p in module.named_parameters())
+    assert module.head.weight is module.embedding.weight
+
+
+def test_float8_trains_as_float32_does_but_for_its_rounding():
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    exact, half, eighth = (train(batch_size=8, steps=8, precision=it).losses for it in ("32-true", "bf16-mixed", "fp8"))
+    assert eighth == pytest.approx(exact, abs=0.05)
+    assert max(abs(a - b) for a, b in zip(eighth, half, strict=True)) > 1e-3, "nothing was rounded to float8"
+
+
+def test_float8_without_a_layer_for_it_or_a_device_or_torchao(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    with pytest.raises(SettingError, match=r"no layer to compute in float8 in Toy: of its 1 linear"):
+        quiet(precision="fp8", max_epochs=1).fit(Toy(), loader())
+    with pytest.raises(SettingError, match=r"capability 8.9 .* and meta is none"):
+        Precision("fp8", torch.device("meta"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(MissingPackageError, match=r"precision='fp8' needs .* pip install 'instep\[quant\]'"):
+        quiet(precision="fp8")
+
+
+def test_an_accelerator_computes_in_float8():
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8")
+    model = TinyGPT()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.arange(16).reshape(2, 8)
+    before = model.blocks[0].q.weight.detach().clone()
+    accelerator.backward(model.loss(model(tokens), tokens))
+    optimizer.step()
+    assert type(model.blocks[0].q).__name__ == "Float8Linear"
+    assert not torch.equal(model.blocks[0].q.weight, before)
+    accelerator.end_training()
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("precision", "bound"), [("bf16-mixed", 0.02), ("16-mixed", 0.02), ("fp8", 0.05), ("bf16-true", 0.1)]
+)
+def test_on_a_gpu_losses_stay_near_those_of_float32(precision: str, bound: float):
+    if precision == "fp8":
+        pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    on_gpu: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "batch_size": 8}
+    exact = train(precision="32-true", **on_gpu)
+    assert train(precision=precision, **on_gpu).losses == pytest.approx(exact.losses, abs=bound)
+
+
+@pytest.mark.gpu
+def test_a_scaler_goes_on_where_it_was_saved(tmp_path: Path):
+    settings: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": "16-mixed", "max_epochs": 2}
+    trainer = quiet(**settings)
+    trainer.fit(Toy(), loader())
+    assert trainer.strategy.precision.scaler is not None
+    trainer.strategy.precision.scaler.update(4.0)
+    path = trainer.save_checkpoint(tmp_path)
+    resumed = quiet(**{**settings, "max_epochs": 3})
+    resumed.fit(Toy(), loader(), ckpt_path=path)
+    assert resumed.strategy.precision.state_dict()["scale"] == 4.0
