@@ -111,9 +111,13 @@ PUBLIC = {
     "instep.loggers": ["CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger"],
     "instep.strategies": [
         "DDPStrategy",
+        "DataParallelStrategy",
+        "FSDPStrategy",
+        "MeshStrategy",
         "PRECISIONS",
         "Precision",
         "Strategy",
+        "XLAStrategy",
         "register_strategy",
         "resolve_strategy",
         "strategy_names",

@@ -1,16 +1,42 @@
-"""How a module is spread over processes and devices."""
+"""How a module is spread over processes and devices.
+
+A strategy's class is loaded when it is first used: most programs need one of them.
+"""
+
+from typing import TYPE_CHECKING
 
 from instep.strategies.base import Strategy
-from instep.strategies.ddp import DDPStrategy
 from instep.strategies.precision import PRECISIONS, Precision
 from instep.strategies.registry import register_strategy, resolve_strategy, strategy_names
+from instep.utils.lazy import loads
+
+if TYPE_CHECKING:
+    from instep.strategies.ddp import DDPStrategy
+    from instep.strategies.dp import DataParallelStrategy
+    from instep.strategies.fsdp import FSDPStrategy
+    from instep.strategies.mesh import MeshStrategy
+    from instep.strategies.xla import XLAStrategy
+
+_HOME = {
+    "DDPStrategy": "ddp",
+    "DataParallelStrategy": "dp",
+    "FSDPStrategy": "fsdp",
+    "MeshStrategy": "mesh",
+    "XLAStrategy": "xla",
+}
 
 __all__ = [
     "PRECISIONS",
     "DDPStrategy",
+    "DataParallelStrategy",
+    "FSDPStrategy",
+    "MeshStrategy",
     "Precision",
     "Strategy",
+    "XLAStrategy",
     "register_strategy",
     "resolve_strategy",
     "strategy_names",
 ]
+
+__getattr__ = loads(__name__, _HOME)

@@ -1,22 +1,36 @@
-"""Strategies by name. Adding one is a file beside this one and a line in `_FACTORIES`."""
+"""Strategies by name. Adding one is a file beside this one and a line in `_BUILT_IN`.
+
+Other packages add theirs by an entry point of the group `instep.strategies`, in their pyproject.toml:
+
+    [project.entry-points."instep.strategies"]
+    averaged = "my_package.strategies:AveragedGradients"
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from instep.errors import SettingError, one_of
 from instep.strategies.base import Strategy
-from instep.strategies.ddp import DDPStrategy
-from instep.strategies.fsdp import FSDPStrategy
 
-_FACTORIES: dict[str, Callable[[], Strategy]] = {
-    "single_device": Strategy,
-    "ddp": DDPStrategy,
-    "ddp_find_unused_parameters_true": partial(DDPStrategy, find_unused_parameters=True),
-    "ddp_find_unused_parameters_false": partial(DDPStrategy, find_unused_parameters=False),
-    "fsdp": FSDPStrategy,
+_GROUP = "instep.strategies"
+
+# Name -> file, class and the options that the name stands for; a file is loaded when its name is asked for.
+_BUILT_IN: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "single_device": ("base", "Strategy", {}),
+    "ddp": ("ddp", "DDPStrategy", {}),
+    "ddp_find_unused_parameters_true": ("ddp", "DDPStrategy", {"find_unused_parameters": True}),
+    "ddp_find_unused_parameters_false": ("ddp", "DDPStrategy", {"find_unused_parameters": False}),
+    "dp": ("dp", "DataParallelStrategy", {}),
+    "fsdp": ("fsdp", "FSDPStrategy", {}),
+    "xla": ("xla", "XLAStrategy", {}),
+    "xla_spmd": ("xla", "XLAStrategy", {"spmd": "data"}),
+    "xla_fsdp": ("xla", "XLAStrategy", {"spmd": "fsdp"}),
 }
+_registered: dict[str, Callable[[], Strategy]] = {}
 
 
 def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
@@ -30,30 +44,41 @@ def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
         SettingError: the name is taken.
 
     Example:
-        >>> register_strategy("my_ddp", DDPStrategy)
+        >>> from instep.strategies import DDPStrategy
+        >>> register_strategy("my_ddp", lambda: DDPStrategy(bucket_cap_mb=50))
     """
-    if name in _FACTORIES or name == "auto":
+    if name in _BUILT_IN or name in _registered or name == "auto":
         raise SettingError(f"a strategy named {name!r} is registered already; choose another name", field="name")
-    _FACTORIES[name] = factory
+    _registered[name] = factory
 
 
 def strategy_names() -> tuple[str, ...]:
-    """All names that `Trainer(strategy=...)` takes."""
-    return ("auto", *_FACTORIES)
+    """All names that `Trainer(strategy=...)` takes; those of other packages last."""
+    return tuple(dict.fromkeys(["auto", *_BUILT_IN, *_registered, *(entry.name for entry in _entries())]))
 
 
-def resolve_strategy(strategy: str | Strategy, world_size: int) -> Strategy:
-    """The strategy for a name or an instance; `auto` is a single device with one process and DDP with more.
+def check_name(name: str, field: str = "strategy") -> None:
+    """Raise a `SettingError`, which lists what there is, for a name that no strategy has."""
+    # Other packages are asked last: to find them, all that is installed is listed.
+    if name != "auto" and name not in _BUILT_IN and name not in _registered and name not in strategy_names():
+        raise one_of(field, name, strategy_names())
+
+
+def resolve_strategy(strategy: str | Strategy, world_size: int, device_type: str = "cpu") -> Strategy:
+    """The strategy for a name or an instance.
+
+    Args:
+        strategy: `auto` is "xla" on such a device, else "single_device" with one process and "ddp" with more.
+        world_size: the number of processes.
+        device_type: torch's name of their devices' kind.
 
     Raises:
         SettingError: the name is unknown, or the strategy cannot run with so many processes.
     """
     if strategy == "auto":
-        strategy = "ddp" if world_size > 1 else "single_device"
+        strategy = "xla" if device_type == "xla" else "ddp" if world_size > 1 else "single_device"
     if isinstance(strategy, str):
-        if strategy not in _FACTORIES:
-            raise one_of("strategy", strategy, strategy_names())
-        strategy = _FACTORIES[strategy]()
+        strategy = _make(strategy)
     if not isinstance(strategy, Strategy):
         raise SettingError(
             f"strategy={strategy!r} must be a name ({', '.join(strategy_names())}) or an instep.Strategy",
@@ -62,3 +87,26 @@ def resolve_strategy(strategy: str | Strategy, world_size: int) -> Strategy:
         )
     strategy.check_world_size(world_size)
     return strategy
+
+
+def _make(name: str) -> Any:
+    check_name(name)
+    if name in _BUILT_IN:
+        file, kind, options = _BUILT_IN[name]
+        return getattr(import_module(f"instep.strategies.{file}"), kind)(**options)
+    if name in _registered:
+        return _registered[name]()
+    found = [entry for entry in _entries() if entry.name == name]
+    if len({entry.value for entry in found}) > 1:
+        there = " and ".join(f"{entry.value} (of {entry.dist.name if entry.dist else '?'})" for entry in found)
+        raise SettingError(
+            f"strategy={name!r} is the name of several installed strategies: {there}. Import the one that is meant and "
+            "pass an object.",
+            field="strategy",
+            got=name,
+        )
+    return found[0].load()()
+
+
+def _entries() -> list[EntryPoint]:
+    return list(entry_points(group=_GROUP))

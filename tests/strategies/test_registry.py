@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,10 +17,10 @@ from tests.trainer.toys import Toy, loader, quiet
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    before = dict(room._FACTORIES)
+    before = dict(room._registered)
     yield
-    room._FACTORIES.clear()
-    room._FACTORIES.update(before)
+    room._registered.clear()
+    room._registered.update(before)
 
 
 @pytest.mark.parametrize(
@@ -43,12 +46,57 @@ def test_options_by_name_and_instances_as_they_are():
 
 
 def test_unknown_names_and_wrong_kinds():
-    with pytest.raises(SettingError, match="Did you mean 'ddp'"):
-        resolve_strategy("dpp", 1)
+    with pytest.raises(SettingError, match="Did you mean 'fsdp'"):
+        resolve_strategy("fsdpp", 1)
     with pytest.raises(SettingError, match=r"must be a name .* or an instep\.Strategy"):
         resolve_strategy(3, 1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(SettingError, match=r"write DDPStrategy\(\)"):
         quiet(strategy=DDPStrategy)
+
+
+class Entry:
+    """What an installed package declares."""
+
+    dist = None
+
+    def __init__(self, name: str, value: str, factory: Any = None) -> None:
+        self.name, self.value, self._factory = name, value, factory
+
+    def load(self) -> Any:
+        return self._factory
+
+
+def test_strategies_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs(Strategy):
+        name = "theirs"
+
+    entries = [Entry("theirs", "a:Theirs", Theirs), Entry("twice", "a:X"), Entry("twice", "b:Y"), Entry("ddp", "c:Z")]
+    monkeypatch.setattr(room, "entry_points", lambda group: entries if group == "instep.strategies" else [])
+    assert type(resolve_strategy("theirs", 1)) is Theirs
+    assert type(quiet(strategy="theirs").strategy) is Theirs
+    assert type(resolve_strategy("ddp", 1)) is DDPStrategy
+    assert strategy_names().count("ddp") == 1
+    with pytest.raises(SettingError, match=r"several installed strategies: a:X \(of \?\) and b:Y"):
+        resolve_strategy("twice", 1)
+    with pytest.raises(SettingError, match="Did you mean 'theirs'"):
+        quiet(strategy="their")
+
+
+def test_every_name_of_ours_is_there() -> None:
+    for file, kind, options in room._BUILT_IN.values():
+        if file in ("deepspeed", "xla"):
+            continue  # made without their packages only as far as these allow
+        assert isinstance(getattr(import_module(f"instep.strategies.{file}"), kind)(**options), Strategy)
+
+
+def test_a_strategy_is_loaded_when_it_is_used() -> None:
+    code = (
+        "import sys; from instep import Trainer; import instep.strategies; "
+        "print([n for n in ('torch.distributed.fsdp', 'torch.distributed.tensor', 'torch.distributed.pipelining', "
+        "'torch.distributed.checkpoint', 'deepspeed', 'torch_xla', 'torchao') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
 def test_one_process_strategies_refuse_more():
@@ -75,7 +123,7 @@ def test_a_registered_strategy_is_used_for_every_step():
             calls.append("teardown")
 
     register_strategy("counting", Counting)
-    assert strategy_names()[-1] == "counting"
+    assert "counting" in strategy_names()
     trainer = quiet(strategy="counting", max_epochs=1, limit_train_batches=1, num_sanity_val_steps=0)
     trainer.fit(Toy(), loader(), loader(3))
     assert calls == ["training_step", "validation_step", "teardown"]
