@@ -104,9 +104,6 @@ def nonfinite(field: str, value: Any) -> str:
     return value
 
 
-    return check
-
-
 def accelerator(field: str, value: Any) -> str:
     """A known accelerator name."""
     if value not in ACCELERATORS:

@@ -16,9 +16,8 @@ from instep.callbacks.base import Callback
 from instep.errors import SettingError, one_of
 from instep.loggers.base import Logger
 from instep.state.device import find_device_kind
-from instep.strategies import Strategy
+from instep.strategies import Strategy, strategy_names
 from instep.strategies.precision import check_device, check_tf32, precision_from_environment, precision_name
-from instep.strategies.registry import check_name
 from instep.trainer import checks
 from instep.utils.duration import parse_duration
 
@@ -127,9 +126,9 @@ class Settings:
     gradient_clip_algorithm: str = "norm"
     deterministic: bool | str = False
     benchmark: bool | None = None
+    tf32: bool | None = None
     inference_mode: bool = True
     use_distributed_sampler: bool = True
-    tf32: bool | None = None
     detect_anomaly: bool = False
     barebones: bool = False
     reload_dataloaders_every_n_epochs: int = 0
@@ -158,12 +157,12 @@ def resolve(**given: Any) -> Settings:
     """
     reject_unknown(given)
     values = {name: _CHECKS[name](name, value) for name, value in given.items() if value is not None}
+    if "precision" not in values and (asked := precision_from_environment()) is not None:
+        values["precision"] = asked
     if "check_val_every_n_epoch" in given:
         values["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
     if "max_epochs" not in values and (values.get("max_steps", -1) != -1 or "max_time" in values):
         values["max_epochs"] = -1
-    if "precision" not in values and (asked := precision_from_environment()) is not None:
-        values["precision"] = asked
     settings = Settings(**values)
     _check_device(settings)
     _check_loop(settings, values)
@@ -329,11 +328,11 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "gradient_clip_algorithm": checks.clip_algorithm,
     "deterministic": checks.deterministic,
     "benchmark": checks.flag,
+    "tf32": checks.flag,
     "inference_mode": checks.flag,
     "use_distributed_sampler": checks.flag,
     "detect_anomaly": checks.flag,
     "barebones": checks.flag,
-    "tf32": checks.flag,
     "reload_dataloaders_every_n_epochs": checks.at_least(0, "0 for never"),
     "default_root_dir": checks.folder,
     "global_batch_size": checks.at_least(1),

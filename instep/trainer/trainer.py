@@ -75,8 +75,8 @@ class Trainer(TrainerView):
         gradient_clip_algorithm: "norm" or "value".
         deterministic: True, or "warn" to warn where torch has no deterministic algorithm.
         benchmark: `torch.backends.cudnn.benchmark`.
-        inference_mode: use `torch.inference_mode` outside fit; else `no_grad`.
         tf32: True computes float32 matrix products and convolutions in TensorFloat-32, False in full; for the run only.
+        inference_mode: use `torch.inference_mode` outside fit; else `no_grad`.
         use_distributed_sampler: shard loaders over processes.
         detect_anomaly: torch's anomaly detection.
         barebones: nothing but the loop: no log, bar, checkpoint, summary or sanity check.
@@ -136,12 +136,12 @@ class Trainer(TrainerView):
         gradient_clip_algorithm: str | None = None,
         deterministic: bool | str | None = None,
         benchmark: bool | None = None,
+        tf32: bool | None = None,
         inference_mode: bool | None = None,
         use_distributed_sampler: bool | None = None,
         detect_anomaly: bool | None = None,
         barebones: bool | None = None,
         reload_dataloaders_every_n_epochs: int | None = None,
-        tf32: bool | None = None,
         default_root_dir: PathLike | None = None,
         global_batch_size: int | None = None,
         trigger_every: int | None = None,
