@@ -2,124 +2,341 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from instep.distributed import broadcast
 from instep.errors import SettingError
 from instep.state import PartialState
-from instep.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+from instep.strategies.base import Strategy, whole
+from instep.strategies.clipping import clip_norm_, clip_value_
+from instep.strategies.dtensors import gather_whole, parts_to_write, take_part, take_parts
+from instep.strategies.materialize import Materializer
+from instep.strategies.precision import Precision
+from instep.strategies.wrapping import (
+    Policy,
+    check_policy,
+    checkpoint_activations,
+    compile_forward,
+    select,
+    untie,
+)
+from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
 
 
 class FSDPStrategy(Strategy):
     """`fully_shard`: each rank keeps a part of weights, gradients and optimizer states, and gathers a block to use it.
 
+    A module that was sharded in its own `configure_model` stays as it is (`trainer.strategy.dp_mesh` is the mesh for
+    that); what is left of it is sharded as one.
+
     Args:
-        dp_replicate: how many copies of the weights there are; each is spread over `world size / dp_replicate`
-            processes in a row (HSDP: shards within a node, copies across nodes).
+        wrap: which parts are gathered one at a time: classes or their names, a number of parameters, or a function of
+            a module's name and the module. None: the blocks of a transformer, as `wrapping.select` finds them.
+        dp_replicate: how many copies of the weights there are, each spread over `world size / dp_replicate` processes
+            in a row (HSDP). "auto": one per node; two where there is one node.
+        reshard_after_forward: free a part's gathered weights after its forward and gather them again for its backward;
+            False saves that for memory; a number gathers them from so many processes only. None: as torch chooses, all
+            but what is left of the module itself.
+        mp_policy: dtypes of gathered weights, of gradients under way and of outputs. None: for the precisions that
+            autocast, weights are gathered in the lower precision and gradients reduced in float32.
+        cpu_offload: keep weights, gradients and optimizer states in the CPU's memory.
+        activation_checkpointing: parts, named as in `wrap`, whose activations are computed again in the backward.
+            True: those of `wrap`.
+        meta_init: run `configure_model` on the meta device; parts are then made real one at a time by their modules'
+            own `reset_parameters`, in the module's order. Weights without one have to come from a checkpoint.
+        accumulate_sharded: reduce gradients in each micro-batch of an accumulation window, to hold shards of them only.
+            By default a rank keeps weights gathered and gradients whole until the window's end, and sends nothing.
+        forward_prefetch: how many parts further are gathered while one computes; 0 for torch's own way.
+        backward_prefetch: the same for the backward, in which torch's own way is one part further.
+        compile: compile the forward of each part of `wrap`: True, or options of `torch.compile`.
+        forward_methods: more methods of the module that may be called from outside and use its weights.
 
     Raises:
-        SettingError: an option is wrong. When training starts: the number of processes cannot be divided so.
+        SettingError: an option is wrong. When training starts: a class is nowhere in the module; the number of
+            processes cannot be divided so; weights without values; a part is tied to another one.
 
     Example:
-        >>> FSDPStrategy(dp_replicate=2).name
+        >>> FSDPStrategy(wrap="Block", dp_replicate=2, activation_checkpointing=True).name
         'fsdp'
+
+    Source:
+        Zhao et al.: PyTorch FSDP, VLDB 2023 (https://arxiv.org/abs/2304.11277), as rewritten in torch.
     """
 
     name = "fsdp"
     multi_process = True
     sharded = True
+    inference_mode = False
 
     mesh: DeviceMesh
+    """Of all processes; its dimensions are named `dp_replicate` and `dp_shard`."""
 
-    def __init__(self, *, dp_replicate: int = 1) -> None:
+    def __init__(
+        self,
+        wrap: Policy | None = None,
+        *,
+        dp_replicate: int | str = 1,
+        reshard_after_forward: bool | int | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        cpu_offload: bool = False,
+        activation_checkpointing: Policy | bool | None = None,
+        meta_init: bool = False,
+        accumulate_sharded: bool = False,
+        forward_prefetch: int = 0,
+        backward_prefetch: int = 0,
+        compile: bool | Mapping[str, Any] = False,  # torch's word for it
+        forward_methods: Sequence[str] = (),
+    ) -> None:
+        if dp_replicate != "auto" and (not isinstance(dp_replicate, int) or dp_replicate < 1):
+            raise _wrong("dp_replicate", dp_replicate, 'a number of copies from 1 on, or "auto"')
+        for field, value in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
+            if not isinstance(value, int) or value < 0:
+                raise _wrong(field, value, "a number of parts from 0 on")
+        if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+            raise _wrong("mp_policy", mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
+        self.wrap_policy = check_policy("wrap", wrap)
         self.dp_replicate = dp_replicate
-        self._roots: list[Any] = []
+        self.reshard_after_forward = reshard_after_forward
+        self.mp_policy = mp_policy
+        self.cpu_offload = cpu_offload
+        self.activation_checkpointing = (
+            activation_checkpointing
+            if isinstance(activation_checkpointing, bool)
+            else check_policy("activation_checkpointing", activation_checkpointing)
+        )
+        self.meta_init = meta_init
+        self.accumulate_sharded = accumulate_sharded
+        self.forward_prefetch = forward_prefetch
+        self.backward_prefetch = backward_prefetch
+        self.compile = dict(compile) if isinstance(compile, Mapping) else {} if compile else None
+        self.forward_methods = tuple(forward_methods)
+        self._world: Any = None
+        self._sharded: list[FSDPModule] = []
+        self._without_values: set[str] = set()
 
     # ---- life
 
     def check_world_size(self, world_size: int) -> None:
-        if world_size % self.dp_replicate:
+        if isinstance(self.dp_replicate, int):
+            self._check_divides(self.dp_replicate, world_size)
+
+    def _check_divides(self, copies: int, world_size: int) -> None:
+        if world_size % copies:
             raise SettingError(
-                f"dp_replicate={self.dp_replicate} copies of the weights cannot be spread evenly over {world_size} "
-                "processes. Choose a divisor of their number.",
+                f"dp_replicate={self.dp_replicate!r}: {copies} copies of the weights cannot be spread evenly over "
+                f"{world_size} processes. Choose a divisor of their number.",
                 field="dp_replicate",
                 got=self.dp_replicate,
             )
 
-    def connect(self, device: torch.device, precision: Any) -> None:
+    def connect(self, device: torch.device, precision: Precision) -> None:
         super().connect(device, precision)
-        self.mesh = self.make_mesh(
-            {"dp_replicate": self.dp_replicate, "dp_shard": PartialState().num_processes // self.dp_replicate}
-        )
+        if not dist.is_initialized():  # one process: sharding needs a group all the same
+            backend = "gloo" if device.type == "cpu" else None
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        if self._world is not dist.group.WORLD:  # a run after another one keeps the mesh: the module lies on it
+            self._world = dist.group.WORLD
+            state, copies = PartialState(), self.dp_replicate
+            if isinstance(copies, str):
+                copies = state.num_nodes if state.num_nodes > 1 else 2
+                self._check_divides(copies, state.num_processes)
+            self.mesh = self.make_mesh({"dp_replicate": copies, "dp_shard": state.num_processes // copies})
 
     def make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
         """A mesh of all processes with named dimensions, the outermost first. Collective."""
-        from torch.distributed.device_mesh import init_device_mesh  # late: only who shards pays for it
-
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     @property
     def dp_mesh(self) -> DeviceMesh:
         """The part of the mesh that weights are sharded over: 1-dim, or 2-dim where there are copies."""
-        return self.mesh["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else self.mesh["dp_shard"]
+        copies = "dp_replicate" in (self.mesh.mesh_dim_names or ()) and self.mesh["dp_replicate"].size() > 1
+        return self.mesh["dp_replicate", "dp_shard"] if copies else self.mesh["dp_shard"]
+
+    def model_context(self) -> AbstractContextManager[Any]:
+        return torch.device("meta") if self.meta_init else nullcontext()
 
     def place(self, module: nn.Module) -> None:
         self.module = module
-        self.precision.convert_module(module)
-        self.share_weights(module)
-        self.parallelize(module)
-        self.shard(module)
-
-    def share_weights(self, module: nn.Module) -> None:
-        """Give every rank the first one's weights and buffers, before they are cut. Collective."""
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                tensor.copy_(broadcast(tensor))
+        self._without_values.clear()
+        if not isinstance(module, FSDPModule):
+            self.precision.convert_module(module)
+            self.parallelize(module)
+            self.shard(module)
+        self._sharded = [it for it in module.modules() if isinstance(it, FSDPModule)]
 
     def parallelize(self, module: nn.Module) -> None:
-        """Cut the module up over other dimensions of the mesh, before it is sharded over the dp ones."""
+        """Cut the module up over other dimensions of the mesh, before it is sharded over the dp ones. Collective."""
 
     def shard(self, module: nn.Module) -> None:
-        """Shard a module over `dp_mesh`, in place, and let its step methods gather what they need. Collective."""
-        from torch.distributed.fsdp import fully_shard  # late, as above
+        """Shard a module over `dp_mesh`, in place. Collective.
 
-        fully_shard(module, mesh=self.dp_mesh)
-        self._roots.append(module)
-        for name in STEPS:
-            if hasattr(module, name):
-                self.register_forward(module, name)
+        Args:
+            module: on any device, or on none (meta); parts of it may be sharded already.
+        """
+        done = any(isinstance(it, FSDPModule) for it in module.modules())
+        units = {} if done else self._units(module)
+        recomputed = self._recomputed(module, units)
+        alone = _is_manual(module)  # the module itself is not sharded then, its parts are
+        maker = Materializer(self.device)
 
-    def register_forward(self, module: nn.Module, name: str) -> None:
-        """Let a method of a sharded module gather weights as its `forward` does."""
-        from torch.distributed.fsdp import register_fsdp_forward_method  # late, as above
+        def visit(it: nn.Module, name: str) -> None:
+            maker.make(it, name)
+            for key, child in it.named_children():
+                visit(child, f"{name}.{key}" if name else key)
+            if it in recomputed:
+                checkpoint_activations(it)
+            if name in units if name else not alone:
+                self.share_weights(it)
+                if self.compile is not None and name:
+                    compile_forward(it, self.compile)
+                self._fully_shard(it, root=not name)
 
-        signature = inspect.signature(getattr(type(module), name))
-        register_fsdp_forward_method(module, name)
-        # torch's wrapper is bound twice, so that its signature would lack the first argument.
-        getattr(module, name).__func__.__signature__ = signature
+        visit(module, "")
+        self._without_values |= maker.without_values
+        self._set_prefetch([it for name, it in units.items() if isinstance(it, FSDPModule)])
+        for method in self.forward_methods:
+            if not hasattr(module, method):
+                raise _wrong("forward_methods", method, f"methods that {type(module).__name__} has")
+            register_fsdp_forward_method(module, method)
 
-    def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
-        return module
+    def share_weights(self, module: nn.Module) -> None:
+        """Give every rank the first one's weights and buffers, where they are not cut yet. Collective."""
+        if PartialState().num_processes == 1:
+            return
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not isinstance(tensor, DTensor) and not tensor.is_meta:
+                    tensor.copy_(broadcast(tensor))
 
-    def teardown(self) -> None:
-        self._roots.clear()
+    def _units(self, module: nn.Module) -> dict[str, nn.Module]:
+        """The parts that are gathered one at a time, by name."""
+        units = select("wrap", self.wrap_policy, module)
+        if _is_manual(module):
+            # Backward runs within the step, before the module has ended a forward: parts have to stand alone.
+            own = [name for name, _ in module.named_parameters(recurse=False)]
+            if own:
+                raise SettingError(
+                    f"{type(module).__name__} optimizes manually and has weights of its own ({', '.join(own)}), which "
+                    "no forward gathers. Put them into a submodule that the step calls.",
+                    field="strategy",
+                    got=self.name,
+                )
+            units |= _called_parts(module)
+        kept, shared = untie(module, units)
+        chosen = isinstance(self.wrap_policy, tuple) or callable(self.wrap_policy) or _is_manual(module)
+        if len(kept) < len(units) and chosen:
+            raise SettingError(
+                f"wrap={self.wrap_policy!r} would shard {', '.join(sorted(units.keys() - kept.keys()))} apart from "
+                f"what shares its weights ({', '.join(shared)}), and they would be tied no more. Wrap other parts: "
+                "weights that are tied have to be in the same one.",
+                field="wrap",
+                got=self.wrap_policy,
+            )
+        return kept
+
+    def _recomputed(self, module: nn.Module, units: Mapping[str, nn.Module]) -> set[nn.Module]:
+        policy = self.activation_checkpointing
+        if policy is None or policy is False:
+            return set()
+        if policy is not True:
+            return set(select("activation_checkpointing", policy, module).values())
+        if not units:
+            raise SettingError(
+                f"activation_checkpointing=True means the parts of wrap, and {type(module).__name__} has none. Name "
+                "the classes whose activations are to be computed again.",
+                field="activation_checkpointing",
+                got=True,
+            )
+        return set(units.values())
+
+    def _fully_shard(self, module: nn.Module, root: bool) -> None:
+        reshard = self.reshard_after_forward
+        fully_shard(
+            module,
+            mesh=self.dp_mesh,
+            # A step enters the root's forward once more: its weights must outlast that one.
+            reshard_after_forward=(False if reshard is False else None) if root else reshard,
+            mp_policy=self._dtypes(root),
+            offload_policy=CPUOffloadPolicy(self.device.type != "cpu") if self.cpu_offload else OffloadPolicy(),
+        )
+
+    def _dtypes(self, root: bool) -> MixedPrecisionPolicy:
+        if self.mp_policy is not None:
+            return self.mp_policy
+        compute = self.precision.compute_dtype
+        if compute is None or self.precision.dtype is not None:
+            return MixedPrecisionPolicy()
+        # Autocast stays on, for losses and norms. The root gets whole batches, targets among them: not cast.
+        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=not root)
+
+    def _set_prefetch(self, parts: Sequence[Any]) -> None:
+        for index, part in enumerate(parts):
+            if self.forward_prefetch:
+                part.set_modules_to_forward_prefetch(list(parts[index + 1 : index + 1 + self.forward_prefetch]))
+            if self.backward_prefetch:
+                before = parts[max(0, index - self.backward_prefetch) : index]
+                part.set_modules_to_backward_prefetch(list(reversed(before)))
+
+    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        if self._without_values:
+            names = sorted(self._without_values)
+            raise SettingError(
+                f"meta_init=True left weights of {type(module).__name__} without values: {', '.join(names[:5])}"
+                f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Give the modules that hold them a "
+                "reset_parameters(), which sets their own weights and buffers, or load a checkpoint.",
+                field="meta_init",
+                got=self.meta_init,
+            )
 
     # ---- the step
 
+    def step_function(self, name: str) -> Callable[..., Any]:
+        step = self._gathering(name)
+        if name == "training_step":
+            return step
+
+        def evaluate(*args: Any) -> Any:
+            try:
+                return step(*args)
+            finally:  # what stays gathered would be used again after weights have changed
+                self._reshard()
+
+        return evaluate
+
+    def _gathering(self, name: str) -> Callable[..., Any]:
+        """A step method that gathers what it needs, as `forward` does. The module's own stays as it is."""
+        module = self.module
+        if not isinstance(module, FSDPModule):
+            return super().step_function(name)
+        own = {name: module.__dict__[name]} if name in module.__dict__ else {}
+        register_fsdp_forward_method(module, name)
+        step = module.__dict__.pop(name)
+        module.__dict__.update(own)
+        return step
+
+    def _reshard(self) -> None:
+        for it in self._sharded:
+            it.reshard()
+
     def no_sync(self) -> AbstractContextManager[Any]:
-        return self._local_gradients() if self._roots else nullcontext()
+        return nullcontext() if self.accumulate_sharded else self._local_gradients()
 
     @contextmanager
     def _local_gradients(self) -> Iterator[None]:
@@ -130,7 +347,80 @@ class FSDPStrategy(Strategy):
             self._set_sync(True)
 
     def _set_sync(self, sync: bool) -> None:
-        for root in self._roots:
-            root.set_requires_gradient_sync(sync)
-            root.set_is_last_backward(sync)
-            root.set_reshard_after_backward(sync)
+        for it in self._sharded:
+            it.set_requires_gradient_sync(sync, recurse=False)
+            it.set_reshard_after_backward(sync, recurse=False)
+            it.set_is_last_backward(sync)
+
+    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        clip_value_(parameters, value) if algorithm == "value" else clip_norm_(parameters, value)
+
+    def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
+        super().find_nonfinite([it._local_tensor if isinstance(it, DTensor) else it for it in tensors], found)
+
+    # ---- state
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        own = self.module.state_dict()
+        taken: dict[str, Any] = {}
+        for name, value in state.items():
+            like = own.get(name)
+            if not isinstance(like, Tensor) or not hasattr(value, "shape"):
+                taken[name] = whole(value)
+            elif value.shape == like.shape:
+                taken[name] = take_part(value, like)
+            else:
+                taken[name] = torch.empty(value.shape, device="meta")  # for torch's own error
+        result = self.module.load_state_dict(taken, strict=strict)
+        self._without_values -= state.keys()
+        return result
+
+    def full_model_state(self) -> dict[str, Any]:
+        main = PartialState().is_main_process
+        first = _first_names(self.module)
+        gathered: dict[str, Any] = {}
+        for name, value in self.model_state().items():
+            if first.get(name, name) in gathered:
+                gathered[name] = gathered[first[name]]  # tied
+                continue
+            value = gather_whole(value)
+            gathered[name] = value.cpu() if main and isinstance(value, Tensor) else value if main else None
+        return gathered if main else {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._reshard()  # names are those of sharded parameters
+        return optimizer_state(self.module, optimizer)
+
+    def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
+        self._reshard()
+        parameters = {name: p for p, name in names_of(self.module, [optimizer]).items()}
+        return load_optimizer_state(self.module, optimizer, take_parts(tree, parameters), strict)
+
+    def owned(self, tree: Any) -> Any:
+        return parts_to_write(tree, PartialState().is_main_process)
+
+
+def _is_manual(module: nn.Module) -> bool:
+    return not getattr(module, "automatic_optimization", True)
+
+
+def _called_parts(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """The children of a module by name; for containers that have no forward, theirs."""
+    parts: dict[str, nn.Module] = {}
+    for key, child in module.named_children():
+        if type(child).forward is nn.Module.forward:
+            parts |= _called_parts(child, f"{prefix}{key}.")
+        elif any(True for _ in child.parameters()):
+            parts[f"{prefix}{key}"] = child
+    return parts
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """The first name of every parameter, by each of its names."""
+    firsts: dict[Tensor, str] = {}
+    return {name: firsts.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _wrong(field: str, got: Any, expected: str) -> SettingError:
+    return SettingError(f"{field}={got!r} must be {expected}.", field=field, got=got)

@@ -1,0 +1,151 @@
+"""Gradient clipping where parameters lie on several meshes, or on none.
+
+torch's `clip_grad_norm_` stacks the norms of all gradients, which it cannot do when some are plain tensors and others
+are spread over different meshes. Here each rank adds up what it holds, and each sum is reduced over just the groups
+of ranks that its gradients are sharded over; so every element counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from math import inf
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def clip_norm_(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    groups: Sequence[dist.ProcessGroup] = (),
+    skip: Collection[Tensor] = (),
+) -> Tensor:
+    """Scale gradients in place so that their norm, taken over all of them together, is at most `max_norm`. Collective.
+
+    Args:
+        parameters: those whose gradients are meant: DTensors of any meshes and plain tensors that are alike on all
+            ranks. Every rank passes its part of the same list, in the same order.
+        max_norm: the largest norm.
+        norm_type: 2.0, `inf`, or another p.
+        groups: groups of ranks that hold different parameters, such as the stages of a pipeline.
+        skip: parameters that are scaled but not counted, because another rank of `groups` counts them.
+
+    Returns:
+        The norm before, a 0-dim plain tensor, the same on all ranks.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_norm_([weight], 1.0)
+        tensor(5.)
+    """
+    parameters = list(parameters)
+    total = total_norm(parameters, norm_type, groups=groups, skip=skip)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for (device, _), gradients in _by_kind(_local(g) for p in parameters if (g := _gradient(p)) is not None).items():
+        torch._foreach_mul_(gradients, factor.to(device, non_blocking=True))
+    return total
+
+
+def clip_value_(parameters: Iterable[Tensor], value: float) -> None:
+    """Clamp every element of the gradients to [-value, value], in place.
+
+    Args:
+        parameters: as for `clip_norm_`.
+        value: the largest absolute value.
+    """
+    for gradients in _by_kind(_local(g) for p in parameters if (g := _gradient(p)) is not None).values():
+        torch._foreach_clamp_min_(gradients, -value)
+        torch._foreach_clamp_max_(gradients, value)
+
+
+def total_norm(
+    parameters: Iterable[Tensor],
+    norm_type: float = 2.0,
+    *,
+    groups: Sequence[dist.ProcessGroup] = (),
+    skip: Collection[Tensor] = (),
+) -> Tensor:
+    """The norm of all gradients together; the arguments are those of `clip_norm_`. Collective."""
+    skipped = {id(p) for p in skip}
+    pending: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {(): []}  # gradients by who has the rest of them
+    device: torch.device | None = None
+    dtype = torch.float32  # of all sums, at least
+    for parameter in parameters:
+        dtype = torch.promote_types(dtype, parameter.dtype)
+        gradient = _gradient(parameter)
+        spread = _groups_of(parameter)
+        here = pending.setdefault(spread, [])  # also without a gradient: what is reduced must not differ between ranks
+        if device is None or spread:
+            device = _meeting_place(parameter)
+        if gradient is not None and id(parameter) not in skipped:
+            here.append(_local(gradient))
+    device = device or torch.device("cpu")
+    sums = {spread: _power_sum(gradients, norm_type, dtype).to(device) for spread, gradients in pending.items()}
+    op: Any = dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM
+    while spreads := [spread for spread in sums if spread]:
+        group = spreads[0][0]
+        members = [spread for spread in spreads if group in spread]
+        stacked = torch.stack([sums.pop(spread) for spread in members])
+        dist.all_reduce(stacked, op=op, group=group)
+        for spread, value in zip(members, stacked.unbind(), strict=True):
+            rest = tuple(other for other in spread if other is not group)
+            sums[rest] = _join(sums[rest], value, norm_type) if rest in sums else value
+    total = sums[()]
+    for group in groups:
+        dist.all_reduce(total, op=op, group=group)
+    return total if norm_type == inf else total ** (1.0 / norm_type)
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    """A parameter's gradient, cut as the parameter is: tensor parallelism leaves sums still to be made."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return gradient
+
+
+def _groups_of(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks over which a tensor is sharded."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    return tuple(mesh.get_group(dim) for dim, it in enumerate(parameter.placements) if not isinstance(it, Replicate))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() is autograd's
+
+
+def _meeting_place(parameter: Tensor) -> torch.device:
+    """The device that collectives run on: offloaded parameters are elsewhere."""
+    kind = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
+    if kind == parameter.device.type:
+        return parameter.device
+    return torch.device(kind, getattr(torch, kind).current_device())
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds
+
+
+def _power_sum(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """The sum of |x|^p over all elements, or the largest |x|."""
+    total: Tensor | None = None
+    for group in _by_kind(tensor for tensor in tensors if tensor.numel()).values():
+        norms = torch.stack(torch._foreach_norm(group, norm_type, dtype=dtype))
+        part = norms.amax() if norm_type == inf else (norms**norm_type).sum()
+        total = part if total is None else _join(total, part.to(total.device), norm_type)
+    return torch.zeros((), dtype=dtype) if total is None else total
+
+
+def _join(a: Tensor, b: Tensor, norm_type: float) -> Tensor:
+    return torch.maximum(a, b) if norm_type == inf else a + b

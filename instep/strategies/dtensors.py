@@ -1,0 +1,136 @@
+"""Tensors that several ranks hold together (torch's DTensor): which part a rank writes, and how it takes its part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from instep.checkpoint.shard import Shard, StoredTensor
+from instep.distributed.nested import map_leaves
+from instep.errors import UnsavableStateError
+from instep.strategies.base import whole
+
+
+def part_to_write(tensor: Tensor, first: bool) -> Tensor | Shard | None:
+    """What this rank writes of a tensor. Local.
+
+    Args:
+        tensor: a DTensor, or a plain tensor that is the same on all ranks.
+        first: whether this rank writes the plain ones.
+
+    Returns:
+        Its shard; None where it holds nothing, or another rank writes the same.
+
+    Raises:
+        UnsavableStateError: its part is no box of the tensor.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor if first else None
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    if any(at and isinstance(it, Replicate) for at, it in zip(coordinate, tensor.placements, strict=True)):
+        return None
+    shape, offsets = box_of(tensor)
+    local = tensor._local_tensor.detach()
+    if shape != tuple(local.shape):
+        raise UnsavableStateError(
+            f"a tensor of shape {tuple(tensor.shape)} with the placements {tensor.placements} on a mesh of shape "
+            f"{tuple(tensor.device_mesh.shape)} is held in a part of shape {tuple(local.shape)} where {shape} was "
+            "expected, so its place is not known. Choose sizes that divide the tensor's."
+        )
+    if shape == tuple(tensor.shape):
+        return local
+    return Shard(local, tuple(tensor.shape), offsets) if local.numel() else None
+
+
+def parts_to_write(tree: Any, first: bool) -> Any:
+    """A state with this rank's parts only: entries of dicts that it does not write are left out. Local.
+
+    Args:
+        tree: dicts, lists and tuples of tensors and anything else, which every rank writes.
+        first: as for `part_to_write`.
+    """
+    if isinstance(tree, Tensor):
+        return part_to_write(tree, first)
+    if isinstance(tree, Mapping):
+        kept = ((key, value, parts_to_write(value, first)) for key, value in tree.items())
+        return {key: part for key, value, part in kept if part is not None or value is None}
+    if type(tree) in (list, tuple):
+        return type(tree)([parts_to_write(value, first) for value in tree])
+    return tree
+
+
+def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's part of a DTensor, and where it begins in each dimension."""
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offsets)
+
+
+def take_part(value: Tensor | StoredTensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as another one is. Local: only the part is read.
+
+    Args:
+        value: the whole tensor, of the shape of `like`.
+        like: a DTensor, or a plain tensor, for which all of `value` is given.
+
+    Returns:
+        A tensor of the dtype of `value`, of the kind and on the device of `like`.
+    """
+    if not isinstance(like, DTensor):
+        return whole(value)
+    shape, offsets = box_of(like)
+    box = tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
+    if 0 in shape:
+        local = torch.empty(shape, dtype=value.dtype)
+    else:
+        local = value[box] if isinstance(value, Tensor) else value.read(box)
+    return _distributed(local, like, like.placements)
+
+
+def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """An optimizer's whole state, cut as its parameters are. Local.
+
+    Args:
+        tree: as `utils/optimizer_state.py` describes it, its tensors whole.
+        parameters: the optimizer's, by canonical name. What is kept for others, or for ones of another shape, stays
+            unread.
+    """
+
+    def take(name: str, value: Any) -> Any:
+        like = parameters[name]
+        if not isinstance(like, DTensor) or not getattr(value, "shape", ()):
+            return whole(value)
+        if value.shape == like.shape:
+            return take_part(value, like)
+        return _distributed(whole(value), like, [Replicate()] * like.device_mesh.ndim)  # a factor, kept by every rank
+
+    def fits(name: str) -> bool:
+        return name in parameters and list(tree["shapes"].get(name, ())) == list(parameters[name].shape)
+
+    cut = {
+        name: {key: take(name, value) for key, value in values.items()} if fits(name) else values
+        for name, values in tree["state"].items()
+    }
+    rest = {key: map_leaves(whole, value) for key, value in tree.items() if key != "state"}
+    return {**rest, "state": cut}
+
+
+def gather_whole(value: Any) -> Any:
+    """The whole of a DTensor as a plain tensor, on every rank, on the mesh's device; else the value. Collective."""
+    if not isinstance(value, DTensor):
+        return value
+    kind = value.device_mesh.device_type
+    return (value if value.device.type == kind else value.to(kind)).full_tensor()  # offloaded ones cannot travel
+
+
+def _distributed(local: Tensor, like: DTensor, placements: Any) -> DTensor:
+    same = tuple(placements) == tuple(like.placements)
+    where = {"shape": like.shape, "stride": like.stride()} if same else {}
+    local = local.to(like.device)
+    return DTensor.from_local(local, like.device_mesh, placements, run_check=False, **where)

@@ -1,0 +1,154 @@
+"""Which parts of a module are meant: by class, by size, by a function of one's own; and what is done to such a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial, wraps
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from instep.errors import SettingError, one_of
+
+Policy: TypeAlias = "str | type[nn.Module] | Iterable[str | type[nn.Module]] | int | Callable[[str, nn.Module], bool]"
+"""A class or its name, several of them, a number of parameters, or a function of a module's name and the module."""
+
+
+def check_policy(field: str, policy: Any) -> Any:
+    """A policy, its classes as a tuple.
+
+    Raises:
+        SettingError: it is none.
+    """
+    if policy is None or (isinstance(policy, int) and not isinstance(policy, bool) and policy > 0):
+        return policy
+    classes = (policy,) if isinstance(policy, str | type) else policy
+    if isinstance(classes, Collection) and classes and all(_is_class(it) for it in classes):
+        return tuple(classes)
+    if callable(policy) and not isinstance(policy, type):
+        return policy
+    raise SettingError(
+        f"{field}={policy!r} must be a module class or its name, a list of them, a number of parameters from 1 on, or "
+        "a function of a module's name and the module that says True or False.",
+        field=field,
+        got=policy,
+    )
+
+
+def _is_class(it: Any) -> bool:
+    return isinstance(it, str) or (isinstance(it, type) and issubclass(it, nn.Module))
+
+
+def select(field: str, policy: Any, module: nn.Module) -> dict[str, nn.Module]:
+    """The parts of a module that a policy means, by name, outer ones first; never the module itself.
+
+    Args:
+        field: the setting's name, for errors.
+        policy: what `check_policy` returned. None: the classes that a transformers model says must not be split, else
+            the items of every `nn.ModuleList` that is not in another one: the blocks of a transformer.
+        module: searched in.
+
+    Raises:
+        SettingError: a class, or the whole policy, matches nothing.
+    """
+    inside = {name: it for name, it in module.named_modules() if name and type(it).forward is not nn.Module.forward}
+    if policy is None:
+        found = _unsplittable(module, inside) or _items_of_lists(inside, module)
+    elif isinstance(policy, int):
+        found = _by_size(module, policy, inside)
+    elif isinstance(policy, tuple):
+        found = _by_class(field, policy, inside)
+    else:
+        found = {name: it for name, it in inside.items() if policy(name, it)}
+    found = {name: it for name, it in found.items() if any(True for _ in it.parameters())}
+    if not found and policy is not None:
+        raise SettingError(
+            f"{field}={policy!r} means no part of {type(module).__name__} that has parameters, so nothing would come "
+            "of it. Name a class that is there, a smaller size, or leave it out.",
+            field=field,
+            got=policy,
+        )
+    return found
+
+
+def _by_class(field: str, classes: tuple[Any, ...], inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for wanted in classes:
+        if isinstance(wanted, str):
+            hits = {name: it for name, it in inside.items() if wanted in {kind.__name__ for kind in type(it).__mro__}}
+        else:
+            hits = {name: it for name, it in inside.items() if isinstance(it, wanted)}
+        if not hits:
+            present = {type(it).__name__ for it in inside.values()}
+            error = one_of(field, wanted if isinstance(wanted, str) else wanted.__name__, sorted(present))
+            raise SettingError(f"no part of the module is of this class: {error}", field=field, got=wanted)
+        found |= hits
+    return {name: it for name, it in inside.items() if name in found}
+
+
+def _by_size(module: nn.Module, size: int, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Parts with at least so many parameters that are in no smaller such part."""
+    found: dict[str, nn.Module] = {}
+
+    def visit(it: nn.Module, name: str) -> int:
+        left = sum(p.numel() for p in it.parameters(recurse=False))
+        left += sum(visit(child, f"{name}.{key}" if name else key) for key, child in it.named_children())
+        if left < size or name not in inside:
+            return left
+        found[name] = it
+        return 0
+
+    visit(module, "")
+    return {name: it for name, it in inside.items() if name in found}
+
+
+def _unsplittable(module: nn.Module, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    names = {name for it in module.modules() for name in getattr(it, "_no_split_modules", None) or ()}
+    return {name: it for name, it in inside.items() if type(it).__name__ in names}
+
+
+def _items_of_lists(inside: Mapping[str, nn.Module], module: nn.Module) -> dict[str, nn.Module]:
+    lists = [name for name, it in module.named_modules() if isinstance(it, nn.ModuleList)]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return {name: it for name, it in inside.items() if name.rpartition(".")[0] in outer}
+
+
+def untie(module: nn.Module, units: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], list[str]]:
+    """The units that share no parameter with what is outside them, and the names of shared ones.
+
+    A unit's parameters are exchanged when it is sharded; a tied one would be exchanged in one place only.
+    """
+    left, shared = dict(units), []
+    while True:
+        owners: dict[Tensor, set[str]] = {}
+        names: dict[Tensor, str] = {}
+        for name, it in module.named_modules(remove_duplicate=False):
+            for key, parameter in it.named_parameters(recurse=False):
+                owners.setdefault(parameter, set()).add(_unit_of(name, left))
+                names.setdefault(parameter, f"{name}.{key}" if name else key)
+        apart = {parameter: homes for parameter, homes in owners.items() if len(homes) > 1}
+        if not apart:
+            return left, shared
+        shared += [names[parameter] for parameter in apart]
+        for homes in apart.values():
+            for home in homes:
+                left.pop(home, None)
+
+
+def _unit_of(name: str, units: Mapping[str, nn.Module]) -> str:
+    while name and name not in units:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def checkpoint_activations(part: nn.Module) -> None:
+    """Let a part's forward keep no activations: they are computed again in the backward. In place, names stay."""
+    forward = part.forward
+    part.forward = wraps(forward)(partial(checkpoint, forward, use_reentrant=False))
+
+
+def compile_forward(part: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compile a part's forward, in place; hooks of the part run around it, uncompiled."""
+    part.forward = torch.compile(part.forward, **options)
