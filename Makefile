@@ -4,8 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 RUNS ?= runs/digits
+# torch_xla fits a torch of its own, so it has an environment of its own.
+XLA_VENV ?= .venv-xla
+XLA_PIP := $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help venv quickstart test check bench soak-short soak clean
+.PHONY: help venv quickstart test check test-xla venv-xla bench soak-short soak clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +40,22 @@ check: $(VENV)/.dev  ## lint, formatting, types, import floors
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+test-xla: $(XLA_VENV)/.ready  ## run the tests that need torch_xla, on the CPU
+	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -q tests/strategies/test_xla.py
+
+venv-xla: $(XLA_VENV)/.ready  ## make the environment of test-xla: a download of 1 GB, 2.3 GB on disk
+
+# What torch and torch_xla need beside CUDA is listed here, since they are installed without their dependencies.
+$(XLA_VENV)/.ready: constraints-xla.txt scripts/cuda_stand_ins.py
+	@echo 'Installing into $(XLA_VENV); this takes a minute or two.'
+	test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_PIP) --no-deps -r constraints-xla.txt
+	$(XLA_PIP) --no-deps -e .
+	$(XLA_PIP) -c constraints-dev.txt numpy rich safetensors xxhash hypothesis pytest pytest-timeout \
+		absl-py filelock fsspec jinja2 networkx pyyaml requests sympy typing_extensions
+	$(XLA_VENV)/bin/python scripts/cuda_stand_ins.py
+	@touch $@
 
 bench: $(VENV)/.bench  ## microseconds per step, import time, memory, saving, triggers
 	$(BIN)/python benchmarks/overhead.py

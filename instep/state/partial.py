@@ -32,6 +32,7 @@ class PartialState:
     Args:
         cpu: True uses the CPU although there is an accelerator. Left out: the accelerator if there is one.
         debug: whether collectives are checked over the ranks before they run. Left out: what `INSTEP_DEBUG` says.
+        xla: True uses an XLA device. Left out: where torch_xla's launcher started the process.
         **init_process_group_kwargs: `backend` (torch's name; by the device when left out; "mpi" under mpirun or srun,
             where torch was built with it), `timeout` of every collective (a timedelta, or seconds; torch's default is
             10 minutes for nccl and 30 for others), `pg_options`, `device_id`.
@@ -51,8 +52,14 @@ class PartialState:
 
     __slots__ = ()
 
-    def __init__(self, cpu: bool | None = None, debug: bool | None = None, **init_process_group_kwargs: Any) -> None:
-        process.ensure(cpu, debug, init_process_group_kwargs)
+    def __init__(
+        self,
+        cpu: bool | None = None,
+        debug: bool | None = None,
+        xla: bool | None = None,
+        **init_process_group_kwargs: Any,
+    ) -> None:
+        process.ensure(cpu, debug, xla, init_process_group_kwargs)
 
     # The facts.
 

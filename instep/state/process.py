@@ -46,10 +46,10 @@ _gone = "no PartialState() was built in this process yet"
 _DESTROYED = "its process group was destroyed"
 
 
-def ensure(cpu: bool | None, debug: bool | None, kwargs: dict[str, Any]) -> None:
+def ensure(cpu: bool | None, debug: bool | None, xla: bool | None, kwargs: dict[str, Any]) -> None:
     """Build the record, or hold what is asked for against the one there is."""
     global _process
-    asked = _checked(cpu, debug, kwargs)
+    asked = _checked({"cpu": cpu, "debug": debug, "xla": xla}, kwargs)
     if _process is None or not _is_whole(_process):
         _process = None
         _process = _build(asked)
@@ -91,11 +91,11 @@ def _is_whole(process: Process) -> bool:
     return process.groups is None or process_group.is_current(process.groups)
 
 
-def _checked(cpu: bool | None, debug: bool | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _checked(switches: dict[str, bool | None], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What the caller asks for, without what is left out."""
     for name in kwargs:
         if name not in _OPTIONS:
-            raise one_of("PartialState's argument", name, ("cpu", "debug", *_OPTIONS))
+            raise one_of("PartialState's argument", name, (*switches, *_OPTIONS))
     asked = {name: value for name, value in kwargs.items() if value is not None}
     if "backend" in asked:
         asked["backend"] = str(asked["backend"]).lower()
@@ -104,9 +104,9 @@ def _checked(cpu: bool | None, debug: bool | None, kwargs: dict[str, Any]) -> di
         asked["timeout"] = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if asked["timeout"] <= timedelta(0):
             raise SettingError(f"timeout={timeout} must be longer than nothing", field="timeout", got=timeout)
-    for name, switch in (("cpu", cpu), ("debug", debug)):
-        if switch is not None:
-            asked[name] = bool(switch)
+    asked |= {name: bool(switch) for name, switch in switches.items() if switch is not None}
+    if asked.get("cpu") and asked.get("xla"):
+        raise SettingError("cpu=True and xla=True name two devices. Give one of them.", field="xla", got=True)
     return asked
 
 
@@ -114,7 +114,8 @@ def _build(asked: dict[str, Any]) -> Process:
     environment = read_environment()
     process_group.check_existing(environment)
     debug = asked["debug"] if "debug" in asked else read_debug()
-    kind = find_device_kind("cpu" if asked.get("cpu") else "xla" if environment.launcher == "xla" else "auto")
+    xla = asked.get("xla", environment.launcher == "xla")
+    kind = find_device_kind("cpu" if asked.get("cpu") else "xla" if xla else "auto")
     device = device_of(kind, environment.local_rank)
     make_current(device)
     if environment.world_size == 1:
@@ -154,6 +155,8 @@ def _compare(asked: dict[str, Any], process: Process) -> None:
     for name, value in asked.items():
         if name == "cpu":
             got: Any = process.asked.get("cpu", process.device.type == "cpu" if value else False)
+        elif name == "xla":
+            got = process.device.type == "xla"
         elif name == "debug":
             got = process.debug
         elif name == "backend" and process.backend is not None:

@@ -111,7 +111,7 @@ def connect(settings: Settings) -> PartialState:
     if read_environment().launcher != "none":
         report_failures()
     wanted = find_device_kind(settings.accelerator).name
-    process = PartialState(cpu=True) if wanted == "cpu" else PartialState()
+    process = PartialState(cpu=True) if wanted == "cpu" else PartialState(xla=True if wanted == "xla" else None)
     if process.device.type != wanted:
         raise SettingError(
             f"accelerator={settings.accelerator!r} means {wanted} here, but this process runs on "

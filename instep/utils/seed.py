@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+_XLA = "torch_xla.core.xla_model"
+
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed that is a pure function of its parts.
@@ -28,6 +30,8 @@ def seed_process(seed: int) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    if _XLA in sys.modules:  # which torch's seed does not reach
+        sys.modules[_XLA].set_rng_state(seed)
 
 
 def seed_everything(seed: int = 0, workers: bool = True) -> int:
@@ -66,7 +70,7 @@ def rng_state() -> dict[str, Any]:
 
     Returns:
         `python` (list), `numpy` (list, absent while numpy is not loaded), `torch` (uint8 tensor), and `cuda` and `xpu`
-        (uint8 tensors of every device) and `mps` (one) where they are used.
+        (uint8 tensors of every device), `mps` (one) and `xla` (an integer) where they are used.
     """
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
@@ -78,6 +82,8 @@ def rng_state() -> dict[str, Any]:
             state[name] = module.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
+    if _XLA in sys.modules:
+        state["xla"] = sys.modules[_XLA].get_rng_state()
     return state
 
 
@@ -96,6 +102,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
         module.set_rng_state_all(state.get(name, [])[: module.device_count()])
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
+    if "xla" in state and _XLA in sys.modules:
+        sys.modules[_XLA].set_rng_state(state["xla"])
 
 
 def _devices() -> Iterator[tuple[str, Any]]:

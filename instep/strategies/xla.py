@@ -1,0 +1,289 @@
+"""XLA devices, such as TPUs, by way of torch_xla."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.distributed.nested import map_leaves
+from instep.errors import SettingError, StateError, one_of
+from instep.state import PartialState, active_run, read_environment
+from instep.strategies.base import Strategy
+from instep.strategies.precision import Precision
+from instep.utils.imports import require
+from instep.utils.seed import derive_seed
+
+_NAMES = {"no": "xla", "data": "xla_spmd", "fsdp": "xla_fsdp"}
+_AXIS = "devices"
+
+
+class XLAStrategy(Strategy):
+    """Training on XLA devices: what a step does is recorded, compiled once, and run as one graph.
+
+    The graph ends with each micro-batch, optimizer step and evaluation step. Every new shape of a batch compiles anew,
+    so prefer `drop_last=True` and padding to few lengths; reading a value within a step (`.item()`, `print`) computes
+    it in a graph of its own.
+
+    Several devices are used in one of two ways. With `spmd` one process drives all that it sees: batches are split
+    over them by sample, and the compiler adds the communication, so that losses are those of one device. Its loader
+    gives the batch of all devices together. Without it each device has a process, started by `torch_xla.launch`, and
+    gradients are averaged: this part is written to torch_xla's documented interface, and was not run on a TPU.
+
+    Checkpoints are written from copies on the host, in the format of every other strategy.
+
+    Args:
+        spmd: `no`, one device per process; `data`, the weights are whole on each device of the process; `fsdp`, they
+            are split over the devices, and so are their gradients and the optimizer's states.
+        blocks: for `fsdp`, the classes of modules (a transformer's block) whose first output stays split by sample,
+            which keeps the compiler from gathering activations in place of weights.
+
+    Raises:
+        SettingError: an option is wrong. When a run starts: the device is none of XLA's, or the precision is `16-mixed`.
+        StateError: when a run starts, gradients were computed in this process before torch_xla was loaded.
+        MissingPackageError: when a run starts, torch_xla is not installed.
+
+    Example:
+        >>> XLAStrategy(spmd="fsdp").name
+        'xla_fsdp'
+
+    Source:
+        Xu et al.: GSPMD, 2021 (https://arxiv.org/abs/2105.04663), as built in XLA.
+    """
+
+    multi_process = True
+    inference_mode = False
+
+    def __init__(self, spmd: str = "no", *, blocks: Sequence[type[nn.Module]] = ()) -> None:
+        if spmd not in _NAMES:
+            raise one_of("spmd", spmd, _NAMES)
+        if blocks and spmd != "fsdp":
+            raise SettingError(
+                f"blocks belongs to spmd='fsdp', and this is spmd={spmd!r}. Leave it out.", field="blocks", got=blocks
+            )
+        self.spmd = spmd
+        self.blocks = tuple(blocks)
+        self.name = _NAMES[spmd]
+        self._mesh: Any = None
+        self._reduced: set[int] = set()  # optimizers whose gradients are those of all processes
+        self._hooks: list[Any] = []
+
+    # ---- life
+
+    def check_world_size(self, world_size: int) -> None:
+        if world_size == 1:
+            return
+        if self.spmd != "no":
+            problem = "drives all devices from one process. Use devices=1"
+        elif read_environment().launcher != "xla":
+            problem = (
+                "has one process per device, which torch_xla starts: call torch_xla.launch(main) with a "
+                "Trainer(accelerator='xla') in main. Or drive all devices by one process: strategy='xla_spmd', devices=1"
+            )
+        else:
+            return
+        raise SettingError(
+            f"strategy={self.name!r} {problem}; this run has {world_size} processes.", field="strategy", got=self.name
+        )
+
+    def connect(self, device: torch.device, precision: Precision) -> None:
+        super().connect(device, precision)
+        if device.type != "xla":
+            raise SettingError(
+                f"strategy={self.name!r} runs on XLA devices, and this run is on {device}. Use "
+                "Trainer(accelerator='xla'), or PartialState(xla=True) before an Accelerator.",
+                field="strategy",
+                got=self.name,
+            )
+        if precision.name == "16-mixed":
+            raise SettingError(
+                "precision='16-mixed' is not for XLA devices, which compute in bfloat16. Use 'bf16-mixed', whose "
+                "gradients need no scaling.",
+                field="precision",
+                got=precision.name,
+            )
+        self._torch_xla = require("torch_xla", extra="xla", purpose="XLAStrategy")
+        self._xla_model = require("torch_xla.core.xla_model", extra="xla", purpose="XLAStrategy")
+        self._reduced.clear()
+        if self.spmd != "no":
+            self._mesh = self._make_mesh()
+        try:
+            torch.ones((), device=device, requires_grad=True).backward()
+        except RuntimeError as error:
+            raise StateError(
+                "torch computed gradients in this process before torch_xla was loaded, and has none of its threads for "
+                "an XLA device. Write `import torch_xla` at the top of the program."
+            ) from error
+        # Neither torch.manual_seed nor the CPU's stream reach the device: it begins where that stream is now.
+        self._xla_model.set_rng_state(derive_seed("xla", torch.get_rng_state().numpy().tobytes().hex()), device)
+
+    def _make_mesh(self) -> Any:
+        runtime = require("torch_xla.runtime", extra="xla", purpose="XLAStrategy")
+        if runtime.process_count() > 1:
+            raise SettingError(
+                f"strategy={self.name!r} drives the devices of one process, and torch_xla has "
+                f"{runtime.process_count()} of them. Use strategy='xla' with torch_xla.launch.",
+                field="strategy",
+                got=self.name,
+            )
+        self._spmd = require("torch_xla.distributed.spmd", extra="xla", purpose="XLAStrategy")
+        if not runtime.is_spmd():
+            runtime.use_spmd()
+        mesh = self._spmd.get_1d_mesh(_AXIS)
+        self._spmd.set_global_mesh(mesh)
+        return mesh
+
+    def place(self, module: nn.Module) -> None:
+        shared = _shared_parameters(module)
+        super().place(module)
+        for (owner, name), *others in shared:  # a move to XLA makes new parameters, each by itself
+            for other, other_name in others:
+                other._parameters[other_name] = owner._parameters[name]
+        if self._mesh is None:
+            return
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._split_weight(tensor)
+        for block in module.modules():
+            if isinstance(block, self.blocks):
+                self._hooks.append(block.register_forward_hook(self._split_output))
+
+    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        if PartialState().num_processes > 1:
+            self._xla_model.broadcast_master_param(module)
+
+    def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        self.setup(module, optimizers)
+        if self._mesh is not None:
+            self._hooks.append(module.register_forward_pre_hook(self._split_inputs, with_kwargs=True))
+        return module
+
+    def teardown(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    # ---- sharding under SPMD: how tensors lie on the devices; what is computed stays the same
+
+    def _split_weight(self, tensor: Tensor) -> None:
+        """Split a tensor along its longest dimension that can be cut evenly; others, and all for `data`, are copied."""
+        count = self._mesh.size()
+        even = [size if size % count == 0 else 0 for size in tensor.shape] if self.spmd == "fsdp" else []
+        dim = even.index(max(even)) if any(even) and isinstance(tensor, nn.Parameter) else -1
+        self._split(tensor, dim)
+
+    def _split(self, tensor: Tensor, dim: int) -> None:
+        spec = tuple(_AXIS if index == dim else None for index in range(tensor.ndim))
+        self._spmd.clear_sharding(tensor)
+        self._spmd.mark_sharding(tensor, self._mesh, spec)
+
+    def _split_samples(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim and value.device.type == "xla":
+            self._split(value, 0)
+        return value
+
+    def _split_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        map_leaves(self._split_samples, (args, kwargs))
+
+    def _split_output(self, block: nn.Module, args: Any, output: Any) -> None:
+        self._split_samples(output[0] if isinstance(output, tuple) else output)
+
+    # ---- the step
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        step = super().step_function(name)
+        ends = name != "training_step"  # whose graph ends with the backward or the optimizer
+
+        def run(*args: Any) -> Any:
+            if self._mesh is not None:
+                map_leaves(self._split_samples, args)
+            output = step(*args)
+            if ends:
+                self._torch_xla.sync()
+            return output
+
+        return run
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+        self._torch_xla.sync()  # micro-batches are alike: one graph for each, not one for a window of them
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._reduced.clear()
+        super().backward(loss, *args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self._reduce(optimizer)
+
+    def _reduce(self, optimizer: Optimizer) -> None:
+        """Average the gradients of a window over processes, once; in one process the graph has done it."""
+        if id(optimizer) in self._reduced:
+            return
+        if PartialState().num_processes > 1:
+            self._xla_model.reduce_gradients(optimizer)
+        self._reduced.add(id(optimizer))
+        _say_synced(True)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+        if closure is None:
+            self._reduce(optimizer)
+            super().optimizer_step(optimizer, **kwargs)
+        else:
+
+            def reduced() -> Any:
+                loss = closure()
+                self._reduce(optimizer)
+                return loss
+
+            super().optimizer_step(optimizer, reduced, **kwargs)
+        self._reduced.discard(id(optimizer))
+        _say_synced(False)
+        self._torch_xla.sync()
+
+    # ---- state
+
+    def model_state(self) -> dict[str, Any]:
+        return _on_host(self.module.state_dict(keep_vars=True))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return _on_host(super().optimizer_state(optimizer))
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        result = super().load_model_state(state, strict)
+        if self._mesh is not None:
+            for tensor in (*self.module.parameters(), *self.module.buffers()):
+                self._split_weight(tensor)
+        return result
+
+
+def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places of each parameter that several modules have."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((owner, name))
+    return [group for group in places.values() if len(group) > 1]
+
+
+def _on_host(state: Any) -> Any:
+    """A state with copies of its device tensors; what is one tensor there (tied weights) is one here."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().cpu()
+        return copies[id(value)]
+
+    return map_leaves(copy, state)
+
+
+def _say_synced(synced: bool) -> None:
+    run = active_run()
+    if run is not None:
+        run.gradient.is_xla_gradients_synced = synced
