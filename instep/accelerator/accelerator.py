@@ -48,7 +48,7 @@ _ELSEWHERE = {
     "fsdp_plugin": "Strategies are chosen by strategy=...; this one is not there yet",
     "dynamo_backend": "Compile the model with torch.compile(model) before prepare()",
 }
-PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 
 
 class Accelerator(Checkpointing):
@@ -317,13 +317,7 @@ class Accelerator(Checkpointing):
         """
         with ExitStack() as stack:
             for model in joinables:
-                join = getattr(model, "join", None)
-                if join is not None:
-                    stack.enter_context(join(divide_by_initial_world_size=True))
-                elif self.num_processes > 1:
-                    raise UsageError(
-                        f"join_uneven_inputs takes models that prepare() has spread; got {type(model).__name__}"
-                    )
+                stack.enter_context(self.strategy_of(model).join(model))
             yield
 
     def profile(self, handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
@@ -354,6 +348,7 @@ class Accelerator(Checkpointing):
         """
         loader: AcceleratedLoader | None = self._run.gradient.active_dataloader
         mine = None if loader is None else loader.source.counts(loader.batch_idx)[0]
+        mine = mine if self._plain.counts else 0  # another rank has the same samples
         if use_gather_object or not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(data)):
             if not isinstance(data, (list, tuple)):
                 raise DataError(

@@ -68,7 +68,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         find_unused_parameters: search, in each step, for parameters that took no part.
         gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
         static_graph: promise that every step uses the same parameters in the same way.
-        comm_hook: compress gradients on their way: "fp16", "bf16" (GPUs only), "power_sgd".
+        comm_hook: compress gradients on their way: "fp16", "bf16", "power_sgd".
         comm_wrapper: "fp16" or "bf16": round what PowerSGD gets to 16 bits first.
         comm_state_option: arguments of torch's `PowerSGDState`, such as `{"matrix_approximation_rank": 2}`.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from typing import Any
 
 import torch
@@ -13,12 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep.distributed import broadcast
-from instep.errors import DistributedError, SettingError, one_of
-from instep.state import read_environment
+from instep.errors import DistributedError, SettingError, UsageError, one_of
+from instep.state import PartialState, read_environment
 from instep.strategies.base import Strategy
+from instep.strategies.comm_hooks import CommHook
+from instep.strategies.local_sgd import LocalSGD, LocalSGDPlan
+from instep.strategies.precision import Precision
+from instep.strategies.zero import OptimizerShards, consolidate, is_torch_zero, load_part, part_state
 
-_COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd")
-_COMM_WRAPPERS = ("no", "fp16", "bf16")
+_TORCH_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+_OURS = ("module", "device_ids", "output_device", "dim", "check_reduction", "forward_sync_buffers")
 
 
 class _StepForward(nn.Module):
@@ -42,46 +46,40 @@ def _share_weights(module: nn.Module) -> None:
             tensor.copy_(broadcast(tensor))
 
 
-def _one_bucket_at_a_time(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a hook's messages in one order on all ranks, over gloo.
-
-    PowerSGD sends more from the callbacks of what it sent, and gloo runs those in several threads: with two buckets
-    under way ranks pair messages of different buckets, and crash.
-    """
-
-    @wraps(hook)
-    def waiting(state, bucket):  # no annotations: torch compares them with its classes
-        future = hook(state, bucket)
-        future.wait()
-        return future
-
-    return waiting
-
-
 class DDPStrategy(Strategy):
     """`DistributedDataParallel`: gradients are averaged over processes during the backward.
 
     Args:
         find_unused_parameters: search, in each step, for parameters that took no part. None: only in manual
             optimization, where one backward seldom reaches all parameters (a GAN's two halves).
-        comm_hook: how gradients travel: "no" as they are; "fp16" and "bf16" rounded to 16 bits ("bf16" on GPUs only);
-            "power_sgd" as low-rank factors, from step `start_powerSGD_iter` on (1000 by default). What PowerSGD
-            remembers between steps is not part of a checkpoint: a resumed run starts it anew.
+        static_graph: promise that every step uses the same parameters in the same way; unused ones are found once.
+        bucket_cap_mb: size of a gradient bucket in MiB; None leaves it to torch (25, and a first one of 1).
+        gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
+        broadcast_buffers: take the first rank's buffers at each forward.
+        comm_hook: how gradients travel: "no" as they are; "fp16" and "bf16" rounded to 16 bits; "power_sgd" as
+            low-rank factors, from step `start_powerSGD_iter` on (1000 by default); "post_local_sgd" not at all, or
+            within each machine only, with a mean of the weights now and then. What PowerSGD remembers between steps is
+            not part of a checkpoint: a resumed run starts it anew.
         comm_wrapper: "fp16" or "bf16": round what PowerSGD gets to 16 bits first.
-        comm_state: arguments of torch's `PowerSGDState`, such as `{"matrix_approximation_rank": 2}`.
-        **ddp_options: other arguments of `torch.nn.parallel.DistributedDataParallel`, such as `bucket_cap_mb`,
-            `static_graph`, `gradient_as_bucket_view`, `broadcast_buffers`.
+        comm_state: arguments of torch's `PowerSGDState`, such as `{"matrix_approximation_rank": 2}`; for
+            "post_local_sgd" those of `LocalSGDPlan`, such as `{"period": 8, "warmup_steps": 100}`.
+        zero_redundancy_optimizer: each rank keeps the optimizer's state of its part of the parameters, steps those, and
+            sends them to the others: ZeRO stage 1. The weights get the same bits.
+        consolidate_optimizer: that state goes to the first rank's memory for a checkpoint, which is then as without
+            the option; otherwise each rank writes its own part. Either is loaded by any strategy and world size.
+        **ddp_options: other arguments of `torch.nn.parallel.DistributedDataParallel`, such as `process_group`.
 
     Raises:
-        SettingError: a hook or a wrapper is unknown, or an option has no hook to belong to. When training starts: the
-            hook cannot work on this device, or refuses `comm_state`.
+        SettingError: a value is wrong, or two do not go together. When training starts: the device, the precision or
+            the optimizers do not allow it.
 
     Example:
-        >>> DDPStrategy(gradient_as_bucket_view=True, comm_hook="fp16").name
+        >>> DDPStrategy(gradient_as_bucket_view=True, comm_hook="bf16").name
         'ddp'
 
     Source:
-        Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019 (https://arxiv.org/abs/1905.13727), as built in torch.
+        Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019 (https://arxiv.org/abs/1905.13727), as built in torch. Lin,
+        Stich, Patel, Jaggi: Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020 (https://arxiv.org/abs/1808.07217).
     """
 
     name = "ddp"
@@ -91,48 +89,81 @@ class DDPStrategy(Strategy):
         self,
         find_unused_parameters: bool | None = None,
         *,
+        static_graph: bool = False,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = False,
+        broadcast_buffers: bool = True,
         comm_hook: str = "no",
         comm_wrapper: str = "no",
         comm_state: Mapping[str, Any] | None = None,
+        zero_redundancy_optimizer: bool = False,
+        consolidate_optimizer: bool = False,
         **ddp_options: Any,
     ) -> None:
-        if comm_hook == "batched_power_sgd":
-            raise SettingError(
-                "comm_hook='batched_power_sgd': torch's hook of this name fails at the first step that it compresses. "
-                "Use comm_hook='power_sgd', with comm_state={'batch_tensors_with_same_shape': True} for the speed.",
-                field="comm_hook",
-                got=comm_hook,
+        flags = {
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "broadcast_buffers": broadcast_buffers,
+            "zero_redundancy_optimizer": zero_redundancy_optimizer,
+            "consolidate_optimizer": consolidate_optimizer,
+        }
+        for field, value in flags.items():
+            if not isinstance(value, bool):
+                raise _wrong(field, value, "must be True or False")
+        if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
+            raise _wrong("bucket_cap_mb", bucket_cap_mb, "must be a number of MiB above 0, or None")
+        for field in ddp_options:
+            if field not in _TORCH_OPTIONS or field in _OURS:
+                raise one_of("DDPStrategy's option", field, [it for it in _TORCH_OPTIONS if it not in _OURS])
+        self.hook = CommHook(comm_hook, comm_wrapper, dict(comm_state or {}))
+        self.local_sgd_plan = LocalSGDPlan.of(self.hook.state) if comm_hook == "post_local_sgd" else None
+        if consolidate_optimizer and not zero_redundancy_optimizer:
+            raise _wrong("consolidate_optimizer", True, "belongs to zero_redundancy_optimizer=True; leave it out")
+        if zero_redundancy_optimizer and self.local_sgd_plan is not None:
+            raise _wrong(
+                "zero_redundancy_optimizer", True, "needs replicas that are alike; comm_hook='post_local_sgd' is not"
             )
-        if comm_hook not in _COMM_HOOKS:
-            raise one_of("comm_hook", comm_hook, _COMM_HOOKS)
-        if comm_wrapper not in _COMM_WRAPPERS:
-            raise one_of("comm_wrapper", comm_wrapper, _COMM_WRAPPERS)
-        for field, value in (("comm_wrapper", comm_wrapper != "no" and comm_wrapper), ("comm_state", comm_state)):
-            if value and comm_hook != "power_sgd":
-                raise SettingError(
-                    f"{field}={value!r} belongs to comm_hook='power_sgd', and this is comm_hook={comm_hook!r}. Choose "
-                    f"that hook, or leave {field} out.",
-                    field=field,
-                    got=value,
-                )
         self.find_unused_parameters = find_unused_parameters
-        self.comm_hook = comm_hook
-        self.comm_wrapper = comm_wrapper
-        self.comm_state = dict(comm_state or {})
+        self.zero_redundancy_optimizer = zero_redundancy_optimizer
+        self.sharded = zero_redundancy_optimizer and not consolidate_optimizer
         self.ddp_options = ddp_options
+        if static_graph:
+            self.ddp_options["static_graph"] = True
+        if bucket_cap_mb is not None:
+            self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
+        if gradient_as_bucket_view:
+            self.ddp_options["gradient_as_bucket_view"] = True
+        if not broadcast_buffers or self.local_sgd_plan is not None:
+            # Newer torch has another name for it, and warns of the old one.
+            new, old = "forward_sync_buffers", "broadcast_buffers"
+            self.ddp_options[new if new in _TORCH_OPTIONS else old] = False
         self._ddp: DistributedDataParallel | None = None
+        self._local_sgd: LocalSGD | None = None
+        self._shards: OptimizerShards | None = None
         self._manual = False
         self._syncs = True
 
+    # ---- life
+
+    def connect(self, device: torch.device, precision: Precision) -> None:
+        super().connect(device, precision)
+        if self.local_sgd_plan is not None and precision.scaler is not None:
+            raise _wrong(
+                "comm_hook", "post_local_sgd", f"needs a precision without gradient scaling, not {precision.name!r}: "
+                "ranks on their own would leave out different steps. Use precision='bf16-mixed'"
+            )  # fmt: skip
+
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._manual = not getattr(module, "automatic_optimization", True)
+        if self._manual and self.ddp_options.get("static_graph"):
+            raise _wrong("static_graph", True, "needs one backward per step; manual optimization may have several")
         if self._spreads(module, trains=bool(optimizers)):
-            self._ddp = self._distribute(_StepForward(module), unused=self._manual)
+            self._ddp = self._distribute(_StepForward(module), optimizers, unused=self._manual)
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         if not self._spreads(module, trains=True):
             return module
-        self._ddp = self._distribute(module, unused=False)
+        self._ddp = self._distribute(module, optimizers, unused=False)
         return self._ddp
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
@@ -140,6 +171,7 @@ class DDPStrategy(Strategy):
 
     def _spreads(self, module: nn.Module, trains: bool) -> bool:
         """Whether there is anybody to average gradients with; a module without gradients gets rank 0's weights."""
+        self.teardown()
         if not torch.distributed.is_initialized():
             world_size = read_environment().world_size
             if world_size > 1:
@@ -153,46 +185,38 @@ class DDPStrategy(Strategy):
         _share_weights(module)
         return False
 
-    def _distribute(self, module: nn.Module, unused: bool) -> DistributedDataParallel:
+    def _distribute(self, module: nn.Module, optimizers: Sequence[Optimizer], unused: bool) -> DistributedDataParallel:
+        for field, asked in (
+            ("zero_redundancy_optimizer", self.zero_redundancy_optimizer),
+            ("comm_hook='post_local_sgd'", self.local_sgd_plan is not None),
+        ):
+            if asked and not optimizers:
+                raise _wrong(field, asked, "needs the optimizers together with the module: wrap(module, optimizers)")
         ddp = DistributedDataParallel(
             module,
             device_ids=None if self.device.type == "cpu" else [self.device],
             find_unused_parameters=unused if self.find_unused_parameters is None else self.find_unused_parameters,
             **self.ddp_options,
         )
-        if self.comm_hook != "no":
-            self._register_hook(ddp)
+        self.hook.register(ddp)
+        if self.local_sgd_plan is not None:
+            if len(optimizers) > 1:
+                raise _wrong("comm_hook", "post_local_sgd", f"counts the steps of one optimizer, not {len(optimizers)}")
+            self._local_sgd = LocalSGD(self.local_sgd_plan, self.module, optimizers[0])
+            self._local_sgd.attach(ddp)
+        if self.zero_redundancy_optimizer:
+            self._shards = OptimizerShards(optimizers)
         return ddp
-
-    def _register_hook(self, ddp: DistributedDataParallel) -> None:
-        # Imported late: few runs compress their gradients.
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-        hooks: dict[str, Callable[..., Any]] = {
-            "fp16": default_hooks.fp16_compress_hook,
-            "bf16": default_hooks.bf16_compress_hook,
-            "power_sgd": powerSGD_hook.powerSGD_hook,
-        }
-        wrappers = {"fp16": default_hooks.fp16_compress_wrapper, "bf16": default_hooks.bf16_compress_wrapper}
-        hook = hooks[self.comm_hook]
-        state: Any = None
-        try:
-            if self.comm_hook == "power_sgd":
-                state = powerSGD_hook.PowerSGDState(process_group=None, **self.comm_state)
-                hook = wrappers[self.comm_wrapper](hook) if self.comm_wrapper != "no" else hook
-                hook = _one_bucket_at_a_time(hook) if self.device.type == "cpu" else hook
-            ddp.register_comm_hook(state, hook)
-        except (TypeError, ValueError) as error:
-            raise SettingError(
-                f"comm_hook={self.comm_hook!r} with comm_wrapper={self.comm_wrapper!r} and "
-                f"comm_state={self.comm_state!r} cannot be used on device {self.device}: {error}. Use comm_hook='fp16' "
-                "on a CPU; the arguments of comm_state are those of torch's PowerSGDState.",
-                field="comm_hook",
-                got=self.comm_hook,
-            ) from error
 
     def teardown(self) -> None:
         self._ddp = None
+        if self._local_sgd is not None:
+            self._local_sgd.detach()
+        if self._shards is not None:
+            self._shards.detach()
+        self._local_sgd = self._shards = None
+
+    # ---- the step
 
     def step_function(self, name: str) -> Callable[..., Any]:
         ddp = self._ddp
@@ -223,9 +247,70 @@ class DDPStrategy(Strategy):
 
     @contextmanager
     def _without_sync(self, ddp: DistributedDataParallel) -> Iterator[None]:
+        if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+            yield  # torch learns the graph in the first backward, and fails in one that reduces nothing
+            return
         before, self._syncs = self._syncs, False  # DDP's own flag is down in every manual step
         try:
             with ddp.no_sync():
                 yield
         finally:
             self._syncs = before
+
+    def join(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        if not isinstance(wrapped, DistributedDataParallel):
+            return super().join(wrapped)
+        if self.zero_redundancy_optimizer or self.local_sgd_plan is not None:
+            raise UsageError(
+                "ranks cannot wait for each other's last batches where their optimizer steps meet, as with "
+                "zero_redundancy_optimizer=True and comm_hook='post_local_sgd'. Give all ranks as many batches."
+            )
+        return wrapped.join(divide_by_initial_world_size=True)
+
+    def unify(self) -> None:
+        if self._local_sgd is not None:
+            self._local_sgd.unify()
+
+    # ---- state
+
+    def model_state(self) -> dict[str, Any]:
+        state = super().model_state()
+        drifted = self._local_sgd is not None and self._local_sgd.drifted
+        return self._local_sgd.mean(state) if self._local_sgd is not None and drifted else state
+
+    def full_model_state(self) -> dict[str, Any]:
+        state = self.model_state()
+        return state if PartialState().is_main_process else {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        tree = part_state(self.module, optimizer)
+        if self._local_sgd is not None and self._local_sgd.apart:
+            tree["state"] = self._local_sgd.mean(tree["state"])
+        divided = self._shards is not None or is_torch_zero(optimizer)
+        return consolidate(tree) if divided and not self.sharded else tree
+
+    def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
+        return load_part(self.module, optimizer, tree, strict, self._shards)
+
+    def owned(self, tree: Any) -> Any:
+        if PartialState().is_main_process:
+            return tree
+        return _of_optimizers(tree) if self.sharded else None
+
+    def rank_state(self) -> dict[str, Any]:
+        return {} if self._local_sgd is None else self._local_sgd.rank_state()
+
+    def load_rank_state(self, state: Mapping[str, Any], own: bool) -> None:
+        if self._local_sgd is not None and state:
+            self._local_sgd.load_rank_state(state, own)
+
+
+def _of_optimizers(tree: Any) -> Any:
+    """What of a tree is states of optimizers: every rank has its part of those, and the weights are alike."""
+    if isinstance(tree, list):
+        return [part for part in map(_of_optimizers, tree) if part is not None] or None
+    return tree if isinstance(tree, Mapping) and {"optimizer", "shapes", "groups"} <= tree.keys() else None
+
+
+def _wrong(field: str, value: Any, problem: str) -> SettingError:
+    return SettingError(f"DDPStrategy: {field}={value!r} {problem}.", field=field, got=value)

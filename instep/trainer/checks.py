@@ -90,18 +90,15 @@ def seconds(field: str, value: Any) -> float:
     return float(value)
 
 
-def clip_algorithm(field: str, value: Any) -> str:
-    """`norm` or `value`."""
-    if value not in ("norm", "value"):
-        raise one_of(field, value, ("norm", "value"))
-    return value
+def choice(*allowed: str) -> Callable[[str, Any], str]:
+    """A check for one of a few names."""
 
+    def check(field: str, value: Any) -> str:
+        if value not in allowed:
+            raise one_of(field, value, allowed)
+        return value
 
-def nonfinite(field: str, value: Any) -> str:
-    """`stop`, `skip` or `continue`."""
-    if value not in ("stop", "skip", "continue"):
-        raise one_of(field, value, ("stop", "skip", "continue"))
-    return value
+    return check
 
 
 def accelerator(field: str, value: Any) -> str:

@@ -161,6 +161,7 @@ class Loaders:
             limit=limit,
             stage=stage,
             device=run.device,
+            uneven=settings.uneven,
         )
 
     def close_train(self) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from instep.callbacks.base import Callback
+from instep.data.base import UNEVEN
 from instep.errors import SettingError, one_of
 from instep.loggers.base import Logger
 from instep.state.device import find_device_kind
-from instep.strategies import Strategy, strategy_names
+from instep.strategies import Strategy
 from instep.strategies.precision import check_device, check_tf32, precision_from_environment, precision_name
+from instep.strategies.registry import check_name
 from instep.trainer import checks
 from instep.utils.duration import parse_duration
 
@@ -26,7 +28,6 @@ DEFAULT_MAX_EPOCHS = 1000
 NOT_TAKEN_OVER: dict[str, str] = {
     "plugins": "use precision=... and strategy=...; torchrun's environment is read by itself",
     "profiler": "torch.profiler around fit, or in a callback's hooks",
-    "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
     "enable_autolog_hparams": "save_hyperparameters(logger=False) keeps them out of the loggers",
     "model_registry": "upload the checkpoint folder, or export plain safetensors from it",
     "suggest_integrations": "instep suggests nothing; leave it out",
@@ -84,6 +85,8 @@ class Settings:
         tf32: whether float32 products are computed in TF32; None leaves it as the program set it.
         inference_mode: whether evaluation runs in torch.inference_mode rather than no_grad.
         use_distributed_sampler: whether loaders are sharded over processes.
+        uneven: what happens where ranks have different numbers of batches: stop, join or error.
+        sync_batchnorm: whether BatchNorm layers see the batch of all processes.
         detect_anomaly: torch.autograd.set_detect_anomaly.
         barebones: nothing but the loop: no logging, checkpoints, bar, summary or sanity check.
         reload_dataloaders_every_n_epochs: 0 for never.
@@ -129,6 +132,8 @@ class Settings:
     tf32: bool | None = None
     inference_mode: bool = True
     use_distributed_sampler: bool = True
+    uneven: str = "stop"
+    sync_batchnorm: bool = False
     detect_anomaly: bool = False
     barebones: bool = False
     reload_dataloaders_every_n_epochs: int = 0
@@ -282,8 +287,8 @@ def _strategy(name: str, value: Any) -> str | Strategy:
         return value
     if isinstance(value, type):
         raise checks.wrong(name, value, f"an object, not the class: write {value.__name__}()")
-    if value not in strategy_names():
-        raise one_of(name, value, strategy_names())
+    if isinstance(value, str):
+        check_name(value, name)
     return value
 
 
@@ -325,12 +330,14 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "enable_model_summary": checks.flag,
     "accumulate_grad_batches": checks.at_least(1),
     "gradient_clip_val": checks.clip_value,
-    "gradient_clip_algorithm": checks.clip_algorithm,
+    "gradient_clip_algorithm": checks.choice("norm", "value"),
     "deterministic": checks.deterministic,
     "benchmark": checks.flag,
     "tf32": checks.flag,
     "inference_mode": checks.flag,
     "use_distributed_sampler": checks.flag,
+    "uneven": checks.choice(*UNEVEN),
+    "sync_batchnorm": checks.flag,
     "detect_anomaly": checks.flag,
     "barebones": checks.flag,
     "reload_dataloaders_every_n_epochs": checks.at_least(0, "0 for never"),
@@ -338,6 +345,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "global_batch_size": checks.at_least(1),
     "trigger_every": checks.at_least(1),
     "seed_samples": checks.flag,
-    "nonfinite": checks.nonfinite,
+    "nonfinite": checks.choice("stop", "skip", "continue"),
     "grace_period_s": checks.seconds,
 }

@@ -11,8 +11,9 @@ from instep.callbacks.base import Callback
 from instep.data import DataModule
 from instep.errors import UsageError
 from instep.loggers.base import Logger
-from instep.state import read_environment
+from instep.state import find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
+from instep.strategies.batch_norm import check_sync_batchnorm
 from instep.trainer import replay
 from instep.trainer.evaluation import evaluate, predict
 from instep.trainer.fit_session import FitSession
@@ -78,6 +79,10 @@ class Trainer(TrainerView):
         tf32: True computes float32 matrix products and convolutions in TensorFloat-32, False in full; for the run only.
         inference_mode: use `torch.inference_mode` outside fit; else `no_grad`.
         use_distributed_sampler: shard loaders over processes.
+        uneven: where processes read data of their own and have different numbers of batches (never so where instep
+            spreads the data): "stop" at the first that is exhausted, "join" (it goes on with weight 0 until all are),
+            or "error".
+        sync_batchnorm: let BatchNorm layers see the batch of all processes, on GPUs.
         detect_anomaly: torch's anomaly detection.
         barebones: nothing but the loop: no log, bar, checkpoint, summary or sanity check.
         reload_dataloaders_every_n_epochs: ask for the loaders again so often; 0 for never.
@@ -139,6 +144,8 @@ class Trainer(TrainerView):
         tf32: bool | None = None,
         inference_mode: bool | None = None,
         use_distributed_sampler: bool | None = None,
+        uneven: str | None = None,
+        sync_batchnorm: bool | None = None,
         detect_anomaly: bool | None = None,
         barebones: bool | None = None,
         reload_dataloaders_every_n_epochs: int | None = None,
@@ -154,7 +161,11 @@ class Trainer(TrainerView):
         self.settings = resolve(**given, **unknown)
         self._environment = read_environment()
         self._device_count = count_devices(self.settings, self._environment)
-        self.strategy = resolve_strategy(self.settings.strategy, self._device_count * self.settings.num_nodes)
+        world_size = self._device_count * self.settings.num_nodes
+        kind = find_device_kind(self.settings.accelerator).name
+        self.strategy = resolve_strategy(self.settings.strategy, world_size, kind)
+        if self.settings.sync_batchnorm and world_size > 1:
+            check_sync_batchnorm(kind)
         self.callbacks = default_callbacks(self.settings, enable_checkpointing)
         self._loggers: list[Logger] | None = None
         self.position = Position()
@@ -325,6 +336,7 @@ class Trainer(TrainerView):
                     complete = True
                 run.end_epoch(complete)
 
+            run.strategy.unify()
             hooks.call("on_train_end")
             hooks.call("on_fit_end")
             run.say_why_it_ended()

@@ -81,12 +81,8 @@ def test_options_are_what_the_lower_floors_take() -> None:
     )
     strategy = DDPStrategy(**ddp.options())
     assert strategy.find_unused_parameters is False
-    assert (strategy.comm_hook, strategy.comm_state) == ("power_sgd", {"matrix_approximation_rank": 2})
-    assert strategy.ddp_options == {
-        "bucket_cap_mb": 5,
-        "gradient_as_bucket_view": False,
-        "static_graph": True,
-    }
+    assert (strategy.hook.name, strategy.hook.state) == ("power_sgd", {"matrix_approximation_rank": 2})
+    assert strategy.ddp_options == {"bucket_cap_mb": 5, "static_graph": True}
     assert "bucket_cap_mb" not in DistributedDataParallelKwargs().options()  # torch's own is not the same as 25
     assert DistributedDataParallelKwargs(broadcast_buffers=False).options()["broadcast_buffers"] is False
     state = PartialState(cpu=True, **InitProcessGroupKwargs(timeout=90).options())

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 
 from instep import TrainModule
 from instep.distributed import gather
-from instep.errors import DistributedError, SettingError
+from instep.errors import DataError, DistributedError, SettingError, UsageError
 from instep.state import PartialState
 from instep.strategies import DDPStrategy, Precision, Strategy
 from tests.helpers.spawn import run_ranks
@@ -98,9 +99,9 @@ class Deep(Toy):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def by_the_trainer(options: dict[str, Any], accumulate: int) -> Tensor:
-    module = Deep()
-    strategy = DDPStrategy(bucket_cap_mb=0.01, **options)
+def by_the_trainer(options: dict[str, Any], accumulate: int, module: TrainModule | None = None) -> Tensor:
+    module = Deep() if module is None else module
+    strategy = DDPStrategy(**{"bucket_cap_mb": 0.01, **options})
     quiet(max_epochs=2, strategy=strategy, accumulate_grad_batches=accumulate, gradient_clip_val=0.5).fit(
         module, toy_loader(32, 4)
     )
@@ -131,8 +132,9 @@ POWER = {"comm_hook": "power_sgd", "comm_state": {"start_powerSGD_iter": 2, "mat
 HOOKS: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp16": {"comm_hook": "fp16"},
+    "bf16": {"comm_hook": "bf16"},
     "power_sgd": POWER,
-    "wrapped power_sgd": {**POWER, "comm_wrapper": "fp16"},
+    "wrapped power_sgd": {**POWER, "comm_wrapper": "bf16"},
     "batched power_sgd": {**POWER, "comm_state": {"start_powerSGD_iter": 2, "batch_tensors_with_same_shape": True}},
 }
 
@@ -175,28 +177,16 @@ def frozen() -> tuple[bool, list[float]]:
     return strategy.wrap(module) is module, module.weight.flatten().tolist()
 
 
-def unsupported() -> list[str]:
-    texts = []
-    for options in ({"comm_hook": "bf16"}, {**POWER, "comm_state": {"rank": 2}}):
-        with pytest.raises(SettingError) as caught:
-            connected(**options).wrap(deep())
-        texts.append(str(caught.value))
-    return texts
-
-
 def wrap_cases() -> list[Any]:
-    return [gradients_while_accumulating(), frozen(), unsupported()]
+    return [gradients_while_accumulating(), frozen()]
 
 
 @pytest.mark.dist
 def test_wrap() -> None:
-    for reduced, (itself, weight), (bf16, argument) in run_ranks(wrap_cases, 2):
+    for reduced, (itself, weight) in run_ranks(wrap_cases, 2):
         assert reduced == [False, True]
         assert itself
         assert weight == [5.0]
-        assert "comm_hook='bf16'" in bf16
-        assert "cannot be used on device cpu" in bf16
-        assert "unexpected keyword argument 'rank'" in argument
 
 
 def test_wrap_in_one_process_is_the_module_itself() -> None:
@@ -205,14 +195,137 @@ def test_wrap_in_one_process_is_the_module_itself() -> None:
         assert strategy.wrap(module) is strategy.unwrap(module) is module
 
 
-def test_hooks_are_checked_at_construction() -> None:
-    with pytest.raises(SettingError, match=r"comm_hook='powersgd'.*Did you mean 'power_sgd'"):
-        DDPStrategy(comm_hook="powersgd")
-    with pytest.raises(SettingError, match=r"Use comm_hook='power_sgd', with comm_state="):
-        DDPStrategy(comm_hook="batched_power_sgd")
-    with pytest.raises(SettingError, match=r"comm_wrapper='fp8'.*no, fp16, bf16"):
-        DDPStrategy(comm_hook="power_sgd", comm_wrapper="fp8")
-    with pytest.raises(SettingError, match=r"comm_wrapper='fp16' belongs to comm_hook='power_sgd'"):
-        DDPStrategy(comm_wrapper="fp16")
-    with pytest.raises(SettingError, match=r"comm_state=.* belongs to"):
-        DDPStrategy(comm_hook="fp16", comm_state={"matrix_approximation_rank": 2})
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"comm_hook": "powersgd"}, r"comm_hook='powersgd'.*Did you mean 'power_sgd'"),
+        ({"comm_hook": "batched_power_sgd"}, r"Use comm_hook='power_sgd', with comm_state="),
+        ({"comm_hook": "power_sgd", "comm_wrapper": "fp8"}, r"comm_wrapper='fp8'.*no, fp16, bf16"),
+        ({"comm_wrapper": "fp16"}, r"comm_wrapper='fp16' belongs to comm_hook='power_sgd'"),
+        ({"comm_hook": "fp16", "comm_state": {"rank": 2}}, r"comm_state=.* belongs to"),
+        ({"comm_hook": "power_sgd", "comm_state": {"rank": 2}}, r"unexpected keyword argument 'rank'.*PowerSGDState"),
+        ({"comm_hook": "power_sgd", "comm_state": {"start_powerSGD_iter": 1}}, r"`start_powerSGD_iter` > 1"),
+        ({"comm_hook": "post_local_sgd", "comm_state": {"periods": 2}}, r"'periods'.*period, warmup_steps and within"),
+        ({"comm_hook": "post_local_sgd", "comm_state": {"period": 0}}, r"comm_state\['period'\]=0 must be a whole"),
+        ({"comm_hook": "post_local_sgd", "comm_state": {"within_node": 1}}, r"within_node.*True or False"),
+        ({"comm_hook": "post_local_sgd", "zero_redundancy_optimizer": True}, r"needs replicas that are alike"),
+        ({"consolidate_optimizer": True}, r"belongs to zero_redundancy_optimizer=True"),
+        ({"static_graph": 1}, r"static_graph=1 must be True or False"),
+        ({"bucket_cap_mb": 0}, r"bucket_cap_mb=0 must be a number of MiB above 0"),
+        ({"bucket_cap": 5}, r"option='bucket_cap' is not known.*bucket_cap_mb"),
+        ({"device_ids": [0]}, r"option='device_ids' is not known"),
+    ],
+)
+def test_options_are_checked_at_construction(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(SettingError, match=text):
+        DDPStrategy(**options)
+
+
+# ---- torch's options
+
+
+class HalfUsed(Deep):
+    """One layer takes no part, and buffers count the batches of each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(4, 4)
+        self.batches = nn.Buffer(torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches += 1 + PartialState().process_index
+        return super().training_step(batch, batch_idx)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "static graph": {"static_graph": True},
+    "views": {"gradient_as_bucket_view": True},
+    "find unused": {"find_unused_parameters": True},
+    "all three": {"static_graph": True, "gradient_as_bucket_view": True, "find_unused_parameters": True},
+    "one bucket": {"bucket_cap_mb": 25},
+    "no buffers": {"broadcast_buffers": False},
+}
+
+
+def unused(**options: Any) -> tuple[list[float], float]:
+    module = HalfUsed()
+    by_the_trainer(options, 1, module)
+    return vector(module.layer).tolist(), module.batches.item()
+
+
+def with_options() -> dict[str, Any]:
+    torch.manual_seed(3)
+    return {
+        "plain": by_the_trainer({}, 2),
+        "same": {name: by_the_trainer(options, 2) for name, options in OPTIONS.items()},
+        "unused": {
+            "found": unused(find_unused_parameters=True),
+            "static": unused(static_graph=True),
+            "own buffers": unused(find_unused_parameters=True, broadcast_buffers=False),
+        },
+        "joined": joined(),
+    }
+
+
+class Uneven(IterableDataset[Any]):
+    """Rank 0 has 4 samples, rank 1 has 6."""
+
+    def __iter__(self) -> Any:
+        x, y = samples(10).tensors
+        yield from zip(*((x[:4], y[:4]) if PartialState().process_index == 0 else (x[4:], y[4:])), strict=True)
+
+
+def joined() -> dict[str, Any]:
+    """Weights after an epoch of uneven data, by what is done about it."""
+    found: dict[str, Any] = {}
+    for uneven in ("stop", "join", "error"):
+        torch.manual_seed(1)
+        module, trainer = Toy(), quiet(max_epochs=1, uneven=uneven)
+        with pytest.raises(DataError, match="1 of 2 ranks have no batch 2") if uneven == "error" else nullcontext():
+            trainer.fit(module, DataLoader(Uneven(), batch_size=2))
+        found[uneven] = (trainer.global_step, vector(module))
+    return found
+
+
+def joined_alone() -> Tensor:
+    """What `joined` means: the mean over the samples that there are."""
+    torch.manual_seed(1)
+    module = Toy()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x, y = samples(10).tensors
+    for rows in ([0, 1, 4, 5], [2, 3, 6, 7], [8, 9]):
+        optimizer.zero_grad()
+        module.loss((x[rows], y[rows])).backward()
+        optimizer.step()
+    return vector(module)
+
+
+@pytest.mark.dist
+def test_torch_s_options_train_the_same_weights() -> None:
+    first, second = run_ranks(with_options, 2, timeout_s=150.0)
+    for name, weights in first["same"].items():
+        if "static_graph" in OPTIONS[name]:  # the first window's gradients are averaged as they come
+            torch.testing.assert_close(weights, first["plain"], atol=1e-6, rtol=0, msg=name)
+        else:
+            assert torch.equal(weights, first["plain"]), name
+        assert torch.equal(weights, second["same"][name]), name
+    layer, _ = first["unused"]["found"]
+    for results, shared, own in ((first, 8.0, 8.0), (second, 9.0, 16.0)):  # before a step it is the first rank's
+        assert results["unused"]["found"] == results["unused"]["static"] == (layer, shared)
+        assert results["unused"]["own buffers"] == (layer, own)
+    assert [results["joined"]["stop"][0] for results in (first, second)] == [2, 2]
+    for results in (first, second):
+        steps, weights = results["joined"]["join"]
+        assert steps == 3
+        torch.testing.assert_close(weights, joined_alone(), atol=1e-6, rtol=0)
+
+
+def test_a_static_graph_is_refused_in_manual_optimization() -> None:
+    with pytest.raises(SettingError, match="static_graph=True needs one backward per step"):
+        connected(static_graph=True).setup(Accumulating(False), [])
+
+
+def test_steps_that_meet_cannot_be_joined() -> None:
+    strategy = DDPStrategy(zero_redundancy_optimizer=True)
+    with pytest.raises(UsageError, match=r"zero_redundancy_optimizer=True.*Give all ranks as many batches"):
+        strategy.join(DistributedDataParallel.__new__(DistributedDataParallel))

@@ -1,0 +1,133 @@
+"""Data parallelism in one process, over torch's DataParallel."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+from torch.optim import Optimizer
+
+from instep.errors import SettingError
+from instep.strategies.base import Strategy
+from instep.strategies.precision import Precision
+
+
+class _ClassForward(nn.Module):
+    """Calls the forward of a module's class, where the object's own is the one that comes here."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class DataParallelStrategy(Strategy):
+    """`nn.DataParallel`: one process cuts each batch over its GPUs, one thread each. Use `DDPStrategy` instead.
+
+    DDP is faster on one machine too: here the weights are copied to every GPU in each forward, all outputs come back to
+    the first one, and one Python interpreter serves all threads. It is offered for programs that must stay in one
+    process.
+
+    What is cut up is the forward of one module, by the first dimension of its arguments; the step around it sees the
+    whole batch, so that losses, `self.log` and metrics are those of a single device. Buffers that the forward changes
+    are kept from the first GPU's part. On a machine with one device, or none but the CPU, it trains on that, with a
+    warning.
+
+    Args:
+        device_ids: the GPUs; None for all visible ones. `Trainer(devices=1)` goes with either, since it counts
+            processes.
+        module: the name of the submodule whose forward is cut up, such as "net"; None for the module's own `forward`,
+            which `training_step` reaches as `self(...)`.
+
+    Raises:
+        SettingError: the devices are wrong. When training starts: there is no such submodule, or no forward.
+
+    Example:
+        >>> DataParallelStrategy(device_ids=[0, 1], module="net").name
+        'dp'
+    """
+
+    name = "dp"
+
+    def __init__(self, device_ids: Sequence[int] | None = None, module: str | None = None) -> None:
+        ids = None if device_ids is None else list(device_ids)
+        if ids is not None and (
+            not ids or len(set(ids)) < len(ids) or not all(type(it) is int and it >= 0 for it in ids)
+        ):
+            raise SettingError(
+                f"device_ids={device_ids!r} must be different numbers of GPUs, such as [0, 1]; None for all",
+                field="device_ids",
+                got=device_ids,
+            )
+        self.device_ids = ids
+        self.module_name = module
+        self._cut: nn.Module | None = None
+
+    def connect(self, device: torch.device, precision: Precision) -> None:
+        count = torch.cuda.device_count() if device.type == "cuda" else 0
+        ids = list(range(count)) if self.device_ids is None else self.device_ids
+        if ids and max(ids) >= count:
+            seen = f"{count} GPUs, numbered from 0" if device.type == "cuda" else f"no GPU: it trains on {device.type}"
+            raise SettingError(
+                f"device_ids={ids}: this process sees {seen}. Leave device_ids out for all there are.",
+                field="device_ids",
+                got=ids,
+            )
+        if ids and ids[0] != (device.index or 0):
+            raise SettingError(
+                f"device_ids={ids} must begin with {device.index or 0}, the GPU of this run (Trainer(devices=[N]) "
+                "chooses another).",
+                field="device_ids",
+                got=ids,
+            )
+        self._ids = ids
+        if len(ids) < 2:
+            warnings.warn(
+                f"strategy='dp' has one device here, {device}, and trains on that alone. Leave strategy out, or use "
+                "strategy='ddp' with devices=N",
+                stacklevel=2,
+            )
+        super().connect(device, precision)
+
+    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.teardown()
+        if self.module_name is None:
+            target = module
+            if type(target).forward is nn.Module.forward:
+                raise SettingError(
+                    f"strategy='dp' cuts up calls of self(...), and {type(module).__name__} has no forward. Define "
+                    "it, or name the submodule that training_step calls: DataParallelStrategy(module='net').",
+                    field="strategy",
+                    got="dp",
+                )
+        else:
+            try:
+                target = module.get_submodule(self.module_name)
+            except AttributeError as error:
+                names = ", ".join(name for name, _ in module.named_children())
+                raise SettingError(
+                    f"DataParallelStrategy(module={self.module_name!r}): {error}. {type(module).__name__} has {names}.",
+                    field="module",
+                    got=self.module_name,
+                ) from error
+        if len(self._ids) > 1:
+            self._cut = target
+            target.forward = partial(DataParallel(_ClassForward(target), self._ids))
+
+    def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        return DataParallel(module, self._ids) if len(self._ids) > 1 else module
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        return wrapped.module if isinstance(wrapped, DataParallel) else wrapped
+
+    def teardown(self) -> None:
+        if self._cut is not None:
+            del self._cut.forward
+        self._cut = None

@@ -1,0 +1,168 @@
+"""Local SGD under DDP: replicas take optimizer steps of their own, and their mean now and then."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from instep.distributed import all_reduce_, gather_object, reduce
+from instep.distributed.nested import map_leaves
+from instep.errors import SettingError
+from instep.state import read_environment
+from instep.strategies.comm_hooks import mean_of
+from instep.utils.optimizer_state import load_optimizer_state, optimizer_state
+
+
+@dataclass(frozen=True)
+class LocalSGDPlan:
+    """When replicas take their mean.
+
+    Args:
+        period: optimizer steps between two means of the weights.
+        warmup_steps: so many optimizer steps come first in which gradients are averaged over all ranks, as always.
+        within_node: whether, after that, gradients are still averaged over the ranks of each machine.
+
+    Raises:
+        SettingError: a value is wrong.
+    """
+
+    period: int = 8
+    warmup_steps: int = 0
+    within_node: bool = False
+
+    def __post_init__(self) -> None:
+        for field, least in (("period", 1), ("warmup_steps", 0)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise _wrong(field, value, f"a whole number of optimizer steps, at least {least}")
+        if not isinstance(self.within_node, bool):
+            raise _wrong("within_node", self.within_node, "True or False")
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> LocalSGDPlan:
+        """The plan that `DDPStrategy(comm_state=...)` describes."""
+        try:
+            return LocalSGDPlan(**state)
+        except TypeError as error:
+            raise SettingError(
+                f"comm_state={dict(state)!r} cannot be used: {error}. comm_hook='post_local_sgd' takes period, "
+                "warmup_steps and within_node.",
+                field="comm_state",
+                got=state,
+            ) from error
+
+
+class LocalSGD:
+    """The replicas of one module that are trained by a plan.
+
+    Args:
+        plan: when they meet.
+        module: this rank's replica.
+        optimizer: the one that steps it.
+    """
+
+    def __init__(self, plan: LocalSGDPlan, module: nn.Module, optimizer: Optimizer) -> None:
+        self.plan = plan
+        self.steps = 0
+        """Optimizer steps so far."""
+        self.drifted = False
+        """Whether replicas have stepped by themselves since the last mean."""
+        self._module, self._optimizer = module, optimizer
+        self._node = _node_group() if plan.within_node else None
+        self._handle = optimizer.register_step_post_hook(self._stepped)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the next step is each replica's own."""
+        return self.steps >= self.plan.warmup_steps
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """Let a DDP's gradients travel as far as the plan says."""
+
+        def travel(_, bucket):  # no annotations: torch compares them with its classes
+            if not self.apart or self._node is not None:
+                return mean_of(bucket.buffer(), self._node if self.apart else None)
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        ddp.register_comm_hook(None, travel)
+
+    def detach(self) -> None:
+        """Count no more steps."""
+        self._handle.remove()
+
+    def _stepped(self, *_: Any) -> None:
+        self.drifted = self.drifted or self.apart
+        self.steps += 1
+        if self.apart and (self.steps - self.plan.warmup_steps) % self.plan.period == 0:
+            self.unify()
+
+    @torch.no_grad()
+    def unify(self) -> None:
+        """Give every replica the mean of the weights and floating buffers; nothing where they are one. Collective."""
+        if self.drifted:
+            for tensor in (*self._module.parameters(), *self._module.buffers()):
+                if _differs(tensor):
+                    tensor.copy_(all_reduce_(tensor.detach().clone(memory_format=torch.contiguous_format), "mean"))
+        self.drifted = False
+
+    # ---- state
+
+    def mean(self, tree: Any) -> Any:
+        """A state with the mean of every floating tensor over the ranks. Collective."""
+        return map_leaves(lambda leaf: reduce(leaf) if isinstance(leaf, Tensor) and _differs(leaf) else leaf, tree)
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank alone knows: the count, and its replica where that goes its own way."""
+        if not self.apart:
+            return {"steps": self.steps}
+        return {
+            "steps": self.steps,
+            "drifted": self.drifted,
+            "module": self._module.state_dict(),
+            "optimizer": optimizer_state(self._module, self._optimizer),
+        }
+
+    def load_rank_state(self, state: Mapping[str, Any], own: bool) -> None:
+        """Take up what `rank_state` gave, after the mean was loaded.
+
+        Args:
+            state: this rank's, or the first one's.
+            own: whether it is this rank's; the first one's tells the count only.
+        """
+        self.steps = state["steps"]
+        if own and "module" in state:
+            self._module.load_state_dict(state["module"])
+            load_optimizer_state(self._module, self._optimizer, state["optimizer"])
+            self.drifted = state["drifted"]
+
+
+def _differs(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _node_group() -> Any:
+    """The ranks of this machine; a warning where they are all that there are."""
+    if read_environment().num_nodes == 1:
+        warnings.warn(
+            "comm_hook='post_local_sgd' with within_node=True averages gradients over the ranks of a machine in every "
+            "step, and all ranks of this run are on one: nothing is local. Set within_node=False",
+            stacklevel=5,
+        )
+    nodes = gather_object(read_environment().node_rank)
+    ranks = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]
+    return torch.distributed.new_subgroups_by_enumeration(ranks)[0]
+
+
+def _wrong(field: str, value: Any, expected: str) -> SettingError:
+    return SettingError(
+        f"comm_hook='post_local_sgd': comm_state[{field!r}]={value!r} must be {expected}", field=field, got=value
+    )

@@ -1,0 +1,193 @@
+"""ZeRO stage 1: each rank keeps the optimizer's state of a part of the parameters, steps those, and sends them round.
+
+The optimizer stays the user's object, with all parameters in its groups, so that schedulers, clipping and parameter
+names know nothing of it. In its step the other ranks' parameters have no gradient, which every torch optimizer leaves
+alone; the state is therefore made for this rank's parameters only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.distributed import control_group, gather_object
+from instep.distributed.nested import iter_leaves, map_leaves
+from instep.errors import SettingError
+from instep.state import PartialState
+from instep.strategies.base import whole
+from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
+
+_BUFFER_BYTES = 25 * 2**20  # as DDP sends the weights at its start
+
+
+class OptimizerShards:
+    """Optimizers whose steps are divided among the ranks.
+
+    Args:
+        optimizers: each treats every parameter by itself, as all of torch's but L-BFGS do. The state of other ranks'
+            parameters is dropped.
+
+    Raises:
+        SettingError: an optimizer cannot be divided.
+
+    Source:
+        Rajbhandari, Rasley, Ruwase, He: ZeRO, SC 2020 (https://arxiv.org/abs/1910.02054); torch's
+        ZeroRedundancyOptimizer divides parameters in the same way, the largest first.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            if type(optimizer).__name__ == "LBFGS" or is_torch_zero(optimizer):
+                raise SettingError(
+                    f"zero_redundancy_optimizer=True cannot divide {type(optimizer).__name__}: it "
+                    f"{'is divided already' if is_torch_zero(optimizer) else 'steps all parameters together'}. Leave "
+                    "the option out, or take another optimizer, such as AdamW.",
+                    field="zero_redundancy_optimizer",
+                    got=type(optimizer).__name__,
+                )
+        state = PartialState()
+        self._rank = state.process_index
+        self._loads = [0] * state.num_processes
+        self._owners: dict[Tensor, int] = {}
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._assign(p for optimizer in optimizers for p in _parameters(optimizer))
+        self._handles = []
+        for optimizer in optimizers:
+            for p in _parameters(optimizer):
+                if not self.owns(p):
+                    optimizer.state.pop(p, None)  # Adagrad makes its state at once
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this rank steps a parameter."""
+        return self._owners[parameter] == self._rank
+
+    def detach(self) -> None:
+        """Let the optimizers step everything again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _assign(self, parameters: Iterable[Tensor]) -> None:
+        """Give each new parameter to the rank with the least to do, the same one on all ranks."""
+        new = [p for p in parameters if p not in self._owners]
+        for p in sorted(new, key=lambda p: p.numel(), reverse=True):
+            owner = self._owners[p] = self._loads.index(min(self._loads))
+            self._loads[owner] += p.numel()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:  # it makes all gradients, and clips them, which must be over before any are hidden
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = (optimizer,), {**kwargs, "closure": lambda: loss}
+        parameters = _parameters(optimizer)
+        self._assign(parameters)  # groups may have been added
+        self._hidden = [(p, p.grad) for p in parameters if p.grad is not None and not self.owns(p)]
+        for p, _ in self._hidden:
+            p.grad = None
+        return args, kwargs
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for p, gradient in self._hidden:
+            p.grad = gradient
+        self._hidden = []
+        parts: list[list[Tensor]] = [[] for _ in self._loads]
+        for p in _parameters(optimizer):
+            if p.requires_grad:
+                parts[self._owners[p]].append(p.detach())
+        group = torch.distributed.distributed_c10d._get_default_group()
+        for owner, part in enumerate(parts):
+            if part:
+                torch.distributed._broadcast_coalesced(group, part, _BUFFER_BYTES, owner)
+
+
+def is_torch_zero(optimizer: Optimizer) -> bool:
+    """Whether it is torch's ZeroRedundancyOptimizer; without loading that."""
+    return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+
+
+def part_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """This rank's part of an optimizer's state: everything, but the state of its own parameters only."""
+    if not is_torch_zero(optimizer):
+        return optimizer_state(module, optimizer)
+    names = names_of(module, [optimizer])
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    shapes = {names[p]: list(p.shape) for p in _parameters(optimizer)}
+    return {**optimizer_state(module, _inner(optimizer)), "shapes": shapes, "groups": groups}
+
+
+def load_part(
+    module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool, shards: OptimizerShards | None
+) -> list[str]:
+    """Load this rank's part of a whole optimizer's state; the rest of it is not read.
+
+    Returns:
+        What was left out, as `Strategy.load_optimizer_state` does.
+    """
+    target = _inner(optimizer) if is_torch_zero(optimizer) else optimizer
+    names = names_of(module, [optimizer])
+    mine = {names[p] for p in _parameters(target) if shards is None or shards.owns(p)}
+    state = {name: value for name, value in tree["state"].items() if name in mine}
+    tree = {**tree, "state": state}
+    if target is not optimizer:
+        shapes = {name: shape for name, shape in tree["shapes"].items() if name in mine}
+        groups = [{**group, "params": [it for it in group["params"] if it in mine]} for group in tree["groups"]]
+        tree = {**tree, "shapes": shapes, "groups": groups}
+    left_out = load_optimizer_state(module, target, map_leaves(whole, tree), strict)
+    if target is not optimizer:
+        for own, loaded in zip(optimizer.param_groups, target.param_groups, strict=True):
+            own.update({key: value for key, value in loaded.items() if key != "params"})
+    return left_out
+
+
+def consolidate(tree: dict[str, Any]) -> dict[str, Any]:
+    """A whole optimizer's state on the first rank, in host memory, from every rank's part. Collective.
+
+    Returns:
+        On other ranks the tree as it was.
+    """
+    process, group = PartialState(), control_group()
+    layouts = gather_object(map_leaves(_without_data, tree["state"]))
+    state: dict[str, Any] = {}
+    for rank, layout in enumerate(layouts):
+        if rank == 0:
+            state |= tree["state"]
+        elif process.is_main_process:
+            state |= map_leaves(lambda leaf, rank=rank: _receive(leaf, rank, group), layout)
+        elif rank == process.process_index:
+            for _, leaf in iter_leaves(tree["state"]):
+                if isinstance(leaf, Tensor):
+                    torch.distributed.send(_bytes(leaf.detach().cpu().contiguous()), 0, group=group)
+    if not process.is_main_process:
+        return tree
+    return {**tree, "state": {name: state[name] for name in tree["shapes"] if name in state}}
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """The optimizer of this rank's part in torch's ZeroRedundancyOptimizer."""
+    return optimizer.optim  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _without_data(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
+
+
+def _receive(leaf: Any, rank: int, group: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+    torch.distributed.recv(_bytes(tensor), rank, group=group)
+    return tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
