@@ -49,6 +49,8 @@ class Strategy:
     """Whether it can run with more than one process."""
     sharded = False
     """Whether each rank writes its own part of weights and optimizer states; else the first one writes all of them."""
+    inference_mode = True
+    """Whether its modules can be evaluated in `torch.inference_mode`; else it is `no_grad`."""
 
     module: nn.Module
     precision: Precision

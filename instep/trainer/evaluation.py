@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ def evaluate(
 
     try:
         with (
-            torch.inference_mode() if trainer.settings.inference_mode and not fits else torch.no_grad(),
+            _no_gradients(run),
             run.triggers.inner() if fits else nullcontext(),
         ):
             if fits and stage != "sanity_check":
@@ -147,7 +147,7 @@ def predict(run: Session, sources: Sequence[BatchSource], keep: bool) -> list[An
     trainer.state.stage = progress.stage = "predict"
     results: list[list[Any]] = []
     try:
-        with torch.inference_mode() if trainer.settings.inference_mode else torch.no_grad():
+        with _no_gradients(run):
             module.on_predict_model_eval()
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
@@ -179,6 +179,11 @@ def predict(run: Session, sources: Sequence[BatchSource], keep: bool) -> list[An
 
 def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
     return [(submodule, submodule.training) for submodule in module.modules()]
+
+
+def _no_gradients(run: Session) -> AbstractContextManager[Any]:
+    infers = run.trainer.settings.inference_mode and run.strategy.inference_mode and run.fn != "fit"
+    return torch.inference_mode() if infers else torch.no_grad()
 
 
 def _agree_on_nothing(step: int) -> tuple[Trigger, ...]:
