@@ -70,9 +70,10 @@ class LogBook:
         stage: `train`, `validate`, `sanity_check`, `test`.
         world_size: processes that the epoch values are reduced over.
         num_loaders: with more than one, names get `/dataloader_idx_<i>`.
+        counts: whether this rank's values are part of what is reduced: of ranks with the same data, those of one are.
     """
 
-    def __init__(self, stage: str, world_size: int = 1, num_loaders: int = 1) -> None:
+    def __init__(self, stage: str, world_size: int = 1, num_loaders: int = 1, counts: bool = True) -> None:
         self.stage = stage
         self.buffer: list[Entry] = []
         self.batch: Any = None
@@ -80,6 +81,7 @@ class LogBook:
         """Samples of this batch on this rank: 0 for a replayed one, None when the batch must be asked."""
         self._world_size = world_size
         self._num_loaders = num_loaders
+        self._counts = counts
         self._dataloader_idx: int | None = None
         self._hook = ""
         self._slots: dict[tuple[str, int | None], dict[str, Slot]] = {}
@@ -271,6 +273,7 @@ class LogBook:
         metrics = {slot.step_name: value for slot, value in zip(fresh, floats[at:], strict=True)}
         if synced:
             mine = {slot.step_name: metrics[slot.step_name] for slot in fresh if slot.options.sync_dist}
+            mine = mine if self._counts else {}
             for name, values in _by_name(gather_object(mine)).items():
                 metrics[name] = sum(values) / len(values)
         self.step_values.update(metrics)
@@ -297,6 +300,7 @@ class LogBook:
             for slot in slots
             if slot.metric is None and slot.options.sync_dist is not False and not slot.options.rank_zero_only
         }
+        local = local if self._counts else {}
         everywhere = gather_object(local) if self._world_size > 1 else [local]
         shared = {name: merge(parts) for name, parts in _by_name(everywhere).items()}
         result: list[EpochMetric] = []
