@@ -163,6 +163,7 @@ def train(
     module: TinyGPT | None = None,
     callbacks: list[Callback] | None = None,
     ckpt_path: Any = None,
+    harmless: str = "",
     **settings: Any,
 ) -> Trained:
     """Train `TinyGPT` from seed 1 on `GLOBAL_BATCH` samples a step with gradients clipped at 1.0, then validate.
@@ -175,9 +176,12 @@ def train(
         module: instead of a fresh `TinyGPT`.
         callbacks: beside the recorder.
         ckpt_path: what the run starts from.
+        harmless: what the only warnings that are no error here begin with.
         settings: other arguments of the Trainer.
     """
     warnings.simplefilter("error")
+    if harmless:
+        warnings.filterwarnings("ignore", message=harmless)
     torch.manual_seed(1)
     module = TinyGPT() if module is None else module
     recorder = Recorder()
@@ -186,7 +190,6 @@ def train(
             "accelerator": "cpu",
             "strategy": strategy,
             "max_steps": steps,
-    harmless: str = "",
             "global_batch_size": GLOBAL_BATCH,
             "gradient_clip_val": 1.0,
             "logger": False,
@@ -199,9 +202,6 @@ def train(
     )
     trainer.fit(module, loader(batch_size=batch_size), loader(GLOBAL_BATCH, shuffle=False), ckpt_path=ckpt_path)
     metrics = trainer.callback_metrics
-        harmless: what the only warnings that are no error here begin with.
     return Trained(
         recorder.losses, recorder.norms, float(metrics.get("train_loss", "nan")), float(metrics.get("val_loss", "nan"))
     )
-    if harmless:
-        warnings.filterwarnings("ignore", message=harmless)
