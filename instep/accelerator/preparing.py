@@ -321,10 +321,10 @@ class Preparing(ProcessFacade):
             self._begin()
 
     def _separate_random_streams(self) -> None:
-        """Ranks draw different dropout masks; the first rank keeps the user's stream. As the Trainer does."""
+        """Ranks with other data draw other dropout masks; the first keeps the user's stream. As the Trainer does."""
         shared = self.seed  # a collective when first asked for
-        if self.process_index:
-            seed = derive_seed(shared, "rank", self.process_index)
+        if self._plain.data_rank:
+            seed = derive_seed(shared, "rank", self._plain.data_rank)
             if torch.initial_seed() != seed:
                 seed_process(seed)
 

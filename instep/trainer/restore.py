@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.distributed import gather_object
 from instep.errors import CheckpointError, CorruptCheckpointError, DataError, SettingError
 from instep.trainer.metric_states import load_metric_states, metric_objects
 from instep.trainer.position import Position
@@ -216,32 +217,61 @@ def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
     at = Position()
     at.load_state_dict(state["position"])
     name = f"rank-{run.rank:05d}"
-    own = reader.state(name) if reader.has(f"{name}.json") else None
-    same_world = state["world_size"] == run.world_size
+    own = reader.state(name) if reader.has_state(name) else None
+    same_world = all(gather_object(own is not None and _same_seat(run, state, own)))
     _resume_data(run, at, state, own if same_world else None, reader)
     run.position.load_state_dict(at.state_dict())  # not before all of it fits: the Trainer may fit something else next
     trainer.metrics.load_state_dict(state["metrics"])
+    if state["strategy"] == run.strategy.name:
+        of_rank = own if own is not None and same_world else reader.state("rank-00000")
+        run.strategy.load_rank_state(of_rank.get("strategy", {}), own=same_world)
     log = own["log"] if own is not None and same_world else []
-    if not same_world and run.rank == 0:  # the first rank takes over for all
-        log = merge_states([reader.state(f"rank-{rank:05d}")["log"] for rank in range(state["world_size"])])
-
+    if not same_world and run.strategy.counts and run.strategy.data_rank == 0:  # it takes over for all
+        log = merge_states([saved["log"] for saved in _every_rank(reader, state) if saved["counts"]])
     if own is not None and not same_world and own["metric_states"] and run.rank == 0:
         warnings.warn(
-            f"{reader.path} was saved in the middle of an epoch by {state['world_size']} processes, and this run has "
-            f"{run.world_size}. What these metric objects had counted is left out: {', '.join(own['metric_states'])}",
+            f"{reader.path} was saved in the middle of an epoch by {state['world_size']} processes"
+            f"{_layout(state, run)}. What these metric objects had counted is left out: "
+            f"{', '.join(own['metric_states'])}",
             stacklevel=2,
         )
+
+    rng = own["rng"] if own is not None and same_world else _rng_of(reader, state, run.strategy.data_rank)
 
     def last() -> None:
         run.book.load_state_dict(log, metric_objects(run.module))
         if own is not None and same_world:
             load_metric_states(run.module, own["metric_states"])
-        if own is not None:
-            set_rng_state(own["rng"])
+        if rng is not None:
+            set_rng_state(rng)
         else:
-            seed_process(derive_seed(trainer.seed, "rank", run.rank, "step", run.position.global_step))
+            part = run.strategy.data_rank
+            seed_process(derive_seed(trainer.seed, "rank", part, "step", run.position.global_step))
 
     return last
+
+
+def _same_seat(run: Session, state: dict[str, Any], own: dict[str, Any]) -> bool:
+    """Whether this rank reads what the one that saved `own` did."""
+    now = (run.world_size, run.strategy.data_world_size, run.strategy.data_rank, run.strategy.counts)
+    before = (state["world_size"], state["data_world_size"], own["data_rank"], own["counts"])
+    return now == before
+
+
+def _every_rank(reader: Reader, state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    return (reader.state(f"rank-{rank:05d}") for rank in range(state["world_size"]))
+
+
+def _rng_of(reader: Reader, state: dict[str, Any], part: int) -> dict[str, Any] | None:
+    """The random generators of a rank that read this part of the data; those of one part are alike."""
+    return next((own["rng"] for own in _every_rank(reader, state) if own["data_rank"] == part), None)
+
+
+def _layout(state: dict[str, Any], run: Session) -> str:
+    """How this run is spread otherwise, for texts."""
+    if state["world_size"] != run.world_size:
+        return f", and this run has {run.world_size}"
+    return f" of strategy={state['strategy']!r}, and this run's strategy={run.strategy.name!r} cuts the data otherwise"
 
 
 def _resume_data(
@@ -253,8 +283,7 @@ def _resume_data(
     if data is None:
         raise CheckpointError(
             f"{reader.path} was saved in the middle of an epoch by {state['world_size']} processes, each with its own "
-            f"place in the data, and this run has {run.world_size}. Resume with {state['world_size']} processes, or "
-            "from a checkpoint at an epoch's end.",
+            f"place in the data{_layout(state, run)}. Resume as it was saved, or from a checkpoint at an epoch's end.",
             path=reader.path,
         )
     if not at.epoch_ended:

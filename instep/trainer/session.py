@@ -280,7 +280,10 @@ class Session:
         if self.fn == "fit":
             trainer.run_folder.say_running(self)
         if is_overridden(module, "configure_model", ModuleHooks):
-            module.configure_model()
+            with self.strategy.model_context():
+                module.configure_model()
+        if self.settings.sync_batchnorm:
+            self.strategy.sync_batchnorm(module)
         self.strategy.place(module)
         if path is not None:
             load_weights(self, path, self.resumed)
@@ -377,9 +380,9 @@ class Session:
         self._separate_random_streams()
 
     def _separate_random_streams(self) -> None:
-        """Ranks draw different dropout masks and augmentations; the first rank keeps the user's stream."""
-        if self.rank:
-            seed = derive_seed(self.trainer.seed, "rank", self.rank)
+        """Ranks with other data draw other dropout masks and augmentations; the first keeps the user's stream."""
+        if self.strategy.data_rank:
+            seed = derive_seed(self.trainer.seed, "rank", self.strategy.data_rank)
             if torch.initial_seed() != seed:
                 seed_process(seed)
 

@@ -14,7 +14,7 @@ import torch
 
 from instep.callbacks.base import Callback
 from instep.data.base import UNEVEN
-from instep.errors import SettingError, one_of
+from instep.errors import SettingError
 from instep.loggers.base import Logger
 from instep.state.device import find_device_kind
 from instep.strategies import Strategy

@@ -56,6 +56,7 @@ class Snapshot:
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
             "world_size": run.world_size,
+            "data_world_size": run.strategy.data_world_size,
             "hyper_parameters": checkpoint.pop("hyper_parameters"),
             "hparams_name": checkpoint.pop("hparams_name"),
             "user": {key: value for key, value in checkpoint.items() if key not in VIEW},
@@ -86,7 +87,13 @@ class Snapshot:
             "datamodule": None if run.datamodule is None else run.datamodule.state_dict(),
             "metrics": trainer.metrics.state_dict(),
         }
-        self.own = {"rng": rng_state(), "metric_states": metric_states(run.module)}
+        self.own = {
+            "rng": rng_state(),
+            "metric_states": metric_states(run.module),
+            "strategy": run.strategy.rank_state(),
+            "data_rank": run.strategy.data_rank,
+            "counts": run.strategy.counts,
+        }
         source = getattr(run, "source", None)
         if source is not None:
             (self.own if source.rank_state else self.shared)["data"] = source.state_dict(run.position.window_batch)

@@ -144,7 +144,7 @@ def test_the_base_class_is_complete_for_one_device():
     with strategy.no_sync():
         strategy.backward(loss)
     strategy.clip_gradients(optimizer, 1e-3)
-    assert float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])) <= 1.001e-3
+    assert float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])) <= 1.001e-3
     before = module.layer.weight.detach().clone()
     strategy.optimizer_step(optimizer)
     assert not torch.equal(before, module.layer.weight)
