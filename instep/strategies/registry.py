@@ -26,6 +26,8 @@ _BUILT_IN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp_find_unused_parameters_false": ("ddp", "DDPStrategy", {"find_unused_parameters": False}),
     "dp": ("dp", "DataParallelStrategy", {}),
     "fsdp": ("fsdp", "FSDPStrategy", {}),
+    "tp": ("mesh", "MeshStrategy", {"tp": -1, "dp_shard": 1}),
+    "cp": ("mesh", "MeshStrategy", {"cp": -1, "dp_shard": 1}),
     "xla": ("xla", "XLAStrategy", {}),
     "xla_spmd": ("xla", "XLAStrategy", {"spmd": "data"}),
     "xla_fsdp": ("xla", "XLAStrategy", {"spmd": "fsdp"}),

@@ -1,0 +1,238 @@
+"""Context parallelism: each rank of a group has a part of every sequence, and attention sees all of it.
+
+Before an attention the ranks exchange parts of the sequence for heads, so that each computes some heads over the whole
+sequence; after it they exchange back. The result is that of one process, whatever mask there is, and so are the
+gradients. torch's own ring attention, for GPUs, keeps the heads together and passes keys and values round instead.
+
+Source: Jacobs et al., DeepSpeed Ulysses, 2023 (https://arxiv.org/abs/2309.14509); Liu, Zaharia, Abbeel: Ring Attention
+with Blockwise Transformers, 2023 (https://arxiv.org/abs/2310.01889), as built in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from instep.distributed.nested import map_leaves
+from instep.errors import DataError, HookError, SettingError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_active: ContextParallel | None = None  # of the step that this process runs
+
+
+def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
+    """Where in their sequence this rank's tokens stand: what a model with positions asks instead of `torch.arange`.
+
+    Args:
+        length: of the part of the sequence that the model was given.
+        device: where the result goes.
+
+    Returns:
+        int64 of shape (length,): 0 to length - 1 but in a step under context parallelism.
+
+    Example:
+        >>> sequence_positions(3)
+        tensor([0, 1, 2])
+    """
+    if _active is None:
+        return torch.arange(length, device=device)
+    return _active.part(torch.arange(length * _active.size, device=device), 0)
+
+
+class ContextParallel:
+    """Attention over sequences of which each rank has a part, by exchange of parts for heads.
+
+    Args:
+        mesh: 1-dim, of the ranks that share their sequences, in the order of the parts.
+    """
+
+    pieces_per_rank = 1
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self._calls = 0
+
+    # ---- the batch
+
+    def split(self, batch: Any, dims: int | Mapping[Any, int]) -> Any:
+        """This rank's part of a batch.
+
+        Args:
+            batch: nested tensors, alike on all ranks of the group.
+            dims: the dimension that is the sequence, of every tensor that has so many; or the dimension by key or
+                index of the batch, where only those are cut.
+        """
+        if not isinstance(dims, Mapping):
+            return map_leaves(
+                lambda leaf: self.part(leaf, dims) if isinstance(leaf, Tensor) and leaf.ndim > dims else leaf, batch
+            )
+        items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+        parts = {key: self.part(value, dims[key]) if key in dims else value for key, value in items}
+        return parts if isinstance(batch, Mapping) else tuple(parts.values())
+
+    def part(self, value: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor along a dimension."""
+        pieces = self.size * self.pieces_per_rank
+        if value.shape[dim] % pieces:
+            raise DataError(
+                f"cp={self.size}: a sequence of {value.shape[dim]} cannot be cut into {pieces} equal parts (dimension "
+                f"{dim} of a tensor of shape {tuple(value.shape)}). Pad the batches to a multiple of {pieces}; where "
+                "this is no sequence, let the module's sequence_dim name those that are: {key or index: dimension}."
+            )
+        cut = value.chunk(pieces, dim)
+        return torch.cat([cut[i] for i in self._mine()], dim)
+
+    def _mine(self) -> tuple[int, ...]:
+        """Which of the sequence's pieces this rank has."""
+        return (self.rank,)
+
+    # ---- the step
+
+    def step(self, step: Callable[..., Any], dims: int | Mapping[Any, int]) -> Callable[..., Any]:
+        """A step that gets this rank's part of the batch, and whose attention sees all of the sequence."""
+
+        def run(batch: Any, *args: Any) -> Any:
+            part, before = self.split(batch, dims), self._calls
+            with self.attention():
+                output = step(part, *args)
+            if self._calls == before:
+                raise HookError(
+                    f"cp={self.size}: the step did not call torch.nn.functional.scaled_dot_product_attention, so "
+                    "attention saw only this rank's part of the sequence. Let the model call it by that name (as "
+                    "F.scaled_dot_product_attention), or train with cp=1."
+                )
+            return output
+
+        return run
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Let attention see the whole sequence: in a step, and in a backward that computes parts of it again."""
+        global _active
+        if _active is not None:  # a backward within a step
+            yield
+            return
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layers would pass by
+        _active = self
+        try:
+            with self._patched():
+                yield
+        finally:
+            _active = None
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+    def _patched(self) -> AbstractContextManager[None]:
+        return self._counted(self._exchanged(F.scaled_dot_product_attention))
+
+    @contextmanager
+    def _counted(self, attend: Callable[..., Tensor]) -> Iterator[None]:
+        # By name in the module that it lives in: a torch function mode would cost every call of torch.
+        before = F.scaled_dot_product_attention
+
+        def counted(*args: Any, **kwargs: Any) -> Tensor:
+            self._calls += 1
+            return attend(*args, **kwargs)
+
+        F.scaled_dot_product_attention = counted  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = before
+
+    # ---- attention by exchange
+
+    def _exchanged(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def exchanged(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            heads = query.shape[-3] if query.ndim > 2 else 1
+            if heads % self.size:
+                raise SettingError(
+                    f"cp={self.size} does not divide the {heads} heads of an attention (query of shape "
+                    f"{tuple(query.shape)}, with the heads in the third dimension from the end). Choose a cp that "
+                    "divides them.",
+                    field="cp",
+                    got=self.size,
+                )
+            if enable_gqa and key.shape[-3] % self.size:  # too few to share out: one for each query head
+                key, value = (it.repeat_interleave(heads // it.shape[-3], -3) for it in (key, value))
+            mask = None if attn_mask is None else self._mask(attn_mask, query.shape[-2], key.shape[-2], heads)
+            if query.shape == key.shape == value.shape:  # one message instead of three
+                query, key, value = self._exchange(torch.stack((query, key, value)), -3, -2).unbind(0)
+            else:
+                query, key, value = (self._exchange(it, -3, -2) for it in (query, key, value))
+            options = {"enable_gqa": True} if enable_gqa and key.shape[-3] != query.shape[-3] else {}
+            output = attend(query, key, value, mask, dropout_p, is_causal, scale=scale, **options)
+            return self._exchange(output, -2, -3)
+
+        return exchanged
+
+    def _exchange(self, tensor: Tensor, scatter: int, gather: int) -> Tensor:
+        """Give each rank its part along one dimension, and get all ranks' parts along the other."""
+        # Late: only who cuts sequences pays for it.
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        parts = torch.stack(tensor.chunk(self.size, scatter))
+        ones = [1] * self.size
+        return torch.cat(all_to_all_single_autograd(parts, ones, ones, self.mesh.get_group()).unbind(0), gather)
+
+    def _mask(self, mask: Tensor, queries: int, keys: int, heads: int) -> Tensor:
+        """The mask of this rank's heads over the whole sequence."""
+        mask = torch.atleast_2d(mask)
+        rows, columns = mask.shape[-2:]
+        if rows == 1 and columns == keys:
+            mask = self._gather(mask, -1)
+        elif rows == queries and columns == keys * self.size and rows != 1:
+            mask = self._gather(mask, -2)
+        elif rows not in (1, queries * self.size) or columns not in (1, keys * self.size):
+            raise DataError(
+                f"cp={self.size}: an attn_mask of shape {tuple(mask.shape)} for this rank's {queries} queries and "
+                f"{keys} keys. Give it for all keys of the sequence, {keys * self.size} columns, and for all queries "
+                "or this rank's; or for this rank's keys with one row; or use is_causal=True."
+            )
+        return mask.chunk(self.size, -3)[self.rank] if mask.ndim > 2 and mask.shape[-3] == heads else mask
+
+    def _gather(self, tensor: Tensor, dim: int) -> Tensor:
+        from torch.distributed._functional_collectives import all_gather_tensor  # late, as above
+
+        moved = tensor.movedim(dim, 0).contiguous()
+        return all_gather_tensor(moved, 0, self.mesh.get_group()).movedim(0, dim)
+
+
+class RingAttention(ContextParallel):
+    """Attention over sequences of which each rank has a part, by torch's ring. Needs a GPU, and takes no mask.
+
+    Each rank has a piece from the front and one from the end of the sequence, so that a causal attention gives all of
+    them the same work.
+    """
+
+    pieces_per_rank = 2
+
+    def _mine(self) -> tuple[int, ...]:
+        return (self.rank, 2 * self.size - 1 - self.rank)
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        from torch.distributed.tensor.experimental import context_parallel  # late, as above
+
+        # torch cuts buffers up in place; the batch is cut already, so it gets one that stands for its length.
+        stand_in = torch.empty(2 * self.size, device=self.mesh.device_type)
+        ring = context_parallel(self.mesh, buffers=[stand_in], buffer_seq_dims=[0], no_restore_buffers={stand_in})
+        with ring, self._counted(F.scaled_dot_product_attention):
+            yield

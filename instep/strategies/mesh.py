@@ -1,0 +1,220 @@
+"""Several kinds of parallelism at once, each along its dimension of a mesh of processes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from instep.distributed.nested import map_leaves
+from instep.errors import HookError, SettingError, one_of
+from instep.state import PartialState
+from instep.strategies import tensor_parallel
+from instep.strategies.context_parallel import ContextParallel, RingAttention
+from instep.strategies.fsdp import FSDPStrategy
+
+_ATTENTION = {"all_to_all": ContextParallel, "ring": RingAttention}
+
+
+class MeshStrategy(FSDPStrategy):
+    """Tensor, context and pipeline parallelism and sharded data parallelism, in any product.
+
+    Processes are numbered with `tp` innermost, then `cp`, `dp_shard`, `dp_replicate` and `pp`, so that those that talk
+    most are neighbours. Every size is a number of processes; one of them may be -1, which takes what is left.
+
+    Args:
+        dp_replicate: copies of the weights, each reading its own part of the data.
+        dp_shard: processes that read their own parts of the data and share the weights out among them, as FSDP does.
+        tp: processes that share each layer's computation, as the module's `parallelize(mesh)` or the plan of its
+            transformers model says.
+        cp: processes that share each sequence. The module's `sequence_dim` says what is cut; attention must be
+            `F.scaled_dot_product_attention`; a model with positions asks `sequence_positions`.
+        pp: processes that each have a part of the layers.
+        loss_parallel: compute the cross-entropy of logits whose classes are spread over the tp processes (a head with
+            `ColwiseParallel(use_local_output=False)`) without gathering them.
+        cp_attention: "all_to_all", exact for every attention, where cp divides the heads; or "ring", torch's own, on
+            GPUs only and without masks, where it does not.
+        **fsdp_options: other arguments of `FSDPStrategy`.
+
+    Raises:
+        SettingError: a size is not a number of processes, or several are -1. When training starts: the sizes do not
+            multiply to the number of processes, or do not divide what they cut.
+
+    Example:
+        >>> MeshStrategy(dp_shard=2, tp=2).name
+        'mesh'
+    """
+
+    name = "mesh"
+
+    def __init__(
+        self,
+        *,
+        dp_replicate: int = 1,
+        dp_shard: int = -1,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        loss_parallel: bool = False,
+        cp_attention: str = "all_to_all",
+        **fsdp_options: Any,
+    ) -> None:
+        self._wanted = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+        for field, size in self._wanted.items():
+            if type(size) is not int or (size < 1 and size != -1):
+                raise SettingError(
+                    f"{field}={size!r} must be a number of processes, from 1, or -1 for what is left",
+                    field=field,
+                    got=size,
+                )
+        rest = [field for field, size in self._wanted.items() if size == -1]
+        if len(rest) > 1:
+            raise SettingError(
+                f"{' and '.join(rest)} are all -1: only one can take what is left", field=rest[1], got=-1
+            )
+        if cp_attention not in _ATTENTION:
+            raise one_of("cp_attention", cp_attention, _ATTENTION)
+        if loss_parallel and tp == 1:
+            raise SettingError("loss_parallel=True needs tp, over whose processes the classes are spread", field="tp")
+        super().__init__(dp_replicate=max(dp_replicate, 1), **fsdp_options)
+        self.loss_parallel = loss_parallel
+        self.cp_attention = cp_attention
+        self._context: ContextParallel | None = None
+        self._stack = ExitStack()
+
+    # ---- life
+
+    def check_world_size(self, world_size: int) -> None:
+        self.sizes = self._sizes(world_size)
+        """Processes along each dimension."""
+        self.dp_replicate = self.sizes["dp_replicate"]
+
+    def _sizes(self, world_size: int) -> dict[str, int]:
+        given = {field: size for field, size in self._wanted.items() if size != -1}
+        product = math.prod(given.values())
+        left, over = divmod(world_size, product)
+        if over or (left > 1 and len(given) == len(self._wanted)):
+            asked = ", ".join(f"{field}={size}" for field, size in self._wanted.items() if size != 1)
+            raise SettingError(
+                f"MeshStrategy({asked or 'dp_shard=1'}) is for {'a multiple of ' if over and len(given) < 5 else ''}"
+                f"{product} processes, and this run has {world_size}. Start as many, or let one size be -1 for what is "
+                "left.",
+                field="strategy",
+                got=world_size,
+            )
+        return {field: left if size == -1 else size for field, size in self._wanted.items()}
+
+    def make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
+        """The mesh that weights lie on: of the dimensions with more than one process, and `dp_shard`. Collective.
+
+        Processes that share a sequence hold different parts of the weights too: to the mesh they are `dp_shard` ones.
+        """
+        own = self.sizes
+        if own["cp"] > 1:
+            others = PartialState().num_processes // own["cp"] // own["tp"]
+            sequences = super().make_mesh({"others": others, "cp": own["cp"], "tp": own["tp"]})
+            self._context = _ATTENTION[self.cp_attention](sequences["cp"])
+        sizes = {**own, "dp_shard": own["dp_shard"] * own["cp"], "cp": 1}
+        return super().make_mesh({it: size for it, size in sizes.items() if size > 1 or it == "dp_shard"})
+
+    def connect(self, device: torch.device, precision: Any) -> None:
+        if self.cp_attention == "ring" and self.sizes["cp"] > 1 and device.type != "cuda":
+            raise SettingError(
+                f"cp_attention='ring' has no kernels on device {device}. Use cp_attention='all_to_all'.",
+                field="cp_attention",
+                got="ring",
+            )
+        super().connect(device, precision)
+
+    def place(self, module: nn.Module) -> None:
+        if self._context is not None:
+            if getattr(module, "sequence_dim", None) is None:
+                raise HookError(
+                    f"cp={self.sizes['cp']} cuts sequences, and {type(module).__name__} does not say where they are: "
+                    "set its attribute sequence_dim to the dimension of the batch's tensors that is the sequence (1 "
+                    "for (batch, length)), or to {key or index in the batch: dimension}."
+                )
+            if self.cp_attention == "all_to_all":
+                tensor_parallel.check_heads(module, self.sizes["cp"] * self.sizes["tp"], "cp", key_heads=False)
+        super().place(module)
+        if self.sizes["tp"] > 1:
+            # The output of a cut layer is a view of what torch gathered; FSDP warns of what a user could do to it.
+            self._stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+        if self.loss_parallel:
+            from torch.distributed.tensor.parallel import loss_parallel  # late: only who cuts tensors pays for it
+
+            # Its switches are torch's own, for the whole process; a backward needs them as the step does.
+            self._stack.enter_context(loss_parallel())
+
+    def parallelize(self, module: nn.Module) -> None:
+        if self.sizes["tp"] > 1:
+            self.share_weights(module)  # while every rank has all of them
+            tensor_parallel.cut(module, self.mesh)
+
+    def shard(self, module: nn.Module) -> None:
+        super().shard(module)
+        if self.dp_mesh.size() == 1:
+            module.to(self.device)
+
+    def _fully_shard(self, module: nn.Module, root: bool) -> None:
+        if self.dp_mesh.size() > 1 or self.mp_policy is not None or self.cpu_offload:
+            super()._fully_shard(module, root)
+
+    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().setup(module, optimizers)
+        for optimizer in optimizers if self.sizes["tp"] > 1 else ():
+            tensor_parallel.BeforeStep(module, optimizer, self.mesh["tp"])
+
+    def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        for field in ("cp", "pp"):
+            if self.sizes[field] > 1:
+                raise SettingError(
+                    f"{field}={self.sizes[field]} needs the Trainer, whose steps it takes apart; a loop of your own "
+                    "has tp, dp_shard and dp_replicate.",
+                    field=field,
+                    got=self.sizes[field],
+                )
+        return super().wrap(module, optimizers)
+
+    def teardown(self) -> None:
+        self._stack.close()
+        super().teardown()
+
+    # ---- the step
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        step = super().step_function(name)
+        if self._context is not None and name != "predict_step":  # which may generate: it gets whole sequences
+            step = self._context.step(step, self.module.sequence_dim)  # type: ignore[arg-type]
+        if self.sizes["tp"] == 1:
+            return step
+        return lambda *args: map_leaves(tensor_parallel.plain, step(*args))
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._context is None:
+            super().backward(loss, *args, **kwargs)
+            return
+        with self._context.attention():  # activation checkpoints compute attention again
+            super().backward(loss, *args, **kwargs)
+
+    # ---- data parallelism
+
+    @property
+    def data_rank(self) -> int:
+        return PartialState().process_index // (self.sizes["cp"] * self.sizes["tp"]) % self.data_world_size
+
+    @property
+    def data_world_size(self) -> int:
+        return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
+
+    @property
+    def counts(self) -> bool:
+        return PartialState().process_index % self.sizes["tp"] == 0

@@ -1,0 +1,274 @@
+"""Tensor parallelism: a module's plan applied, and what torch leaves unchecked checked.
+
+torch cuts a parameter wherever the plan says so: unevenly, in the middle of a head, or one of two tied ones. Each of
+these trains another model without a word, so each is an error here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.errors import HookError, SettingError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+
+
+def check_heads(module: nn.Module, size: int, field: str, key_heads: bool) -> None:
+    """Refuse a number of ranks among which a module's attention heads cannot be shared out evenly.
+
+    Args:
+        module: the heads are what its parts, or their `config`, call by one of the usual names, such as `num_heads`.
+        size: the number of ranks.
+        field: the setting to blame.
+        key_heads: whether the heads of keys and values, where they are fewer, are shared out too.
+    """
+    for name, part in module.named_modules():
+        for owner in (part, getattr(part, "config", None)):
+            for attribute in (*_HEADS, *(_KEY_HEADS if key_heads else ())):
+                heads = getattr(owner, attribute, None)
+                if type(heads) is int and heads % size:
+                    raise SettingError(
+                        f"{field}: {size} ranks cannot share out {attribute}={heads} of "
+                        f"{name or type(module).__name__} evenly. Choose a number that divides it.",
+                        field=field,
+                        got=size,
+                    )
+
+
+def cut(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut a module up over the "tp" dimension of a mesh, in place. Collective.
+
+    Args:
+        module: with a method `parallelize(mesh)` that cuts it up or returns a plan, or with parts from transformers
+            that bring a plan.
+        mesh: with a dimension "tp".
+
+    Raises:
+        SettingError: the number of ranks does not divide heads or a dimension that is cut.
+        HookError: there is no plan, or the plan fits no part, or cuts only one of two tied parameters.
+    """
+    if _cuts(module):
+        return  # by an earlier run, or by its own configure_model
+    size = mesh["tp"].size()
+    check_heads(module, size, "tp", key_heads=True)
+    tied = _tied(module)
+    hook: Any = getattr(module, "parallelize", None)
+    plan = None if hook is None else hook(mesh)
+    if plan is not None:
+        apply_plan(module, mesh["tp"], plan)
+    elif not _cuts(module):
+        outermost = ""
+        for name, part in list(module.named_modules()):
+            if not (outermost and name.startswith(outermost)) and _apply_own_plan(part, mesh["tp"]):
+                outermost = f"{name}."
+    if not _cuts(module):
+        raise HookError(
+            f"tp={size} needs a plan of what to cut, and {type(module).__name__} has none: give it a method "
+            "parallelize(self, mesh) that returns one, {'layers.*.up': ColwiseParallel(), ...} with the styles of "
+            "torch.distributed.tensor.parallel, or that calls parallelize_module(..., mesh['tp'], ...) itself."
+        )
+    for names in tied:
+        _tie_again(module, names)
+    _check_even(module, size)
+
+
+def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
+    """Apply styles by the names of submodules, in which `*` stands for any one part.
+
+    Args:
+        module: changed in place.
+        mesh: 1-dim.
+        plan: name -> style.
+
+    Raises:
+        HookError: a name fits no submodule; torch would warn and go on.
+    """
+    from torch.distributed.tensor.parallel import parallelize_module  # late: only who cuts tensors pays for it
+
+    names = [name.split(".") for name, _ in module.named_modules()]
+    for pattern in plan:
+        wanted = pattern.split(".")
+        if not any(len(it) == len(wanted) and all(map(fnmatch, it, wanted)) for it in names):
+            raise HookError(
+                f"the plan of {type(module).__name__} for tensor parallelism names {pattern!r}, and it has no such "
+                f"submodule. It has {', '.join('.'.join(it) for it in names[1:9])} and so on; * stands for one part."
+            )
+    parallelize_module(module, mesh, dict(plan))
+
+
+def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:
+    """The plan that a transformers model brings, by the names of its styles; whether it is one."""
+    names: Mapping[str, str] | None = getattr(part, "_tp_plan", None)
+    if not isinstance(names, Mapping) or not names or not hasattr(part, "config"):
+        return False
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    styles: dict[str, Any] = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=0, use_local_output=True),
+    }
+    apart = [
+        name
+        for group in _tied(part)
+        if not all(any(fnmatch(name.rpartition(".")[0], pattern) for pattern in names) for name in group)
+        for name in group
+    ]
+    plan: dict[str, Any] = {}
+    for pattern, style in names.items():
+        if any(fnmatch(name.rpartition(".")[0], pattern) for name in apart):
+            continue  # a head tied to an embedding that the plan leaves whole stays whole too
+        if style not in styles:
+            raise HookError(
+                f"the plan of {type(part).__name__} has the style {style!r} for {pattern}, which is none of "
+                f"{', '.join(styles)}. Write the plan in a method parallelize(self, mesh) of the TrainModule."
+            )
+        plan[pattern] = styles[style]()
+    apply_plan(part, mesh, plan)
+    return True
+
+
+class BeforeStep:
+    """What the gradients of a module that is cut up need before an optimizer uses them.
+
+    Args:
+        module: cut up.
+        optimizer: over its parameters.
+        mesh: 1-dim, of the ranks that the module is cut up over.
+
+    Raises:
+        SettingError: the optimizer was told to step together what torch cannot.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        parameters = [it for group in optimizer.param_groups for it in group["params"]]
+        (tp,) = mesh.mesh_dim_names or ("",)
+        self._cut = [it for it in parameters if tp in _dims(it)]
+        whole = {it for it in parameters if tp not in _dims(it)}
+        self._unproven = {name: it for name, it in module.named_parameters() if it in whole}
+        mixed = [group for group in optimizer.param_groups if len(set(map(_dims, group["params"]))) > 1]
+        for option in ("foreach", "fused"):
+            if any(group.get(option) for group in mixed):
+                raise SettingError(
+                    f"{type(optimizer).__name__}({option}=True) steps all parameters together, which torch cannot do "
+                    "where some are cut up by tp and some are not. Leave it out, or put these into parameter groups "
+                    "of their own.",
+                    field=option,
+                    got=True,
+                )
+        self._mixed = [group for group in mixed if "foreach" in group and group["foreach"] is None]
+        optimizer.register_step_pre_hook(self._before)
+        if self._mixed:
+            optimizer.register_step_post_hook(self._after)
+
+    def _before(self, *_: Any) -> None:
+        for parameter in self._cut:
+            gradient: Any = parameter.grad
+            if gradient is not None and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+                # Sequence parallelism leaves each rank with the gradients of its part of the sequence.
+                parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        for group in self._mixed:
+            group["foreach"] = False  # on a GPU torch would choose otherwise; taken back, so that no checkpoint has it
+        if self._unproven:
+            self._compare()
+
+    def _after(self, *_: Any) -> None:
+        for group in self._mixed:
+            group["foreach"] = None
+
+    def _compare(self) -> None:
+        """Once: what is not cut must have the same gradient on all ranks, or the copies drift apart."""
+        unproven, self._unproven = self._unproven, {}
+        known = {name: it for name, it in unproven.items() if it.grad is not None}
+        differ: list[Tensor] = []
+        for parameter in known.values():
+            gradient: Any = parameter.grad
+            here = getattr(gradient, "_local_tensor", gradient).detach().float()
+            everywhere = here.clone()
+            dist.all_reduce(everywhere, group=self._mesh.get_group())
+            off = (everywhere / self._mesh.size() - here).abs().sum() > 0.05 * here.abs().sum()
+            differ.append(off.float().reshape(1))
+        if not differ:
+            return
+        flags = torch.cat(differ)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._mesh.get_group())
+        names = [name for name, flag in zip(known, flags.tolist(), strict=True) if flag]
+        if names:
+            raise HookError(
+                f"{', '.join(names[:5])}: the gradient differs between the ranks of tp, so what the parameter is used "
+                "on is cut up, and the plan leaves it whole. Give its module a style in the plan: SequenceParallel("
+                "sequence_dim=0, use_local_output=True) sums the gradients of a norm of each head, for instance."
+            )
+
+
+def _dims(parameter: Tensor) -> tuple[str, ...]:
+    """The dimensions of the mesh that a parameter lies on; none for a plain one."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return () if mesh is None else tuple(mesh.mesh_dim_names or ())
+
+
+def plain(value: Any) -> Any:
+    """A tensor that is cut up, put together on every rank; anything else as it is."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _cuts(module: nn.Module) -> bool:
+    return any(hasattr(parameter, "placements") for parameter in module.parameters())
+
+
+def _tied(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    groups: dict[Tensor, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(parameter, []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _tie_again(module: nn.Module, names: list[str]) -> None:
+    """A plan makes each of several tied parameters anew: make them one again."""
+    parameters = [module.get_parameter(name) for name in names]
+    layouts = [getattr(it, "placements", None) for it in parameters]
+    if len(set(layouts)) > 1:
+        listed = ", ".join(f"{name} {_said(layout)}" for name, layout in zip(names, layouts, strict=True))
+        raise HookError(
+            f"the plan of {type(module).__name__} for tensor parallelism cuts a tied parameter in several ways: "
+            f"{listed}. Cut all in the same dimension (RowwiseParallel() of an embedding goes with ColwiseParallel() "
+            "of the head that it is tied to), or leave all of them whole."
+        )
+    for name in names[1:]:
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, parameters[0])
+
+
+def _said(layout: Any) -> str:
+    return "is left whole" if layout is None else f"as {layout[0]}"
+
+
+def _check_even(module: nn.Module, size: int) -> None:
+    for name, parameter in module.named_parameters():
+        for placement in getattr(parameter, "placements", ()):
+            dim = getattr(placement, "dim", None)
+            if dim is not None and parameter.shape[dim] % size:
+                raise SettingError(
+                    f"tp={size} does not divide dimension {dim} of {name}, of shape {tuple(parameter.shape)}, which "
+                    "the plan cuts. Choose a number that divides it, or take it out of the plan.",
+                    field="tp",
+                    got=size,
+                )
