@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback
 from instep.strategies import Strategy
+from instep.strategies.context_parallel import sequence_positions
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 128, 32, 64, 4, 4
 GLOBAL_BATCH, STEPS = 16, 20
@@ -75,28 +76,50 @@ class TinyGPT(TrainModule):
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.05)
 
-    def positions(self, tokens: Tensor) -> Tensor:
-        """Where in the text this rank's tokens stand, shape (length,)."""
-        return torch.arange(tokens.shape[1], device=tokens.device)
+    sequence_dim = 1
+
+    def parallelize(self, mesh: Any) -> dict[str, Any]:
+        """Heads and the feed-forward net are shared out, and the vocabulary, of which the logits are gathered."""
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return {
+            "embedding": RowwiseParallel(input_layouts=Replicate()),
+            **{f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")},
+            **{f"blocks.*.{name}": RowwiseParallel() for name in ("out", "down")},
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of each next token, (batch, length, vocabulary), of tokens as int64, (batch, length)."""
-        x = self.embedding(tokens) + self.position(self.positions(tokens))
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.logits(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """From (batch, length) to (batch, length, width)."""
+        return self.embedding(tokens) + self.position(sequence_positions(tokens.shape[1], tokens.device))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """From (batch, length, width) to (batch, length, vocabulary)."""
         return self.head(self.norm(x))
 
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of the next token."""
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    def pipeline_stages(self) -> list[Any]:
+        """The parts of `forward`."""
+        return [(self.embed, self.embedding, self.position), *self.blocks, (self.logits, self.norm, self.head)]
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean cross-entropy of the next token, of logits."""
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(self(batch[0]), batch[1])
+        loss = self.pipeline_loss(self(batch[0]), batch[1])
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(self(batch[0]), batch[1]))
+        self.log("val_loss", self.pipeline_loss(self(batch[0]), batch[1]))
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch[0]).argmax(-1)
