@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ from instep.strategies.wrapping import (
     untie,
 )
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
+
+_placed: WeakSet[nn.Module] = WeakSet()  # what was cut up stays so
 
 
 class FSDPStrategy(Strategy):
@@ -175,10 +178,11 @@ class FSDPStrategy(Strategy):
     def place(self, module: nn.Module) -> None:
         self.module = module
         self._without_values.clear()
-        if not isinstance(module, FSDPModule):
+        if module not in _placed:  # by an earlier run
             self.precision.convert_module(module)
             self.parallelize(module)
             self.shard(module)
+            _placed.add(module)
         self._sharded = [it for it in module.modules() if isinstance(it, FSDPModule)]
 
     def parallelize(self, module: nn.Module) -> None:
@@ -206,7 +210,7 @@ class FSDPStrategy(Strategy):
                 self.share_weights(it)
                 if self.compile is not None and name:
                     compile_forward(it, self.compile)
-                self._fully_shard(it, root=not name)
+                self._fully_shard(it, root=not name, alone=alone)
 
         visit(module, "")
         self._without_values |= maker.without_values
@@ -266,13 +270,16 @@ class FSDPStrategy(Strategy):
             )
         return set(units.values())
 
-    def _fully_shard(self, module: nn.Module, root: bool) -> None:
+    def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
         reshard = self.reshard_after_forward
+        if root and reshard is not False:
+            reshard = None  # a step enters the root's forward once more: its weights must outlast that one
+        elif alone and reshard is None:
+            reshard = True  # not only in a backward, which may not come: `generator(noise).detach()`
         fully_shard(
             module,
             mesh=self.dp_mesh,
-            # A step enters the root's forward once more: its weights must outlast that one.
-            reshard_after_forward=(False if reshard is False else None) if root else reshard,
+            reshard_after_forward=reshard,
             mp_policy=self._dtypes(root),
             offload_policy=CPUOffloadPolicy(self.device.type != "cpu") if self.cpu_offload else OffloadPolicy(),
         )
