@@ -133,7 +133,7 @@ class DDPStrategy(Strategy):
             self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
         if gradient_as_bucket_view:
             self.ddp_options["gradient_as_bucket_view"] = True
-        if not broadcast_buffers or self.local_sgd_plan is not None:
+        if not broadcast_buffers:
             # Newer torch has another name for it, and warns of the old one.
             new, old = "forward_sync_buffers", "broadcast_buffers"
             self.ddp_options[new if new in _TORCH_OPTIONS else old] = False

@@ -94,6 +94,8 @@ class LocalSGD:
             return future
 
         ddp.register_comm_hook(None, travel)
+        self._ddp = ddp
+        self._part()
 
     def detach(self) -> None:
         """Count no more steps."""
@@ -102,8 +104,16 @@ class LocalSGD:
     def _stepped(self, *_: Any) -> None:
         self.drifted = self.drifted or self.apart
         self.steps += 1
+        self._part()
         if self.apart and (self.steps - self.plan.warmup_steps) % self.plan.period == 0:
             self.unify()
+
+    def _part(self) -> None:
+        """Leave each replica its own buffers once it goes its own way."""
+        if self.apart:
+            for name in ("forward_sync_buffers", "broadcast_buffers"):  # newer and older torch
+                if hasattr(self._ddp, name):
+                    setattr(self._ddp, name, False)
 
     @torch.no_grad()
     def unify(self) -> None:
@@ -139,6 +149,7 @@ class LocalSGD:
             own: whether it is this rank's; the first one's tells the count only.
         """
         self.steps = state["steps"]
+        self._part()
         if own and "module" in state:
             self._module.load_state_dict(state["module"])
             load_optimizer_state(self._module, self._optimizer, state["optimizer"])

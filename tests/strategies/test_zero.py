@@ -1,0 +1,172 @@
+"""DDP with an optimizer whose state is divided among the ranks; the weights must have plain DDP's bits."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep import TrainModule
+from instep.callbacks import ModelCheckpoint
+from instep.checkpoint import CheckpointStore
+from instep.errors import SettingError
+from instep.strategies import DDPStrategy
+from instep.strategies.zero import OptimizerShards
+from instep.utils.optimizer_state import names_of
+from tests.helpers.spawn import run_ranks
+from tests.trainer.toys import Toy, loader, quiet
+
+STEPS = 6
+
+
+class Net(Toy):
+    """Two parameter groups, tied weights, a warm-up; `kind` names the optimizer."""
+
+    kind = "adamw"
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.layer[2].bias = self.layer[0].bias  # type: ignore[assignment]
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 0.1}]
+        optimizer: Optimizer
+        if self.kind == "torch's":
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # late, as in a user's script
+
+            optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.05)
+        elif self.kind == "adagrad":
+            optimizer = torch.optim.Adagrad(groups, lr=0.05)
+        else:
+            optimizer = torch.optim.AdamW(groups, lr=0.05)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class OwnStep(Net):
+    """Its step runs the closure within the optimizer's."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+def net(kind: str) -> Net:
+    module = Net()
+    module.kind = kind
+    return module
+
+
+def vector(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def fit(strategy: Any, steps: int = STEPS, module: TrainModule | None = None, **more: Any) -> Any:
+    """The trainer and the weights after `steps` steps of 8 samples, clipped, in windows of 2 micro-batches."""
+    module = Net() if module is None else module
+    resumed = {name: more.pop(name) for name in ("ckpt_path",) if name in more}
+    trainer = quiet(max_steps=steps, strategy=strategy, gradient_clip_val=0.5, global_batch_size=8, **more)
+    trainer.fit(module, loader(48, 2), **resumed)
+    return trainer, vector(module)
+
+
+def saved(folder: Path, name: str, strategy: Any, kind: str = "adamw") -> str:
+    """A checkpoint after 3 steps."""
+    saver = ModelCheckpoint(dirpath=folder / name, every_n_train_steps=3, save_top_k=-1)
+    fit(strategy, 3, net(kind), callbacks=[saver], enable_checkpointing=True)
+    return saver.last_model_path
+
+
+def zero(**options: Any) -> DDPStrategy:
+    return DDPStrategy(zero_redundancy_optimizer=True, **options)
+
+
+KINDS: dict[str, tuple[Any, str]] = {
+    "plain": (DDPStrategy, "adamw"),
+    "sharded": (zero, "adamw"),
+    "consolidated": (lambda: zero(consolidate_optimizer=True), "adamw"),
+    "torch's": (DDPStrategy, "torch's"),
+}
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, module in {"adamw": Net(), "own step": OwnStep(), "adagrad": net("adagrad")}.items():
+        alike = type(module)()
+        alike.kind = module.kind
+        plain = fit("ddp", module=alike)[1]
+        trainer, weights = fit(zero(), module=module)
+        names = names_of(module)
+        found[name] = (torch.equal(weights, plain), sorted(names[p] for p in trainer.optimizers[0].state))
+    found["straight"] = fit("ddp")[1]
+    found["torch's"] = torch.equal(fit("ddp", module=net("torch's"))[1], found["straight"])
+    paths = {name: saved(folder, name, make(), kind) for name, (make, kind) in KINDS.items()}
+    found["paths"] = paths
+    found["resumed"] = {
+        f"{writer} -> {reader}": fit(make(), module=net(kind), ckpt_path=paths[writer])[1]
+        for writer in paths
+        for reader, (make, kind) in KINDS.items()
+    }
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(everything, 2, tmp_path_factory.mktemp("zero"), timeout_s=170.0)
+
+
+@pytest.mark.dist
+def test_each_rank_has_a_part_of_the_state_and_the_weights_of_ddp(ranks: list[dict[str, Any]]) -> None:
+    names = {name for name, _ in Net().named_parameters()}
+    for case in ("adamw", "own step", "adagrad"):
+        (same, mine), (also, yours) = (rank[case] for rank in ranks)
+        assert same, case
+        assert also, case
+        assert not set(mine) & set(yours), case
+        assert set(mine) | set(yours) == names, case
+        assert mine, case
+    assert all(rank["torch's"] for rank in ranks)
+
+
+@pytest.mark.dist
+def test_any_of_its_checkpoints_is_taken_up_by_any_other(ranks: list[dict[str, Any]]) -> None:
+    straight = ranks[0]["straight"]
+    assert len(ranks[0]["resumed"]) == 16
+    for rank in ranks:
+        for name, weights in rank["resumed"].items():
+            assert torch.equal(weights, straight), name
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:.*has the state of callbacks")  # who goes on saves nothing
+def test_its_checkpoints_hold_the_same_and_one_process_goes_on(ranks: list[dict[str, Any]]) -> None:
+    straight, paths = ranks[0]["straight"], ranks[0]["paths"]
+    files = {name: sorted(p.name for p in Path(path).glob("*.safetensors")) for name, path in paths.items()}
+    assert "optimizer-00001-of-00002.safetensors" in files["sharded"]
+    assert files["consolidated"] == files["plain"] == files["torch's"]
+    states = {name: CheckpointStore(Path(it).parent).read(Path(it)).state("optimizer")[0] for name, it in paths.items()}
+    for name, other in combinations(states, 2):
+        assert states[name]["optimizer"] == states[other]["optimizer"] == "AdamW"
+        assert [group["params"] for group in states[name]["groups"]] == [it["params"] for it in states[other]["groups"]]
+        assert states[name]["state"].keys() == states[other]["state"].keys()
+        for parameter, values in states[name]["state"].items():
+            for key, value in values.items():
+                assert torch.equal(value, states[other]["state"][parameter][key]), (name, other, parameter, key)
+    for name in ("sharded", "consolidated", "torch's"):
+        _, weights = fit("auto", ckpt_path=paths[name])
+        torch.testing.assert_close(weights, straight, atol=1e-6, rtol=0, msg=name)
+
+
+def test_it_refuses_what_it_cannot_divide() -> None:
+    module = nn.Linear(2, 1)
+    with pytest.raises(SettingError, match=r"cannot divide LBFGS: it steps all parameters together.*AdamW"):
+        OptimizerShards([torch.optim.LBFGS(module.parameters())])
+    with pytest.raises(SettingError, match=r"needs the optimizers together with the module: wrap\(module, optim"):
+        zero()._distribute(module, [], unused=False)
