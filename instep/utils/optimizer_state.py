@@ -124,30 +124,62 @@ def load_optimizer_state(
             Nothing was changed then.
     """
     names = names_of(module, [optimizer])
-    left_out: list[str] = []
-    if strict:
-        _check(optimizer, names, tree)
-    else:
-        tree, left_out = _fitting(optimizer, names, tree)
-    groups = []
+    packed = optimizer.state_dict()["param_groups"]
+    wanted = [
+        {**own, "params": [names[parameter] for parameter in options["params"]]}
+        for options, own in zip(optimizer.param_groups, packed, strict=True)
+    ]
+    kind = type(optimizer).__name__
+    tree, settings, left_out = match_state(kind, _shapes(optimizer, names), wanted, tree, strict)
+    groups = [{**saved, "params": own["params"]} for saved, own in zip(settings, packed, strict=True)]
     state: dict[Any, Any] = dict(tree.get("common", {}))
     by_index: dict[int, tuple[Tensor, str]] = {}
-    for options, own in zip(optimizer.param_groups, optimizer.state_dict()["param_groups"], strict=True):
-        group_names = [names[parameter] for parameter in options["params"]]
-        if strict:
-            saved = _group_of(group_names, len(groups), tree["groups"])
-        else:
-            home = _home_of(group_names, tree["groups"])
-            saved = {**own, **home}
-            if tree["groups"] and not home:
-                left_out.append(f"the settings of parameter group {len(groups)}")
-        groups.append({**saved, "params": own["params"]})
-        by_index.update(zip(own["params"], zip(options["params"], group_names, strict=True), strict=True))
+    for options, own, group in zip(optimizer.param_groups, packed, wanted, strict=True):
+        by_index.update(zip(own["params"], zip(options["params"], group["params"], strict=True), strict=True))
     state.update({index: tree["state"][name] for index, (_, name) in by_index.items() if name in tree["state"]})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for parameter, name in by_index.values():
         _keep_exact(optimizer.state.get(parameter, {}), tree["state"].get(name, {}))
     return left_out
+
+
+def match_state(
+    kind: str,
+    shapes: Mapping[str, list[int]],
+    groups: list[dict[str, Any]],
+    tree: Mapping[str, Any],
+    strict: bool = True,
+) -> tuple[Mapping[str, Any], list[dict[str, Any]], list[str]]:
+    """What of a saved tree an optimizer takes, however it keeps its parameters.
+
+    Args:
+        kind: its name in checkpoints.
+        shapes: by parameter name, as in a tree.
+        groups: its own settings, with names under `params`.
+        tree: what `optimizer_state` gave.
+        strict: as in `load_optimizer_state`.
+
+    Returns:
+        The tree or what fits of it; the settings of each group, in order; what was left out, for people.
+
+    Raises:
+        CheckpointError: as in `load_optimizer_state`.
+    """
+    left_out: list[str] = []
+    settings: list[dict[str, Any]] = []
+    if strict:
+        _check(kind, shapes, len(groups), tree)
+    else:
+        tree, left_out = _fitting(kind, shapes, tree)
+    for own in groups:
+        if strict:
+            settings.append(_group_of(own["params"], len(settings), tree["groups"]))
+            continue
+        home = _home_of(own["params"], tree["groups"])
+        if tree["groups"] and not home:
+            left_out.append(f"the settings of parameter group {len(settings)}")
+        settings.append({**own, **home})
+    return tree, settings, left_out
 
 
 def _shapes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, list[int]]:
@@ -164,10 +196,10 @@ def _keep_exact(loaded: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
 
 
 def _fitting(
-    optimizer: Optimizer, names: Mapping[Tensor, str], tree: Mapping[str, Any]
+    kind: str, shapes: Mapping[str, list[int]], tree: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], list[str]]:
     """The part of a tree that fits an optimizer, and what does not."""
-    kind, shapes, saved = type(optimizer).__name__, _shapes(optimizer, names), tree["shapes"]
+    saved = tree["shapes"]
     if tree["optimizer"] != kind:
         return {"state": {}, "groups": []}, [f"the state of {tree['optimizer']}, since this run has {kind}"]
     fits = {name for name, shape in shapes.items() if name in saved and list(saved[name]) == shape}
@@ -195,14 +227,12 @@ def _group_of(names: list[str], position: int, groups: list[dict[str, Any]]) -> 
     )
 
 
-def _check(optimizer: Optimizer, names: Mapping[Tensor, str], tree: Mapping[str, Any]) -> None:
-    kind = type(optimizer).__name__
+def _check(kind: str, shapes: Mapping[str, list[int]], groups: int, tree: Mapping[str, Any]) -> None:
     if tree["optimizer"] != kind:
         raise CheckpointError(
             f"The checkpoint holds the state of {tree['optimizer']}, but this run's optimizer is {kind}. "
             "Use the same optimizer, or resume from the weights alone."
         )
-    shapes = _shapes(optimizer, names)
     saved = tree["shapes"]
     missing = [name for name in shapes if name not in saved]
     unexpected = [name for name in saved if name not in shapes]
@@ -216,8 +246,8 @@ def _check(optimizer: Optimizer, names: Mapping[Tensor, str], tree: Mapping[str,
         for name, shape in shapes.items()
         if name in saved and list(saved[name]) != shape
     ]
-    if not problems and len(tree["groups"]) != len(optimizer.param_groups):
-        problems.append(f"{len(tree['groups'])} parameter groups saved, {len(optimizer.param_groups)} now")
+    if not problems and len(tree["groups"]) != groups:
+        problems.append(f"{len(tree['groups'])} parameter groups saved, {groups} now")
     if problems:
         raise CheckpointError(
             f"The saved state of {kind} does not fit its parameters. {'; '.join(problems[:5])}. "
