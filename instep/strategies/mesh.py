@@ -164,9 +164,9 @@ class MeshStrategy(FSDPStrategy):
         if self.dp_mesh.size() == 1:
             module.to(self.device)
 
-    def _fully_shard(self, module: nn.Module, root: bool) -> None:
+    def _fully_shard(self, module: nn.Module, **options: Any) -> None:
         if self.dp_mesh.size() > 1 or self.mp_policy is not None or self.cpu_offload:
-            super()._fully_shard(module, root)
+            super()._fully_shard(module, **options)
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         super().setup(module, optimizers)
