@@ -56,6 +56,9 @@ class Strategy:
     precision: Precision
     device: torch.device
 
+    loss_weight: Callable[[], float] = staticmethod(lambda: 1.0)
+    """What the loop is going to multiply the current batch's loss by, for a strategy that runs backward in the step."""
+
     # ---- life
 
     def connect(self, device: torch.device, precision: Precision) -> None:
@@ -189,6 +192,13 @@ class Strategy:
             nn.utils.clip_grad_value_(parameters, value)
         else:
             nn.utils.clip_grad_norm_(parameters, value)
+
+    def multiply_gradients(self, optimizer: Optimizer, factor: float) -> None:
+        """Multiply the gradients of one optimizer in place, before they are clipped."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(factor)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Take the gradient scaler's factor out, before clipping or looking at gradients; once per step counts."""

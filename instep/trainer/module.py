@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -96,6 +96,37 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict one batch, with the arguments of `validation_step`; by default the module's `forward`."""
         return self(args[0])
+
+    # ---- pipeline parallelism
+
+    def pipeline_stages(self) -> Sequence[Any]:
+        """The parts of `forward` in their order, of which a pipeline makes its stages.
+
+        Returns:
+            Submodules, each called with what the one before returned: tensors, alone or in a tuple, whose first
+            dimension is the batch. Where a part is more than a call of one submodule: a tuple of a function (a method)
+            and the submodules whose weights it uses. Calling all of them in turn is what `forward` does.
+
+        Example:
+            >>> class Model(TrainModule):
+            ...     def pipeline_stages(self):
+            ...         return [(self.embed, self.tokens, self.positions), *self.blocks, (self.logits, self.head)]
+        """
+        raise HookError(f"{type(self).__name__} has no pipeline_stages; a pipeline needs them")
+
+    def pipeline_loss(self, output: Any, target: Any) -> Any:
+        """The mean loss over samples, of what `forward` returned; a pipeline calls it for each of its micro-batches.
+
+        `training_step` calls it as `self.pipeline_loss(self(inputs), target)`, with any strategy.
+
+        Args:
+            output: of `forward`, for some samples of the batch.
+            target: anything; of its tensors that have a row per sample those samples' rows.
+
+        Returns:
+            A 0-dim tensor; or a dict of them with the loss under "loss", each a mean over samples.
+        """
+        raise HookError(f"{type(self).__name__} has no pipeline_loss; a pipeline needs it")
 
     # ---- optimization
 

@@ -64,6 +64,7 @@ def automatic_step(run: FitSession) -> Step:
         )
     full_batches = source.full_batches(accumulate)
     weight_of_full = 1.0 / accumulate
+    strategy.loss_weight = lambda: source.window_scale(at.batch, accumulate)
     buffer = book.buffer
     opened = 0  # micro-batches in the open window that gave gradients
 
@@ -119,7 +120,7 @@ def automatic_step(run: FitSession) -> Step:
         strategy.unscale_gradients(optimizer)
         rescale = source.rescale(at.batch, accumulate)
         if rescale != 1.0:
-            _multiply_gradients(optimizer, rescale)
+            strategy.multiply_gradients(optimizer, rescale)
         for hook in before_step:
             hook(optimizer)
         if guard is not None:
@@ -266,10 +267,3 @@ def detached_outputs(output: Any) -> Any:
 def _wants_closure(optimizer: Optimizer | None) -> bool:
     """Whether the optimizer evaluates the loss several times in a step, as L-BFGS does."""
     return type(optimizer).__name__ == "LBFGS"
-
-
-def _multiply_gradients(optimizer: Optimizer, factor: float) -> None:
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.grad is not None:
-                p.grad.mul_(factor)

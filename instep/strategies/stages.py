@@ -1,0 +1,306 @@
+"""How a module is cut into the stages of a pipeline, and which of its tensors are where.
+
+A module lists its parts in `pipeline_stages`, in the order of its forward. Runs of parts are stages; each rank keeps
+the parts of its own stages, and the others become `Absent`. Names, shapes and shared tensors are noted before that: a
+checkpoint knows the whole module only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.distributed.nested import tensor_leaves, with_tensors
+from instep.errors import HookError, SettingError, one_of
+from instep.utils.optimizer_state import clean_name
+
+
+class Part(NamedTuple):
+    """One step of a module's forward."""
+
+    name: str
+    call: Callable[..., Any]
+    owned: tuple[nn.Module | nn.Parameter, ...]
+    """What its weights are in."""
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules in it."""
+        return [inner for it in self.owned if isinstance(it, nn.Module) for inner in it.modules()]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its parameters and buffers."""
+        found: list[Tensor] = []
+        for it in self.owned:
+            found += [it] if isinstance(it, Tensor) else [*it.parameters(), *it.buffers()]
+        return found
+
+
+def parts_of(module: nn.Module) -> list[Part]:
+    """The parts that a module lists in `pipeline_stages`.
+
+    Raises:
+        HookError: it lists something else, or a parameter is in none of them.
+    """
+    names: dict[Any, str] = {submodule: clean_name(name) for name, submodule in module.named_modules()}
+    parts = []
+    for entry in module.pipeline_stages():  # type: ignore[operator]
+        call, *owned = entry if isinstance(entry, tuple) else (entry, entry)
+        if not callable(call) or not owned or not all(isinstance(it, nn.Module | nn.Parameter) for it in owned):
+            raise HookError(
+                f"{type(module).__name__}.pipeline_stages() lists {entry!r}. Each entry is a submodule, or a tuple of "
+                "a function and the submodules whose weights it uses: (self.embed, self.tokens, self.positions)."
+            )
+        name = names.get(call) or getattr(call, "__name__", str(len(parts)))
+        parts.append(Part(name, call, tuple(owned)))
+    known = {id(tensor) for part in parts for tensor in part.tensors}
+    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
+    if missing:
+        raise HookError(
+            f"{type(module).__name__}.pipeline_stages() leaves out the parameters {', '.join(missing[:5])}: no stage "
+            "would train them. Name their submodules in the entries that use them."
+        )
+    return parts
+
+
+def runs_of(parts: Sequence[Part], count: int, starts: Sequence[str]) -> list[range]:
+    """Which parts form each stage.
+
+    Args:
+        parts: in order.
+        count: the number of stages.
+        starts: the parts that all stages but the first begin with, by name; empty to spread the parameters evenly.
+    """
+    names = [part.name for part in parts]
+    if len(parts) < count:
+        raise SettingError(
+            f"{count} stages cannot be made of the {len(parts)} parts in pipeline_stages ({', '.join(names)}). List "
+            "smaller parts, or use fewer stages.",
+            field="pp",
+            got=count,
+        )
+    if starts:
+        for start in starts:
+            if start not in names:
+                raise one_of("split", start, names)
+        cuts = [names.index(start) for start in starts]
+        if len(starts) != count - 1 or cuts != sorted(set(cuts)) or cuts[0] == 0:
+            raise SettingError(
+                f"split={list(starts)!r} must name the first part of each of the {count} stages but the first one, in "
+                f"order; the parts are {', '.join(names)}.",
+                field="split",
+                got=starts,
+            )
+    else:
+        cuts = _even_cuts([1 + sum(t.numel() for t in part.tensors) for part in parts], count)
+    bounds = [0, *cuts, len(parts)]
+    return [range(first, end) for first, end in pairwise(bounds)]
+
+
+def _even_cuts(sizes: Sequence[int], count: int) -> list[int]:
+    """Where to cut a sequence so that the largest run is as small as can be; no run is empty."""
+    best: dict[tuple[int, int], tuple[int, list[int]]] = {(0, 0): (0, [])}
+    for runs in range(1, count + 1):
+        for end in range(runs, len(sizes) + 1):
+            best[runs, end] = min(
+                (max(best[runs - 1, start][0], sum(sizes[start:end])), [*best[runs - 1, start][1], start])
+                for start in range(runs - 1, end)
+                if (runs - 1, start) in best
+            )
+    return best[count, len(sizes)][1][1:]
+
+
+class Stage(nn.Module):
+    """A run of parts, called one after another. It returns the tensors of the last one's output, as a tuple.
+
+    Args:
+        parts: of this stage.
+        last: whether it is the last stage, whose output may be any nest of tensors.
+    """
+
+    structure: Any = None
+    """The last stage's output, with tensors that have no values."""
+
+    def __init__(self, parts: Sequence[Part], last: bool) -> None:
+        super().__init__()
+        self._parts = tuple(parts)  # a plain tuple: functions of the module must not register it as a submodule
+        self._last = last
+        owned = dict.fromkeys(it for part in parts for it in part.owned)
+        self.modules_of_parts = nn.ModuleList(it for it in owned if isinstance(it, nn.Module))
+        self.loose = [it for it in owned if isinstance(it, nn.Parameter)]
+        """Parameters that are in no submodule of the module."""
+
+    def forward(self, *args: Any) -> Any:
+        output: Any = args
+        for part in self._parts:
+            output = part.call(*args)
+            args = output if isinstance(output, tuple) else (output,)
+        if self._last:
+            tensors = tuple(leaf for _, leaf in tensor_leaves(output, "the output of a pipeline"))
+            self.structure = with_tensors(output, (torch.empty_like(it, device="meta") for it in tensors))
+            return tensors
+        wrong = [type(it).__name__ for it in args if not isinstance(it, Tensor)]
+        if wrong:
+            raise HookError(
+                f"the pipeline's part {self._parts[-1].name!r} returned {', '.join(wrong)}; between stages go tensors, "
+                "alone or in a tuple, with the batch as their first dimension. Cut elsewhere with split, or change it."
+            )
+        return args
+
+
+class Absent(nn.Module):
+    """What stands in a module for a submodule whose stage is on another rank."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._absent_name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "_absent_name" not in self.__dict__:
+            return super().__getattr__(name)
+        raise AttributeError(
+            f"{name!r} of {self._absent_name!r} is asked for on a rank that does not have it: its stage of the "
+            "pipeline is on another rank. Go over self.named_parameters(), which has what is here."
+        )
+
+    def forward(self, *_: Any) -> Any:
+        raise HookError(
+            f"{self._absent_name!r} is called on a rank that does not have it: its stage of the pipeline is on another "
+            "rank. Call self(...), which runs all stages."
+        )
+
+
+class Cut:
+    """A module cut into stages, of which a rank keeps some.
+
+    Args:
+        module: whole; afterwards it has this rank's parts.
+        count: stages in all.
+        starts: as in `runs_of`.
+        rank: of this process in its pipe.
+        ranks: processes in the pipe; stage s is on rank `s % ranks`.
+    """
+
+    def __init__(self, module: nn.Module, count: int, starts: Sequence[str], rank: int, ranks: int) -> None:
+        parts = parts_of(module)
+        runs = runs_of(parts, count, starts)
+        self.rank, self.ranks = rank, ranks
+        self.stages = {
+            index: Stage([parts[i] for i in run], index == count - 1)
+            for index, run in enumerate(runs)
+            if index % ranks == rank
+        }
+        homes: dict[int, list[int]] = {}  # of tensors and of modules, by id
+        for index, run in enumerate(runs):
+            for it in (it for i in run for it in (*parts[i].tensors, *parts[i].modules)):
+                home = homes.setdefault(id(it), [])
+                if index % ranks not in home:
+                    home.append(index % ranks)
+        everywhere = list(range(ranks))
+        self.shapes: dict[str, torch.Size | None] = {}
+        """Name -> shape of everything in the whole module's state; None where it is no tensor."""
+        self.homes: dict[str, list[int]] = {}
+        """Name -> the ranks of the pipe that have it, the first of which saves it."""
+        self.first_names: dict[str, str] = {}
+        """Name -> the first name of the same tensor."""
+        first: dict[int, str] = {}
+        for raw, value in module.state_dict(keep_vars=True).items():
+            name, is_tensor = clean_name(raw), isinstance(value, Tensor)
+            owner = value if is_tensor else module.get_submodule(raw.rpartition(".")[0])  # of a get_extra_state
+            self.shapes[name] = value.shape if is_tensor else None
+            self.homes[name] = homes.get(id(owner), everywhere)
+            self.first_names[name] = first.setdefault(id(value), name) if is_tensor else name
+        self._remove(module, parts, runs, ranks)
+
+    def shared(self, module: nn.Module) -> list[tuple[nn.Parameter, list[int]]]:
+        """Parameters of this rank that other ranks of the pipe have too, and all of those, in one order everywhere."""
+        found = {
+            self.first_names[name]: (parameter, self.homes[name])
+            for name, parameter in ((clean_name(name), p) for name, p in module.named_parameters())
+            if len(self.homes[name]) > 1
+        }
+        return [found[name] for name in sorted(found)]
+
+    def _remove(self, module: nn.Module, parts: Sequence[Part], runs: Sequence[range], ranks: int) -> None:
+        kept: set[int] = set()
+        foreign: set[int] = set()
+        for index, run in enumerate(runs):
+            for owned in (it for i in run for it in parts[i].owned):
+                inside = owned.modules() if isinstance(owned, nn.Module) else (owned,)
+                (kept if index % ranks == self.rank else foreign).update(map(id, inside))
+        foreign -= kept
+        for path, parent in list(module.named_modules(remove_duplicate=False)):
+            if id(parent) in foreign:
+                continue
+            for name, child in list(parent._modules.items()):
+                if id(child) in foreign:
+                    parent._modules[name] = Absent(f"{path}.{name}" if path else name)
+            for name, parameter in list(parent._parameters.items()):
+                if id(parameter) in foreign:
+                    parent._parameters[name] = None
+
+    # ---- names of the whole module
+
+    def saved_here(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Of this rank's state by name, what it saves, with all names that the whole module has for it."""
+        own = {clean_name(name): value for name, value in state.items()}
+        by_first = {self.first_names[name]: value for name, value in own.items()}
+        return {
+            name: own.get(name, by_first.get(first))
+            for name, first in self.first_names.items()
+            if self.homes[name][0] == self.rank and first in by_first
+        }
+
+    def loaded_here(self, state: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+        """Of the whole module's state by name, what this rank has.
+
+        Args:
+            state: as stored.
+            own: this rank's state.
+            strict: whether all names must be in it, and no others.
+
+        Raises:
+            RuntimeError: they are not; on every rank alike.
+        """
+        missing = [name for name in self.shapes if name not in state]
+        unexpected = [name for name in state if name not in self.shapes]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"missing are {missing[:5]}, unexpected are {unexpected[:5]}")
+        return {name: state[clean_name(name)] for name in own if clean_name(name) in state}
+
+    def optimizer_saved_here(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Of an optimizer's state (`utils/optimizer_state.py`) on this rank, what it saves, under whole names."""
+
+        def saves(name: str) -> bool:
+            return self.homes.get(name, [0])[0] == self.rank  # what is not the module's: the first rank
+
+        return self._with_names(tree, lambda name: self.first_names.get(name, name) if saves(name) else None)
+
+    def optimizer_loaded_here(self, tree: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
+        """Of an optimizer's whole state, what belongs to this rank, under its own names, and what belongs to none.
+
+        Args:
+            tree: as stored.
+            own: names of this rank's optimizer.
+        """
+        names = {self.first_names.get(name, name): name for name in own}
+
+        def to_own(name: str) -> str | None:
+            return names.get(name, name if self.rank in self.homes.get(name, [self.rank]) else None)
+
+        return self._with_names(tree, to_own)
+
+    @staticmethod
+    def _with_names(tree: Mapping[str, Any], rename: Callable[[str], str | None]) -> dict[str, Any]:
+        """An optimizer's state under other names, without the entries whose name becomes None."""
+
+        def renamed(entries: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for old, value in entries.items() if (name := rename(old)) is not None}
+
+        groups = [{**group, "params": list(renamed(dict.fromkeys(group["params"])))} for group in tree["groups"]]
+        return {**tree, "shapes": renamed(tree["shapes"]), "state": renamed(tree["state"]), "groups": groups}
