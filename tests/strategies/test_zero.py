@@ -109,11 +109,13 @@ def everything(folder: Path) -> dict[str, Any]:
     found["torch's"] = torch.equal(fit("ddp", module=net("torch's"))[1], found["straight"])
     paths = {name: saved(folder, name, make(), kind) for name, (make, kind) in KINDS.items()}
     found["paths"] = paths
-    found["resumed"] = {
-        f"{writer} -> {reader}": fit(make(), module=net(kind), ckpt_path=paths[writer])[1]
-        for writer in paths
-        for reader, (make, kind) in KINDS.items()
-    }
+    found["resumed"] = {}
+    for writer in paths:
+        for reader, (make, kind) in KINDS.items():
+            module = net(kind)
+            trainer, weights = fit(make(), module=module, ckpt_path=paths[writer])
+            optimizer = getattr(trainer.optimizers[0], "optim", trainer.optimizers[0])
+            found["resumed"][f"{writer} -> {reader}"] = weights, len(optimizer.state)
     return found
 
 
@@ -140,8 +142,9 @@ def test_any_of_its_checkpoints_is_taken_up_by_any_other(ranks: list[dict[str, A
     straight = ranks[0]["straight"]
     assert len(ranks[0]["resumed"]) == 16
     for rank in ranks:
-        for name, weights in rank["resumed"].items():
+        for name, (weights, kept) in rank["resumed"].items():
             assert torch.equal(weights, straight), name
+            assert kept == 5 if name.endswith("plain") else 0 < kept < 5, name
 
 
 @pytest.mark.dist
