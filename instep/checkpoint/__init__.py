@@ -12,7 +12,7 @@ from instep.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepEvery, K
 from instep.checkpoint.shard import Shard, StoredTensor
 from instep.checkpoint.store import CheckpointStore
 from instep.checkpoint.tensors import read_tensors, write_tensors
-from instep.checkpoint.weights import load_weights
+from instep.checkpoint.weights import load_weights, stored_weights
 from instep.checkpoint.writer import Writer
 
 __all__ = [
@@ -42,5 +42,6 @@ __all__ = [
     "is_checkpoint",
     "load_weights",
     "read_tensors",
+    "stored_weights",
     "write_tensors",
 ]

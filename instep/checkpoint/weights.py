@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -12,12 +13,15 @@ from torch import Tensor
 from instep.checkpoint.catalog import find_checkpoint
 from instep.checkpoint.reader import Reader
 from instep.checkpoint.remote import files_of
+from instep.checkpoint.shard import StoredTensor
+from instep.checkpoint.stored import JoinedTensor, join_tensors, read_all, read_parts
 from instep.checkpoint.tensors import read_tensors
 from instep.errors import CheckpointError, CorruptCheckpointError
 from instep.types import Location
 from instep.utils.paths import to_path
 
 _FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
+_INDEX = ".json"  # of the files of a model, as the Hugging Face hub has it
 _NESTED = ("state_dict", "model", "model_state_dict")  # where Lightning and common scripts keep the weights
 
 
@@ -27,8 +31,9 @@ def load_weights(path: Location) -> dict[str, Tensor]:
     A file written by torch.save is read with `weights_only=True`: one that would run code is refused.
 
     Args:
-        path: a path or URL: a checkpoint folder (with or without "-<attempt>"), a .safetensors file, or a .pt, .pth,
-            .ckpt or .bin file that holds a state dict, by itself or under "state_dict", "model" or "model_state_dict".
+        path: a path or URL: a checkpoint folder (with or without "-<attempt>"), a .safetensors file or the
+            .safetensors.index.json of several, or a .pt, .pth, .ckpt or .bin file that holds a state dict, by itself or
+            under "state_dict", "model" or "model_state_dict".
 
     Returns:
         Parameter or buffer name -> tensor on the CPU; tied ones under every name.
@@ -42,9 +47,33 @@ def load_weights(path: Location) -> dict[str, Tensor]:
         >>> model.load_state_dict(load_weights("runs/checkpoints/best"))  # doctest: +SKIP
     """
     path = to_path(path)
-    if path.is_file():
-        return _load_foreign(path) if path.suffix in _FOREIGN else read_tensors(path)
-    return Reader(find_checkpoint(path)).weights()
+    if not path.is_file():
+        return Reader(find_checkpoint(path)).weights()
+    if path.suffix in _FOREIGN:
+        return _load_foreign(path)
+    return read_all(_stored_in(path)) if path.suffix == _INDEX else read_tensors(path)
+
+
+def stored_weights(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
+    """The weights that `load_weights` would read from a file, each one left there until it, or a box of it, is read.
+
+    Args:
+        path: of a file; what is no safetensors file is read whole.
+    """
+    return _load_foreign(path) if path.suffix in _FOREIGN else _stored_in(path)
+
+
+def _stored_in(path: Path) -> dict[str, JoinedTensor]:
+    if path.suffix != _INDEX:
+        return join_tensors([read_parts(path)])
+    try:
+        named = json.loads(files_of(path).read(path))["weight_map"]
+        files = sorted(set(named.values()))
+    except OSError as error:
+        raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{path} is no index of safetensors files: {error!r}", path=path) from error
+    return join_tensors([read_parts(path.parent / file) for file in files])
 
 
 def read_torch_file(path: Path) -> Any:

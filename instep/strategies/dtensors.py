@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -16,12 +17,13 @@ from instep.errors import UnsavableStateError
 from instep.strategies.base import whole
 
 
-def part_to_write(tensor: Tensor, first: bool) -> Tensor | Shard | None:
+def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -> Tensor | Shard | None:
     """What this rank writes of a tensor. Local.
 
     Args:
         tensor: a DTensor, or a plain tensor that is the same on all ranks.
         first: whether this rank writes the plain ones.
+        mesh: of all processes. What lies on a part of it is the same along its other dimensions, but for `pp`.
 
     Returns:
         Its shard; None where it holds nothing, or another rank writes the same.
@@ -36,6 +38,12 @@ def part_to_write(tensor: Tensor, first: bool) -> Tensor | Shard | None:
         return None
     if any(at and isinstance(it, Replicate) for at, it in zip(coordinate, tensor.placements, strict=True)):
         return None
+    named = tensor.device_mesh.mesh_dim_names or ()
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is not None and named and set(named) <= set(names):  # a user's own mesh: the reader takes a box once
+        others = set(names) - {*named, "pp"}
+        if any(mesh.get_local_rank(name) for name in others):
+            return None
     shape, offsets = box_of(tensor)
     local = tensor._local_tensor.detach()
     if shape != tuple(local.shape):
@@ -49,20 +57,21 @@ def part_to_write(tensor: Tensor, first: bool) -> Tensor | Shard | None:
     return Shard(local, tuple(tensor.shape), offsets) if local.numel() else None
 
 
-def parts_to_write(tree: Any, first: bool) -> Any:
+def parts_to_write(tree: Any, first: bool, mesh: DeviceMesh | None = None) -> Any:
     """A state with this rank's parts only: entries of dicts that it does not write are left out. Local.
 
     Args:
         tree: dicts, lists and tuples of tensors and anything else, which every rank writes.
         first: as for `part_to_write`.
+        mesh: as for `part_to_write`.
     """
     if isinstance(tree, Tensor):
-        return part_to_write(tree, first)
+        return part_to_write(tree, first, mesh)
     if isinstance(tree, Mapping):
-        kept = ((key, value, parts_to_write(value, first)) for key, value in tree.items())
+        kept = ((key, value, parts_to_write(value, first, mesh)) for key, value in tree.items())
         return {key: part for key, value, part in kept if part is not None or value is None}
     if type(tree) in (list, tuple):
-        return type(tree)([parts_to_write(value, first) for value in tree])
+        return type(tree)([parts_to_write(value, first, mesh) for value in tree])
     return tree
 
 
@@ -126,7 +135,8 @@ def gather_whole(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     kind = value.device_mesh.device_type
-    return (value if value.device.type == kind else value.to(kind)).full_tensor()  # offloaded ones cannot travel
+    there: Any = value if value.device.type == kind else value.to(kind)  # offloaded ones cannot travel
+    return there.full_tensor()
 
 
 def _distributed(local: Tensor, like: DTensor, placements: Any) -> DTensor:

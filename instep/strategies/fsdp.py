@@ -405,7 +405,7 @@ class FSDPStrategy(Strategy):
         return load_optimizer_state(self.module, optimizer, take_parts(tree, parameters), strict)
 
     def owned(self, tree: Any) -> Any:
-        return parts_to_write(tree, PartialState().is_main_process)
+        return parts_to_write(tree, PartialState().is_main_process, self.mesh)
 
 
 def _is_manual(module: nn.Module) -> bool:

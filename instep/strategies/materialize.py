@@ -58,7 +58,7 @@ class Materializer:
 
 
 def _empty_like(value: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty_like(value, device=device)
+    made: Any = torch.empty_like(value, device=device)
     if made.is_floating_point():
         made.fill_(torch.nan)
     if isinstance(value, nn.Parameter):

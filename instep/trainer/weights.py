@@ -42,9 +42,10 @@ def load_weights(run: Session, path: Path, reader: Reader | None) -> None:
     assert parts is not None
     assert report is not None
     if reader is None:
-        from instep.checkpoint import load_weights as load_file  # late, as above
+        from instep.checkpoint import load_weights as load_file  # late: only who loads weights pays for it
+        from instep.checkpoint import stored_weights
 
-        checkpoint: dict[str, Any] = {"state_dict": load_file(path)}
+        checkpoint: dict[str, Any] = {"state_dict": dict((stored_weights if run.strategy.sharded else load_file)(path))}
     else:
         checkpoint = _view_of(reader, lazy=run.strategy.sharded)
     if is_overridden(run.module, "on_load_checkpoint", ModuleHooks):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import zipfile
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from instep.checkpoint import CheckpointStore, load_weights
+from instep.checkpoint import CheckpointStore, load_weights, stored_weights
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from tests.checkpoint.helpers import flip, writes
 
@@ -59,6 +60,22 @@ def test_tied_weights_load_into_a_module(tmp_path: Path) -> None:
 def test_of_a_safetensors_file_of_anyone(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / "x.safetensors")
     assert_weights(tmp_path / "x.safetensors")
+
+
+def test_of_several_files_with_an_index(tmp_path: Path) -> None:
+    for number, (name, tensor) in enumerate(WEIGHTS.items()):
+        save_file({name: tensor}, tmp_path / f"part-{number}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "part-0.safetensors", "b": "part-1.safetensors"}}))
+    assert_weights(index)
+    stored = stored_weights(index)["b"]
+    assert (stored.shape, stored.dtype) == ((2, 2), torch.float32)
+    (tmp_path / "part-0.safetensors").write_bytes(b"")
+    with pytest.raises(CorruptCheckpointError, match=r"part-0\.safetensors"):
+        load_weights(index)
+    index.write_text('{"weight_map": 3}')
+    with pytest.raises(CorruptCheckpointError, match="is no index of safetensors files"):
+        load_weights(index)
 
 
 @pytest.mark.parametrize("nested", [None, "state_dict", "model", "model_state_dict"])
