@@ -112,6 +112,7 @@ PUBLIC = {
     "instep.strategies": [
         "DDPStrategy",
         "DataParallelStrategy",
+        "DeepSpeedStrategy",
         "FSDPStrategy",
         "MeshStrategy",
         "PRECISIONS",

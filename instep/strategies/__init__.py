@@ -12,6 +12,7 @@ from instep.utils.lazy import loads
 
 if TYPE_CHECKING:
     from instep.strategies.ddp import DDPStrategy
+    from instep.strategies.deepspeed import DeepSpeedStrategy
     from instep.strategies.dp import DataParallelStrategy
     from instep.strategies.fsdp import FSDPStrategy
     from instep.strategies.mesh import MeshStrategy
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _HOME = {
     "DDPStrategy": "ddp",
     "DataParallelStrategy": "dp",
+    "DeepSpeedStrategy": "deepspeed",
     "FSDPStrategy": "fsdp",
     "MeshStrategy": "mesh",
     "XLAStrategy": "xla",
@@ -29,6 +31,7 @@ __all__ = [
     "PRECISIONS",
     "DDPStrategy",
     "DataParallelStrategy",
+    "DeepSpeedStrategy",
     "FSDPStrategy",
     "MeshStrategy",
     "Precision",

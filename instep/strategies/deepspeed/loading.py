@@ -1,0 +1,114 @@
+"""Importing deepspeed for a device, and finding builds of its operators that were killed.
+
+DeepSpeed compiles operators when they are first used: for offloading to the CPU and to NVMe, and on GPUs. torch guards
+such a build by a file named `lock` that says nothing of who made it. A build that is killed leaves it, and every later
+run then waits for ever, without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from instep.errors import DistributedError, SettingError
+from instep.state import PartialState
+from instep.utils.imports import require
+
+_SHARED_MEMORY = "deepspeed_shm_comm"
+_YOUNG_S = 5.0  # between making the lock and starting the compiler
+_REMOTE_S = 1800.0  # what a build on another machine may take
+
+
+def load_deepspeed(device: torch.device) -> Any:
+    """The package, set up for a kind of device.
+
+    Raises:
+        MissingPackageError: it is not installed.
+        SettingError: this process has set it up for another kind of device.
+        DistributedError: a build of one of its operators was killed.
+    """
+    chosen = os.environ.get("DS_ACCELERATOR")
+    try:
+        os.environ["DS_ACCELERATOR"] = device.type  # read once, at its import
+        with quiet_imports():
+            deepspeed = require("deepspeed", extra="deepspeed", purpose="DeepSpeedStrategy")
+    finally:
+        os.environ.pop("DS_ACCELERATOR") if chosen is None else os.environ.update(DS_ACCELERATOR=chosen)
+    kind = torch.device(deepspeed.accelerator.get_accelerator().device_name()).type
+    if kind != device.type:
+        raise SettingError(
+            f"deepspeed was imported before, for {kind!r}, and this run is on {device.type!r}. Set the environment "
+            f"variable DS_ACCELERATOR={device.type} before the first import.",
+            field="accelerator",
+            got=device.type,
+        )
+    check_builds(build_folder())
+    operators = deepspeed.ops.__compatible_ops__
+    if operators.get(_SHARED_MEMORY) and not any(build_folder().glob(f"**/{_SHARED_MEMORY}.so")):
+        # Collectives in shared memory, on CPUs: a minute of compiling that nobody asked for. Used where it was built.
+        operators[_SHARED_MEMORY] = False
+    return deepspeed
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Without a warning that torch's own compiler raises when DeepSpeed first loads it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+        yield
+
+
+def build_folder() -> Path:
+    """Where torch builds extensions."""
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    # late: it looks for compilers
+    return Path(chosen or import_module("torch.utils.cpp_extension").get_default_build_root())
+
+
+def check_builds(folder: Path) -> None:
+    """Raise where an operator's build was killed.
+
+    Args:
+        folder: of all builds.
+
+    Raises:
+        DistributedError: names the file to remove.
+    """
+    for lock in sorted((*folder.glob("*/lock"), *folder.glob("*/*/lock"))):
+        try:
+            age_s = time.time() - lock.stat().st_mtime
+        except OSError:
+            continue  # the build has just ended
+        remote = PartialState().num_nodes > 1
+        if _is_at_work(lock.parent) or age_s < (_REMOTE_S if remote else _YOUNG_S):
+            continue
+        raise DistributedError(
+            f"a build of the operator {lock.parent.name!r} was killed {age_s / 60:.0f} minutes ago and left its lock "
+            f"behind: DeepSpeed would wait for it for ever. If no other machine builds there now, remove it: "
+            f"rm {lock}\nBuild operators before a job starts, in one process: ds_report lists them, and "
+            'python -c "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()" builds one.'
+        )
+
+
+def _is_at_work(folder: Path) -> bool:
+    """Whether a process of this machine works in a folder, as a build does."""
+    try:
+        target = folder.stat()
+    except OSError:
+        return False
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            here = (process / "cwd").stat()
+        except OSError:
+            continue
+        if (here.st_dev, here.st_ino) == (target.st_dev, target.st_ino):
+            return True
+    return not Path("/proc").is_dir()  # where nothing can be known

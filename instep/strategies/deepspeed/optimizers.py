@@ -1,0 +1,107 @@
+"""Optimizers and DeepSpeed: the one that a configuration describes, and what its kinds are called elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep.errors import SettingError
+from instep.strategies.deepspeed.config import AUTO, offload_device
+
+# Each element is stepped by itself, so that a run of a flattened group may be.
+_ELEMENTWISE = ("Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """What an optimizer is called in a checkpoint: DeepSpeed's Adams are torch's, by what they compute."""
+    name = type(optimizer).__name__
+    if name not in _ADAMS:
+        return name
+    mode = getattr(optimizer, "adamw_mode", getattr(optimizer, "adam_w_mode", True))
+    return "AdamW" if mode else "Adam"
+
+
+def counts_in_ints(optimizer: Optimizer) -> bool:
+    """Whether its state has `step` as an int."""
+    return type(optimizer).__name__ in _ADAMS
+
+
+def check_optimizer(optimizer: Optimizer, config: Mapping[str, Any], stage: int) -> None:
+    """Refuse optimizers that would compute something else on a run of the flattened parameters.
+
+    Raises:
+        SettingError: what to use instead.
+    """
+    name = type(optimizer).__name__
+    if any(not group["params"] for group in optimizer.param_groups):
+        raise SettingError(f"{name} has a parameter group without parameters. Leave it out.", field="strategy")
+    known = type(optimizer).__module__.startswith("deepspeed.") or name in _ELEMENTWISE
+    if stage == 0 or known or config.get("zero_allow_untested_optimizer"):
+        return
+    raise SettingError(
+        f"{name} may look at whole parameters, and ZeRO gives each process a run of all of them in one tensor. Use one "
+        f"of {', '.join(_ELEMENTWISE)} or of deepspeed.ops, or stage 0; where it treats each element by itself, say so "
+        "by zero_allow_untested_optimizer=true in DeepSpeed's config.",
+        field="strategy",
+        got=name,
+    )
+
+
+def make_optimizer(config: Mapping[str, Any], parameters: Iterable[Any], device: torch.device, **given: Any) -> Any:
+    """The optimizer that the configuration describes.
+
+    Args:
+        config: with a section `optimizer`.
+        parameters: parameters, or groups of them.
+        device: where the module is.
+        given: values for what is "auto" there. What is "auto" and not given is left to the optimizer's default.
+
+    Raises:
+        SettingError: there is no such section, its type is not known, or a given value contradicts it.
+    """
+    section = config.get("optimizer")
+    if not isinstance(section, Mapping) or "type" not in section:
+        raise SettingError(
+            "DeepSpeed's config has no optimizer section. Return an optimizer from configure_optimizers instead.",
+            field="config",
+        )
+    name, params = str(section["type"]), dict(section.get("params") or {})
+    for key, value in given.items():
+        if params.setdefault(key, AUTO) not in (AUTO, value):
+            raise SettingError(
+                f"{key}={value!r} was given, and DeepSpeed's config has {key}={params[key]!r}. Make it 'auto' there.",
+                field=key,
+                got=value,
+            )
+        params[key] = value
+    params = {key: value for key, value in params.items() if value != AUTO}
+    as_torch = params.pop("torch_adam", False)
+    adamw = params.pop("adam_w_mode", True)
+    lower = name.lower()
+    on_cpu = offload_device(config, "offload_optimizer") is not None
+    if lower in ("adam", "adamw") and not as_torch and (on_cpu or device.type == "cuda"):
+        adams = import_module("deepspeed.ops.adam")  # late: optional
+        adamw = adamw or lower == "adamw"
+        if on_cpu:
+            return adams.DeepSpeedCPUAdam(parameters, adamw_mode=adamw, **params)
+        return adams.FusedAdam(parameters, adam_w_mode=adamw, **params)
+    if lower == "adam":
+        name = "AdamW" if adamw else "Adam"
+    of_torch = {it.lower(): getattr(torch.optim, it, None) for it in (name, *_ELEMENTWISE)}
+    if lower == "lion" and (on_cpu or device.type == "cuda"):
+        lion = import_module("deepspeed.ops.lion")  # late: optional
+        return (lion.DeepSpeedCPULion if on_cpu else lion.FusedLion)(parameters, **params)
+    made = of_torch.get(name.lower())
+    if made is None:
+        raise SettingError(
+            f"optimizer.type={name!r} in DeepSpeed's config is not known here. Use one of {', '.join(_ELEMENTWISE)} or "
+            "Lion, or make the optimizer in configure_optimizers.",
+            field="config",
+            got=name,
+        )
+    return made(parameters, **params)

@@ -1,0 +1,182 @@
+"""Which run of a parameter's elements this rank holds, and where in DeepSpeed's flat tensors it lies.
+
+Everything rests on a few attributes of DeepSpeed's optimizers, which are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.checkpoint.shard import Shard, StoredTensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of one parameter's elements, as a part of a flat tensor.
+
+    Args:
+        shape: of the whole parameter.
+        begin: the first element of the run, in the flattened parameter.
+        count: of its elements.
+        flat: the float32 weights of many parameters; the optimizer's state is kept under it.
+        offset: where the run lies in it.
+        fetch: reads what lies on a disk: of the state of a name, or of the weights (None).
+        store: the reverse.
+    """
+
+    shape: tuple[int, ...]
+    begin: int
+    count: int
+    flat: Tensor
+    offset: int
+    fetch: Callable[[str | None], Tensor] | None = None
+    store: Callable[[Tensor, str | None], None] | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The run in a tensor that is laid out as `flat`."""
+        return tensor.detach().narrow(0, self.offset, self.count)
+
+    def weights(self) -> Tensor:
+        """The run of the float32 weights."""
+        return self.of(self.flat) if self.fetch is None else self.fetch(None)[: self.count]
+
+    def set_weights(self, value: Tensor) -> None:
+        """Overwrite it."""
+        if self.store is None:
+            self.of(self.flat).copy_(value)
+        else:
+            self.store(value, None)
+
+    def shard(self, run: Tensor) -> Shard:
+        """The run as it is written."""
+        return Shard(run, self.shape, (self.begin,), flat=True)
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Whether it is one that stage 3 has cut up: it has no elements of its own but while it is used."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
+    """Of the whole parameter."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def cut_part(parameter: Any) -> Part:
+    """The part of a cut parameter in the dtype of the forward, which is all there is without an optimizer."""
+    size = parameter.ds_tensor.ds_numel
+    begin = min(_rank_of(parameter) * size, parameter.ds_numel)
+    count = max(min(size, parameter.ds_numel - begin), 0)
+    return Part(shape_of(parameter), begin, count, parameter.ds_tensor, 0)
+
+
+def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Part]:
+    """The parts whose float32 weights and optimizer state this rank holds, by parameter.
+
+    Args:
+        zero: what DeepSpeed made of the optimizer.
+        optimizer: the user's.
+    """
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        return {p: part for group in zero.fp16_groups for p in group if (part := _stage_3(zero, p)).count}
+    groups = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", [])
+    parts: dict[Tensor, Part] = {}
+    for group, parameters in enumerate(groups):
+        flat = optimizer.param_groups[group]["params"][0]
+        for p in parameters:
+            mapping = p._hp_mapping
+            if mapping is not None:
+                here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+                parts[p] = Part(shape_of(p), here.start, here.numel, flat, there.start)
+    return parts
+
+
+def _stage_3(zero: Any, parameter: Any) -> Part:
+    group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+    cut, flat = cut_part(parameter), zero.fp32_partitioned_groups_flat[group]
+    if not zero._swappable_optimizer_subgroup(group):
+        return Part(cut.shape, cut.begin, cut.count, flat, offset)
+
+    def fetch(key: str | None) -> Tensor:
+        return zero.get_local_fp32_param(parameter, key).detach().clone()
+
+    def store(value: Tensor, key: str | None) -> None:
+        padded = value.new_zeros(parameter.ds_tensor.ds_numel)
+        padded[: value.numel()] = value
+        zero.set_local_hp_param(padded, parameter, key)
+
+    return Part(cut.shape, cut.begin, cut.count, flat, offset, fetch, store)
+
+
+def _rank_of(parameter: Any) -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank(parameter.ds_process_group)
+
+
+def take_run(value: Tensor | StoredTensor, begin: int, count: int) -> Tensor:
+    """Some elements of a whole tensor, flattened; of a stored one only the rows are read that they are in."""
+    if isinstance(value, Tensor):
+        return value.reshape(-1)[begin : begin + count]
+    shape = tuple(value.shape)
+    if count == 0 or not shape:
+        return value.read().reshape(-1)[begin : begin + count]
+    row = math.prod(shape[1:])
+    first, last = begin // row, -(-(begin + count) // row)
+    rows = value.read((slice(first, last), *(slice(0, size) for size in shape[1:])))
+    return rows.reshape(-1)[begin - first * row :][:count]
+
+
+def held_gradients(zero: Any) -> list[Tensor]:
+    """The reduced gradients that this rank holds before a step."""
+    held: list[Tensor] = []
+    for group in (getattr(zero, "averaged_gradients", None) or {}).values():
+        held += [it for it in group or () if isinstance(it, Tensor)]
+    if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
+        flats = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+        held += [flat.grad for flat in flats if flat.grad is not None]
+    return held
+
+
+def drop_gradients(zero: Any) -> None:
+    """Forget the gradients of a window that no step was made with."""
+    if hasattr(zero, "_overflow_clean_up"):
+        zero._overflow_clean_up(zero.loss_scale)
+        return
+    zero.micro_step_id = -1
+    zero.zero_grad(set_to_none=True)
+    if hasattr(zero, "_release_preflattened_grad_buffers"):
+        zero._release_preflattened_grad_buffers()
+    if getattr(zero, "cpu_offload", False):
+        zero.reset_cpu_buffers()
+    for kept in (getattr(zero, "averaged_gradients", {}), getattr(zero, "all_grad_tensors", {})):
+        kept.update(dict.fromkeys(kept))
+
+
+def scaler_state(zero: Any) -> dict[str, Any]:
+    """The gradient scaler's state, of JSON values."""
+    scaler = getattr(zero, "loss_scaler", None)
+    return (
+        {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)} if scaler else {}
+    )
+
+
+def load_scaler_state(zero: Any, state: Mapping[str, Any]) -> None:
+    """The reverse."""
+    scaler = getattr(zero, "loss_scaler", None)
+    for key, value in state.items():
+        if scaler is not None and key in vars(scaler):
+            setattr(scaler, key, value)
+
+
+def cast_parameters(module: nn.Module, dtype: Any) -> None:
+    """Give the floating parameters a dtype, in place; buffers keep theirs, as DeepSpeed leaves them."""
+    for p in module.parameters():
+        if p.is_floating_point() and not is_cut(p):
+            p.data = p.data.to(dtype)

@@ -1,0 +1,633 @@
+"""The strategy: the life of a DeepSpeed engine, its steps, and its state in and out."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.checkpoint.shard import Shard
+from instep.distributed import broadcast
+from instep.errors import CheckpointError, MissingPackageError, SettingError, UsageError, one_of
+from instep.state import GradientState, PartialState
+from instep.strategies.base import Strategy, shapes_of, whole
+from instep.strategies.deepspeed import partitions
+from instep.strategies.deepspeed.config import (
+    Config,
+    check_accumulation,
+    check_config,
+    compute_kind,
+    fill,
+    make_config,
+    read_config,
+)
+from instep.strategies.deepspeed.loading import load_deepspeed, quiet_imports
+from instep.strategies.deepspeed.optimizers import check_optimizer, counts_in_ints, kind_of, make_optimizer
+from instep.strategies.deepspeed.partitions import Part, is_cut, shape_of, take_run
+from instep.strategies.precision import Precision
+from instep.types import PathLike
+from instep.utils.optimizer_state import match_state, names_of
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _StepForward(nn.Module):
+    """Sends the engine's `forward` to a named step method, within a context of its own."""
+
+    def __init__(self, module: nn.Module, context: AbstractContextManager[Any] | None) -> None:
+        super().__init__()
+        self.module = module
+        self.context = context
+
+    def forward(self, name: str, *args: Any) -> Any:
+        with nullcontext() if self.context is None else self.context:
+            return getattr(self.module, name)(*args)
+
+
+class _EnginePrecision(Precision):
+    """A precision whose weights are in 16 bits, and whose gradients the engine scales.
+
+    Args:
+        asked: the run's.
+        dtype: of weights and floating inputs.
+        zero: gives the engine's optimizer, or None before there is one.
+    """
+
+    def __init__(self, asked: Precision, dtype: torch.dtype | None, zero: Callable[[], Any]) -> None:
+        self.__dict__.update(vars(asked.without(autocast=True, scaler=True)))
+        self.dtype = dtype
+        self._zero = zero
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Nothing: the engine casts parameters, and keeps their float32 copies."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return partitions.scaler_state(self._zero())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        partitions.load_scaler_state(self._zero(), state_dict)
+
+
+class DeepSpeedStrategy(Strategy):
+    """ZeRO by DeepSpeed: optimizer state (stage 1), gradients (2) and weights (3) spread over processes.
+
+    Precision is the run's: with bf16-mixed and 16-mixed (and their `-true` forms, which mean the same here) weights are
+    in 16 bits, beside float32 ones that the optimizer steps. Gradients are clipped by the engine, by norm. The module
+    needs automatic optimization and one optimizer; schedules are those that `configure_optimizers` returns.
+
+    Args:
+        stage: 0 to 3; 2 by default.
+        offload_optimizer: keep optimizer state and float32 weights in the memory of the "cpu", or on a disk, "nvme".
+        offload_parameters: with stage 3: the same for the weights.
+        nvme_path: a folder on a local disk, for "nvme".
+        config: DeepSpeed's own configuration, a dict or a JSON file, in place of these. "auto" values are filled in.
+        configs: several of them by name, of which `use` is taken; `select` changes it between two runs.
+        use: the name of one.
+        options: other entries of `zero_optimization`, such as `reduce_bucket_size`.
+
+    Raises:
+        SettingError: an entry of the configuration cannot be honoured, or contradicts the run.
+        MissingPackageError: deepspeed is not installed.
+
+    Example:
+        >>> DeepSpeedStrategy(stage=3, offload_optimizer="cpu").stage  # doctest: +SKIP
+        3
+
+    Source:
+        Rajbhandari et al.: ZeRO, SC 2020 (https://arxiv.org/abs/1910.02054), as built in DeepSpeed.
+    """
+
+    name = "deepspeed"
+    multi_process = True
+
+    def __init__(
+        self,
+        stage: int | None = None,
+        *,
+        offload_optimizer: str | None = None,
+        offload_parameters: str | None = None,
+        nvme_path: PathLike | None = None,
+        config: Mapping[str, Any] | PathLike | None = None,
+        configs: Mapping[str, Mapping[str, Any] | PathLike] | None = None,
+        use: str | None = None,
+        **options: Any,
+    ) -> None:
+        if find_spec("deepspeed") is None:
+            raise MissingPackageError(
+                "DeepSpeedStrategy needs the package 'deepspeed'. Install it with: pip install 'instep[deepspeed]'"
+            )
+        arguments = {"stage": stage, "offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
+        given = [key for key, value in {**arguments, "nvme_path": nvme_path, **options}.items() if value is not None]
+        if (config is not None or configs is not None) and given:
+            raise SettingError(
+                f"{', '.join(given)} and a config of DeepSpeed's were given; say it in the config, under "
+                "zero_optimization.",
+                field=given[0],
+            )
+        if config is not None and configs is not None:
+            raise SettingError("config and configs were given; give one of them", field="configs")
+        self._configs = None if configs is None else {key: read_config(it) for key, it in configs.items()}
+        if self._configs is not None:
+            for it in self._configs.values():
+                check_config(it)
+            self.select(next(iter(self._configs)) if use is None else use)
+        else:
+            if use is not None:
+                raise SettingError("use= chooses one of configs=, which were not given", field="use", got=use)
+            made = make_config(2 if stage is None else stage, offload_optimizer, offload_parameters, nvme_path, options)
+            self._set_config(made if config is None else read_config(config))
+        self._engine: Any = None
+        self._optimizer: Optimizer | None = None
+        self._parts: dict[Tensor, Part] = {}
+        self._exact: dict[Tensor, Tensor] = {}  # float32 runs of weights that were cast to 16 bits before the engine
+        self._groups: list[list[str]] = []
+        self._shapes: dict[str, list[int]] = {}
+        self._open = False  # there are gradients that no step was made with
+        self._factor = 1.0  # by which the next step multiplies them
+
+    def select(self, name: str) -> None:
+        """Take another one of `configs` from the next run on.
+
+        Raises:
+            SettingError: there is none of that name.
+        """
+        if self._configs is None or name not in self._configs:
+            raise one_of("use", name, self._configs or ())
+        self._set_config(self._configs[name])
+
+    def _set_config(self, config: Config) -> None:
+        self.stage = check_config(config)
+        self.config = config
+        self.sharded = self.stage > 0
+        self.inference_mode = self.stage < 3  # weights that were gathered in it could not be trained on
+
+    # ---- life
+
+    def connect(self, device: torch.device, precision: Precision) -> None:
+        super().connect(device, precision)
+        self._kind = compute_kind(self.config, precision, self.stage)
+        dtype = None if self.stage == 0 else _DTYPES.get(self._kind or "")
+        # Stage 0 would add a window's gradients up in bfloat16; autocast over float32 weights does not.
+        self._context = precision.context() if self.stage == 0 and self._kind == "bf16" else None
+        self.precision = _EnginePrecision(precision, dtype, lambda: None if self._engine is None else self._zero)
+        if not dist.is_initialized():  # one process: the engine needs a group all the same
+            dist.init_process_group(
+                "gloo" if device.type == "cpu" else None, store=dist.HashStore(), rank=0, world_size=1
+            )
+        self._deepspeed = load_deepspeed(device)
+
+    @property
+    def _zero(self) -> Any:
+        """What DeepSpeed made of the optimizer."""
+        return self._engine.optimizer
+
+    def model_context(self) -> AbstractContextManager[Any]:
+        return self._init(None) if self.stage == 3 else nullcontext()
+
+    @contextmanager
+    def _init(self, module: nn.Module | None) -> Iterator[None]:
+        """DeepSpeed's context in which modules are cut up as they are made."""
+        with _local_rank(), self._deepspeed.zero.Init(config_dict_or_path=self._filled(2**31), module=module):
+            yield
+
+    def _filled(self, elements: int) -> Config:
+        return fill(
+            self.config,
+            kind=None if self.stage == 0 else self._kind,
+            device_type=self.device.type,
+            accumulate=GradientState().num_steps,
+            elements=elements,
+        )
+
+    def place(self, module: nn.Module) -> None:
+        self.module = module
+        if self.stage != 3:
+            module.to(self.device)
+            return
+        fresh = {p: p.detach() for p in module.parameters() if not is_cut(p)}
+        if fresh:
+            for p in fresh:
+                p.data = p.data.to(self.device)
+            _share_weights(module)
+            fresh = {p: p.detach() for p in fresh}
+            if self.precision.dtype is not None:
+                partitions.cast_parameters(module, self.precision.dtype)
+            with _local_rank():
+                self._deepspeed.zero.Init(module=module, config_dict_or_path=self._filled(_elements(fresh)))
+            if self.precision.dtype is not None:
+                for p, value in fresh.items():
+                    part = partitions.cut_part(p)
+                    self._exact[p] = take_run(value, part.begin, part.count).float().clone()
+        for _, buffer in module.named_buffers():
+            buffer.data = buffer.data.to(self.device)
+
+    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        before = self._parts
+        self._release()
+        if not optimizers:
+            self._set_up_evaluation(module)
+            return
+        if not getattr(module, "automatic_optimization", True):
+            raise SettingError(
+                f"{type(module).__name__} optimizes manually, which DeepSpeed's engine does not take: it steps what "
+                "its own backward has reduced. Use strategy='fsdp' or 'ddp'.",
+                field="strategy",
+                got=self.name,
+            )
+        if len(optimizers) > 1:
+            raise SettingError(
+                f"DeepSpeed's engine takes one optimizer, and there are {len(optimizers)}. Make one with several "
+                "parameter groups, or use strategy='fsdp'.",
+                field="strategy",
+                got=self.name,
+            )
+        optimizer = optimizers[0]
+        check_optimizer(optimizer, self.config, self.stage)
+        names = names_of(module, [optimizer])
+        self._groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        self._shapes = {names[p]: list(shape_of(p)) for group in optimizer.param_groups for p in group["params"]}
+        exact: dict[Any, Tensor] = self._exact
+        self._exact = {}
+        if self.stage != 3:
+            _share_weights(module)
+            if self.precision.dtype is not None:
+                exact = {p: p.detach() for p in module.parameters() if p.dtype == torch.float32}  # outlast the cast
+        self._engine = self._make_engine(module, optimizer)
+        self._optimizer = optimizer
+        # What the loop calls where a window begins would take the gradients' memory from an offloading engine.
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        self._parts = partitions.find_parts(self._zero, optimizer) if self.stage else {}
+        for p, part in self._parts.items():
+            old = before.get(p)
+            if old is not None and (old.begin, old.count) == (part.begin, part.count) and old.fetch is None:
+                part.set_weights(old.weights())  # of this run's earlier fit, not rounded to 16 bits
+            elif p in exact:
+                value = exact[p]
+                part.set_weights(value if self.stage == 3 else take_run(value, part.begin, part.count))
+
+    def _make_engine(self, module: nn.Module, optimizer: Optimizer | None) -> Any:
+        elements = _elements(module.parameters())
+        config = self._filled(elements)
+        if optimizer is not None:
+            config.setdefault("zero_allow_untested_optimizer", True)  # check_optimizer has looked
+        # DeepSpeed calls collectives by names that torch has replaced.
+        warnings.filterwarnings(
+            "ignore", "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning
+        )
+        try:
+            with _local_rank(), quiet_imports():
+                engine, *_ = self._deepspeed.initialize(
+                    model=_StepForward(module, self._context), optimizer=optimizer, config=config
+                )
+        except (AssertionError, ValueError, NotImplementedError) as error:
+            raise SettingError(f"DeepSpeed refused its config: {error}", field="config", got=config) from error
+        made = getattr(engine.optimizer, "optimizer", optimizer)
+        if optimizer is not None and made is not optimizer:
+            raise SettingError(
+                f"DeepSpeed has made its own {type(made).__name__} in place of the one from configure_optimizers, so "
+                "that schedules would have no effect. Use another optimizer.",
+                field="strategy",
+                got=self.name,
+            )
+        return engine
+
+    def _set_up_evaluation(self, module: nn.Module) -> None:
+        if self.stage == 3:
+            self._engine = self._make_engine(module, None)
+            return
+        if self.precision.dtype is not None:
+            partitions.cast_parameters(module, self.precision.dtype)
+        _share_weights(module)
+
+    def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        raise SettingError(
+            f"strategy={self.name!r} works with the Trainer: DeepSpeed's engine has to be made with the optimizer, and "
+            "an Accelerator prepares models before optimizers. Use the Trainer, or Accelerator(strategy='fsdp').",
+            field="strategy",
+            got=self.name,
+        )
+
+    def teardown(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        """Let the engine go; what it leaves behind can still be saved."""
+        engine, self._engine = self._engine, None
+        if self._optimizer is not None:
+            self._optimizer.__dict__.pop("zero_grad", None)
+        if engine is not None:
+            engine.destroy()
+            engine.module_forward_pre_hook.remove()
+            engine.module_forward_post_hook.remove()
+        self._open, self._factor = False, 1.0
+
+    # ---- the step
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        engine = self._engine
+        if engine is None or (name != "training_step" and self.stage < 3):
+            return super().step_function(name)
+        if name == "training_step":
+            steps = GradientState().num_steps
+            check_accumulation(self.config, steps)
+            # Whether gradients are added up in the CPU's memory depends on it. Losses are weighted by the loop.
+            engine._config.gradient_accumulation_steps = steps
+            self._zero.gradient_accumulation_steps = steps
+        return lambda *args: engine(name, *args)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        retain = bool(kwargs.pop("retain_graph", False))
+        if args or any(value not in (None, False) for value in kwargs.values()):
+            raise UsageError(f"DeepSpeed's backward takes retain_graph only, got {list(kwargs) or args}")
+        self._open = True
+        self._engine.backward(loss, retain_graph=retain, scale_wrt_gas=False)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        self._open = True
+        # The engine divides by the steps again where its own backward is not called.
+        return self._engine.scale(loss * self._engine.gradient_accumulation_steps())
+
+    @contextmanager
+    def _boundary(self, engine: Any) -> Iterator[None]:
+        engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            engine.set_gradient_accumulation_boundary(True)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._engine is None else self._boundary(self._engine)
+
+    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
+        if self.stage == 0:
+            super().clip_gradients(optimizer, value, algorithm)
+            return
+        if algorithm != "norm":
+            raise SettingError(
+                "gradient_clip_algorithm='value': DeepSpeed clips by norm, since no process holds all gradients. Use "
+                "'norm', or strategy='fsdp'.",
+                field="gradient_clip_algorithm",
+                got=algorithm,
+            )
+        said = self.config.get("gradient_clipping", "auto")
+        if said not in ("auto", value):
+            raise SettingError(
+                f"DeepSpeed's config has gradient_clipping={said}, and the run clips at {value}. Make it 'auto' there.",
+                field="gradient_clip_val",
+                got=value,
+            )
+        self._zero.clip_grad = float(value)  # what its step clips at, with the norm that it needs anyway
+
+    def multiply_gradients(self, optimizer: Optimizer, factor: float) -> None:
+        if self.stage == 0:
+            super().multiply_gradients(optimizer, factor)
+        else:
+            self._factor *= factor
+
+    def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
+        # Scaled gradients overflow now and then: the scaler sees to it.
+        held = [] if not self.stage or self._kind == "fp16" else partitions.held_gradients(self._zero)
+        super().find_nonfinite([*tensors, *held], found)
+
+    def forget_gradients(self, optimizer: Optimizer) -> None:
+        self._zero_grad()
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """In place of the optimizer's: a step has left nothing to be set to zero, an open window has."""
+        if self._open:
+            self._open, self._factor = False, 1.0
+            partitions.drop_gradients(self._zero) if self.stage else self._engine.zero_grad()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+        if closure is not None:
+            closure()
+        zero, factor = self._zero, self._factor
+        if factor != 1.0:  # its step divides by the loss scale, before it clips
+            zero.external_loss_scale, zero.custom_loss_scaler = zero.loss_scale / factor, True
+        try:
+            self._engine.step()
+        finally:
+            if factor != 1.0:
+                zero.custom_loss_scaler = False
+        self.step_was_skipped = not self._engine.was_step_applied()
+        self._open, self._factor = False, 1.0
+
+    # ---- state
+
+    def make_optimizer(self, parameters: Iterable[Any], **given: Any) -> Optimizer:
+        """The optimizer that the configuration's section `optimizer` describes, for `configure_optimizers` to return.
+
+        Args:
+            parameters: parameters, or groups of them.
+            given: values for what is "auto" there, such as `lr`.
+
+        Raises:
+            SettingError: there is no such section, or a given value contradicts it.
+        """
+        return make_optimizer(self.config, parameters, self.device, **given)
+
+    def _part_of(self, parameter: Tensor) -> Part | None:
+        """What this rank holds of a parameter that is spread; None for one that every rank has whole."""
+        part = self._parts.get(parameter)
+        return partitions.cut_part(parameter) if part is None and is_cut(parameter) else part
+
+    def _is_spread(self, parameter: Tensor, name: str) -> bool:
+        return is_cut(parameter) or bool(self._parts and parameter.requires_grad and name in self._shapes)
+
+    def model_state(self) -> dict[str, Any]:
+        state = self.module.state_dict()
+        first = names_of(self.module)
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            if name in state and self._is_spread(p, first[p]):
+                part = self._part_of(p)
+                if part is None or not part.count:
+                    del state[name]  # others hold all of it
+                else:
+                    state[name] = part.shard(part.weights())
+        return state
+
+    def model_shapes(self) -> Mapping[str, torch.Size | None]:
+        cut = {
+            name: torch.Size(shape_of(p))
+            for name, p in self.module.named_parameters(remove_duplicate=False)
+            if is_cut(p)
+        }
+        return {name: cut.get(name, shape) for name, shape in shapes_of(self.module).items()}
+
+    def full_model_state(self) -> dict[str, Any]:
+        state, first = self.module.state_dict(), names_of(self.module)
+        main = PartialState().is_main_process
+        gathered: dict[Tensor, Tensor] = {}
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            if name not in state or not self._is_spread(p, first[p]):
+                continue
+            if p not in gathered:
+                part = self._part_of(p)
+                dtype = p.dtype if not self._parts else torch.float32
+                run = torch.zeros(torch.Size(shape_of(p)).numel(), dtype=dtype, device=self.device)
+                if part is not None:
+                    run[part.begin : part.begin + part.count] = part.weights().to(self.device)
+                dist.reduce(run, 0)
+                gathered[p] = run.cpu().view(shape_of(p)) if main else run[:0]
+            state[name] = gathered[p]
+        return state if main else {}
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        own = dict(self.module.named_parameters(remove_duplicate=False))
+        taken: dict[str, Any] = {}
+        for name, value in state.items():
+            p = own.get(name)
+            if p is None or not hasattr(value, "shape"):
+                taken[name] = whole(value)
+            elif tuple(value.shape) != shape_of(p):
+                taken[name] = torch.empty(value.shape, device="meta")  # for torch's own error
+            else:
+                taken[name] = self._take_weights(p, value)
+        return self.module.load_state_dict(taken, strict=strict)
+
+    def _take_weights(self, p: Any, value: Any) -> Tensor:
+        """Load one parameter's runs; what remains for `load_state_dict`."""
+        with torch.no_grad():
+            part = self._parts.get(p)
+            if part is not None:
+                part.set_weights(take_run(value, part.begin, part.count))
+            if not is_cut(p):
+                return whole(value)
+            if p.data.numel():  # gathered, as small ones stay
+                p.partition()
+            cut = partitions.cut_part(p)
+            run = take_run(value, cut.begin, cut.count)
+            cut.of(cut.flat).copy_(run)
+            if part is None and self.precision.dtype is not None:
+                self._exact[p] = run.to(self.device, torch.float32)
+            return p.detach()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not self.stage:
+            return super().optimizer_state(optimizer)
+        names = names_of(self.module)
+        state: dict[str, dict[str, Any]] = {}
+        for p, part in self._parts.items():
+            kept = optimizer.state.get(part.flat, {})
+            saved = {key: self._saved(part, key, value, kind_of(optimizer)) for key, value in kept.items()}
+            if saved:
+                state[names[p]] = saved
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": list(group_names)}
+            for group, group_names in zip(optimizer.param_groups, self._groups, strict=True)
+        ]
+        return {"optimizer": kind_of(optimizer), "shapes": self._shapes, "state": state, "groups": groups}
+
+    def _saved(self, part: Part, key: str, value: Any, kind: str) -> Any:
+        if isinstance(value, Tensor) and value.ndim:
+            return part.shard(part.of(value) if part.fetch is None else part.fetch(key)[: part.count])
+        if key == "step":  # a tensor, as torch's optimizers have it; every rank that has a part writes it
+            return Shard(torch.tensor(float(value)), (), ())
+        return Shard(value.detach().clone(), (), ()) if isinstance(value, Tensor) else value
+
+    def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
+        if not self.stage:
+            return super().load_optimizer_state(optimizer, tree, strict)
+        wanted = [
+            {**group, "params": list(names)} for group, names in zip(optimizer.param_groups, self._groups, strict=True)
+        ]
+        kept, settings, left_out = match_state(kind_of(optimizer), self._shapes, wanted, tree, strict)
+        for group, saved in zip(optimizer.param_groups, settings, strict=True):
+            group.update({key: value for key, value in saved.items() if key in group and key != "params"})
+        names = names_of(self.module)
+        by_flat: dict[Tensor, list[tuple[str, Part]]] = {}
+        for p, part in self._parts.items():
+            by_flat.setdefault(part.flat, []).append((names[p], part))
+        for flat, parts in by_flat.items():
+            self._load_flat(optimizer, flat, parts, kept["state"])
+        return left_out
+
+    def _load_flat(
+        self, optimizer: Optimizer, flat: Tensor, parts: list[tuple[str, Part]], saved: Mapping[str, Any]
+    ) -> None:
+        """The state under one flat tensor, put together from that of the parameters in it."""
+        known = [(name, part, saved[name]) for name, part in parts if saved.get(name)]
+        if not known:
+            return
+        state: dict[str, Any] = dict(optimizer.state.get(flat, {}))
+        with torch.no_grad():
+            for key in known[0][2]:
+                values = [(name, part, kept.get(key)) for name, part, kept in known]
+                first = values[0][2]
+                if not hasattr(first, "shape") or not tuple(first.shape):
+                    state[key] = self._scalar(optimizer, key, [whole(value) for _, _, value in values])
+                    continue
+                if parts[0][1].fetch is None:
+                    state[key] = torch.zeros_like(flat, dtype=first.dtype, requires_grad=False)
+                for name, part, value in values:
+                    if value is None or tuple(value.shape) != part.shape:
+                        raise CheckpointError(
+                            f"the state {key!r} of {name!r} has no element for each of the parameter's, so that it "
+                            "cannot be cut into runs. Resume from the weights alone."
+                        )
+                    run = take_run(value, part.begin, part.count)
+                    if part.store is None:
+                        part.of(state[key]).copy_(run)
+                    else:
+                        part.store(run, key)
+        optimizer.state[flat] = state
+
+    def _scalar(self, optimizer: Optimizer, key: str, values: list[Any]) -> Any:
+        numbers = {float(value) for value in values}
+        if len(numbers) > 1:
+            raise CheckpointError(
+                f"the parameters of a group were stepped different numbers of times ({key}: {sorted(numbers)}), and "
+                "DeepSpeed keeps one number for them. Put them into groups of their own, or resume from the weights "
+                "alone."
+            )
+        value = values[0]
+        if key == "step" and counts_in_ints(optimizer):
+            return int(value)
+        return value.clone() if isinstance(value, Tensor) else value
+
+    def owned(self, tree: Any) -> Any:
+        main = PartialState().is_main_process
+        return _written(tree, main) if self.sharded else tree if main else None
+
+
+def _written(tree: Any, main: bool) -> Any:
+    """A state with this rank's parts; plain tensors are the same on all ranks, and the first one writes them."""
+    if isinstance(tree, Mapping):
+        return {key: _written(it, main) for key, it in tree.items() if main or not isinstance(it, Tensor)}
+    if type(tree) in (list, tuple):
+        return type(tree)([_written(it, main) for it in tree])
+    return tree
+
+
+def _elements(parameters: Iterable[Tensor]) -> int:
+    return sum(torch.Size(shape_of(p)).numel() for p in parameters)
+
+
+def _share_weights(module: nn.Module) -> None:
+    """The first rank's weights and buffers on every rank, as far as they are whole."""
+    if PartialState().num_processes > 1:
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not is_cut(tensor):
+                    tensor.copy_(broadcast(tensor))
+
+
+@contextmanager
+def _local_rank() -> Iterator[None]:
+    """DeepSpeed reads this process's place from the environment, where a process that nobody launched has none."""
+    if "LOCAL_RANK" in os.environ:
+        yield
+        return
+    os.environ["LOCAL_RANK"] = str(PartialState().local_process_index)
+    try:
+        yield
+    finally:
+        os.environ.pop("LOCAL_RANK", None)
