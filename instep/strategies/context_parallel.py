@@ -96,14 +96,22 @@ class ContextParallel:
 
     # ---- the step
 
-    def step(self, step: Callable[..., Any], dims: int | Mapping[Any, int]) -> Callable[..., Any]:
-        """A step that gets this rank's part of the batch, and whose attention sees all of the sequence."""
+    def step(
+        self, step: Callable[..., Any], dims: int | Mapping[Any, int], everywhere: bool = True
+    ) -> Callable[..., Any]:
+        """A step that gets this rank's part of the batch, and whose attention sees all of the sequence.
+
+        Args:
+            step: the step.
+            dims: as in `split`.
+            everywhere: whether every rank must come upon an attention; a stage of a pipeline may have none.
+        """
 
         def run(batch: Any, *args: Any) -> Any:
             part, before = self.split(batch, dims), self._calls
             with self.attention():
                 output = step(part, *args)
-            if self._calls == before:
+            if everywhere and self._calls == before:
                 raise HookError(
                     f"cp={self.size}: the step did not call torch.nn.functional.scaled_dot_product_attention, so "
                     "attention saw only this rank's part of the sequence. Let the model call it by that name (as "

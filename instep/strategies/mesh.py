@@ -18,12 +18,12 @@ from instep.errors import HookError, SettingError, one_of
 from instep.state import PartialState
 from instep.strategies import tensor_parallel
 from instep.strategies.context_parallel import ContextParallel, RingAttention
-from instep.strategies.fsdp import FSDPStrategy
+from instep.strategies.pipeline import Pipeline, PipelinedStrategy
 
 _ATTENTION = {"all_to_all": ContextParallel, "ring": RingAttention}
 
 
-class MeshStrategy(FSDPStrategy):
+class MeshStrategy(PipelinedStrategy):
     """Tensor, context and pipeline parallelism and sharded data parallelism, in any product.
 
     Processes are numbered with `tp` innermost, then `cp`, `dp_shard`, `dp_replicate` and `pp`, so that those that talk
@@ -36,7 +36,13 @@ class MeshStrategy(FSDPStrategy):
             transformers model says.
         cp: processes that share each sequence. The module's `sequence_dim` says what is cut; attention must be
             `F.scaled_dot_product_attention`; a model with positions asks `sequence_positions`.
-        pp: processes that each have a part of the layers.
+        pp: processes that each have a part of the layers, as the module's `pipeline_stages` lists them; batches go
+            through in micro-batches, and the loss is the module's `pipeline_loss`.
+        pp_schedule: "1f1b"; "gpipe", all forwards first; or "interleaved", 1F1B with several stages on each process.
+        pp_microbatches: into how many a batch is cut; None for two per process.
+        pp_split: the parts that the stages but the first one begin with, by name. Default: the largest stage has as few
+            parameters as can be.
+        pp_stages_per_rank: with "interleaved".
         loss_parallel: compute the cross-entropy of logits whose classes are spread over the tp processes (a head with
             `ColwiseParallel(use_local_output=False)`) without gathering them.
         cp_attention: "all_to_all", exact for every attention, where cp divides the heads; or "ring", torch's own, on
@@ -62,6 +68,10 @@ class MeshStrategy(FSDPStrategy):
         tp: int = 1,
         cp: int = 1,
         pp: int = 1,
+        pp_schedule: str = "1f1b",
+        pp_microbatches: int | None = None,
+        pp_split: Sequence[str] = (),
+        pp_stages_per_rank: int = 2,
         loss_parallel: bool = False,
         cp_attention: str = "all_to_all",
         **fsdp_options: Any,
@@ -81,9 +91,16 @@ class MeshStrategy(FSDPStrategy):
             )
         if cp_attention not in _ATTENTION:
             raise one_of("cp_attention", cp_attention, _ATTENTION)
-        if loss_parallel and tp == 1:
-            raise SettingError("loss_parallel=True needs tp, over whose processes the classes are spread", field="tp")
-        super().__init__(dp_replicate=max(dp_replicate, 1), **fsdp_options)
+        pipeline = Pipeline(pp_schedule, pp_microbatches, pp_split, pp_stages_per_rank)
+        for dim, options in (
+            ("tp", {"loss_parallel": loss_parallel is not False}),
+            ("cp", {"cp_attention": cp_attention != "all_to_all"}),
+            ("pp", {f"pp_{it}": getattr(pipeline, it) != value for it, value in Pipeline()._asdict().items()}),
+        ):
+            for option, given in options.items():
+                if given and self._wanted[dim] == 1:
+                    raise SettingError(f"{option} belongs to {dim}: leave it out, or set {dim} too", field=option)
+        super().__init__(pipeline, dp_replicate=max(dp_replicate, 1), **fsdp_options)
         self.loss_parallel = loss_parallel
         self.cp_attention = cp_attention
         self._context: ContextParallel | None = None
@@ -95,6 +112,8 @@ class MeshStrategy(FSDPStrategy):
         self.sizes = self._sizes(world_size)
         """Processes along each dimension."""
         self.dp_replicate = self.sizes["dp_replicate"]
+        if self.sizes["pp"] > 1:
+            self.pipeline.microbatches_for(self.sizes["pp"])
 
     def _sizes(self, world_size: int) -> dict[str, int]:
         given = {field: size for field, size in self._wanted.items() if size != -1}
@@ -159,8 +178,8 @@ class MeshStrategy(FSDPStrategy):
             self.share_weights(module)  # while every rank has all of them
             tensor_parallel.cut(module, self.mesh)
 
-    def shard(self, module: nn.Module) -> None:
-        super().shard(module)
+    def shard_part(self, module: nn.Module) -> None:
+        super().shard_part(module)
         if self.dp_mesh.size() == 1:
             module.to(self.device)
 
@@ -193,7 +212,7 @@ class MeshStrategy(FSDPStrategy):
     def step_function(self, name: str) -> Callable[..., Any]:
         step = super().step_function(name)
         if self._context is not None and name != "predict_step":  # which may generate: it gets whole sequences
-            step = self._context.step(step, self.module.sequence_dim)  # type: ignore[arg-type]
+            step = self._context.step(step, self.module.sequence_dim, everywhere=self.pipe_size == 1)  # type: ignore[arg-type]
         if self.sizes["tp"] == 1:
             return step
         return lambda *args: map_leaves(tensor_parallel.plain, step(*args))
@@ -217,4 +236,5 @@ class MeshStrategy(FSDPStrategy):
 
     @property
     def counts(self) -> bool:
-        return PartialState().process_index % self.sizes["tp"] == 0
+        # With cp each has the values of its part of the sequences.
+        return all(self.mesh.get_local_rank(it) == 0 for it in ("pp", "tp") if self.sizes[it] > 1)
