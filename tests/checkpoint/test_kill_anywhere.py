@@ -131,3 +131,19 @@ def test_a_training_killed_at_random_instants_ends_bit_for_bit_the_same(tmp_path
     campaign.run(20, print)
     assert len(campaign.kills) == 20
     assert {kill.target for kill in campaign.kills} == {"job", "rank", "agent"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the job's processes in /proc and waits for them by pidfd")
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("deepspeed_stage_2", marks=pytest.mark.deepspeed)])
+@pytest.mark.parametrize("background", [False, True], ids=["", "background"])
+def test_a_sharded_training_killed_at_random_instants_ends_bit_for_bit_the_same(
+    background: bool, strategy: str, tmp_path: Path
+) -> None:
+    seed = int(os.environ.get("INSTEP_KILL_SEED", "20240501"))
+    print(f"INSTEP_KILL_SEED={seed}")
+    campaign = Campaign(tmp_path, seed, [Way(strategy=strategy, background=background)])
+    campaign.run(6, print)
+    assert len(campaign.kills) == 6
+    assert any(kill.where in ("training", "save", "delete") for kill in campaign.kills)

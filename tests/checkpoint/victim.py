@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from instep import Trainer, TrainModule, seed_everything
@@ -44,6 +45,7 @@ class Way:
     accumulate: int = 2
     batch_size: int = 2
     ranks: int = 2
+    strategy: str = "auto"
 
 
 class Board:
@@ -188,6 +190,7 @@ def train(root: Path, way: Way, kill_after: int | None = None) -> dict[str, Any]
     trainer = Trainer(
         accelerator="cpu",
         devices="auto",
+        strategy=way.strategy,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -246,7 +249,7 @@ def watched(board: Board) -> Iterator[None]:
 
 
 def digest(tree: Any) -> str:
-    """Of every bit of a state dict."""
+    """Of every bit of a state dict that this rank holds."""
     parts = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -258,7 +261,8 @@ def digest(tree: Any) -> str:
             for inner in value:
                 add(inner)
         elif isinstance(value, Tensor):
-            parts.update(value.detach().numpy().tobytes())
+            value = value.detach()
+            parts.update(value.to_local().numpy().tobytes() if isinstance(value, DTensor) else value.numpy().tobytes())
         else:
             parts.update(repr(value).encode())
 
