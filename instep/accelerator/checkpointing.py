@@ -168,8 +168,13 @@ class Checkpointing(Preparing):
 
         Args:
             model: prepared, wrapped or not.
+
+        Returns:
+            Name -> plain tensor; with a strategy that shards the weights, on the main process only, and empty
+            elsewhere.
         """
-        return self.strategy_of(model).model_state()
+        strategy = self.strategy_of(model)
+        return strategy.full_model_state() if strategy.sharded else strategy.model_state()
 
     def save_model(self, model: nn.Module, save_directory: PathLike) -> Path:
         """Write a model's weights as `model.safetensors`, for anybody to load. Collective: on all ranks.

@@ -91,10 +91,11 @@ class Preparing(ProcessFacade):
     def _forget(self) -> None:
         for model in getattr(self, "_models", {}).values():
             take_off(model)
-        self._plain = Strategy()  # steps and scales: nothing in these depends on how a model is spread
+        self._plain = copy.deepcopy(self._strategy)  # steps, scales and says whose data is whose, for all models
         self._plain.connect(self.device, self.precision)
         self._models: dict[str, nn.Module] = {}  # unwrapped, by name
         self._strategies: dict[int, Strategy] = {}  # by the id of the unwrapped model
+        self._spare: Strategy | None = None  # the first model's, where something was asked of it before
         self._wrapped: dict[int, nn.Module] = {}
         self._checked = False  # whether the optimizers' parameters were looked for in the models
         self.optimizers: list[AcceleratedOptimizer] = []
@@ -206,8 +207,7 @@ class Preparing(ProcessFacade):
                 field="name",
                 got=name,
             )
-        strategy = copy.deepcopy(self._strategy)
-        strategy.connect(self.device, self.precision)
+        strategy, self._spare = self._spare or self._connected(), None
         if self.device_placement if device_placement is None else device_placement:
             strategy.place(model)
         else:
@@ -269,8 +269,8 @@ class Preparing(ProcessFacade):
         if not isinstance(loader, PreparedLoader):
             source = prepare_loader(
                 loader,
-                rank=self._plain.data_rank,
-                world_size=self._plain.data_world_size,
+                rank=self.seat.data_rank,
+                world_size=self.seat.data_world_size,
                 seed=self.seed,
                 device=self.device if moves else None,
                 split_batches=config.split_batches,
@@ -320,11 +320,24 @@ class Preparing(ProcessFacade):
         if not self._active:  # free_memory() or end_training() came before
             self._begin()
 
+    def _connected(self) -> Strategy:
+        strategy = copy.deepcopy(self._strategy)
+        strategy.connect(self.device, self.precision)
+        return strategy
+
+    @property
+    def seat(self) -> Strategy:
+        """A connected strategy, which knows what part of the data this rank reads."""
+        if not self._strategies:
+            self._spare = self._spare or self._connected()
+            return self._spare
+        return next(iter(self._strategies.values()))
+
     def _separate_random_streams(self) -> None:
         """Ranks with other data draw other dropout masks; the first keeps the user's stream. As the Trainer does."""
         shared = self.seed  # a collective when first asked for
-        if self._plain.data_rank:
-            seed = derive_seed(shared, "rank", self._plain.data_rank)
+        if self.seat.data_rank:
+            seed = derive_seed(shared, "rank", self.seat.data_rank)
             if torch.initial_seed() != seed:
                 seed_process(seed)
 

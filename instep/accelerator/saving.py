@@ -3,6 +3,8 @@
 model.safetensors               weights and buffers: a single model's own names, or `<model>.<name>` with several
 model_extra.json                what state_dicts have beside tensors
 optimizer.json/.safetensors     the optimizers' states by parameter name
+                                all three in parts of each rank, `model-00000-of-00002.safetensors`, with a strategy
+                                that shards
 accelerator.json                counters, schedulers, scaler, loaders, registered objects, seed
 rank-00000.json/.safetensors    random generators of each rank, and loaders with a state per rank
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,14 +24,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep import __version__
-from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer, find_checkpoint
+from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Shard, Writer, find_checkpoint
 from instep.checkpoint.resume import Resume, ResumeReport, compare
 from instep.checkpoint.together import on_rank_zero
 from instep.checkpoint.writer import BaseWriter
-from instep.distributed import raise_together
+from instep.distributed import gather_object, raise_together
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError, UsageError
+from instep.strategies import Strategy
 from instep.utils.learning_rate import follow_schedule, put_rates, rates_of, set_learning_rates
-from instep.utils.optimizer_state import clean_name, load_optimizer_state, optimizer_state
+from instep.utils.optimizer_state import clean_name
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
 
 if TYPE_CHECKING:
@@ -55,10 +59,12 @@ def save(accelerator: Checkpointing, path: Path | None, background: bool = False
         )
     store, name = _place(accelerator, path)
     weights: dict[str, dict[str, Any]] = {}
+    optimizers: dict[str, tuple[Optimizer, dict[str, Any]]] = {}
     shared: dict[str, Any] = {}
     error: Exception | None = None
     try:  # what may need the other ranks; the rest must not
         weights = {it: dict(accelerator.strategy_of(m).model_state()) for it, m in accelerator.models_by_name.items()}
+        optimizers = _optimizers(accelerator)
         shared["seed"] = accelerator.seed
     except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
         error = caught
@@ -71,11 +77,13 @@ def save(accelerator: Checkpointing, path: Path | None, background: bool = False
 
     def write(writer: BaseWriter) -> None:
         kept = _run_save_hooks(accelerator, weights, writer.folder) if isinstance(writer, Writer) else weights
-        optimizers = _optimizers(accelerator)
         own = _collect(accelerator, [optimizer for optimizer, _ in optimizers.values()], shared)
+        part = f"-{writer.rank:05d}-of-{writer.world_size:05d}" if accelerator.seat.sharded else ""
+        _write_weights(accelerator, writer, kept, part)
+        trees = accelerator.seat.owned([tree for _, tree in optimizers.values()])
+        if trees is not None:
+            writer.state(f"optimizer{part}", trees)
         if writer.rank == 0:
-            _write_weights(writer, kept)
-            writer.state("optimizer", [tree for _, tree in optimizers.values()])
             writer.state("accelerator", {**shared, "models": list(kept)})
         writer.state(f"rank-{writer.rank:05d}", own)
 
@@ -201,17 +209,21 @@ def _run_save_hooks(
     return kept
 
 
-def _write_weights(writer: BaseWriter, weights: Mapping[str, Mapping[str, Any]]) -> None:
-    tensors: dict[str, Tensor] = {}
+def _write_weights(
+    accelerator: Checkpointing, writer: BaseWriter, weights: Mapping[str, Mapping[str, Any]], part: str
+) -> None:
+    tensors: dict[str, Tensor | Shard] = {}
     extra: dict[str, Any] = {}
-    for name, state in weights.items():
+    parts = {name: accelerator.strategy_of(accelerator.models_by_name[name]).owned(it) for name, it in weights.items()}
+    mine = {name: state for name, state in parts.items() if state is not None}
+    for name, state in mine.items():
         for key, value in state.items():
             full = clean_name(key) if len(weights) == 1 else f"{name}.{clean_name(key)}"
-            (tensors if isinstance(value, Tensor) else extra)[full] = value
-    if weights:  # where hooks have taken all, the file's name is theirs
-        writer.tensors("model.safetensors", tensors, {"format": "pt"})
+            (tensors if isinstance(value, Tensor | Shard) else extra)[full] = value
+    if mine:  # where hooks have taken all, the file's name is theirs
+        writer.tensors(f"model{part}.safetensors", tensors, {"format": "pt"})
     if extra:
-        writer.state("model_extra", extra)
+        writer.state(f"model_extra{part}", extra)
 
 
 def _collect(accelerator: Checkpointing, optimizers: list[Optimizer], shared: dict[str, Any]) -> dict[str, Any]:
@@ -225,6 +237,7 @@ def _collect(accelerator: Checkpointing, optimizers: list[Optimizer], shared: di
     shared.update(
         instep_version=__version__,
         world_size=accelerator.num_processes,
+        data_world_size=accelerator.seat.data_world_size,
         mixed_precision=accelerator.mixed_precision,
         step=accelerator.step,
         schedulers={name: it.state_dict() for name, it in _schedulers(accelerator, optimizers).items()},
@@ -234,7 +247,7 @@ def _collect(accelerator: Checkpointing, optimizers: list[Optimizer], shared: di
         rank_loaders=list(own),
         objects={name: obj.state_dict() for name, obj in accelerator.registered.items()},
     )
-    return {"rng": rng_state(), "loaders": own}
+    return {"rng": rng_state(), "loaders": own, "data_rank": accelerator.seat.data_rank}
 
 
 # ---- what each thing is called, on the way out and in
@@ -271,10 +284,19 @@ def _data_name(dataset: Any) -> str:
 
 def _optimizers(accelerator: Checkpointing) -> dict[str, tuple[Optimizer, dict[str, Any]]]:
     """Optimizers and their states, by the names of their parameters."""
-    module = whole(accelerator.models_by_name)
-    both = [(it.optimizer, optimizer_state(module, it.optimizer)) for it in accelerator.optimizers]
+    strategy = _of_all(accelerator)
+    both = [(it.optimizer, strategy.optimizer_state(it.optimizer)) for it in accelerator.optimizers]
     advice = "Prepare the models that own their parameters, and step no parameter by two optimizers."
     return _keyed("optimizers", ((_parameters(tree), (it, tree)) for it, tree in both), advice)
+
+
+def _of_all(accelerator: Checkpointing) -> Strategy:
+    """The strategy of all models together, whose parameters an optimizer may mix."""
+    if len(accelerator.models_by_name) == 1:
+        return accelerator.seat
+    strategy = copy(accelerator.seat)
+    strategy.module = whole(accelerator.models_by_name)
+    return strategy
 
 
 def _parameters(tree: Mapping[str, Any]) -> str:
@@ -305,11 +327,13 @@ def _restore(accelerator: Checkpointing, reader: Reader, parts: Resume, report: 
         _same_names(reader, "objects registered for checkpointing", shared["objects"], objects)
     if parts.position:
         _same_names(reader, "loaders", [*shared["loaders"], *shared["rank_loaders"]], loaders)
-    rank = accelerator.process_index
+    rank, seat = accelerator.process_index, accelerator.seat
     own = reader.state(f"rank-{rank:05d}") if rank < shared["world_size"] else None
+    before = None if own is None else (shared["world_size"], shared["data_world_size"], own["data_rank"])
+    same = all(gather_object(before == (accelerator.num_processes, seat.data_world_size, seat.data_rank)))
     if not parts.position:
         places = {}
-    elif shared["world_size"] == accelerator.num_processes:
+    elif same:
         assert own is not None
         places = {**shared["loaders"], **own["loaders"]}
     else:
@@ -332,10 +356,16 @@ def _restore(accelerator: Checkpointing, reader: Reader, parts: Resume, report: 
     accelerator.restore_counters(shared["step"], shared["seed"], shared["run_id"])
     for name, loader in loaders.items():
         loader.load_state_dict(places[name])
-    if own is not None:
-        set_rng_state(own["rng"])
+    every = [own] if own is not None and same else map(reader.state, _names_of_ranks(shared))
+    rng = next((it["rng"] for it in every if it["data_rank"] == seat.data_rank), None)
+    if rng is not None:  # of a rank that read this part of the data
+        set_rng_state(rng)
     else:
-        seed_process(derive_seed(shared["seed"], "rank", rank, "step", shared["step"]))
+        seed_process(derive_seed(shared["seed"], "rank", seat.data_rank, "step", shared["step"]))
+
+
+def _names_of_ranks(shared: Mapping[str, Any]) -> list[str]:
+    return [f"rank-{rank:05d}" for rank in range(shared["world_size"])]
 
 
 def _places_of_another_world(accelerator: Checkpointing, reader: Reader, shared: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,7 +373,7 @@ def _places_of_another_world(accelerator: Checkpointing, reader: Reader, shared:
     names, world_size = shared["rank_loaders"], shared["world_size"]
     if not names:
         return {}
-    every = [reader.state(f"rank-{rank:05d}")["loaders"] for rank in range(world_size)]
+    every = [reader.state(name)["loaders"] for name in _names_of_ranks(shared)]
     within = [name for name in names if any(of_rank[name]["source"] is not None for of_rank in every)]
     if within:
         raise CheckpointError(
@@ -366,8 +396,10 @@ def _restore_models(
     if len(models) != 1 or len(saved) != 1:  # a single one fits by its parameters' names, whatever it is called
         taken = accelerator.models_by_name.keys() - models
         _same_names(reader, "models", [name for name in saved if name not in taken], models)
-    tensors: dict[str, Any] = dict(reader.tensors("model.safetensors")) if saved else {}
-    if saved and reader.has("model_extra.json"):
+    tensors: dict[str, Any] = {}
+    if saved:
+        tensors |= reader.stored_weights() if accelerator.seat.sharded else reader.weights()
+    if saved and reader.has_state("model_extra"):
         tensors |= reader.state("model_extra")
     for name, model in models.items():
         prefix = "" if len(saved) == 1 else f"{name}."
@@ -410,12 +442,12 @@ def _restore_optimizers(
     accelerator: Checkpointing, reader: Reader, parts: Resume, report: ResumeReport
 ) -> list[Optimizer | None]:
     """Load each optimizer's state from the one that had its parameters; the optimizers in the saved order."""
-    trees: list[Any] = reader.state("optimizer")
+    trees: list[Any] = reader.state("optimizer", lazy=accelerator.seat.sharded)
     here = _optimizers(accelerator)
     strict = parts.strict is not False
     places = {_parameters(tree): place for place, tree in enumerate(trees)}
     order: list[Optimizer | None] = [None] * len(trees)
-    module = whole(accelerator.models_by_name)
+    strategy = _of_all(accelerator)
     for names, (optimizer, own) in here.items():
         place = places.get(names) if strict else _nearest(own, trees)
         if place is None and strict:
@@ -428,7 +460,7 @@ def _restore_optimizers(
             report.left_out.append(f"the state of any optimizer for {own['optimizer']} of {len(own['shapes'])}")
             continue
         if parts.optimizer:
-            report.left_out += load_optimizer_state(module, optimizer, trees[place], strict)
+            report.left_out += strategy.load_optimizer_state(optimizer, trees[place], strict)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
         order[place] = optimizer
     if strict and len(here) < len(trees):

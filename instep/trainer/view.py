@@ -16,7 +16,7 @@ from instep.data import DataModule
 from instep.distributed import broadcast_object, control_group
 from instep.errors import UsageError
 from instep.loggers.base import Logger
-from instep.state import ProcessEnvironment
+from instep.state import PartialState, ProcessEnvironment
 from instep.strategies import Strategy
 from instep.trainer.log import LogBook
 from instep.trainer.metrics import Metrics, as_tensors
@@ -82,9 +82,13 @@ class TrainerView:
 
         Returns:
             The folder.
+
+        Raises:
+            DistributedError: a rank did not call it.
         """
         from instep.trainer import snapshot  # late: only who saves pays for it
 
+        PartialState().wait_for_everyone("trainer.save_checkpoint(), which all ranks call")
         path = to_path(filepath).absolute()
         run = self._session or self._last
         if run is None:
