@@ -47,7 +47,7 @@ def clip_norm_(
     parameters = list(parameters)
     total = total_norm(parameters, norm_type, groups=groups, skip=skip)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for (device, _), gradients in _by_kind(_local(g) for p in parameters if (g := _gradient(p)) is not None).items():
+    for (device, _), gradients in _by_kind(_local(g) for p in parameters if (g := gradient_of(p)) is not None).items():
         torch._foreach_mul_(gradients, factor.to(device, non_blocking=True))
     return total
 
@@ -59,7 +59,7 @@ def clip_value_(parameters: Iterable[Tensor], value: float) -> None:
         parameters: as for `clip_norm_`.
         value: the largest absolute value.
     """
-    for gradients in _by_kind(_local(g) for p in parameters if (g := _gradient(p)) is not None).values():
+    for gradients in _by_kind(_local(g) for p in parameters if (g := gradient_of(p)) is not None).values():
         torch._foreach_clamp_min_(gradients, -value)
         torch._foreach_clamp_max_(gradients, value)
 
@@ -78,7 +78,7 @@ def total_norm(
     dtype = torch.float32  # of all sums, at least
     for parameter in parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)
-        gradient = _gradient(parameter)
+        gradient = gradient_of(parameter)
         spread = _groups_of(parameter)
         here = pending.setdefault(spread, [])  # also without a gradient: what is reduced must not differ between ranks
         if device is None or spread:
@@ -102,8 +102,8 @@ def total_norm(
     return total if norm_type == inf else total ** (1.0 / norm_type)
 
 
-def _gradient(parameter: Tensor) -> Tensor | None:
-    """A parameter's gradient, cut as the parameter is: tensor parallelism leaves sums still to be made."""
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """A parameter's gradient, cut as the parameter is: tensor parallelism leaves sums still to be made. Collective."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)

@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError, one_of
-from instep.strategies.clipping import clip_norm_
+from instep.strategies.clipping import clip_norm_, gradient_of
 from instep.strategies.dtensors import gather_whole, parts_to_write
 from instep.strategies.fsdp import FSDPStrategy
 from instep.strategies.schedule import Micro, Pending, Ran, Runner, outline_of
@@ -361,9 +361,10 @@ class PipelinedStrategy(FSDPStrategy):
         for p, ranks in self._shared:
             if not p.requires_grad:
                 continue
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            mine, here = _local(p.grad), self.mesh["pp"].get_local_rank()
+            gradient = gradient_of(p)
+            if gradient is None:
+                gradient = p.grad = torch.zeros_like(p)
+            mine, here = _local(gradient), self.mesh["pp"].get_local_rank()
             parts = {rank: mine if rank == here else torch.empty_like(mine) for rank in ranks}
             self._exchange(mine, parts)
             mine.copy_(reduce(torch.add, [parts[rank] for rank in ranks]))
