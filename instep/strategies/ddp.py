@@ -16,6 +16,7 @@ from instep.distributed import broadcast
 from instep.errors import DistributedError, SettingError, UsageError, one_of
 from instep.state import PartialState, read_environment
 from instep.strategies.base import Strategy
+from instep.strategies.bucket_order import BucketOrder
 from instep.strategies.comm_hooks import CommHook
 from instep.strategies.local_sgd import LocalSGD, LocalSGDPlan
 from instep.strategies.precision import Precision
@@ -125,7 +126,7 @@ class DDPStrategy(Strategy):
             )
         self.find_unused_parameters = find_unused_parameters
         self.zero_redundancy_optimizer = zero_redundancy_optimizer
-        self.sharded = zero_redundancy_optimizer and not consolidate_optimizer
+        self.consolidate_optimizer = consolidate_optimizer
         self.ddp_options = ddp_options
         if static_graph:
             self.ddp_options["static_graph"] = True
@@ -138,6 +139,7 @@ class DDPStrategy(Strategy):
             new, old = "forward_sync_buffers", "broadcast_buffers"
             self.ddp_options[new if new in _TORCH_OPTIONS else old] = False
         self._ddp: DistributedDataParallel | None = None
+        self._order: BucketOrder | None = None
         self._local_sgd: LocalSGD | None = None
         self._shards: OptimizerShards | None = None
         self._manual = False
@@ -147,6 +149,8 @@ class DDPStrategy(Strategy):
 
     def connect(self, device: torch.device, precision: Precision) -> None:
         super().connect(device, precision)
+        parts = self.zero_redundancy_optimizer and not self.consolidate_optimizer
+        self.sharded = parts and PartialState().num_processes > 1
         if self.local_sgd_plan is not None and precision.scaler is not None:
             raise _wrong(
                 "comm_hook", "post_local_sgd", f"needs a precision without gradient scaling, not {precision.name!r}: "
@@ -199,6 +203,8 @@ class DDPStrategy(Strategy):
             **self.ddp_options,
         )
         self.hook.register(ddp)
+        if not self._manual and self.hook.name in ("no", "fp16", "bf16"):  # the others keep no sums, or start anew
+            self._order = BucketOrder(ddp)
         if self.local_sgd_plan is not None:
             if len(optimizers) > 1:
                 raise _wrong("comm_hook", "post_local_sgd", f"counts the steps of one optimizer, not {len(optimizers)}")
@@ -210,11 +216,13 @@ class DDPStrategy(Strategy):
 
     def teardown(self) -> None:
         self._ddp = None
+        if self._order is not None:
+            self._order.stop()
         if self._local_sgd is not None:
             self._local_sgd.detach()
         if self._shards is not None:
             self._shards.detach()
-        self._local_sgd = self._shards = None
+        self._order = self._local_sgd = self._shards = None
 
     # ---- the step
 
@@ -298,11 +306,15 @@ class DDPStrategy(Strategy):
         return _of_optimizers(tree) if self.sharded else None
 
     def rank_state(self) -> dict[str, Any]:
-        return {} if self._local_sgd is None else self._local_sgd.rank_state()
+        if self._local_sgd is not None:
+            return self._local_sgd.rank_state()
+        return {"buckets": self._order.names} if self._order is not None and self._order.names else {}
 
     def load_rank_state(self, state: Mapping[str, Any], own: bool) -> None:
-        if self._local_sgd is not None and state:
+        if self._local_sgd is not None and "steps" in state:
             self._local_sgd.load_rank_state(state, own)
+        if self._order is not None and own:
+            self._order.restore(state.get("buckets", ()))
 
 
 def _of_optimizers(tree: Any) -> Any:
