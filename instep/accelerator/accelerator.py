@@ -164,7 +164,7 @@ class Accelerator(Checkpointing):
             scaler_options=None if scaler is None else scaler.options(),
             autocast_options=None if autocast is None else autocast.options(),
         )
-        self._strategy = _resolve(strategy, process.num_processes, self._handlers.get(DistributedDataParallelKwargs))
+        self._strategy = _resolve(strategy, process, self._handlers.get(DistributedDataParallelKwargs))
         self._trackers = Trackers(log_with, process.is_main_process)
         self.triggers = Triggers(reserved=())
         """Named triggers; `triggers.tick(step)` is the agreement that does not wait."""
@@ -463,9 +463,11 @@ class Accelerator(Checkpointing):
         self._process.destroy_process_group()
 
 
-def _resolve(strategy: str | Strategy, num_processes: int, options: DistributedDataParallelKwargs | None) -> Strategy:
-    resolved = resolve_strategy(strategy, num_processes)
-    if options is None or num_processes == 1:  # alone there is nothing to communicate
+def _resolve(
+    strategy: str | Strategy, process: PartialState, options: DistributedDataParallelKwargs | None
+) -> Strategy:
+    resolved = resolve_strategy(strategy, process.num_processes, process.device.type)
+    if options is None or process.num_processes == 1:  # alone there is nothing to communicate
         return resolved
     if type(resolved) is not DDPStrategy or not isinstance(strategy, str):
         raise SettingError(

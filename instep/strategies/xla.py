@@ -16,7 +16,7 @@ from instep.state import PartialState, active_run, read_environment
 from instep.strategies.base import Strategy
 from instep.strategies.precision import Precision
 from instep.utils.imports import require
-from instep.utils.seed import derive_seed
+from instep.utils.seed import add_generator, derive_seed
 
 _NAMES = {"no": "xla", "data": "xla_spmd", "fsdp": "xla_fsdp"}
 _AXIS = "devices"
@@ -43,8 +43,8 @@ class XLAStrategy(Strategy):
             which keeps the compiler from gathering activations in place of weights.
 
     Raises:
-        SettingError: an option is wrong. When a run starts: the device is none of XLA's, or the precision is `16-mixed`.
-        StateError: when a run starts, gradients were computed in this process before torch_xla was loaded.
+        SettingError: an option is wrong. When a run starts: the device is none of XLA's, or precision is `16-mixed`.
+        StateError: when a run starts, gradients were computed in this process before any XLA device was used.
         MissingPackageError: when a run starts, torch_xla is not installed.
 
     Example:
@@ -70,6 +70,7 @@ class XLAStrategy(Strategy):
         self.name = _NAMES[spmd]
         self._mesh: Any = None
         self._reduced: set[int] = set()  # optimizers whose gradients are those of all processes
+        self._stateful: set[int] = set()  # optimizers whose states are split
         self._hooks: list[Any] = []
 
     # ---- life
@@ -82,7 +83,7 @@ class XLAStrategy(Strategy):
         elif read_environment().launcher != "xla":
             problem = (
                 "has one process per device, which torch_xla starts: call torch_xla.launch(main) with a "
-                "Trainer(accelerator='xla') in main. Or drive all devices by one process: strategy='xla_spmd', devices=1"
+                "Trainer(accelerator='xla') in main. Or let one process drive all: strategy='xla_spmd', devices=1"
             )
         else:
             return
@@ -109,17 +110,13 @@ class XLAStrategy(Strategy):
         self._torch_xla = require("torch_xla", extra="xla", purpose="XLAStrategy")
         self._xla_model = require("torch_xla.core.xla_model", extra="xla", purpose="XLAStrategy")
         self._reduced.clear()
+        self._stateful.clear()
         if self.spmd != "no":
             self._mesh = self._make_mesh()
-        try:
-            torch.ones((), device=device, requires_grad=True).backward()
-        except RuntimeError as error:
-            raise StateError(
-                "torch computed gradients in this process before torch_xla was loaded, and has none of its threads for "
-                "an XLA device. Write `import torch_xla` at the top of the program."
-            ) from error
+        _check_backward(device)
         # Neither torch.manual_seed nor the CPU's stream reach the device: it begins where that stream is now.
-        self._xla_model.set_rng_state(derive_seed("xla", torch.get_rng_state().numpy().tobytes().hex()), device)
+        self._xla_model.set_rng_state(derive_seed("xla", torch.get_rng_state().numpy().tobytes().hex()))
+        add_generator("xla", self._xla_model.get_rng_state, self._xla_model.set_rng_state)
 
     def _make_mesh(self) -> Any:
         runtime = require("torch_xla.runtime", extra="xla", purpose="XLAStrategy")
@@ -146,7 +143,8 @@ class XLAStrategy(Strategy):
         if self._mesh is None:
             return
         for tensor in (*module.parameters(), *module.buffers()):
-            self._split_weight(tensor)
+            self._spmd.clear_sharding(tensor)  # of another strategy's run
+            self._split(tensor, self._weight_dim(tensor) if isinstance(tensor, nn.Parameter) else -1)
         for block in module.modules():
             if isinstance(block, self.blocks):
                 self._hooks.append(block.register_forward_hook(self._split_output))
@@ -156,7 +154,13 @@ class XLAStrategy(Strategy):
             self._xla_model.broadcast_master_param(module)
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
-        self.setup(module, optimizers)
+        if PartialState().num_processes > 1:
+            raise SettingError(
+                f"strategy={self.name!r} runs a handwritten loop in one process. Use strategy='xla_spmd' for all "
+                "of its devices, or the Trainer.",
+                field="strategy",
+                got=self.name,
+            )
         if self._mesh is not None:
             self._hooks.append(module.register_forward_pre_hook(self._split_inputs, with_kwargs=True))
         return module
@@ -167,17 +171,22 @@ class XLAStrategy(Strategy):
 
     # ---- sharding under SPMD: how tensors lie on the devices; what is computed stays the same
 
-    def _split_weight(self, tensor: Tensor) -> None:
-        """Split a tensor along its longest dimension that can be cut evenly; others, and all for `data`, are copied."""
-        count = self._mesh.size()
-        even = [size if size % count == 0 else 0 for size in tensor.shape] if self.spmd == "fsdp" else []
-        dim = even.index(max(even)) if any(even) and isinstance(tensor, nn.Parameter) else -1
-        self._split(tensor, dim)
+    def _weight_dim(self, weight: Tensor) -> int:
+        """The longest dimension that can be cut evenly; -1 where there is none, and with `data`: each has a copy."""
+        even = [size if size % self._mesh.size() == 0 else 0 for size in weight.shape]
+        return even.index(max(even)) if any(even) and self.spmd == "fsdp" else -1
 
     def _split(self, tensor: Tensor, dim: int) -> None:
         spec = tuple(_AXIS if index == dim else None for index in range(tensor.ndim))
-        self._spmd.clear_sharding(tensor)
         self._spmd.mark_sharding(tensor, self._mesh, spec)
+
+    def _split_state(self, optimizer: Optimizer) -> None:
+        """Split an optimizer's state as the weights; else the compiler chooses, and may move it in each step."""
+        for weight, state in optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.device.type == "xla" and value.shape == weight.shape:
+                    self._split(value, self._weight_dim(value))
+            self._stateful.add(id(optimizer))
 
     def _split_samples(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim and value.device.type == "xla":
@@ -239,6 +248,8 @@ class XLAStrategy(Strategy):
                 return loss
 
             super().optimizer_step(optimizer, reduced, **kwargs)
+        if self._mesh is not None and id(optimizer) not in self._stateful:
+            self._split_state(optimizer)  # made by this step, and not computed yet
         self._reduced.discard(id(optimizer))
         _say_synced(False)
         self._torch_xla.sync()
@@ -251,12 +262,21 @@ class XLAStrategy(Strategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return _on_host(super().optimizer_state(optimizer))
 
-    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        result = super().load_model_state(state, strict)
+    def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
+        left_out = super().load_optimizer_state(optimizer, tree, strict)
         if self._mesh is not None:
-            for tensor in (*self.module.parameters(), *self.module.buffers()):
-                self._split_weight(tensor)
-        return result
+            self._split_state(optimizer)
+        return left_out
+
+
+def _check_backward(device: torch.device) -> None:
+    try:
+        torch.ones((), device=device, requires_grad=True).backward()
+    except RuntimeError as error:
+        raise StateError(
+            "torch computed gradients in this process before it knew of the XLA device, and has no thread for it. "
+            "Begin the program with: import torch_xla.runtime; torch_xla.runtime.addressable_runtime_device_count()"
+        ) from error
 
 
 def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-_XLA = "torch_xla.core.xla_model"
+_others: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {}
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -24,14 +24,25 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") & (2**63 - 1)
 
 
+def add_generator(name: str, get_state: Callable[[], int], set_state: Callable[[int], Any]) -> None:
+    """Let a generator that torch's seed does not reach be seeded, saved and restored with the others from here on.
+
+    Args:
+        name: of its kind of device.
+        get_state: returns its state, of at most 64 bits.
+        set_state: takes such a state, or a seed.
+    """
+    _others[name] = get_state, set_state
+
+
 def seed_process(seed: int) -> None:
     """Seed python's, numpy's (when it is loaded) and every torch generator of this process."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if _XLA in sys.modules:  # which torch's seed does not reach
-        sys.modules[_XLA].set_rng_state(seed)
+    for _, set_state in _others.values():
+        set_state(seed)
 
 
 def seed_everything(seed: int = 0, workers: bool = True) -> int:
@@ -70,7 +81,7 @@ def rng_state() -> dict[str, Any]:
 
     Returns:
         `python` (list), `numpy` (list, absent while numpy is not loaded), `torch` (uint8 tensor), and `cuda` and `xpu`
-        (uint8 tensors of every device), `mps` (one) and `xla` (an integer) where they are used.
+        (uint8 tensors of every device), `mps` (one) and those of `add_generator` (integers) where they are used.
     """
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
@@ -82,9 +93,7 @@ def rng_state() -> dict[str, Any]:
             state[name] = module.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
-    if _XLA in sys.modules:
-        state["xla"] = sys.modules[_XLA].get_rng_state()
-    return state
+    return state | {name: get_state() for name, (get_state, _) in _others.items()}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -102,8 +111,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
         module.set_rng_state_all(state.get(name, [])[: module.device_count()])
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
-    if "xla" in state and _XLA in sys.modules:
-        sys.modules[_XLA].set_rng_state(state["xla"])
+    for name, (_, set_state) in _others.items():
+        if name in state:
+            set_state(state[name])
 
 
 def _devices() -> Iterator[tuple[str, Any]]:
