@@ -6,6 +6,7 @@ from instep.checkpoint.choose import CheckpointInfo
 from instep.checkpoint.encode import decode, encode
 from instep.checkpoint.files import FileRecord, LocalFiles
 from instep.checkpoint.manifest import Manifest
+from instep.checkpoint.merge import merge
 from instep.checkpoint.reader import Reader
 from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepEvery, KeepNewest, Retention, Saved
@@ -41,6 +42,7 @@ __all__ = [
     "find_checkpoint",
     "is_checkpoint",
     "load_weights",
+    "merge",
     "read_tensors",
     "stored_weights",
     "write_tensors",

@@ -121,7 +121,7 @@ class Recorder(BaseWriter):
         self, name: str, tensors: Mapping[str, Tensor | Shard], metadata: Mapping[str, str] | None = None
     ) -> None:
         head, stored = framing(tensors, metadata)
-        self.put(name, head, self._buffers.copy(name, stored))
+        self.put(name, head, self._buffers.copy(name, list(stored.values())))
 
     def replay(self, writer: Writer) -> None:
         """Write what was taken. From any thread."""

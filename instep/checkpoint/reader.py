@@ -82,7 +82,15 @@ class Reader:
 
     def has_state(self, base: str) -> bool:
         """Whether `state(base)` finds something."""
-        return bool(self._parts(base, "json"))
+        return bool(self.files_of(f"{base}.json"))
+
+    def files_of(self, name: str) -> list[str]:
+        """The files of a name: itself, or the parts of it that each rank wrote; empty where there is none."""
+        return [it for it in sorted(self.manifest.files) if name in (it, whole_name(it))]
+
+    def joined(self, name: str) -> dict[str, JoinedTensor]:
+        """The tensors of a safetensors file, or of the parts of it that each rank wrote, to be read when asked for."""
+        return self._stored(self.files_of(name) or [name])
 
     def state(self, base: str, lazy: bool = False) -> Any:
         """What `Writer.state` wrote, joined where each rank wrote its part; raises like `tensors`.
@@ -94,7 +102,7 @@ class Reader:
         tensors = f"{base}.safetensors"
         if self.has(f"{base}.json") and not lazy:
             return decode(self.json(f"{base}.json"), self.tensors(tensors) if self.has(tensors) else {})
-        found = self._parts(base, "json") or [f"{base}.json"]
+        found = self.files_of(f"{base}.json") or [f"{base}.json"]
         beside = [name.removesuffix("json") + "safetensors" for name in found]
         tree = join_trees(
             decode(self.json(name), self._stored([file] if self.has(file) else []))
@@ -123,11 +131,6 @@ class Reader:
             raise CheckpointNotFoundError(f"{self.path} holds no model*.safetensors", path=self.path)
         return found
 
-    def _parts(self, base: str, ending: str) -> list[str]:
-        """The files of a base name: one, or each rank's."""
-        named = re.compile(rf"{re.escape(base)}(-\d+-of-\d+)?\.{ending}")
-        return sorted(name for name in self.manifest.files if named.fullmatch(name))
-
     def _stored(self, names: Iterable[str]) -> dict[str, JoinedTensor]:
         found = []
         for name in names:
@@ -152,6 +155,16 @@ class Reader:
 
     def _corrupt(self, problem: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.path} is damaged: {problem}. Use another checkpoint.", path=self.path)
+
+
+def whole_name(name: str) -> str:
+    """A file's name without the rank that wrote this part.
+
+    Example:
+        >>> whole_name("model-00000-of-00002.safetensors")
+        'model.safetensors'
+    """
+    return re.sub(r"-\d{5}-of-\d{5}(?=\.[a-z]+$)", "", name)
 
 
 def file_problem(path: Path, record: FileRecord) -> str | None:

@@ -116,17 +116,17 @@ def write_tensors(
     Source: the format's description in the safetensors README.
     """
     head, stored = framing(tensors, metadata)
-    with (files or files_of(path)).create(path, len(head) + sum(tensor.nbytes for tensor in stored)) as out:
+    with (files or files_of(path)).create(path, len(head) + sum(tensor.nbytes for tensor in stored.values())) as out:
         out.write(head)
-        for tensor in stored:
-            out.write(_content(tensor))
+        for tensor in stored.values():
+            out.write(content_of(tensor))
         return out.close()
 
 
 def framing(
     tensors: Mapping[str, Tensor | Shard], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, list[Tensor]]:
-    """What a safetensors file begins with, and the tensors whose contents follow, one right after the other.
+) -> tuple[bytes, dict[str, Tensor]]:
+    """What a safetensors file begins with, and the tensors whose contents follow in this order, without gaps.
 
     Args:
         tensors: as for `write_tensors`; shared ones follow once.
@@ -162,7 +162,7 @@ def framing(
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, [stored[name] for name in order]
+    return len(text).to_bytes(8, "little") + text, {name: stored[name] for name in order}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -241,7 +241,8 @@ def _split_shared(tensors: Mapping[str, Tensor | Shard]) -> tuple[dict[str, Tens
     return stored, aliases
 
 
-def _content(tensor: Tensor) -> Data:
+def content_of(tensor: Tensor) -> Data:
+    """The bytes that a file has of a tensor."""
     if tensor.numel() == 0:
         return b""
     plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()

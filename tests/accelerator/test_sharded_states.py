@@ -55,7 +55,7 @@ def made(strategy: Any, count: int, steps: int) -> tuple[Accelerator, list[nn.Mo
     prepared, loader = accelerator.prepare(optimizer, data())
     for x, y in [batch for _ in range(2) for batch in loader][:steps]:
         prepared.zero_grad()
-        accelerator.backward(sum(nn.functional.mse_loss(model(x), y) for model in ready))
+        accelerator.backward(torch.stack([nn.functional.mse_loss(model(x), y) for model in ready]).sum())
         prepared.step()
     return accelerator, bare, prepared
 

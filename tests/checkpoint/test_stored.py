@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 
-from instep.checkpoint import CheckpointStore, Shard, load_weights, write_tensors
+from instep.checkpoint import CheckpointStore, Shard, load_weights, merge, write_tensors
 from instep.checkpoint.stored import JoinedTensor, join_tensors, read_parts
 from instep.errors import CheckpointError, CorruptCheckpointError
 from tests.helpers.sharding import cut
@@ -219,3 +220,18 @@ def test_a_file_of_whole_tensors_says_nothing_of_parts(tmp_path: Path) -> None:
             "a": {"saved_offsets": [0]},
             "b": {"saved_offsets": [2]},
         }
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_merge_makes_a_file_for_anybody(tmp_path: Path, flat: bool) -> None:
+    path, model, _ = a_checkpoint(tmp_path, flat)
+    file = merge(path, tmp_path / "out" / "model.safetensors")
+    found = load_file(file)
+    assert found.keys() == model.keys()
+    assert all(torch.equal(found[name], it) for name, it in model.items())
+    with pytest.raises(CheckpointError, match="nothing is overwritten"):
+        merge(path, file)
+    assert [it.name for it in file.parent.iterdir()] == ["model.safetensors"]
+    (path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match="model-00002"):
+        merge(path, tmp_path / "other.safetensors")

@@ -16,6 +16,7 @@ from torch import Tensor
 from instep import __version__
 from instep.checkpoint import CheckpointStore, Writer, load_weights, names, read_tensors, write_tensors
 from instep.checkpoint.catalog import folder_names
+from instep.checkpoint.reader import whole_name
 from instep.errors import CheckpointError
 
 _WITHOUT_NAME = (torch.complex128, torch.complex32)
@@ -86,8 +87,8 @@ def read_instep(path: Path) -> Contents:
     """Read an instep checkpoint; every file is verified."""
     reader = CheckpointStore(path.parent).read(path)
     contents = Contents(load_weights(path), epoch=0, global_step=reader.manifest.step)
-    files = set(reader.manifest.files) - {name for name in reader.manifest.files if name.startswith("model")}
-    if reader.has("model_extra.json"):
+    files = {whole_name(name) for name in reader.manifest.files if not name.startswith("model")}
+    if reader.has_state("model_extra"):
         contents.extra = reader.state("model_extra")
     if reader.has("trainer.json"):
         state = reader.state("trainer")
@@ -95,7 +96,7 @@ def read_instep(path: Path) -> Contents:
         contents.hparams_name = state["hparams_name"]
         contents.epoch, contents.user = state["epoch"], state["user"]
         contents.schedulers = state.get("schedulers", [])
-        if reader.has("optimizer.json"):
+        if reader.has_state("optimizer"):
             contents.optimizers = reader.state("optimizer")
             files -= {"optimizer.json", "optimizer.safetensors"}
         names = ("position", "data", "callbacks", "loggers", "datamodule", "metrics", "scaler")

@@ -55,8 +55,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(a: Reader, b: Reader, weights: bool) -> dict[str, Any]:
+    from instep.checkpoint.reader import whole_name  # late: loads torch
+
     names_a, names_b = (
-        {name for name in reader.manifest.files if not weights or (name.startswith("model") and "safetensors" in name)}
+        {
+            name
+            for name in map(whole_name, reader.manifest.files)
+            if not weights or re.match(r"model.*safetensors", name)
+        }
         for reader in (a, b)
     )
     facts = {name: (getattr(a.manifest, name), getattr(b.manifest, name)) for name in _FACTS}
@@ -70,10 +76,10 @@ def _compare(a: Reader, b: Reader, weights: bool) -> dict[str, Any]:
             equal += sum(entry["difference"] is None for entry in found)
             tensors += [entry for entry in found if entry["difference"] is not None]
         elif name.endswith(".json"):
-            for at, one, other in _leaves(a.json(name), b.json(name), ()):
+            for at, one, other in _leaves(_json(name, a), _json(name, b), ()):
                 entry = {"file": name, "at": ".".join(at), "a": one, "b": other}
                 (ignored if name == "trainer.json" and _ignored(at, one, other) else values).append(entry)
-        elif a.manifest.files[name] != b.manifest.files[name]:
+        elif _records(name, a) != _records(name, b):
             values.append({"file": name, "at": "", "a": "other content", "b": "other content"})
     result: dict[str, Any] = {
         "a": str(a.path),
@@ -90,14 +96,24 @@ def _compare(a: Reader, b: Reader, weights: bool) -> dict[str, Any]:
     return {"same": same, **result}
 
 
+def _records(name: str, reader: Reader) -> list[Any]:
+    return [reader.manifest.files[file] for file in reader.files_of(name)]
+
+
+def _json(name: str, reader: Reader) -> Any:
+    from instep.checkpoint.stored import join_trees  # late: loads torch
+
+    return join_trees(map(reader.json, reader.files_of(name)))
+
+
 def _tensors(name: str, a: Reader, b: Reader) -> Iterator[dict[str, Any]]:
-    left, right = a.tensors(name), b.tensors(name)
+    left, right = a.joined(name), b.joined(name)
     for key in sorted(left.keys() | right.keys()):
         entry: dict[str, Any] = {"file": name, "name": key}
         if key not in left or key not in right:
             yield {**entry, "difference": f"only in {'a' if key in left else 'b'}"}
         else:
-            yield {**entry, **_difference(left[key], right[key])}
+            yield {**entry, **_difference(left[key].read(), right[key].read())}
 
 
 def _difference(a: Tensor, b: Tensor) -> dict[str, Any]:

@@ -1,33 +1,35 @@
-"""What tensors a safetensors file has, by its header alone."""
+"""What tensors safetensors files have, by their headers alone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from instep.checkpoint.stored import read_parts
+from instep.checkpoint.stored import join_tensors, read_parts
 
 
-def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """The tensors of a safetensors file.
+def read_headers(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """The tensors of a safetensors file, or of several that hold parts of them.
 
     Args:
-        path: the file.
+        paths: the files.
 
     Returns:
-        Name -> shape, dtype (torch's name), bytes, `same_as` for one that is stored under another name, and `part_of`,
-        the whole shape, for a part of a tensor.
+        Name -> shape, dtype (torch's name), bytes, `same_as` for one that is stored under another name, and `parts`,
+        how many, where it is not in one piece.
 
     Raises:
-        CorruptCheckpointError: it is not a whole safetensors file.
+        CorruptCheckpointError: one is not a whole safetensors file.
     """
-    return {
-        name: {
-            "shape": list(part.sizes),
-            "dtype": part.dtype,
-            "bytes": part.end - part.begin,
-            **({"same_as": part.name} if name != part.name else {}),
-            **({"part_of": list(part.shape)} if part.sizes != part.shape else {}),
+    found: dict[str, dict[str, Any]] = {}
+    for name, tensor in sorted(join_tensors(map(read_parts, paths)).items()):
+        parts = tensor.parts
+        found[name] = {
+            "shape": list(parts[0].shape),
+            "dtype": parts[0].dtype,
+            "bytes": sum(part.end - part.begin for part in parts),
+            **({"same_as": parts[0].name} if name != parts[0].name else {}),
+            **({"parts": len(parts)} if len(parts) > 1 else {}),
         }
-        for name, part in sorted(read_parts(path).items())
-    }
+    return found

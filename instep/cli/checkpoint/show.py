@@ -61,9 +61,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _content(reader: Reader) -> dict[str, Any]:
-    from instep.cli.checkpoint.header import read_header  # late: loads torch
+    from instep.checkpoint.reader import whole_name  # late: loads torch
+    from instep.cli.checkpoint.header import read_headers
 
     manifest = reader.manifest
+    names = sorted({whole_name(name) for name in manifest.files if name.endswith(".safetensors")})
     facts = ("step", "attempt", "run_id", "world_size", "created", "format_version")
     return {
         "path": str(reader.path),
@@ -73,22 +75,21 @@ def _content(reader: Reader) -> dict[str, Any]:
         "files": {name: {"bytes": record.bytes, "xxh3": record.xxh3} for name, record in manifest.files.items()},
         "trainer": reader.state("trainer") if reader.has("trainer.json") else {},
         "optimizers": _optimizers(reader),
-        "tensors": {
-            name: read_header(reader.path / name) for name in sorted(manifest.files) if name.endswith(".safetensors")
-        },
+        "tensors": {name: read_headers([reader.path / file for file in reader.files_of(name)]) for name in names},
     }
 
 
 def _optimizers(reader: Reader) -> Any:
     """Kinds and options of the optimizers, without their moments; None where there are none in the Trainer's form."""
     from instep.checkpoint import decode  # late: loads torch
+    from instep.checkpoint.stored import join_trees
 
-    if not reader.has("optimizer.json"):
+    if not reader.has_state("optimizer"):
         return None
     found = []
-    for tree in reader.json("optimizer.json"):
+    for tree in join_trees(decode(reader.json(name), _AnyTensor()) for name in reader.files_of("optimizer.json")):
         groups = [{**group, "params": len(group["params"])} for group in tree["groups"]]
-        found.append({"optimizer": tree["optimizer"], "groups": decode(groups, _AnyTensor())})
+        found.append({"optimizer": tree["optimizer"], "groups": groups})
     return found
 
 

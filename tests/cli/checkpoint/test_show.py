@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from instep.checkpoint import CheckpointStore, write_tensors
-from instep.cli.checkpoint.header import read_header
+from instep.cli.checkpoint.header import read_headers
 from instep.errors import CorruptCheckpointError
 from tests.checkpoint.helpers import flip
 from tests.cli.checkpoint.conftest import Command, writes
@@ -63,7 +63,7 @@ def test_headers_of_shared_and_odd_tensors(tmp_path: Path) -> None:
         "flag": torch.tensor(True),
     }
     write_tensors(tmp_path / "x.safetensors", tensors)
-    assert read_header(tmp_path / "x.safetensors") == {
+    assert read_headers([tmp_path / "x.safetensors"]) == {
         "flag": {"shape": [], "dtype": "bool", "bytes": 1},
         "odd": {"shape": [3], "dtype": "complex128", "bytes": 48},
         "tied": {"shape": [4, 2], "dtype": "bfloat16", "bytes": 16, "same_as": "weight"},
@@ -77,7 +77,7 @@ def test_headers_of_shared_and_odd_tensors(tmp_path: Path) -> None:
 def test_what_is_no_header(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match="not a safetensors file"):
-        read_header(tmp_path / "x.safetensors")
+        read_headers([tmp_path / "x.safetensors"])
 
 
 def test_damage_without_the_attempt_is_said(checkpoint: Path, instep: Command) -> None:
