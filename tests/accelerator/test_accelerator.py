@@ -81,7 +81,7 @@ def test_a_scheduler_made_of_the_prepared_optimizer_steps_it(make: Any) -> None:
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)}, "one of"),
         ({"log_with": "tensorbord"}, "Did you mean 'tensorboard'"),
         ({"kwargs_handlers": [GradientAccumulationPlugin()]}, "gradient_accumulation_plugin"),
-        ({"strategy": "dpp"}, "Did you mean 'ddp'"),
+        ({"strategy": "ddpp"}, "Did you mean 'ddp'"),
     ],
     ids=str,
 )

@@ -168,7 +168,7 @@ def test_precision_aliases(given, expected):
         ("devices", "", "indices"),
         ("accelerator", "cpus", "Did you mean 'cpu'"),
         ("accelerator", "tpu", "xla"),
-        ("strategy", "dpp", "Did you mean 'ddp'"),
+        ("strategy", "ddpp", "Did you mean 'ddp'"),
         ("strategy", DDPStrategy, r"DDPStrategy\(\)"),
         ("callbacks", Callback, r"Callback\(\)"),
         ("callbacks", [print], "instep Callback"),
