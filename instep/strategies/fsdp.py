@@ -112,6 +112,12 @@ class FSDPStrategy(Strategy):
         for field, value in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if not isinstance(value, int) or value < 0:
                 raise _wrong(field, value, "a number of parts from 0 on")
+        if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+            raise _wrong("reshard_after_forward", reshard_after_forward, "True, False, or a number of processes")
+        if not isinstance(compile, bool | Mapping):
+            raise _wrong("compile", compile, "True, False, or a dict of options of torch.compile")
+        if isinstance(forward_methods, str):
+            raise _wrong("forward_methods", forward_methods, "a list of names")
         if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
             raise _wrong("mp_policy", mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
         self.wrap_policy = check_policy("wrap", wrap)
@@ -162,6 +168,17 @@ class FSDPStrategy(Strategy):
                 self._check_divides(copies, state.num_processes)
             self.mesh = self.make_mesh({"dp_replicate": copies, "dp_shard": state.num_processes // copies})
 
+        self._check_reshard()
+
+    def _check_reshard(self) -> None:
+        asked, size = self.reshard_after_forward, self.mesh["dp_shard"].size()
+        if asked is not None and type(asked) is not bool and not (1 < asked <= size and size % asked == 0):
+            raise _wrong(
+                "reshard_after_forward",
+                asked,
+                f"True, False, or a divisor of the {size} processes of a copy, from 2 on",
+            )
+
     def make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
         """A mesh of all processes with named dimensions, the outermost first. Collective."""
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -194,6 +211,9 @@ class FSDPStrategy(Strategy):
         Args:
             module: on any device, or on none (meta); parts of it may be sharded already.
         """
+        for method in self.forward_methods:
+            if not hasattr(module, method):
+                raise _wrong("forward_methods", method, f"methods that {type(module).__name__} has")
         done = any(isinstance(it, FSDPModule) for it in module.modules())
         units = {} if done else self._units(module)
         recomputed = self._recomputed(module, units)
@@ -216,8 +236,6 @@ class FSDPStrategy(Strategy):
         self._without_values |= maker.without_values
         self._set_prefetch([it for name, it in units.items() if isinstance(it, FSDPModule)])
         for method in self.forward_methods:
-            if not hasattr(module, method):
-                raise _wrong("forward_methods", method, f"methods that {type(module).__name__} has")
             register_fsdp_forward_method(module, method)
 
     def share_weights(self, module: nn.Module) -> None:
