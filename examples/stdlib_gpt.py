@@ -3,6 +3,7 @@
     python examples/stdlib_gpt.py                      # a minute or two on two cores
     python examples/stdlib_gpt.py --devices 2          # the same global batch on two processes
     torchrun --nproc-per-node 2 examples/stdlib_gpt.py --devices 2
+    python examples/stdlib_gpt.py --devices 2 --strategy fsdp    # or hsdp, tp, cp, pp, deepspeed_stage_2 ...
     python examples/stdlib_gpt.py --resume             # go on after Ctrl-C, SIGTERM or a crash
 
 The text is real, about 11 MB, and on every machine. Whole files go to training or to validation by a hash of their
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from instep import DataModule, Trainer, TrainModule, seed_everything
 from instep.callbacks import LearningRateMonitor, ModelCheckpoint
 from instep.loggers import CSVLogger, TensorBoardLogger
+from instep.strategies.context_parallel import sequence_positions
 
 CONTEXT_BYTES = 64
 GLOBAL_BATCH = 16  # windows per optimizer step over all processes
@@ -88,7 +90,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_size = width // heads
         self.dropout = dropout
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
@@ -103,17 +105,20 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """From and to shape (batch, bytes, width)."""
-        batch, length, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        # As many heads as this process has of them: one after the other, each with its q, k and v.
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, 3, self.head_size))
+        q, k, v = heads.permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
         return x + self.feed_forward(x)
 
 
 class StdlibGPT(TrainModule):
     """A byte-level GPT whose output layer is tied to its embedding, 437,760 parameters by default.
+
+    What only some strategies ask for: `sequence_dim` (cp), `parallelize` (tp), `pipeline_stages` and `pipeline_loss`
+    (pp).
 
     Args:
         width: of the residual stream.
@@ -145,19 +150,41 @@ class StdlibGPT(TrainModule):
 
     def forward(self, text: Tensor) -> Tensor:
         """Logits of each next byte, shape (batch, bytes, 256), of bytes as int64, shape (batch, bytes)."""
-        return self.head(self.blocks(self.embedding(text) + self.position[: text.shape[1]]))
+        return self.head(self.blocks(self.embed(text)))
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def embed(self, text: Tensor) -> Tensor:
+        """From (batch, bytes) to (batch, bytes, width)."""
+        return self.embedding(text) + self.position[sequence_positions(text.shape[1], text.device)]
+
+    sequence_dim = 1
+
+    def parallelize(self, mesh: Any) -> dict[str, Any]:
+        """Heads and the insides of feed-forward nets are shared out over processes."""
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return {
+            "blocks.*.qkv": ColwiseParallel(),
+            "blocks.*.attention_out": RowwiseParallel(),
+            "blocks.*.feed_forward.1": ColwiseParallel(),
+            "blocks.*.feed_forward.3": RowwiseParallel(),
+        }
+
+    def pipeline_stages(self) -> list[Any]:
+        """The parts of `forward`, in order."""
+        return [(self.embed, self.embedding, self.position), *self.blocks, self.head]
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean cross-entropy of the next byte, in nats."""
-        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
+        loss = self.pipeline_loss(self(batch[0]), batch[1])
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val_bits_per_byte", self.loss(batch) / math.log(2), prog_bar=True)
+        loss = self.pipeline_loss(self(batch[0]), batch[1])
+        self.log("val_bits_per_byte", loss / math.log(2), prog_bar=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, betas=(0.9, 0.95), weight_decay=0.1)
@@ -185,6 +212,7 @@ def main() -> None:
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
+        strategy=args.strategy,
         precision=args.precision,
         max_steps=args.max_steps,
         global_batch_size=GLOBAL_BATCH,
@@ -196,10 +224,11 @@ def main() -> None:
         callbacks=[ModelCheckpoint(monitor="val_bits_per_byte", save_last=True), LearningRateMonitor()],
     )
     model, data = StdlibGPT(), StdlibText(args.workers)
+    parameters = sum(p.numel() for p in model.parameters())
     trainer.fit(model, datamodule=data, ckpt_path="auto" if args.resume else None)
     steps, tokens = trainer.global_step, trainer.global_step * GLOBAL_BATCH * CONTEXT_BYTES
     [result] = trainer.validate(model, datamodule=data, verbose=False)
-    trainer.print(f"model: {sum(p.numel() for p in model.parameters()):,} parameters")
+    trainer.print(f"model: {parameters:,} parameters")
     trainer.print(f"trained {steps} steps, {tokens:,} tokens, on {trainer.world_size} process(es)")
     trainer.print(f"training took {model.training_s:.1f} s")
     trainer.print(f"validation bits per byte {float(result['val_bits_per_byte']):.4f}")
@@ -211,6 +240,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small byte-level GPT on Python's standard library.")
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (default: what this machine has)")
     parser.add_argument("--devices", default="1", help="number of processes, or auto (default: 1)")
+    parser.add_argument("--strategy", default="auto", help="ddp, fsdp, hsdp, tp, cp, pp, deepspeed_stage_2, ...")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, ... (default: 32-true)")
     parser.add_argument("--max-steps", type=int, default=1000, metavar="N", help="optimizer steps (default: 1000)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint under --root, if any")

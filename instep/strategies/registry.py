@@ -8,7 +8,9 @@ Other packages add theirs by an entry point of the group `instep.strategies`, in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -26,6 +28,7 @@ _BUILT_IN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp_find_unused_parameters_false": ("ddp", "DDPStrategy", {"find_unused_parameters": False}),
     "dp": ("dp", "DataParallelStrategy", {}),
     "fsdp": ("fsdp", "FSDPStrategy", {}),
+    "hsdp": ("fsdp", "FSDPStrategy", {"dp_replicate": "auto"}),
     "deepspeed": ("deepspeed", "DeepSpeedStrategy", {}),
     **{f"deepspeed_stage_{stage}": ("deepspeed", "DeepSpeedStrategy", {"stage": stage}) for stage in range(4)},
     "deepspeed_stage_2_offload": ("deepspeed", "DeepSpeedStrategy", {"stage": 2, "offload_optimizer": "cpu"}),
@@ -80,21 +83,34 @@ def check_name(name: str, field: str = "strategy") -> None:
         raise one_of(field, name, strategy_names())
 
 
-def resolve_strategy(strategy: str | Strategy, world_size: int, device_type: str = "cpu") -> Strategy:
+def resolve_strategy(
+    strategy: str | Strategy,
+    world_size: int,
+    device_type: str = "cpu",
+    options: Mapping[str, Any] | None = None,
+) -> Strategy:
     """The strategy for a name or an instance.
 
     Args:
         strategy: `auto` is "xla" on such a device, else "single_device" with one process and "ddp" with more.
         world_size: the number of processes.
         device_type: torch's name of their devices' kind.
+        options: more arguments for the strategy of that name.
 
     Raises:
-        SettingError: the name is unknown, or the strategy cannot run with so many processes.
+        SettingError: the name is unknown, options are not the strategy's or come with an instance, or it cannot run
+            with so many processes.
     """
     if strategy == "auto":
         strategy = "xla" if device_type == "xla" else "ddp" if world_size > 1 else "single_device"
     if isinstance(strategy, str):
-        strategy = _make(strategy)
+        strategy = _make(strategy, options or {})
+    elif options:
+        raise SettingError(
+            f"the options {', '.join(options)} come beside strategy={strategy!r}: give them to the strategy itself",
+            field="strategy",
+            got=strategy,
+        )
     if not isinstance(strategy, Strategy):
         raise SettingError(
             f"strategy={strategy!r} must be a name ({', '.join(strategy_names())}) or an instep.Strategy",
@@ -105,13 +121,24 @@ def resolve_strategy(strategy: str | Strategy, world_size: int, device_type: str
     return strategy
 
 
-def _make(name: str) -> Any:
+def _make(name: str, options: Mapping[str, Any]) -> Any:
     check_name(name)
+    factory = _factory(name)
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        raise SettingError(
+            f"strategy={name!r} cannot take the options {', '.join(options)}: {error}", field="strategy", got=name
+        ) from error
+    return factory(**options)
+
+
+def _factory(name: str) -> Callable[..., Any]:
     if name in _BUILT_IN:
         file, kind, options = _BUILT_IN[name]
-        return getattr(import_module(f"instep.strategies.{file}"), kind)(**options)
+        return partial(getattr(import_module(f"instep.strategies.{file}"), kind), **options)
     if name in _registered:
-        return _registered[name]()
+        return _registered[name]
     found = [entry for entry in _entries() if entry.name == name]
     if len({entry.value for entry in found}) > 1:
         there = " and ".join(f"{entry.value} (of {entry.dist.name if entry.dist else '?'})" for entry in found)
@@ -121,7 +148,7 @@ def _make(name: str) -> Any:
             field="strategy",
             got=name,
         )
-    return found[0].load()()
+    return found[0].load()
 
 
 def _entries() -> list[EntryPoint]:
