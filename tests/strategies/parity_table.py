@@ -2,7 +2,7 @@
 
     python -m tests.strategies.parity_table      # writes docs/parity.md
 
-Run what `CASES` says elsewhere by `losses_of` and `save` or `load`, in each rank.
+`test_parity.py` runs the first table and a part of the second.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from instep.callbacks import Callback
 from instep.strategies import FSDPStrategy, Strategy
 from tests.helpers.spawn import run_command, run_ranks
 from tests.strategies.tiny_gpt import GLOBAL_BATCH, STEPS, TinyGPT, train
@@ -96,21 +97,25 @@ CASES = {
 # ---- in the ranks
 
 
-def losses_of(names: Iterable[str]) -> dict[str, list[float]]:
-    """The losses of each case, one after the other in the same processes."""
-    return {name: train(**CASES[name].settings()).losses for name in names}
+def checkpoint(folder: str, name: str) -> Path:
+    """Where a case saves."""
+    return Path(folder, f"case-{list(CASES).index(name)}")
 
 
-def save(names: Iterable[str], folder: str) -> dict[str, list[float]]:
-    """Each case's losses, with a checkpoint after `SAVED` steps in a folder of its name."""
-    from instep.callbacks import ModelCheckpoint
+class Saves(Callback):
+    """One checkpoint, after `SAVED` steps."""
 
-    losses = {}
-    for name in names:
-        saver = ModelCheckpoint(Path(folder, name), every_n_train_steps=SAVED, save_top_k=-1)
-        settings = {"callbacks": [saver], "enable_checkpointing": True, "default_root_dir": folder}
-        losses[name] = train(steps=SAVED + RESUMED, **settings, **CASES[name].settings()).losses
-    return losses
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == SAVED and trainer.position.batch == trainer.position.window_batch:
+            trainer.save_checkpoint(self.path)
+
+
+def losses_of(names: Iterable[str], folder: str) -> dict[str, list[float]]:
+    """The losses of each case, one after the other in the same processes; checkpoints are left in a folder."""
+    return {name: train(callbacks=[Saves(checkpoint(folder, name))], **CASES[name].settings()).losses for name in names}
 
 
 def load(names: Iterable[str], sources: Iterable[str], folder: str) -> dict[tuple[str, str], list[float]]:
@@ -118,8 +123,8 @@ def load(names: Iterable[str], sources: Iterable[str], folder: str) -> dict[tupl
     losses = {}
     for name in names:
         for source in sources:
-            path = min(Path(folder, source).glob(f"step-{SAVED:08d}-*"))
             torch.manual_seed(5)  # other weights than the checkpoint's
+            path = checkpoint(folder, source)
             run = train(steps=SAVED + RESUMED, module=TinyGPT(), ckpt_path=path, **CASES[name].settings())
             losses[source, name] = run.losses
     return losses
@@ -138,24 +143,25 @@ def by_ranks(names: Iterable[str], fn: Callable[..., dict[Any, Any]], *args: Any
         first, *others = run_ranks(fn, ranks, group, *args, timeout_s=900.0)
         assert all(other == first for other in others), "ranks report different losses"
         found |= first
-    return {key: found[key] for key in found}
+    return found
 
 
 def difference(losses: list[float], expected: list[float]) -> float:
-    """The largest one; infinite where steps are missing."""
-    if len(losses) != len(expected):
+    """The largest one; infinite where steps are missing or a loss is nan."""
+    if len(losses) != len(expected) or any(loss != loss for loss in losses):
         return float("inf")
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
+def after_saving(losses: list[float]) -> list[float]:
+    """Those of the steps that a loaded checkpoint is compared in."""
+    return losses[SAVED : SAVED + RESUMED]
+
+
 def same_bits(name: str, losses: dict[str, list[float]]) -> str:
-    """The first case before this one with exactly its losses."""
-    for other, values in losses.items():
-        if other == name:
-            break
-        if values == losses[name]:
-            return other
-    return ""
+    """The first case before this one with exactly its losses, if any."""
+    first = next(other for other in CASES if losses.get(other) == losses[name])
+    return "" if first == name else first
 
 
 def parity_rows(losses: dict[str, list[float]]) -> list[str]:
@@ -176,7 +182,7 @@ def matrix_rows(losses: dict[tuple[str, str], list[float]], alone: list[float]) 
     loaders = [name for name in CASES if (savers[0], name) in losses]
     rows = ["| saved by | " + " | ".join(loaders) + " |", "|---" * (len(loaders) + 1) + "|"]
     for saver in savers:
-        cells = [f"{difference(losses[saver, name], alone[SAVED:]):.0e}" for name in loaders]
+        cells = [f"{difference(losses[saver, name], after_saving(alone)):.0e}" for name in loaders]
         rows.append(f"| {saver} | " + " | ".join(cells) + " |")
     return rows
 
@@ -199,14 +205,13 @@ def xla_rows(alone: list[float]) -> list[str]:
 def main() -> None:
     """Run everything and write the tables."""
     names = [name for name, case in CASES.items() if not case.missing]
-    losses = by_ranks(names, losses_of)
     with tempfile.TemporaryDirectory() as folder:
-        saved = by_ranks(names, save, folder)
+        losses = by_ranks(names, losses_of, folder)
         loaded = by_ranks(names, load, names, folder)
-    alone = saved["single process"]
-    parity = [*parity_rows(losses), *xla_rows(losses["single process"])]
+    alone = losses["single process"]
+    parity = [*parity_rows(losses), *xla_rows(alone)]
     matrix = matrix_rows({(a, b): loaded[a, b] for a in names for b in names}, alone)
-    worst = max(difference(values, alone[SAVED:]) for values in loaded.values())
+    worst = max(difference(values, after_saving(alone)) for values in loaded.values())
     TABLE.write_text(
         TEXT.format(
             torch=torch.__version__,
@@ -221,7 +226,7 @@ def main() -> None:
         )
     )
     print("\n".join([*parity, "", *matrix]))
-    far = [name for name in names if difference(losses[name], losses["single process"]) > LIMIT]
+    far = [name for name in names if difference(losses[name], alone) > LIMIT]
     if far or worst > LIMIT:
         sys.exit(f"more than {LIMIT} apart: {far or 'a loaded checkpoint'}")
 
