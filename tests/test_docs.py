@@ -54,3 +54,17 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
             for line in code.splitlines()[1:]:  # the first has a path of its own
                 assert line in printed
     assert {language for language, _ in blocks} == {"python", "sh", "text"}
+
+
+def test_strategies() -> None:
+    """The blocks of the sections on DDP and DataParallel; other sections name files and devices of their readers."""
+    text = (DOCS / "strategies.md").read_text()
+    sections = [part for part in re.split(r"^(?=## )", text, flags=re.MULTILINE) if re.match(r"## (DDP|DataPar)", part)]
+    blocks = [
+        code for part in sections for code in re.findall(r"^```python\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
+    ]
+    names: dict[str, Any] = {}
+    for code in blocks:
+        exec(compile(code, "strategies.md", "exec"), names)
+    assert len(blocks) == 4
+    assert names["trainer"].strategy.ddp_options == {"bucket_cap_mb": 50, "gradient_as_bucket_view": True}
