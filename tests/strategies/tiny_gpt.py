@@ -160,13 +160,14 @@ class Recorder(Callback):
             self._window = []
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        total = 0.0
+        norms: list[Tensor] = []
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     norm: Any = torch.linalg.vector_norm(p.grad)
-                    total += float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) ** 2
-        self.norms.append(total**0.5)
+                    norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        total = torch.stack(norms).double().square().sum()
+        self.norms.append(float(total.sqrt()))  # read once: XLA compiles a graph for each value that is read in a step
 
 
 class Trained(NamedTuple):
