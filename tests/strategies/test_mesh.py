@@ -1,0 +1,169 @@
+"""Several kinds of parallelism behind one Trainer: who reads what, what is logged, predicted, saved and refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from instep import Trainer
+from instep.callbacks import ModelCheckpoint
+from instep.errors import HookError, SettingError
+from instep.strategies import MeshStrategy, resolve_strategy
+from tests.helpers.spawn import run_ranks
+from tests.strategies.tiny_gpt import LENGTH, VOCABULARY, TinyGPT, train
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "message"),
+    [
+        ({"tp": 0}, "tp", "tp=0 must be a number of processes, from 1, or -1"),
+        ({"cp": True}, "cp", "cp=True must be a number"),
+        ({"tp": -1}, "tp", "dp_shard and tp are all -1: only one can take what is left"),
+        ({"cp": 2, "cp_attention": "flash"}, "cp_attention", "Use one of: all_to_all, ring"),
+        ({"loss_parallel": True}, "loss_parallel", "loss_parallel belongs to tp: leave it out, or set tp too"),
+        ({"tp": 2, "cp_attention": "ring"}, "cp_attention", "cp_attention belongs to cp"),
+        ({"tp": 2, "pp_microbatches": 4}, "pp_microbatches", "pp_microbatches belongs to pp"),
+    ],
+)
+def test_wrong_sizes_and_options_are_refused(settings: dict[str, Any], field: str, message: str):
+    with pytest.raises(SettingError, match=message) as error:
+        MeshStrategy(**settings)
+    assert error.value.field == field
+
+
+def test_sizes_take_what_is_left_and_must_multiply_to_the_processes():
+    for world, settings, expected in (
+        (8, {"tp": 2}, {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 2}),
+        (8, {"dp_shard": 2, "cp": -1, "tp": 2}, {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 2}),
+        (2, {"tp": 2, "dp_shard": 1}, {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}),
+    ):
+        strategy = MeshStrategy(**settings)
+        strategy.check_world_size(world)
+        assert strategy.sizes == expected
+    with pytest.raises(SettingError, match=r"MeshStrategy\(dp_shard=-1, tp=2\) is for a multiple of 2 processes, and"):
+        MeshStrategy(tp=2).check_world_size(3)
+    with pytest.raises(SettingError, match=r"MeshStrategy\(dp_shard=2, tp=2\) is for 4 processes, and this run has 8"):
+        MeshStrategy(dp_shard=2, tp=2).check_world_size(8)
+    for name in ("tp", "cp", "pp"):
+        strategy = resolve_strategy(name, 2)
+        assert isinstance(strategy, MeshStrategy)
+        assert strategy.sizes[name] == 2
+
+
+# ---- two processes
+
+
+class Plain(TinyGPT):
+    """Does not say where its sequences are."""
+
+    sequence_dim = None  # type: ignore[assignment]
+
+
+class Dropping(TinyGPT):
+    """Drops some of what all tensor-parallel ranks have; counts samples; keeps what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.dropout = nn.Dropout(0.2)
+        self.seen: list[int] = []
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.dropout(super().embed(tokens))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen += batch[0][:, 0].tolist()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("samples", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+
+def samples(count: int = 12, batch_size: int = 4) -> DataLoader[Any]:
+    text = torch.randint(VOCABULARY, (count, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    text[:, 0] = torch.arange(count)  # which sample it is
+    return DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=batch_size)
+
+
+def trainer_of(strategy: Any, **settings: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(**{"accelerator": "cpu", "strategy": strategy, "enable_checkpointing": False, **quiet, **settings})
+
+
+def whole(module: nn.Module) -> dict[str, Tensor]:
+    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in module.named_parameters()}
+
+
+def predictions(strategy: Any) -> Tensor:
+    torch.manual_seed(3)
+    outputs: Any = trainer_of(strategy).predict(TinyGPT(layers=1), samples())
+    return torch.cat(outputs)
+
+
+def resumed(strategy: Any, folder: Path) -> tuple[list[float], list[float]]:
+    """The losses after step 2, unbroken and from a checkpoint."""
+
+    def run(into: Path, **settings: Any) -> list[float]:
+        torch.manual_seed(1)
+        saves = ModelCheckpoint(into, every_n_train_steps=2, save_top_k=-1)
+        settings |= {"callbacks": [saves], "enable_checkpointing": True, "module": TinyGPT(layers=1)}
+        return train(strategy(), steps=4, **settings).losses
+
+    unbroken = run(folder / "first")
+    (saved,) = (folder / "first").glob("step-00000002-*")
+    again = run(folder / "second", ckpt_path=saved)
+    return unbroken[-len(again) :], again
+
+
+def two_ranks(folder: Path) -> dict[str, Any]:
+    warnings.simplefilter("error")
+    found: dict[str, Any] = {}
+    for name in ("tp", "cp"):
+        torch.manual_seed(0)
+        module = Dropping()
+        trainer = trainer_of(name, max_epochs=1)
+        trainer.fit(module, samples())
+        found[name] = {
+            "seen": module.seen,
+            "samples": float(trainer.callback_metrics["samples"]),
+            "data": (trainer.strategy.data_rank, trainer.strategy.data_world_size),
+            "weights": whole(module),
+            "local": {n: p.detach() for n, p in module.named_parameters() if not hasattr(p, "placements")},
+            "predictions": predictions(name),
+            "resumed": resumed(lambda name=name: resolve_strategy(name, 2), folder / name),
+        }
+    with pytest.raises(HookError, match="cp=2 cuts sequences, and Plain does not say where they are"):
+        train("cp", module=Plain(layers=1))
+    odd = TinyGPT(layers=1)
+    odd.blocks[0].num_heads = 3  # type: ignore[assignment]
+    with pytest.raises(SettingError, match="cp: 2 ranks cannot share out num_heads=3 of"):
+        train("cp", module=odd)
+    with pytest.raises(SettingError, match="cp_attention='ring' has no kernels on device cpu"):
+        train(MeshStrategy(cp=2, cp_attention="ring"))
+    return found
+
+
+@pytest.mark.dist
+def test_two_processes_that_share_their_data(tmp_path: Path):
+    first, second = run_ranks(two_ranks, 2, tmp_path, timeout_s=120.0)
+    expected = predictions("auto")
+    for name in ("tp", "cp"):
+        for rank in (first[name], second[name]):
+            assert rank["data"] == (0, 1)
+            assert rank["seen"] == list(range(12))
+            torch.testing.assert_close(rank["predictions"], expected)
+            unbroken, again = rank["resumed"]
+            assert len(again) == 2
+            assert again == unbroken  # bit for bit
+        assert first[name]["samples"] == 12.0 * (2 if name == "cp" else 1)  # each part of a sequence counts
+        for key in ("weights", "local"):  # the same masks, so that what is not cut stays alike
+            assert first[name][key].keys() == second[name][key].keys()
+            for parameter, value in first[name][key].items():
+                assert torch.equal(value, second[name][key][parameter]), parameter
