@@ -33,7 +33,7 @@ from instep.distributed.nested import iter_leaves, map_leaves
 from instep.errors import DataError, SettingError, UsageError, one_of
 from instep.loggers import Logger
 from instep.state import PartialState, read_environment
-from instep.strategies import DDPStrategy, Precision, Strategy, resolve_strategy
+from instep.strategies import Precision, Strategy, resolve_strategy
 from instep.strategies.precision import precision_from_environment
 from instep.types import PathLike
 
@@ -286,7 +286,7 @@ class Accelerator(Checkpointing):
             return None
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._unscale_owners(parameters)
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return self._plain.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip every gradient element, at the end of a window. Collective where losses came with `num_items`.
@@ -298,7 +298,7 @@ class Accelerator(Checkpointing):
         if self._run.gradient.sync_gradients:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             self._unscale_owners(parameters)
-            nn.utils.clip_grad_value_(parameters, clip_value)
+            self._plain.clip_value(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The precision's context, for what is computed outside of a prepared model's forward.
@@ -466,16 +466,9 @@ class Accelerator(Checkpointing):
 def _resolve(
     strategy: str | Strategy, process: PartialState, options: DistributedDataParallelKwargs | None
 ) -> Strategy:
-    resolved = resolve_strategy(strategy, process.num_processes, process.device.type)
-    if options is None or process.num_processes == 1:  # alone there is nothing to communicate
-        return resolved
-    if type(resolved) is not DDPStrategy or not isinstance(strategy, str):
-        raise SettingError(
-            f"DistributedDataParallelKwargs does nothing for strategy={strategy!r}: give the options to the strategy "
-            "itself.",
-            field="kwargs_handlers",
-        )
-    return DDPStrategy(**options.options())
+    count = process.num_processes
+    wanted = None if options is None or count == 1 else options.options()  # alone there is nothing to communicate
+    return resolve_strategy(strategy, count, process.device.type, wanted)
 
 
 def _check_leaf(leaf: Any, samples: int) -> None:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from instep.errors import SettingError, one_of
-from instep.strategies import DDPStrategy
+from instep.strategies import resolve_strategy
 from instep.types import PathLike
 
 CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
@@ -60,7 +60,7 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class DistributedDataParallelKwargs(KwargsHandler):
-    """How gradients are averaged over processes; `options()` are the arguments of `DDPStrategy`.
+    """How gradients are averaged over processes; `options()` are the arguments of the strategy "ddp".
 
     Args:
         broadcast_buffers: take the first rank's buffers at each forward.
@@ -91,7 +91,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self._expect(cap is None or (_is_number(cap) and cap > 0), "bucket_cap_mb", "a number of MiB above 0, or None")
         state = self.comm_state_option
         self._expect(state is None or isinstance(state, Mapping), "comm_state_option", "a dict, or None")
-        DDPStrategy(**self.options())  # knows its hooks, and refuses what does not go together
+        resolve_strategy("ddp", 1, options=self.options())  # knows its hooks, and refuses what does not go together
 
     def options(self) -> dict[str, Any]:
         options = super().options()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,3 +187,70 @@ def test_a_users_strategy_does_the_backward_and_the_step() -> None:
     strategy = HalvedGradients()
     quiet(strategy=strategy, max_steps=3).fit(Toy(), loader())
     assert (strategy.backwards, strategy.steps) == (3, 3)
+
+
+def test_options_beside_a_name() -> None:
+    found = resolve_strategy("ddp_find_unused_parameters_true", 2, options={"bucket_cap_mb": 7})
+    assert isinstance(found, DDPStrategy)
+    assert (found.ddp_options["bucket_cap_mb"], found.find_unused_parameters) == (7, True)
+    with pytest.raises(SettingError, match="'single_device' cannot take the options comm_hook"):
+        resolve_strategy("single_device", 1, options={"comm_hook": "fp16"})
+    with pytest.raises(SettingError, match="give them to the strategy itself"):
+        resolve_strategy(DDPStrategy(), 2, options={"comm_hook": "fp16"})
+
+
+STRATEGIES = Path(room.__file__).parent
+
+
+def strategy_classes() -> set[str]:
+    """The names of all classes that are some special strategy."""
+    nodes = (node for file in STRATEGIES.rglob("*.py") for node in ast.walk(ast.parse(file.read_text())))
+    found = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    return {name for name in found if name.endswith("Strategy")} - {"Strategy"}
+
+
+def branches_on_strategies(source: str, classes: set[str]) -> list[int]:
+    """The lines that name a special strategy's class, or hold something called a strategy against a name."""
+    lines: list[int] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Name, ast.Attribute, ast.alias)):
+            name = (
+                node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else node.name
+            )
+            if name in classes:
+                lines.append(node.lineno)
+        elif isinstance(node, (ast.Compare, ast.Match)):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.subject]
+            constants = isinstance(node, ast.Match) or any(is_text(side) for side in sides)
+            if constants and any("strategy" in ast.unparse(side) and not is_text(side) for side in sides):
+                lines.append(node.lineno)
+    return lines
+
+
+def is_text(node: ast.AST) -> bool:
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        return any(is_text(it) for it in node.elts)
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_nothing_outside_asks_which_strategy_it_has() -> None:
+    classes = strategy_classes()
+    assert {"DDPStrategy", "FSDPStrategy", "MeshStrategy", "DeepSpeedStrategy", "XLAStrategy"} <= classes
+    for case in (
+        "if isinstance(run.strategy, DDPStrategy): pass",
+        "if type(it) is strategies.FSDPStrategy: pass",
+        "if strategy.name == 'fsdp': pass",
+        "if run.strategy_name in ('ddp', 'fsdp'): pass",
+        "from instep.strategies import MeshStrategy",
+        "match strategy:\n  case 'ddp': pass",
+    ):
+        assert branches_on_strategies(case, classes), case
+    assert not branches_on_strategies("if state['strategy'] == run.strategy.name: pass", classes)
+    package = STRATEGIES.parent
+    found = [
+        f"{file.relative_to(package)}:{line}"
+        for file in package.rglob("*.py")
+        if STRATEGIES not in file.parents
+        for line in branches_on_strategies(file.read_text(), classes)
+    ]
+    assert found == []
