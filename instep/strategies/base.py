@@ -112,6 +112,9 @@ class Strategy:
         """The module that `wrap` got."""
         return wrapped
 
+    def take_over(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was made before `place` step what has become of its parameters, where they changed."""
+
     def join(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """A context in which ranks without a batch wait for the others, in a handwritten loop.
 
@@ -189,9 +192,17 @@ class Strategy:
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "value":
-            nn.utils.clip_grad_value_(parameters, value)
+            self.clip_value(parameters, value)
         else:
-            nn.utils.clip_grad_norm_(parameters, value)
+            self.clip_norm(parameters, value)
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients in place so that their norm over all ranks is at most `max_norm`; the norm before."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_value(self, parameters: Sequence[Tensor], value: float) -> None:
+        """Clamp every element of the gradients to [-value, value], in place."""
+        nn.utils.clip_grad_value_(parameters, value)
 
     def multiply_gradients(self, optimizer: Optimizer, factor: float) -> None:
         """Multiply the gradients of one optimizer in place, before they are clipped."""
