@@ -16,6 +16,7 @@ from instep.checkpoint.remote import files_of
 from instep.checkpoint.shard import StoredTensor
 from instep.checkpoint.stored import JoinedTensor, join_tensors, read_all, read_parts
 from instep.checkpoint.tensors import read_tensors
+from instep.checkpoint.zero_folders import find_zero_folder, load_zero_weights
 from instep.errors import CheckpointError, CorruptCheckpointError
 from instep.types import Location
 from instep.utils.paths import to_path
@@ -32,8 +33,8 @@ def load_weights(path: Location) -> dict[str, Tensor]:
 
     Args:
         path: a path or URL: a checkpoint folder (with or without "-<attempt>"), a .safetensors file or the
-            .safetensors.index.json of several, or a .pt, .pth, .ckpt or .bin file that holds a state dict, by itself or
-            under "state_dict", "model" or "model_state_dict".
+            .safetensors.index.json of several, a .pt, .pth, .ckpt or .bin file that holds a state dict, by itself or
+            under "state_dict", "model" or "model_state_dict", or a folder that DeepSpeed wrote.
 
     Returns:
         Parameter or buffer name -> tensor on the CPU; tied ones under every name.
@@ -48,7 +49,8 @@ def load_weights(path: Location) -> dict[str, Tensor]:
     """
     path = to_path(path)
     if not path.is_file():
-        return Reader(find_checkpoint(path)).weights()
+        zero = find_zero_folder(path)
+        return Reader(find_checkpoint(path)).weights() if zero is None else load_zero_weights(zero, read_torch_file)
     if path.suffix in _FOREIGN:
         return _load_foreign(path)
     return read_all(_stored_in(path)) if path.suffix == _INDEX else read_tensors(path)
