@@ -218,7 +218,9 @@ def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
     at.load_state_dict(state["position"])
     name = f"rank-{run.rank:05d}"
     own = reader.state(name) if reader.has_state(name) else None
-    same_world = all(gather_object(own is not None and _same_seat(run, state, own)))
+    first_part = run.strategy.counts and run.strategy.data_rank == 0
+    seats = gather_object((own is not None and _same_seat(run, state, own), first_part))
+    same_world, heir = all(same for same, _ in seats), [first for _, first in seats].index(True)
     _resume_data(run, at, state, own if same_world else None, reader)
     run.position.load_state_dict(at.state_dict())  # not before all of it fits: the Trainer may fit something else next
     trainer.metrics.load_state_dict(state["metrics"])
@@ -226,7 +228,7 @@ def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
         of_rank = own if own is not None and same_world else reader.state("rank-00000")
         run.strategy.load_rank_state(of_rank.get("strategy", {}), own=same_world)
     log = own["log"] if own is not None and same_world else []
-    if not same_world and run.strategy.counts and run.strategy.data_rank == 0:  # it takes over for all
+    if not same_world and run.rank == heir:  # it takes over for all; one only, where several with this data count
         log = merge_states([saved["log"] for saved in _every_rank(reader, state) if saved["counts"]])
     if own is not None and not same_world and own["metric_states"] and run.rank == 0:
         warnings.warn(
