@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback
-from instep.strategies import Strategy
-from instep.strategies.context_parallel import sequence_positions
+from instep.strategies import Strategy, sequence_positions
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 128, 32, 64, 4, 4
 GLOBAL_BATCH, STEPS = 16, 20
@@ -166,7 +165,7 @@ class Recorder(Callback):
                 if p.grad is not None:
                     norm: Any = torch.linalg.vector_norm(p.grad)
                     norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        total = torch.stack(norms).double().square().sum()
+        total = torch.stack(norms or [torch.tensor(torch.nan)]).double().square().sum()  # none: an engine keeps them
         self.norms.append(float(total.sqrt()))  # read once: XLA compiles a graph for each value that is read in a step
 
 
