@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from instep import DataModule, Trainer, TrainModule, seed_everything
 from instep.callbacks import LearningRateMonitor, ModelCheckpoint
 from instep.loggers import CSVLogger, TensorBoardLogger
-from instep.strategies.context_parallel import sequence_positions
+from instep.strategies import sequence_positions
 
 CONTEXT_BYTES = 64
 GLOBAL_BATCH = 16  # windows per optimizer step over all processes

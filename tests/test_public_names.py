@@ -121,6 +121,7 @@ PUBLIC = {
         "XLAStrategy",
         "register_strategy",
         "resolve_strategy",
+        "sequence_positions",
         "strategy_names",
     ],
     "instep.errors": [

@@ -11,6 +11,7 @@ from instep.strategies.registry import register_strategy, resolve_strategy, stra
 from instep.utils.lazy import loads
 
 if TYPE_CHECKING:
+    from instep.strategies.context_parallel import sequence_positions
     from instep.strategies.ddp import DDPStrategy
     from instep.strategies.deepspeed import DeepSpeedStrategy
     from instep.strategies.dp import DataParallelStrategy
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from instep.strategies.xla import XLAStrategy
 
 _HOME = {
+    "sequence_positions": "context_parallel",
     "DDPStrategy": "ddp",
     "DataParallelStrategy": "dp",
     "DeepSpeedStrategy": "deepspeed",
@@ -39,6 +41,7 @@ __all__ = [
     "XLAStrategy",
     "register_strategy",
     "resolve_strategy",
+    "sequence_positions",
     "strategy_names",
 ]
 

@@ -23,6 +23,9 @@ from instep.types import Location, PathLike
 from instep.utils.hparams import HyperParameters
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
     from instep.trainer.trainer import Trainer
 
 M = TypeVar("M", bound="TrainModule")
@@ -97,7 +100,29 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """Predict one batch, with the arguments of `validation_step`; by default the module's `forward`."""
         return self(args[0])
 
-    # ---- pipeline parallelism
+    # ---- tensor, context and pipeline parallelism
+
+    sequence_dim: int | Mapping[Any, int] | None = None
+    """The dimension that is the sequence, of every tensor of a batch that has so many; or the dimension by the batch's
+    key or index. Context parallelism cuts batches along it."""
+
+    def parallelize(self, mesh: DeviceMesh) -> Mapping[str, ParallelStyle] | None:
+        """Say how tensor parallelism cuts the module up.
+
+        Args:
+            mesh: with a dimension "tp".
+
+        Returns:
+            Styles of `torch.distributed.tensor.parallel` by the names of submodules, in which `*` stands for any one
+            part; or None, where this method has cut them up itself by `parallelize_module(..., mesh["tp"], ...)`, or
+            where the plan of a transformers model is to be used.
+
+        Example:
+            >>> class Model(TrainModule):
+            ...     def parallelize(self, mesh):
+            ...         return {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        """
+        return None
 
     def pipeline_stages(self) -> Sequence[Any]:
         """The parts of `forward` in their order, of which a pipeline makes its stages.

@@ -94,8 +94,8 @@ def attend(parallel: ContextParallel | None, key_heads: int = HEADS, again: bool
     leaves = [part(it).clone().requires_grad_() for it in whole]
     weights = part(make(BATCH, HEADS, LENGTH, SIZE, seed=3))
 
-    def compute(*parts: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*parts, **options)
+    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, **options)
 
     if parallel is None:
         output = compute(*leaves)
@@ -137,7 +137,7 @@ def attention_in_ranks() -> None:
     with pytest.raises(DataError, match=r"an attn_mask of shape \(4, 4\) for this rank's 4 queries and 4 keys"):
         attend(parallel, attn_mask=half.tril())
     with pytest.raises(SettingError, match="cp=2 does not divide the 3 heads"), parallel.attention():
-        F.scaled_dot_product_attention(*(make(1, 3, 2, SIZE) for _ in range(3)))
+        F.scaled_dot_product_attention(make(1, 3, 2, SIZE), make(1, 3, 2, SIZE), make(1, 3, 2, SIZE))
 
     torch.manual_seed(0)
     encoder, x = Encoder().eval(), torch.randn(BATCH, LENGTH, HEADS * SIZE)

@@ -93,7 +93,7 @@ def samples(count: int = 12, batch_size: int = 4) -> DataLoader[Any]:
 
 
 def trainer_of(strategy: Any, **settings: Any) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(**{"accelerator": "cpu", "strategy": strategy, "enable_checkpointing": False, **quiet, **settings})
 
 

@@ -129,7 +129,7 @@ class Normed(TrainModule):
 def fit(strategy: Any, module: TrainModule) -> float:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(32, 4, generator=generator)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, enable_model_summary=False, **quiet)
     trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4))
     return float(trainer.callback_metrics["loss"])
@@ -213,7 +213,7 @@ def fit_llama(strategy: Any, tied: bool) -> tuple[float, int]:
     torch.manual_seed(0)
     module = Llama(tied)
     tokens = torch.randint(64, (16, 12), generator=torch.Generator().manual_seed(0))
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, enable_model_summary=False, **quiet)
     trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size=4))
     cut_up = sum(any(it.is_shard() for it in getattr(p, "placements", ())) for p in module.parameters())
