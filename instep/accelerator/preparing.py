@@ -220,6 +220,8 @@ class Preparing(ProcessFacade):
         if evaluation_mode:
             strategy.setup(model, ())
         self._wrapped[id(model)] = model if evaluation_mode else strategy.wrap(model)
+        for known in self.optimizers:
+            strategy.take_over(known.optimizer)
         return self._wrapped[id(model)]
 
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
@@ -236,6 +238,8 @@ class Preparing(ProcessFacade):
             if known.optimizer is optimizer:
                 return known
         self._claim_run()
+        for strategy in self._strategies.values():
+            strategy.take_over(optimizer)
         prepared = AcceleratedOptimizer(optimizer, self._plain, self._run.gradient, self.window)
         self.optimizers.append(prepared)
         self._checked = False
@@ -304,7 +308,7 @@ class Preparing(ProcessFacade):
     def _check_optimizers(self) -> None:
         """Before the first backward: a model that was forgotten in `prepare` is trained on each rank by itself."""
         self._checked = True
-        known = {p for model in self._models.values() for p in model.parameters()}
+        known = {p for strategy in self._strategies.values() for p in strategy.parameters()}
         for prepared in self.optimizers:
             parameters = [p for group in prepared.optimizer.param_groups for p in group["params"]]
             strange = sum(p not in known for p in parameters)

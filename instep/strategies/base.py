@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,24 +24,50 @@ class Strategy:
     """How a module is spread, how its steps run, and how its state goes out and in.
 
     The base class is complete for one device. A strategy of several processes overrides what differs; the Trainer
-    never asks which strategy it has.
+    never asks which strategy it has. In this order: `check_world_size`, `connect`, `model_context` around the module's
+    `configure_model`, `place`, `load_model_state`, the module's `configure_optimizers`, `setup`,
+    `load_optimizer_state`, the steps, `teardown`.
+
+    One that cuts the weights up does so in `place`, sets `sharded` and says in `owned` what each rank writes; one whose
+    ranks share their data says so in `data_rank`, `data_world_size` and `counts`.
 
     Example:
-        A strategy that trains a frozen-backbone model with gradients averaged by hand::
+        A whole strategy: replicas that average their gradients once per optimizer step, before these are clipped::
+
+            from contextlib import contextmanager
+
+            import torch
+            from instep import Strategy
+            from instep.distributed import all_reduce_, broadcast
+            from instep.strategies import register_strategy
 
             class AveragedGradients(Strategy):
                 name = "averaged_gradients"
                 multi_process = True
+                _averages = True
 
-                def optimizer_step(self, optimizer, closure=None, **kwargs):
-                    for group in optimizer.param_groups:
-                        for p in group["params"]:
-                            if p.grad is not None:
-                                all_reduce_(p.grad, "mean")  # of instep.distributed
-                    super().optimizer_step(optimizer, closure, **kwargs)
+                def setup(self, module, optimizers):
+                    with torch.no_grad():  # all go on from the first rank's weights
+                        for tensor in [*module.parameters(), *module.buffers()]:
+                            tensor.copy_(broadcast(tensor))
+
+                def backward(self, loss, *args, **kwargs):
+                    super().backward(loss, *args, **kwargs)
+                    for parameter in self.module.parameters():
+                        if self._averages and parameter.grad is not None:
+                            all_reduce_(parameter.grad, "mean")
+
+                @contextmanager
+                def no_sync(self):  # around micro-batches but the last one of a window
+                    self._averages = False
+                    try:
+                        yield
+                    finally:
+                        self._averages = True
 
             register_strategy("averaged_gradients", AveragedGradients)
-            Trainer(strategy="averaged_gradients", devices=2)
+
+        And then `Trainer(strategy="averaged_gradients", devices=2)`.
     """
 
     name = "single_device"
@@ -114,6 +140,10 @@ class Strategy:
 
     def take_over(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was made before `place` step what has become of its parameters, where they changed."""
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """The module's parameters as optimizers have them."""
+        return self.module.parameters()
 
     def join(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """A context in which ranks without a batch wait for the others, in a handwritten loop.

@@ -111,23 +111,25 @@ def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dic
             unread.
     """
 
-    def take(name: str, value: Any) -> Any:
-        like = parameters[name]
-        if not isinstance(like, DTensor) or not getattr(value, "shape", ()):
-            return whole(value)
-        if value.shape == like.shape:
-            return take_part(value, like)
-        return _distributed(whole(value), like, [Replicate()] * like.device_mesh.ndim)  # a factor, kept by every rank
-
     def fits(name: str) -> bool:
         return name in parameters and list(tree["shapes"].get(name, ())) == list(parameters[name].shape)
 
     cut = {
-        name: {key: take(name, value) for key, value in values.items()} if fits(name) else values
+        name: {key: take_state(value, parameters[name]) for key, value in values.items()} if fits(name) else values
         for name, values in tree["state"].items()
     }
     rest = {key: map_leaves(whole, value) for key, value in tree.items() if key != "state"}
     return {**rest, "state": cut}
+
+
+def take_state(value: Any, parameter: Tensor) -> Any:
+    """One value of a parameter's whole optimizer state, cut as the parameter is. Local."""
+    if not isinstance(parameter, DTensor) or not getattr(value, "shape", ()):
+        return whole(value)
+    if value.shape == parameter.shape:
+        return take_part(value, parameter)
+    # A factor, which every rank keeps.
+    return _distributed(whole(value), parameter, [Replicate()] * parameter.device_mesh.ndim)
 
 
 def gather_whole(value: Any) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from instep.errors import SettingError
 from instep.state import PartialState
 from instep.strategies.base import Strategy, whole
 from instep.strategies.clipping import clip_norm_, clip_value_
-from instep.strategies.dtensors import gather_whole, parts_to_write, take_part, take_parts
+from instep.strategies.dtensors import gather_whole, parts_to_write, take_part, take_parts, take_state
 from instep.strategies.materialize import Materializer
 from instep.strategies.precision import Precision
 from instep.strategies.wrapping import (
@@ -138,7 +138,10 @@ class FSDPStrategy(Strategy):
         self.forward_methods = tuple(forward_methods)
         self._world: Any = None
         self._sharded: list[FSDPModule] = []
+        self._parameters: list[nn.Parameter] = []
         self._without_values: set[str] = set()
+        self._became: dict[int, tuple[ref[nn.Parameter], nn.Parameter]] = {}
+        """What each parameter was exchanged for, by the id of it; whoever still holds one may ask."""
 
     # ---- life
 
@@ -196,11 +199,19 @@ class FSDPStrategy(Strategy):
         self.module = module
         self._without_values.clear()
         if module not in _placed:  # by an earlier run
+            before = dict(module.named_parameters(remove_duplicate=False))
             self.precision.convert_module(module)
             self.parallelize(module)
             self.shard(module)
             _placed.add(module)
+            self._became = {
+                id(before[name]): (ref(before[name]), parameter)
+                for name, parameter in module.named_parameters(remove_duplicate=False)
+                if name in before
+            }
         self._sharded = [it for it in module.modules() if isinstance(it, FSDPModule)]
+        self._reshard()
+        self._parameters = list(module.parameters())  # a gathered part shows others
 
     def parallelize(self, module: nn.Module) -> None:
         """Cut the module up over other dimensions of the mesh, before it is sharded over the dp ones. Collective."""
@@ -330,6 +341,26 @@ class FSDPStrategy(Strategy):
                 got=self.meta_init,
             )
 
+    def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        if module not in _placed:  # the caller moves models itself
+            self.place(module)
+        self.setup(module, optimizers)
+        return module
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        return self._parameters
+
+    def take_over(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for index, old in enumerate(group["params"]):
+                known, new = self._became.get(id(old), (None, None))
+                if known is None or new is None or known() is not old:
+                    continue
+                group["params"][index] = new
+                state = optimizer.state.pop(old, None)
+                if state is not None:
+                    optimizer.state[new] = {key: take_state(value, new) for key, value in state.items()}
+
     # ---- the step
 
     def step_function(self, name: str) -> Callable[..., Any]:
@@ -378,8 +409,15 @@ class FSDPStrategy(Strategy):
             it.set_is_last_backward(sync)
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
+        # Those without a gradient too: whose sums are reduced must not depend on it.
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        clip_value_(parameters, value) if algorithm == "value" else clip_norm_(parameters, value)
+        self.clip_value(parameters, value) if algorithm == "value" else self.clip_norm(parameters, value)
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return clip_norm_(parameters, max_norm, norm_type)
+
+    def clip_value(self, parameters: Sequence[Tensor], value: float) -> None:
+        clip_value_(parameters, value)
 
     def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
         super().find_nonfinite([it._local_tensor if isinstance(it, DTensor) else it for it in tensors], found)
