@@ -145,6 +145,10 @@ class Strategy:
         """The module's parameters as optimizers have them."""
         return self.module.parameters()
 
+    def leaves(self) -> Iterable[Tensor]:
+        """What a backward computes gradients for: the parameters as the step sees them."""
+        return self.module.parameters()
+
     def join(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """A context in which ranks without a batch wait for the others, in a handwritten loop.
 
