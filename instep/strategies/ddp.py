@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep.distributed import broadcast
-from instep.errors import DistributedError, SettingError, UsageError, one_of
+from instep.errors import DistributedError, HookError, SettingError, UsageError, one_of
 from instep.state import PartialState, read_environment
 from instep.strategies.base import Strategy
 from instep.strategies.bucket_order import BucketOrder
@@ -231,7 +232,17 @@ class DDPStrategy(Strategy):
         if ddp is None or name != "training_step":
             return super().step_function(name)
         if not self._manual:
-            return lambda *args: ddp(name, *args)
+
+            def step(*args: Any) -> Any:
+                try:
+                    return ddp(name, *args)
+                except RuntimeError as error:
+                    unused = _unused(error, self.module)
+                    if unused is None:
+                        raise
+                    raise unused from error
+
+            return step
 
         def manual_step(*args: Any) -> Any:
             # Backward runs inside the step: forward must not arm the reducer, before or after it; each backward does
@@ -322,6 +333,19 @@ def _of_optimizers(tree: Any) -> Any:
     if isinstance(tree, list):
         return [part for part in map(_of_optimizers, tree) if part is not None] or None
     return tree if isinstance(tree, Mapping) and {"optimizer", "shapes", "groups"} <= tree.keys() else None
+
+
+def _unused(error: RuntimeError, module: nn.Module) -> HookError | None:
+    """DDP's error about parameters without a gradient, with their names; None for any other error."""
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    if found is None:
+        return None
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    unused = ", ".join(names[int(index)] for index in found.group(1).split())
+    return HookError(
+        f"these parameters took no part in the last loss, so its gradients were never complete: {unused}. "
+        "Use strategy='ddp_find_unused_parameters_true', set requires_grad=False on them, or let the loss need them."
+    )
 
 
 def _wrong(field: str, value: Any, problem: str) -> SettingError:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from instep import TrainModule
 from instep.distributed import gather
-from instep.errors import DataError, DistributedError, SettingError, UsageError
+from instep.errors import DataError, DistributedError, HookError, SettingError, UsageError
 from instep.state import PartialState
 from instep.strategies import DDPStrategy, Precision, Strategy
 from tests.helpers.spawn import run_ranks
@@ -264,7 +264,14 @@ def with_options() -> dict[str, Any]:
             "own buffers": unused(find_unused_parameters=True, broadcast_buffers=False),
         },
         "joined": joined(),
+        "named": named(),
     }
+
+
+def named() -> str:
+    with pytest.raises(HookError) as caught:
+        by_the_trainer({}, 1, HalfUsed())
+    return str(caught.value)
 
 
 class Uneven(IterableDataset[Any]):
@@ -313,6 +320,8 @@ def test_torch_s_options_train_the_same_weights() -> None:
     for results, shared, own in ((first, 8.0, 8.0), (second, 9.0, 16.0)):  # before a step it is the first rank's
         assert results["unused"]["found"] == results["unused"]["static"] == (layer, shared)
         assert results["unused"]["own buffers"] == (layer, own)
+        assert "took no part in the last loss" in results["named"]
+        assert "never complete: idle.weight, idle.bias. Use strategy='ddp_find_unused_par" in results["named"]
     assert [results["joined"]["stop"][0] for results in (first, second)] == [2, 2]
     for results in (first, second):
         steps, weights = results["joined"]["join"]
