@@ -163,8 +163,9 @@ class MeshStrategy(PipelinedStrategy):
             if self.cp_attention == "all_to_all":
                 tensor_parallel.check_heads(module, self.sizes["cp"] * self.sizes["tp"], "cp", key_heads=False)
         super().place(module)
-        if self.sizes["tp"] > 1:
-            # The output of a cut layer is a view of what torch gathered; FSDP warns of what a user could do to it.
+        if self.sizes["tp"] > 1 or self.sizes["pp"] > 1:
+            # The output of a cut layer is a view of what torch gathered, and what a stage only passes on is a view of
+            # what it got; FSDP warns of what a user could do to it.
             self._stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         if self.loss_parallel:

@@ -166,9 +166,9 @@ def test_what_no_part_owns_stays_and_the_first_rank_saves_it():
         cut = Cut(module, 2, ("last",), rank, 2)
         assert "seen" in module.state_dict()
         saved.append(set(cut.saved_here(module.state_dict())))
+        assert (module.scale is None) == (rank == 1)
     assert "last._extra_state" in saved[1]
     assert saved[0] == set(Small().state_dict()) - {"last._extra_state"}
-    assert module.scale is None
 
 
 def test_an_optimizer_state_goes_out_and_in_by_the_names_of_the_whole():
@@ -179,14 +179,18 @@ def test_an_optimizer_state_goes_out_and_in_by_the_names_of_the_whole():
     trees = []
     for module, cut in cuts:
         names = [name for name, _ in module.named_parameters()]
-        tree = {"shapes": dict.fromkeys(names, [1]), "state": dict.fromkeys(names, 0), "groups": [{"params": names}]}
+        tree = {
+            "shapes": {name: [1] for name in names},
+            "state": dict.fromkeys(names, 0),
+            "groups": [{"params": names}],
+        }
         trees.append(cut.optimizer_saved_here(tree))
     assert "embedding.weight" in trees[0]["state"]
     assert not {"embedding.weight", "head.weight"} & trees[1]["state"].keys()
     names = [name for name, _ in TinyGPT(layers=1).named_parameters()]
     assert sorted([*trees[0]["groups"][0]["params"], *trees[1]["groups"][0]["params"]]) == sorted(names)
     whole = {
-        "shapes": dict.fromkeys([*names, "more"], [1]),
+        "shapes": {name: [1] for name in [*names, "more"]},
         "state": {name: i for i, name in enumerate(names)},
         "groups": [{"params": [*names, "more"], "lr": 0.5}],
     }
