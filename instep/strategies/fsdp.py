@@ -350,6 +350,15 @@ class FSDPStrategy(Strategy):
     def parameters(self) -> Iterable[nn.Parameter]:
         return self._parameters
 
+    def leaves(self) -> Iterable[Tensor]:
+        yield from self.module.parameters()
+        for it in self._sharded:  # torch has no public name for what it gathers into
+            state = it._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                for entry in group.fsdp_params if group is not None else ():
+                    if hasattr(entry, "_unsharded_param"):
+                        yield entry._unsharded_param
+
     def take_over(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             for index, old in enumerate(group["params"]):

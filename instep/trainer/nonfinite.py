@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -348,12 +348,12 @@ def _listed(indices: list[Any] | None) -> str:
 
 
 @contextmanager
-def no_gradients_from(module: nn.Module) -> Iterator[None]:
+def no_gradients_from(parameters: Iterable[Tensor]) -> Iterator[None]:
     """A backward in which every parameter gets a gradient of zeros, whatever the loss.
 
     For a batch that is replayed with weight 0: its loss may be nan, and nan times 0 is nan.
     """
-    hooks = [p.register_hook(torch.zeros_like) for p in module.parameters() if p.requires_grad]
+    hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
     try:
         yield
     finally:

@@ -110,7 +110,7 @@ def automatic_step(run: FitSession) -> Step:
         loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         for hook in before_backward:
             hook(loss)
-        with no_gradients_from(module):
+        with no_gradients_from(strategy.leaves()):
             own_backward(strategy.scale(loss)) if own_backward is not None else strategy.backward(loss)
         for hook in after_backward:
             hook()

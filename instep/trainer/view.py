@@ -413,7 +413,7 @@ class TrainerView:
         for hook in run.hooks["on_before_backward"]:
             hook(loss)
         if replayed:
-            with no_gradients_from(run.module):
+            with no_gradients_from(strategy.leaves()):
                 run.module.backward(loss, *args, **kwargs)
         else:
             run.module.backward(loss, *args, **kwargs)

@@ -118,6 +118,7 @@ def train_all() -> dict[str, Any]:
     results["late, own"] = train(FSDPStrategy(), steps=3, module=Late(own_shards=True))
     results["manual"] = train_manually("fsdp", 4)
     results["evaluated"] = evaluate_between()
+    results["replayed"] = replay()
     results["mixed"] = train_mixed()
     results["methods"] = call_methods()
     return results
@@ -241,6 +242,38 @@ def test_evaluation_sees_the_weights_of_the_moment(ranks: list[dict[str, Any]]) 
         assert got["another"] == got["after"]
         assert got["zeroed"] == pytest.approx(math.log(VOCABULARY), abs=1e-5)
         assert got["shapes"] == (8, LENGTH)
+
+
+class Spoilt(TinyGPT):
+    """The loss of a batch that is replayed, for want of samples on this rank, is nan, and so is its slope."""
+
+    spoilt = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        self.replayed = self.trainer.train_dataloader.counts(batch_idx)[0] == 0
+        logits = (logits - 1e6).sqrt() if self.spoilt and self.replayed else logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def replay() -> list[Any]:
+    ends = []
+    for spoilt in (True, False):
+        torch.manual_seed(1)
+        module = Spoilt(layers=1)
+        module.spoilt = spoilt
+        Trainer(strategy="fsdp", max_epochs=1, **QUIET).fit(module, loader(5, batch_size=2))
+        ends.append((module.replayed, module.blocks[0].up.weight.full_tensor().detach().clone()))  # type: ignore[union-attr]
+    return ends
+
+
+@pytest.mark.dist
+def test_nothing_comes_of_a_replayed_batch(ranks: list[dict[str, Any]]) -> None:
+    assert [seen["replayed"][0][0] for seen in ranks] == [False, True]
+    for seen in ranks:
+        (_, spoilt), (_, healthy) = seen["replayed"]
+        assert spoilt.isfinite().all()
+        assert torch.equal(spoilt, healthy)
 
 
 def train_mixed() -> dict[str, Any]:
