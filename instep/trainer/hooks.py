@@ -196,10 +196,16 @@ class ModuleHooks:
         return batch
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add keys of your own (tensors and JSON values) or change `checkpoint["state_dict"]`."""
+        """Add keys of your own (tensors and JSON values) or change `checkpoint["state_dict"]`.
+
+        The first rank's keys are saved. Where a strategy shards the weights, the state dict is what each rank holds.
+        """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Before weights are loaded: read back what `on_save_checkpoint` added, or change the state dict."""
+        """Before weights are loaded: read back what `on_save_checkpoint` added, or change the state dict.
+
+        Where a strategy shards the weights, the state dict has no tensors but what reads them: `value.read()`.
+        """
 
 
 def is_overridden(owner: object, name: str, base: type) -> bool:

@@ -134,7 +134,7 @@ def test_tied_parts_are_stored_once(tmp_path: Path) -> None:
     assert found["a"] == found["b"] != found["c"]
 
 
-def a_checkpoint(folder: Path, flat: bool = False) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]]:
+def a_checkpoint(folder: Path | str, flat: bool = False) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]]:
     """A checkpoint as three ranks write it, and what is in it."""
     weight = torch.randn(5, 6)
     model = {"embed.weight": weight, "bias": torch.randn(4), "head.weight": weight, "count": torch.tensor(3)}
@@ -235,3 +235,14 @@ def test_merge_makes_a_file_for_anybody(tmp_path: Path, flat: bool) -> None:
     (path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match="model-00002"):
         merge(path, tmp_path / "other.safetensors")
+
+
+def test_parts_on_a_store_without_files(tmp_path: Path) -> None:
+    path, model, tree = a_checkpoint("memory://test_stored/run")
+    weights = load_weights(path)
+    assert all(torch.equal(weights[name], it) for name, it in model.items())
+    [lazy] = CheckpointStore(path.parent).read(path).state("optimizer", lazy=True)
+    moment = lazy["state"]["embed.weight"]["exp_avg"].read((slice(1, 3), slice(3, 6)))
+    assert torch.equal(moment, tree["state"]["embed.weight"]["exp_avg"][1:3, 3:6])
+    merged = load_file(merge(path, tmp_path / "model.safetensors"))
+    assert all(torch.equal(merged[name], it) for name, it in model.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from instep import Trainer, TrainModule
-from instep.callbacks import ModelCheckpoint
+from instep.callbacks import Callback, ModelCheckpoint
 from instep.checkpoint import CheckpointStore, Reader, load_weights
 from instep.checkpoint.stored import JoinedTensor
 from instep.state import PartialState
 from instep.strategies import Strategy
 from tests.helpers.sharding import Parts
-from tests.helpers.spawn import run_ranks
+from tests.helpers.spawn import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -228,3 +229,28 @@ def test_a_lazy_view_for_hooks(tmp_path: Path) -> None:
     assert isinstance(seen[0], JoinedTensor)
     assert torch.equal(seen[0].read(), model.first.weight)
     assert torch.equal(seen[1], model.first.weight)
+
+
+class SavesAlone(Callback):
+    """A mistake that `if trainer.is_global_zero:` around a save makes."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero:
+            trainer.save_checkpoint(trainer.default_root_dir / "mine")
+
+
+def save_on_one_rank(root: str) -> None:
+    PartialState(cpu=True, timeout=timedelta(seconds=4))
+    trainer = Trainer(
+        accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, callbacks=[SavesAlone()],
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=root,
+    )  # fmt: skip
+    trainer.fit(net(), data(2))
+
+
+@pytest.mark.slow  # it waits for a time-out
+def test_a_save_on_one_rank_says_who_did_not_come(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(save_on_one_rank, 2, str(tmp_path), timeout_s=40)
+    assert "trainer.save_checkpoint(), which all ranks call" in failed.value.errors[0]
+    assert "rank 1" in failed.value.errors[0]
