@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class Materializer:
@@ -33,35 +34,51 @@ class Materializer:
         """
         tied: list[tuple[Tensor, Tensor]] = []
         fresh: list[str] = []
+        cut: list[tuple[dict[str, Any], str, DTensor]] = []
         for holder in (module._parameters, module._buffers):
             entries: dict[str, Any] = holder
             for key, value in entries.items():
                 if value is None or not value.is_meta:
                     continue
                 made = self._made.get(value)
-                if made is None:
+                if isinstance(value, DTensor):  # drawn as a whole and cut then: the values are those of one process
+                    cut.append((entries, key, value))
+                    if made is None:
+                        fresh.append(key)
+                    made = _empty_like(value, self.device)
+                elif made is None:
                     made = self._made[value] = _empty_like(value, self.device)
                     fresh.append(key)
                 else:
                     tied.append((made, made.detach().clone()))
                 entries[key] = made
-        if not fresh and not tied:
+        if not (fresh or tied or cut):
             return
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is None:
             self.without_values |= {f"{name}.{key}" if name else key for key in fresh}
-            return
-        with torch.no_grad():
-            reset()
-            for made, first in tied:
-                made.copy_(first)
+        else:
+            with torch.no_grad():
+                reset()
+                for made, first in tied:
+                    made.copy_(first)
+        for entries, key, value in cut:
+            if value not in self._made:
+                drawn = distribute_tensor(entries[key].detach(), value.device_mesh, value.placements)
+                self._made[value] = _parameter_like(value, drawn)
+            entries[key] = self._made[value]
 
 
 def _empty_like(value: Tensor, device: torch.device) -> Tensor:
-    made: Any = torch.empty_like(value, device=device)
+    made = torch.empty(value.shape, dtype=value.dtype, device=device)
     if made.is_floating_point():
         made.fill_(torch.nan)
+    return _parameter_like(value, made)
+
+
+def _parameter_like(value: Tensor, made: Any) -> Any:
     if isinstance(value, nn.Parameter):
         made = nn.Parameter(made, requires_grad=value.requires_grad)
-        made.__dict__.update(value.__dict__)  # attributes that users put on it
+        if not isinstance(value, DTensor):
+            made.__dict__.update(value.__dict__)  # attributes that users put on it
     return made

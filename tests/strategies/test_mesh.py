@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from instep import Trainer
+from instep import Trainer, TrainModule
 from instep.callbacks import ModelCheckpoint
 from instep.errors import HookError, SettingError
 from instep.strategies import MeshStrategy, resolve_strategy
 from tests.helpers.spawn import run_ranks
-from tests.strategies.tiny_gpt import LENGTH, VOCABULARY, TinyGPT, train
+from tests.strategies.tiny_gpt import LENGTH, VOCABULARY, WIDTH, Block, TinyGPT, train
 
 # ---- settings
 
@@ -86,6 +86,25 @@ class Dropping(TinyGPT):
         return super().training_step(batch, batch_idx)
 
 
+class Late(TinyGPT):
+    """Makes its layers when it is told to, with the values that torch gives them."""
+
+    def __init__(self) -> None:
+        TrainModule.__init__(self)
+        self.save_hyperparameters({"lr": 1e-3})
+
+    def configure_model(self) -> None:
+        self.embedding, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks, self.norm = nn.ModuleList([Block()]), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def made_late(strategy: Any) -> list[float]:
+    torch.manual_seed(3)
+    return train(strategy, module=Late(), steps=2).losses
+
+
 def samples(count: int = 12, batch_size: int = 4) -> DataLoader[Any]:
     text = torch.randint(VOCABULARY, (count, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     text[:, 0] = torch.arange(count)  # which sample it is
@@ -139,6 +158,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
             "predictions": predictions(name),
             "resumed": resumed(lambda name=name: resolve_strategy(name, 2), folder / name),
         }
+    found["meta"] = made_late(MeshStrategy(tp=2, meta_init=True))
     with pytest.raises(HookError, match="cp=2 cuts sequences, and Plain does not say where they are"):
         train("cp", module=Plain(layers=1))
     odd = TinyGPT(layers=1)
@@ -153,6 +173,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
 @pytest.mark.dist
 def test_two_processes_that_share_their_data(tmp_path: Path):
     first, second = run_ranks(two_ranks, 2, tmp_path, timeout_s=120.0)
+    assert first["meta"] == second["meta"] == pytest.approx(made_late("auto"), abs=1e-5)
     expected = predictions("auto")
     for name in ("tp", "cp"):
         for rank in (first[name], second[name]):
@@ -167,3 +188,28 @@ def test_two_processes_that_share_their_data(tmp_path: Path):
             assert first[name][key].keys() == second[name][key].keys()
             for parameter, value in first[name][key].items():
                 assert torch.equal(value, second[name][key][parameter]), parameter
+
+
+# ---- four processes
+
+
+def four_ranks(names: tuple[str, ...]) -> dict[str, list[float]]:
+    return {name: train(**FOUR[name](), steps=3).losses for name in names}
+
+
+FOUR: dict[str, Any] = {
+    "cp 2, tp 2": lambda: {"strategy": MeshStrategy(cp=2, tp=2), "batch_size": 8},
+    "cp 2, dp_shard 2": lambda: {"strategy": MeshStrategy(cp=2, dp_shard=2)},
+    "dp_replicate 2, tp 2": lambda: {"strategy": MeshStrategy(dp_replicate=2, dp_shard=1, tp=2)},
+    "pp 2, cp 2": lambda: {"strategy": MeshStrategy(pp=2, cp=2), "batch_size": 8},
+    "dp_shard 2, tp 2, offload": lambda: {"strategy": MeshStrategy(tp=2, cpu_offload=True)},
+}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_products_of_dimensions_train_as_one_process_does():
+    alone = train(steps=3)
+    for rank in run_ranks(four_ranks, 4, tuple(FOUR), timeout_s=180.0):
+        for name, losses in rank.items():
+            assert losses == pytest.approx(alone.losses, abs=1e-5), name
