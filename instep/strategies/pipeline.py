@@ -195,7 +195,7 @@ class PipelinedStrategy(FSDPStrategy):
         rounds = self.pipeline.stages_per_rank if self.pipeline.schedule == "interleaved" else 1
         self._cut = Cut(module, pipe.size() * rounds, self.pipeline.split, pipe.get_local_rank(), pipe.size())
         for stage in self._cut.stages.values():
-            if stage.loose and self.dp_mesh.size() > 1:
+            if stage.loose_parameters and self.dp_mesh.size() > 1:
                 raise SettingError(
                     f"{type(module).__name__} has parameters of its own, in no submodule, and FSDP cannot gather them "
                     "for a stage. Put each into a submodule, or use a pipeline without dp_shard and dp_replicate.",

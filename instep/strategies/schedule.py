@@ -158,7 +158,7 @@ class Runner:
             return sum((it.sum() for it in tensors if it.requires_grad), torch.zeros((), device=self.device)) * 0.0
         if real < micro.size:
             tensors = tuple(it[: len(it) // micro.size * real] for it in tensors)
-        return loss(micro, with_tensors(self.stages[self.count - 1].structure, tensors), index)
+        return loss(micro, with_tensors(self.stages[self.count - 1].output_outline, tensors), index)
 
     # ---- evaluation
 
@@ -178,7 +178,7 @@ class Runner:
         if key not in self._outputs:
             outline = None
             if self.last:
-                outline = with_tensors(self.stages[self.count - 1].structure, map(outline_of, tensors))
+                outline = with_tensors(self.stages[self.count - 1].output_outline, map(outline_of, tensors))
             self._outputs[key] = self.object_from_last(outline)
         outline = self._outputs[key]
         if not self.last:

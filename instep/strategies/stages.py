@@ -121,19 +121,30 @@ class Stage(nn.Module):
     Args:
         parts: of this stage.
         last: whether it is the last stage, whose output may be any nest of tensors.
+        whole: the module that the parts are of; the stage's submodules have the names that they have in it.
     """
 
-    structure: Any = None
-    """The last stage's output, with tensors that have no values."""
+    output_outline: Any = None
+    """The last stage's output, of tensors that have no values."""
 
-    def __init__(self, parts: Sequence[Part], last: bool) -> None:
+    def __init__(self, parts: Sequence[Part], last: bool, whole: nn.Module | None = None) -> None:
         super().__init__()
         self._parts = tuple(parts)  # a plain tuple: functions of the module must not register it as a submodule
         self._last = last
         owned = dict.fromkeys(it for part in parts for it in part.owned)
-        self.modules_of_parts = nn.ModuleList(it for it in owned if isinstance(it, nn.Module))
-        self.loose = [it for it in owned if isinstance(it, nn.Parameter)]
-        """Parameters that are in no submodule of the module."""
+        self.loose_parameters = [it for it in owned if isinstance(it, nn.Parameter)]
+        """Those that are in no submodule of the module."""
+        names = {} if whole is None else {it: name for name, it in whole.named_modules()}
+        for number, it in enumerate(it for it in owned if isinstance(it, nn.Module)):
+            *parents, key = names.get(it, f"part_{number}").split(".")
+            home: nn.Module = self
+            for depth, parent in enumerate(parents):
+                if parent not in home._modules:
+                    like = None if whole is None else whole.get_submodule(".".join(parents[: depth + 1]))
+                    home.add_module(parent, nn.ModuleList() if isinstance(like, nn.ModuleList) else nn.Module())
+                home = home.get_submodule(parent)
+            if key not in home._modules:
+                home.add_module(key, it)
 
     def forward(self, *args: Any) -> Any:
         output: Any = args
@@ -142,7 +153,7 @@ class Stage(nn.Module):
             args = output if isinstance(output, tuple) else (output,)
         if self._last:
             tensors = tuple(leaf for _, leaf in tensor_leaves(output, "the output of a pipeline"))
-            self.structure = with_tensors(output, (torch.empty_like(it, device="meta") for it in tensors))
+            self.output_outline = with_tensors(output, (torch.empty_like(it, device="meta") for it in tensors))
             return tensors
         wrong = [type(it).__name__ for it in args if not isinstance(it, Tensor)]
         if wrong:
@@ -191,7 +202,7 @@ class Cut:
         runs = runs_of(parts, count, starts)
         self.rank, self.ranks = rank, ranks
         self.stages = {
-            index: Stage([parts[i] for i in run], index == count - 1)
+            index: Stage([parts[i] for i in run], index == count - 1, module)
             for index, run in enumerate(runs)
             if index % ranks == rank
         }

@@ -108,7 +108,7 @@ def test_stages_one_after_another_are_the_forward():
         for stage in cut.stages.values():
             value = stage(*value)
         assert torch.equal(value[0], expected)
-        assert cut.stages[count - 1].structure.is_meta
+        assert cut.stages[count - 1].output_outline.is_meta
 
 
 def test_each_rank_keeps_its_own():
@@ -119,6 +119,9 @@ def test_each_rank_keeps_its_own():
         cut = Cut(module, 4, (), rank, 2)  # stage 0 and 2 on rank 0
         assert list(cut.stages) == [rank, rank + 2]
         assert list(cut.shapes) == list(whole)
+        for stage in cut.stages.values():
+            assert set(stage.state_dict()) <= set(whole)
+            assert isinstance(getattr(stage, "blocks", nn.ModuleList()), nn.ModuleList)
         names.append(set(module.state_dict()))
         assert [name for name, _ in module.named_parameters()] == [n for n in whole if n in names[-1]]
     assert names[0] | names[1] == whole.keys()
@@ -220,4 +223,4 @@ def test_between_stages_go_tensors():
         stage(torch.zeros(1))
     last = Stage([Part("odd", lambda x: {"x": x}, (nn.Identity(),))], last=True)
     [tensor] = last(torch.zeros(1))
-    assert tensor.shape == last.structure["x"].shape == (1,)
+    assert tensor.shape == last.output_outline["x"].shape == (1,)
