@@ -21,7 +21,7 @@ from instep.strategies.bucket_order import BucketOrder
 from instep.strategies.comm_hooks import CommHook
 from instep.strategies.local_sgd import LocalSGD, LocalSGDPlan
 from instep.strategies.precision import Precision
-from instep.strategies.zero import OptimizerShards, consolidate, is_torch_zero, load_part, part_state
+from instep.strategies.zero import OptimizerShards, consolidate, is_divided, load_part, part_state
 
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _OURS = ("module", "device_ids", "output_device", "dim", "check_reduction", "forward_sync_buffers")
@@ -142,7 +142,7 @@ class DDPStrategy(Strategy):
         self._ddp: DistributedDataParallel | None = None
         self._order: BucketOrder | None = None
         self._local_sgd: LocalSGD | None = None
-        self._shards: OptimizerShards | None = None
+        self._shards: list[OptimizerShards | None] = []
         self._manual = False
         self._syncs = True
 
@@ -166,6 +166,8 @@ class DDPStrategy(Strategy):
             self._ddp = self._distribute(_StepForward(module), optimizers, unused=self._manual)
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        if self.local_sgd_plan is not None:
+            raise _wrong("comm_hook", "post_local_sgd", "is the Trainer's; a handwritten loop has accelerator.LocalSGD")
         if not self._spreads(module, trains=True):
             return module
         self._ddp = self._distribute(module, optimizers, unused=False)
@@ -191,12 +193,6 @@ class DDPStrategy(Strategy):
         return False
 
     def _distribute(self, module: nn.Module, optimizers: Sequence[Optimizer], unused: bool) -> DistributedDataParallel:
-        for field, asked in (
-            ("zero_redundancy_optimizer", self.zero_redundancy_optimizer),
-            ("comm_hook='post_local_sgd'", self.local_sgd_plan is not None),
-        ):
-            if asked and not optimizers:
-                raise _wrong(field, asked, "needs the optimizers together with the module: wrap(module, optimizers)")
         ddp = DistributedDataParallel(
             module,
             device_ids=None if self.device.type == "cpu" else [self.device],
@@ -204,6 +200,7 @@ class DDPStrategy(Strategy):
             **self.ddp_options,
         )
         self.hook.register(ddp)
+        self._order = self._local_sgd = None
         if not self._manual and self.hook.name in ("no", "fp16", "bf16"):  # the others keep no sums, or start anew
             self._order = BucketOrder(ddp)
         if self.local_sgd_plan is not None:
@@ -211,19 +208,27 @@ class DDPStrategy(Strategy):
                 raise _wrong("comm_hook", "post_local_sgd", f"counts the steps of one optimizer, not {len(optimizers)}")
             self._local_sgd = LocalSGD(self.local_sgd_plan, self.module, optimizers[0])
             self._local_sgd.attach(ddp)
-        if self.zero_redundancy_optimizer:
-            self._shards = OptimizerShards(optimizers)
+        self._shards = [self._divide(optimizer) for optimizer in optimizers]
         return ddp
 
+    def _divide(self, optimizer: Optimizer) -> OptimizerShards | None:
+        return OptimizerShards.attach(optimizer) if self.zero_redundancy_optimizer else None
+
+    def take_over(self, optimizer: Optimizer) -> None:
+        own = set(self.module.parameters())
+        if self._ddp is not None and any(p in own for group in optimizer.param_groups for p in group["params"]):
+            self._shards.append(self._divide(optimizer))
+
     def teardown(self) -> None:
+        # What they know goes into a checkpoint that is saved after the run.
         self._ddp = None
         if self._order is not None:
             self._order.stop()
         if self._local_sgd is not None:
             self._local_sgd.detach()
-        if self._shards is not None:
-            self._shards.detach()
-        self._order = self._local_sgd = self._shards = None
+        for shards in self._shards:
+            if shards is not None:
+                shards.detach()
 
     # ---- the step
 
@@ -305,11 +310,10 @@ class DDPStrategy(Strategy):
         tree = part_state(self.module, optimizer)
         if self._local_sgd is not None and self._local_sgd.apart:
             tree["state"] = self._local_sgd.mean(tree["state"])
-        divided = self._shards is not None or is_torch_zero(optimizer)
-        return consolidate(tree) if divided and not self.sharded else tree
+        return consolidate(tree) if is_divided(optimizer) and not self.sharded else tree
 
     def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
-        return load_part(self.module, optimizer, tree, strict, self._shards)
+        return load_part(self.module, optimizer, tree, strict)
 
     def owned(self, tree: Any) -> Any:
         if PartialState().is_main_process:

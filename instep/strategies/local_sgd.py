@@ -76,6 +76,7 @@ class LocalSGD:
         """Whether replicas have stepped by themselves since the last mean."""
         self._module, self._optimizer = module, optimizer
         self._node = _node_group() if plan.within_node else None
+        self._ddp: DistributedDataParallel | None = None
         self._handle = optimizer.register_step_post_hook(self._stepped)
 
     @property
@@ -100,6 +101,7 @@ class LocalSGD:
     def detach(self) -> None:
         """Count no more steps."""
         self._handle.remove()
+        self._ddp = None
 
     def _stepped(self, *_: Any) -> None:
         self.drifted = self.drifted or self.apart

@@ -7,8 +7,9 @@ alone; the state is therefore made for this rank's parameters only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,55 +23,66 @@ from instep.strategies.base import whole
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
 
 _BUFFER_BYTES = 25 * 2**20  # as DDP sends the weights at its start
+_divided: WeakKeyDictionary[Optimizer, OptimizerShards] = WeakKeyDictionary()  # several models may share one
 
 
 class OptimizerShards:
-    """Optimizers whose steps are divided among the ranks.
+    """An optimizer whose steps are divided among the ranks.
 
     Args:
-        optimizers: each treats every parameter by itself, as all of torch's but L-BFGS do. The state of other ranks'
+        optimizer: it treats every parameter by itself, as all of torch's but L-BFGS do. The state of other ranks'
             parameters is dropped.
 
     Raises:
-        SettingError: an optimizer cannot be divided.
+        SettingError: it cannot be divided.
 
     Source:
         Rajbhandari, Rasley, Ruwase, He: ZeRO, SC 2020 (https://arxiv.org/abs/1910.02054); torch's
         ZeroRedundancyOptimizer divides parameters in the same way, the largest first.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in optimizers:
-            if type(optimizer).__name__ == "LBFGS" or is_torch_zero(optimizer):
-                raise SettingError(
-                    f"zero_redundancy_optimizer=True cannot divide {type(optimizer).__name__}: it "
-                    f"{'is divided already' if is_torch_zero(optimizer) else 'steps all parameters together'}. Leave "
-                    "the option out, or take another optimizer, such as AdamW.",
-                    field="zero_redundancy_optimizer",
-                    got=type(optimizer).__name__,
-                )
+    def __init__(self, optimizer: Optimizer) -> None:
+        if type(optimizer).__name__ == "LBFGS":
+            raise SettingError(
+                "zero_redundancy_optimizer=True cannot divide LBFGS: it steps all parameters together. Leave the "
+                "option out, or take another optimizer, such as AdamW.",
+                field="zero_redundancy_optimizer",
+                got="LBFGS",
+            )
         state = PartialState()
         self._rank = state.process_index
         self._loads = [0] * state.num_processes
         self._owners: dict[Tensor, int] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._assign(p for optimizer in optimizers for p in _parameters(optimizer))
-        self._handles = []
-        for optimizer in optimizers:
-            for p in _parameters(optimizer):
-                if not self.owns(p):
-                    optimizer.state.pop(p, None)  # Adagrad makes its state at once
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self._assign(_parameters(optimizer))
+        for p in _parameters(optimizer):
+            if not self.owns(p):
+                optimizer.state.pop(p, None)  # Adagrad makes its state at once
+        self._handles: list[Any] = []
+        _divided[optimizer] = self
+
+    @staticmethod
+    def attach(optimizer: Optimizer) -> OptimizerShards | None:
+        """Divide an optimizer's steps from here on; None for torch's ZeroRedundancyOptimizer, which does it itself."""
+        if is_torch_zero(optimizer):
+            return None
+        shards = _divided.get(optimizer) or OptimizerShards(optimizer)
+        if not shards._handles:
+            shards._handles = [
+                optimizer.register_step_pre_hook(shards._before_step),
+                optimizer.register_step_post_hook(shards._after_step),
+            ]
+        return shards
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank steps a parameter."""
         return self._owners[parameter] == self._rank
 
     def detach(self) -> None:
-        """Let the optimizers step everything again."""
+        """Let the optimizer step everything again. What it has of its state is still a part."""
         for handle in self._handles:
             handle.remove()
+        self._handles = []
 
     def _assign(self, parameters: Iterable[Tensor]) -> None:
         """Give each new parameter to the rank with the least to do, the same one on all ranks."""
@@ -106,6 +118,11 @@ class OptimizerShards:
                 torch.distributed._broadcast_coalesced(group, part, _BUFFER_BYTES, owner)
 
 
+def is_divided(optimizer: Optimizer) -> bool:
+    """Whether each rank has a part of its state only."""
+    return optimizer in _divided or is_torch_zero(optimizer)
+
+
 def is_torch_zero(optimizer: Optimizer) -> bool:
     """Whether it is torch's ZeroRedundancyOptimizer; without loading that."""
     return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
@@ -121,16 +138,14 @@ def part_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {**optimizer_state(module, _inner(optimizer)), "shapes": shapes, "groups": groups}
 
 
-def load_part(
-    module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool, shards: OptimizerShards | None
-) -> list[str]:
+def load_part(module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool) -> list[str]:
     """Load this rank's part of a whole optimizer's state; the rest of it is not read.
 
     Returns:
         What was left out, as `Strategy.load_optimizer_state` does.
     """
     target = _inner(optimizer) if is_torch_zero(optimizer) else optimizer
-    names = names_of(module, [optimizer])
+    names, shards = names_of(module, [optimizer]), _divided.get(optimizer)
     mine = {names[p] for p in _parameters(target) if shards is None or shards.owns(p)}
     state = {name: value for name, value in tree["state"].items() if name in mine}
     tree = {**tree, "state": state}

@@ -77,10 +77,11 @@ def fit(strategy: Any, steps: int = STEPS, module: TrainModule | None = None, **
     return trainer, vector(module)
 
 
-def saved(folder: Path, name: str, strategy: Any, kind: str = "adamw") -> str:
-    """A checkpoint after 3 steps."""
+def saved(folder: Path, name: str, strategy: Any, kind: str) -> str:
+    """A checkpoint after 3 steps, of the fit; and another one, saved after the fit."""
     saver = ModelCheckpoint(dirpath=folder / name, every_n_train_steps=3, save_top_k=-1)
-    fit(strategy, 3, net(kind), callbacks=[saver], enable_checkpointing=True)
+    trainer, _ = fit(strategy, 3, net(kind), callbacks=[saver], enable_checkpointing=True)
+    trainer.save_checkpoint(folder / name / "after")
     return saver.last_model_path
 
 
@@ -154,6 +155,7 @@ def test_its_checkpoints_hold_the_same_and_one_process_goes_on(ranks: list[dict[
     files = {name: sorted(p.name for p in Path(path).glob("*.safetensors")) for name, path in paths.items()}
     assert "optimizer-00001-of-00002.safetensors" in files["sharded"]
     assert files["consolidated"] == files["plain"] == files["torch's"]
+    paths = {**paths, **{f"{name} after": str(next(Path(it).parent.glob("after-*"))) for name, it in paths.items()}}
     states = {name: CheckpointStore(Path(it).parent).read(Path(it)).state("optimizer")[0] for name, it in paths.items()}
     for name, other in combinations(states, 2):
         assert states[name]["optimizer"] == states[other]["optimizer"] == "AdamW"
@@ -162,14 +164,12 @@ def test_its_checkpoints_hold_the_same_and_one_process_goes_on(ranks: list[dict[
         for parameter, values in states[name]["state"].items():
             for key, value in values.items():
                 assert torch.equal(value, states[other]["state"][parameter][key]), (name, other, parameter, key)
+    assert len(states) == 8
     for name in ("sharded", "consolidated", "torch's"):
         _, weights = fit("auto", ckpt_path=paths[name])
         torch.testing.assert_close(weights, straight, atol=1e-6, rtol=0, msg=name)
 
 
 def test_it_refuses_what_it_cannot_divide() -> None:
-    module = nn.Linear(2, 1)
     with pytest.raises(SettingError, match=r"cannot divide LBFGS: it steps all parameters together.*AdamW"):
-        OptimizerShards([torch.optim.LBFGS(module.parameters())])
-    with pytest.raises(SettingError, match=r"needs the optimizers together with the module: wrap\(module, optim"):
-        zero()._distribute(module, [], unused=False)
+        OptimizerShards(torch.optim.LBFGS(nn.Linear(2, 1).parameters()))
