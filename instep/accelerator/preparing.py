@@ -95,7 +95,6 @@ class Preparing(ProcessFacade):
         self._plain.connect(self.device, self.precision)
         self._models: dict[str, nn.Module] = {}  # unwrapped, by name
         self._strategies: dict[int, Strategy] = {}  # by the id of the unwrapped model
-        self._spare: Strategy | None = None  # the first model's, where something was asked of it before
         self._wrapped: dict[int, nn.Module] = {}
         self._checked = False  # whether the optimizers' parameters were looked for in the models
         self.optimizers: list[AcceleratedOptimizer] = []
@@ -207,7 +206,8 @@ class Preparing(ProcessFacade):
                 field="name",
                 got=name,
             )
-        strategy, self._spare = self._spare or self._connected(), None
+        strategy = copy.deepcopy(self._strategy)
+        strategy.connect(self.device, self.precision)
         if self.device_placement if device_placement is None else device_placement:
             strategy.place(model)
         else:
@@ -324,18 +324,10 @@ class Preparing(ProcessFacade):
         if not self._active:  # free_memory() or end_training() came before
             self._begin()
 
-    def _connected(self) -> Strategy:
-        strategy = copy.deepcopy(self._strategy)
-        strategy.connect(self.device, self.precision)
-        return strategy
-
     @property
     def seat(self) -> Strategy:
-        """A connected strategy, which knows what part of the data this rank reads."""
-        if not self._strategies:
-            self._spare = self._spare or self._connected()
-            return self._spare
-        return next(iter(self._strategies.values()))
+        """The first model's strategy, or one of its kind: all know which part of the data this rank reads."""
+        return next(iter(self._strategies.values()), self._plain)
 
     def _separate_random_streams(self) -> None:
         """Ranks with other data draw other dropout masks; the first keeps the user's stream. As the Trainer does."""
