@@ -173,16 +173,15 @@ def fill(config: Config, *, kind: str | None, device_type: str, accumulate: int,
         config: checked.
         kind: what `compute_kind` said.
         device_type: torch's name of the device's kind.
-        accumulate: micro-batches of one optimizer step.
+        accumulate: micro-batches of one optimizer step, as far as that is known already.
         elements: of all parameters; buckets for more of them would only take memory.
 
     Raises:
-        SettingError: an "auto" is left for which there is no value, or the accumulation differs from the run's.
+        SettingError: an "auto" is left for which there is no value.
     """
     filled = copy.deepcopy(config)
     filled.pop("optimizer", None)  # it is made before the engine
     filled.pop("train_batch_size", None)
-    check_accumulation(config, accumulate)
     filled["gradient_accumulation_steps"] = accumulate
     if filled.get("train_micro_batch_size_per_gpu", AUTO) == AUTO:
         filled["train_micro_batch_size_per_gpu"] = 1  # for the samples per second that DeepSpeed prints

@@ -1,0 +1,312 @@
+"""ZeRO on two processes and on one: the same losses as without it, and runs that go on bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from instep import Trainer
+from instep.callbacks import Callback, ModelCheckpoint
+from instep.checkpoint import load_weights
+from instep.errors import SettingError
+from tests.helpers.spawn import run_ranks
+from tests.strategies.tiny_gpt import GLOBAL_BATCH, TinyGPT, loader, train
+
+pytestmark = [pytest.mark.dist, pytest.mark.deepspeed]
+STEPS, SAVED = 4, 2
+SMALL: dict[str, Any] = {"layers": 2}
+# The strategy's arguments, settings of the run, and how far losses may be from those of one process in float32.
+Case = tuple[dict[str, Any], dict[str, Any], float]
+STAGES: dict[str, Case] = {f"stage {stage}": ({"stage": stage}, {}, 1e-5) for stage in (1, 2, 3)}
+MORE: dict[str, Case] = {
+    "stage 2, offloaded": ({"stage": 2, "offload_optimizer": "cpu"}, {}, 1e-5),
+    "stage 3, offloaded": ({"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}, {}, 1e-5),
+    "stage 3, bf16": ({"stage": 3}, {"precision": "bf16-mixed"}, 0.05),
+    # 65,536 is too large a scale for some steps: they are left out, and the schedule waits.
+    "stage 2, fp16": ({"stage": 2}, {"precision": "16-true"}, 0.3),
+}
+
+
+class Halved(Callback):
+    """Halves the gradients before each step."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        trainer.strategy.multiply_gradients(optimizer, 0.5)
+
+
+class InfiniteOnce(TinyGPT):
+    """The gradient of one parameter is infinite in the second micro-batch, whose loss is not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            self.norm.bias.register_hook(lambda grad: torch.full_like(grad, float("inf")))
+        return loss
+
+
+class LeavesWindowsOpen(Callback):
+    """Ends each epoch in the middle of a window."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 6 else None  # windows of 4
+
+
+def strategy_of(arguments: dict[str, Any]) -> Any:
+    from instep.strategies import DeepSpeedStrategy
+
+    return DeepSpeedStrategy(**arguments)
+
+
+def saver(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath=folder, every_n_train_steps=SAVED, save_top_k=-1)
+
+
+def run(strategy: Any, folder: Path, ckpt_path: Path | None = None, **settings: Any) -> list[float]:
+    """Losses by step, with checkpoints; on one process in windows twice as long as on two."""
+    torch.manual_seed(1 if ckpt_path is None else 99)
+    return train(
+        strategy,
+        steps=STEPS,
+        module=TinyGPT(**SMALL),
+        callbacks=[saver(folder)],
+        enable_checkpointing=True,
+        ckpt_path=ckpt_path,
+        **settings,
+    ).losses
+
+
+def trained(cases: dict[str, Case], root: Path) -> dict[str, tuple[list[float], list[float]]]:
+    """By case: the losses, and those of a run that went on in the middle."""
+    found = {}
+    for name, (arguments, settings, _) in cases.items():
+        whole = run(strategy_of(arguments), root / name, **settings)
+        rest = run(strategy_of(arguments), root / "b" / name, middle(root / name), **settings)
+        found[name] = whole, rest
+    return found
+
+
+def middle(folder: Path) -> Path:
+    return folder / f"step-0000000{SAVED}-1"
+
+
+def small() -> TinyGPT:
+    torch.manual_seed(1)
+    return TinyGPT(**SMALL)
+
+
+def altered(strategy: str) -> dict[str, list[float]]:
+    """Runs in which something happens between backward and step."""
+    torch.manual_seed(1)
+    bad = InfiniteOnce(**SMALL)
+    with warnings.catch_warnings():
+        halved = train(strategy, steps=STEPS, module=small(), callbacks=[Halved()]).losses
+        guard = Quiet("nonfinite")
+        skipped = train(strategy, steps=STEPS, module=bad, callbacks=[guard], nonfinite="skip").losses
+    return {"halved": halved, "skipped": skipped}
+
+
+class Quiet(Callback):
+    """Turns the guard's reports, which are meant, into no errors."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        warnings.filterwarnings("ignore", "global_step .* not finite")
+
+
+def afterwards(stage: int, folder: Path) -> dict[str, Any]:
+    """What can be done with a module when its fit is over."""
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "strategy": f"deepspeed_stage_{stage}",
+        "global_batch_size": GLOBAL_BATCH,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    module = small()
+    trainer = Trainer(max_steps=2, val_check_interval=4, **settings)
+    warnings.simplefilter("error")
+    trainer.fit(module, loader(), loader(GLOBAL_BATCH, shuffle=False))
+    losses = [trainer.callback_metrics["val_loss"].item()]
+    losses += [trainer.validate(module, loader(GLOBAL_BATCH, shuffle=False), verbose=False)[0]["val_loss"]]
+    shapes = [it.shape for it in trainer.predict(module, loader(GLOBAL_BATCH, shuffle=False)) or []]
+    trainer.save_checkpoint(folder / "last")
+    whole = trainer.strategy.full_model_state()
+    again = Trainer(max_steps=4, **settings)
+    again.fit(module, loader())
+    return {"losses": losses, "shapes": shapes, "whole": whole, "again": again.callback_metrics["train_loss"].item()}
+
+
+def on_two(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = trained(STAGES, root)
+    for stage in (1, 2, 3):
+        found[f"plain into {stage}"] = run(strategy_of({"stage": stage}), root / f"c{stage}", middle(root / "plain"))
+    found["stage 0"] = train("deepspeed_stage_0", steps=STEPS, module=small()).losses
+    found["after"] = afterwards(3, root / "after")
+    return found
+
+
+def more_on_two(root: Path) -> dict[str, Any]:
+    return {**trained(MORE, root), "altered": {it: altered(f"deepspeed_stage_{it}") for it in (1, 2, 3)}}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("zero")
+
+
+@pytest.fixture(scope="module")
+def alone(root: Path) -> list[float]:
+    return run("auto", root / "plain")
+
+
+@pytest.fixture(scope="module")
+def two(root: Path, alone: list[float]) -> list[dict[str, Any]]:
+    return run_ranks(on_two, 2, root, timeout_s=170.0)
+
+
+@pytest.fixture(scope="module")
+def more(root: Path) -> list[dict[str, Any]]:
+    return run_ranks(more_on_two, 2, root, timeout_s=170.0)
+
+
+def check(ranks: list[dict[str, Any]], name: str, alone: list[float], tolerance: float) -> None:
+    for rank in ranks:
+        whole, rest = rank[name]
+        assert len(whole) == STEPS
+        assert whole == pytest.approx(alone, abs=tolerance)
+        assert rest == whole[SAVED:]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_losses_are_those_of_one_process_and_a_run_goes_on_bit_for_bit(
+    name: str, two: list[dict[str, Any]], alone: list[float]
+) -> None:
+    check(two, name, alone, STAGES[name][2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_offloaded_and_in_low_precision_a_run_goes_on_bit_for_bit(
+    name: str, more: list[dict[str, Any]], alone: list[float]
+) -> None:
+    check(more, name, alone, MORE[name][2])
+
+
+def test_stage_0_is_plain_data_parallelism(two: list[dict[str, Any]], alone: list[float]) -> None:
+    assert two[0]["stage 0"] == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_checkpoint_of_one_process_goes_on_in_every_stage(two: list[dict[str, Any]], alone: list[float]) -> None:
+    for stage in (1, 2, 3):
+        assert two[1][f"plain into {stage}"] == pytest.approx(alone[SAVED:], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_checkpoint_of_two_processes_goes_on_in_one(
+    name: str, two: list[dict[str, Any]], root: Path, alone: list[float], tmp_path: Path
+) -> None:
+    assert run("auto", tmp_path, middle(root / name)) == pytest.approx(alone[SAVED:], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_low_precision_keeps_float32_weights(more: list[dict[str, Any]], root: Path) -> None:
+    weights = load_weights(middle(root / "stage 3, bf16"))
+    assert weights["head.weight"].dtype == torch.float32
+    assert weights["head.weight"] is weights["embedding.weight"]
+    assert not torch.equal(weights["head.weight"], weights["head.weight"].bfloat16().float())
+
+
+@pytest.mark.slow
+def test_gradients_are_multiplied_and_left_out_as_without_it(more: list[dict[str, Any]]) -> None:
+    expected = altered("auto")
+    assert expected["halved"] != expected["skipped"]
+    for rank in more:
+        for stage, found in rank["altered"].items():
+            assert found["halved"] == pytest.approx(expected["halved"], abs=1e-5), stage
+            assert found["skipped"] == pytest.approx(expected["skipped"], abs=1e-5), stage
+
+
+def test_after_a_fit_the_module_is_evaluated_saved_and_trained_again(two: list[dict[str, Any]], root: Path) -> None:
+    first, second = (rank["after"] for rank in two)
+    assert first["losses"][0] == pytest.approx(first["losses"][1], abs=1e-6)
+    assert {tuple(shape) for shape in first["shapes"]} == {(4, 32)}
+    assert first["again"] == second["again"] < 5.0
+    assert second["whole"] == {}
+    saved = load_weights(root / "after" / "last")
+    assert saved.keys() == first["whole"].keys() == small().state_dict().keys()
+    assert all(torch.equal(saved[key], value) for key, value in first["whole"].items())
+
+
+def on_one(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for strategy in ("auto", "deepspeed_stage_2", "deepspeed_stage_3"):
+        found[strategy] = train(
+            strategy, steps=6, module=small(), callbacks=[LeavesWindowsOpen()], limit_val_batches=0
+        ).losses
+    found["refused"] = refusals()
+    return found
+
+
+def refusals() -> dict[str, str]:
+    class Manual(TinyGPT):
+        def __init__(self) -> None:
+            super().__init__(**SMALL)
+            self.automatic_optimization = False
+
+    class ByRows(TinyGPT):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adafactor(self.parameters())
+
+    class Frozen(TinyGPT):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adagrad(self.parameters())
+
+    runs: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+        "manual": (Manual, {}, {"global_batch_size": None, "gradient_clip_val": None}),
+        "optimizer": (ByRows, {}, {}),
+        "value": (TinyGPT, {}, {"gradient_clip_algorithm": "value"}),
+        "clip": (TinyGPT, {"config": {"gradient_clipping": 0.5}}, {}),
+        "accumulation": (TinyGPT, {"config": {"gradient_accumulation_steps": 3}}, {}),
+        "precision": (TinyGPT, {}, {"precision": "64-true"}),
+        "contradiction": (TinyGPT, {"config": {"bf16": {"enabled": True}}}, {}),
+    }
+    said = {}
+    for name, (cls, arguments, settings) in runs.items():
+        try:
+            train(strategy_of(arguments), steps=1, module=cls(), **settings)
+        except SettingError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_one_process_and_what_is_refused(tmp_path: Path) -> None:
+    (found,) = run_ranks(on_one, 1, tmp_path, timeout_s=100.0)
+    for stage in (2, 3):
+        assert found[f"deepspeed_stage_{stage}"] == pytest.approx(found["auto"], abs=1e-5)
+    parts = {
+        "manual": "optimizes manually",
+        "optimizer": "Adafactor may look at whole parameters",
+        "value": "clips by norm",
+        "clip": r"gradient_clipping=0.5, and the run clips at 1.0",
+        "accumulation": "accumulates 4 micro-batches",
+        "precision": "not there with DeepSpeed",
+        "contradiction": "bf16.enabled=True",
+    }
+    assert found["refused"].keys() == parts.keys()
+    for name, part in parts.items():
+        assert part in found["refused"][name]
+
+
+def test_an_accelerator_is_told_to_take_another_one() -> None:
+    with pytest.raises(SettingError, match="works with the Trainer"):
+        copy.deepcopy(strategy_of({})).wrap(nn.Linear(1, 1))
