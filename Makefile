@@ -70,5 +70,5 @@ soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; 4.5 m
 soak: $(VENV)/.dev  ## the same 1,000 times; not timed, some 45 minutes by soak-short
 	$(BIN)/python benchmarks/soak.py --kills 1000
 
-clean:  ## remove the environment and what tools have left
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean:  ## remove the environments and what tools have left
+	rm -rf $(VENV) $(XLA_VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from instep import Trainer, TrainModule
+from instep import Accelerator, Trainer, TrainModule
 from instep.callbacks import Callback
 from instep.state import PartialState
 
@@ -110,3 +110,26 @@ def train(
     trainer.fit(module, *data, ckpt_path=ckpt_path)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Trained(losses.values, metrics, trainer, module)
+
+
+def handwritten(**settings: Any) -> list[float]:
+    """The losses of the micro-batches of a handwritten loop over windows of two.
+
+    Args:
+        settings: of its Accelerator.
+    """
+    torch.manual_seed(1)
+    accelerator = Accelerator(gradient_accumulation_steps=2, **settings)
+    model = accelerator.prepare(TiedMLP())
+    optimizer, data = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.02), loader(8, shuffle=False))
+    losses = []
+    for x, y in data:
+        with accelerator.accumulate(model):
+            loss = F.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    accelerator.end_training()
+    return [float(loss) for loss in losses]

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from instep.callbacks import Callback
+from instep.state import PartialState
 from instep.strategies import XLAStrategy
-from tests.strategies.xla_mlp import Trained, train
+from tests.strategies.xla_mlp import Trained, handwritten, train
 
 
 def lies(tensor: Any) -> str:
@@ -23,13 +24,19 @@ def lies(tensor: Any) -> str:
     return torch_xla._XLAC._get_xla_sharding_spec(tensor)
 
 
-class Input(Callback):
-    """How the last batch was spread."""
+class Watch(Callback):
+    """How the last batch was spread, and the outputs of a layer of it."""
 
-    spec = ""
+    batch = output = ""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        module.up.register_forward_hook(self.after_forward)
+
+    def after_forward(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self.output = lies(output)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.spec = lies(batch[0])
+        self.batch = lies(batch[0])
 
 
 def placement(run: Trained) -> dict[str, str]:
@@ -47,13 +54,13 @@ def main(folder: Path) -> dict[str, Any]:
     torch_xla.runtime.addressable_runtime_device_count()  # before any gradient of the CPU's
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    watch = Input()
+    watch, with_blocks = Watch(), Watch()
     runs = {
         "cpu": train(accelerator="cpu", steps=8),
         "cpu, odd": train(accelerator="cpu", steps=2, batch_size=3),
         "xla_spmd": train("xla_spmd", steps=8),
         "xla_fsdp": train("xla_fsdp", steps=8, callbacks=[watch]),
-        "xla_fsdp with blocks": train(XLAStrategy("fsdp", blocks=[nn.Linear]), steps=8),
+        "xla_fsdp with blocks": train(XLAStrategy("fsdp", blocks=[nn.Linear]), steps=8, callbacks=[with_blocks]),
         "odd batches": train("xla_fsdp", steps=2, batch_size=3),
     }
     sharded = train("xla_fsdp", steps=3).trainer.save_checkpoint(folder / "fsdp")
@@ -63,11 +70,21 @@ def main(folder: Path) -> dict[str, Any]:
         "cpu to xla_fsdp": train("xla_fsdp", steps=6, ckpt_path=plain),
         "xla_fsdp to xla_spmd": train("xla_spmd", steps=6, ckpt_path=sharded),
     }
+    PartialState._reset_state()
+    alone = handwritten(cpu=True)
+    PartialState._reset_state()
+    PartialState(xla=True)
     return {
-        "losses": {name: run.losses for name, run in runs.items()},
+        "losses": {
+            **{name: run.losses for name, run in runs.items()},
+            "cpu, handwritten": alone,
+            "handwritten": handwritten(strategy="xla_fsdp"),
+        },
         "resumed": {name: run.losses for name, run in resumed.items()},
         "lies": {
-            "input": watch.spec,
+            "batch": watch.batch,
+            "output": watch.output,
+            "output of a block": with_blocks.output,
             "resumed": placement(resumed["cpu to xla_fsdp"]),
             **{name: placement(runs[name]) for name in ("xla_spmd", "xla_fsdp")},
         },
