@@ -17,7 +17,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -28,6 +27,7 @@ from instep.state import PartialState
 from instep.strategies.base import Strategy, whole
 from instep.strategies.clipping import clip_norm_, clip_value_
 from instep.strategies.dtensors import gather_whole, parts_to_write, take_part, take_parts, take_state
+from instep.strategies.entry import entry_of
 from instep.strategies.materialize import Materializer
 from instep.strategies.precision import Precision
 from instep.strategies.wrapping import (
@@ -138,6 +138,8 @@ class FSDPStrategy(Strategy):
         self.forward_methods = tuple(forward_methods)
         self._world: Any = None
         self._sharded: list[FSDPModule] = []
+        self._freed: list[FSDPModule] = []
+        """Those that are let go after their forward, and need not be before a window's last one."""
         self._parameters: list[nn.Parameter] = []
         self._without_values: set[str] = set()
         self._became: dict[int, tuple[ref[nn.Parameter], nn.Parameter]] = {}
@@ -199,6 +201,7 @@ class FSDPStrategy(Strategy):
         self.module = module
         self._without_values.clear()
         if module not in _placed:  # by an earlier run
+            self._freed.clear()
             before = dict(module.named_parameters(remove_duplicate=False))
             self.precision.convert_module(module)
             self.parallelize(module)
@@ -237,7 +240,7 @@ class FSDPStrategy(Strategy):
                 visit(child, f"{name}.{key}" if name else key)
             if it in recomputed:
                 checkpoint_activations(it)
-            if name in units if name else not alone:
+            if (name in units if name else not alone) and not isinstance(it, FSDPModule):
                 self.share_weights(it)
                 if self.compile is not None and name:
                     compile_forward(it, self.compile)
@@ -247,7 +250,8 @@ class FSDPStrategy(Strategy):
         self._without_values |= maker.without_values
         self._set_prefetch([it for name, it in units.items() if isinstance(it, FSDPModule)])
         for method in self.forward_methods:
-            register_fsdp_forward_method(module, method)
+            if isinstance(module, FSDPModule):
+                setattr(module, method, entry_of(module).through(getattr(module, method)))
 
     def share_weights(self, module: nn.Module) -> None:
         """Give every rank the first one's weights and buffers, where they are not cut yet. Collective."""
@@ -305,13 +309,15 @@ class FSDPStrategy(Strategy):
             reshard = None  # a step enters the root's forward once more: its weights must outlast that one
         elif alone and reshard is None:
             reshard = True  # not only in a backward, which may not come: `generator(noise).detach()`
-        fully_shard(
+        sharded = fully_shard(
             module,
             mesh=self.dp_mesh,
             reshard_after_forward=reshard,
             mp_policy=self._dtypes(root),
             offload_policy=CPUOffloadPolicy(self.device.type != "cpu") if self.cpu_offload else OffloadPolicy(),
         )
+        if not root and not alone and type(reshard) is not int and reshard is not False:
+            self._freed.append(sharded)
 
     def _dtypes(self, root: bool) -> MixedPrecisionPolicy:
         if self.mp_policy is not None:
@@ -390,11 +396,7 @@ class FSDPStrategy(Strategy):
         module = self.module
         if not isinstance(module, FSDPModule):
             return super().step_function(name)
-        own = {name: module.__dict__[name]} if name in module.__dict__ else {}
-        register_fsdp_forward_method(module, name)
-        step = module.__dict__.pop(name)
-        module.__dict__.update(own)
-        return step
+        return entry_of(module).through(getattr(module, name))
 
     def _reshard(self) -> None:
         for it in self._sharded:
@@ -416,6 +418,8 @@ class FSDPStrategy(Strategy):
             it.set_requires_gradient_sync(sync, recurse=False)
             it.set_reshard_after_backward(sync, recurse=False)
             it.set_is_last_backward(sync)
+        for it in self._freed:
+            it.set_reshard_after_forward(sync, recurse=False)
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
         # Those without a gradient too: whose sums are reduced must not depend on it.
