@@ -104,6 +104,7 @@ class MeshStrategy(PipelinedStrategy):
         self.loss_parallel = loss_parallel
         self.cp_attention = cp_attention
         self._context: ContextParallel | None = None
+        self._watched: set[Optimizer] = set()
         self._stack = ExitStack()
 
     # ---- life
@@ -184,14 +185,24 @@ class MeshStrategy(PipelinedStrategy):
         if self.dp_mesh.size() == 1:
             module.to(self.device)
 
-    def _fully_shard(self, module: nn.Module, **options: Any) -> None:
+    def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
         if self.dp_mesh.size() > 1 or self.mp_policy is not None or self.cpu_offload:
-            super()._fully_shard(module, **options)
+            super()._fully_shard(module, root, alone)
 
     def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         super().setup(module, optimizers)
-        for optimizer in optimizers if self.sizes["tp"] > 1 else ():
-            tensor_parallel.BeforeStep(module, optimizer, self.mesh["tp"])
+        for optimizer in optimizers:
+            self._watch(optimizer)
+
+    def take_over(self, optimizer: Optimizer) -> None:
+        super().take_over(optimizer)
+        self._watch(optimizer)
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        own = {it for group in optimizer.param_groups for it in group["params"]}.intersection(self.module.parameters())
+        if self.sizes["tp"] > 1 and own and optimizer not in self._watched:
+            self._watched.add(optimizer)
+            tensor_parallel.BeforeStep(self.module, optimizer, self.mesh["tp"])
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         for field in ("cp", "pp"):
@@ -205,6 +216,7 @@ class MeshStrategy(PipelinedStrategy):
         return super().wrap(module, optimizers)
 
     def teardown(self) -> None:
+        self._watched.clear()
         self._stack.close()
         super().teardown()
 
