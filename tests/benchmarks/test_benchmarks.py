@@ -114,3 +114,13 @@ def test_checkpoint(tmp_path: Path) -> None:
 
 def safe_ones(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [times for times in result["seconds"].values() if "safe_s" in times]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_strategies(tmp_path: Path) -> None:
+    [row] = run("strategies.py", tmp_path, "--quick", "--strategies", "ddp", "--steps", "3")["results"]
+    assert row["strategy"] == "ddp"
+    assert row["step_ms"]["median"] > 0
+    assert 0.2 < row["step_ratio"]["median"] < 5
+    assert row["instep_mb"]["median"] > 100

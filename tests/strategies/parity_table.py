@@ -69,6 +69,7 @@ class Case:
             "strategy": strategy,
             "batch_size": GLOBAL_BATCH // self.data_ranks // 2,
             "harmless": self.harmless,
+            "limit_val_batches": 0,
         }
 
 

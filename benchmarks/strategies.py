@@ -1,0 +1,343 @@
+"""What the Trainer adds to a step and to memory over the handwritten loop of the same strategy, on 2 processes (gloo).
+
+    python benchmarks/strategies.py            # DDP, FSDP, DeepSpeed stage 2; about 10 minutes
+    python benchmarks/strategies.py --quick    # a rough look
+
+The work: feed-forward blocks under AdamW, in float32. The handwritten loops are the plainest ones: torch's
+DistributedDataParallel, `fully_shard` of each block and of the whole, and a DeepSpeed engine.
+
+Step time: both train in the same processes, each pinned to a CPU, in blocks of steps: handwritten, Trainer, handwritten
+again, in each round of one fit. The handwritten blocks run where the Trainer asks for its next batch, so nothing of
+either is in the other's time; ranks meet before each block, outside the clock. What a round says is the Trainer's block
+over the mean of its two neighbours; the median over the rounds of a job is one value, and the median over several jobs
+(fresh processes) is reported. The second handwritten block over the first is the noise.
+
+Memory: the peak resident memory of fresh processes that train a larger model for a few steps, imports included, as the
+mean over the ranks; contenders in turns.
+
+The bars: 1.05 times the handwritten step, 1.02 times its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import harness
+import torch
+from torch import Tensor, nn
+
+STRATEGIES = ("ddp", "fsdp", "deepspeed_stage_2")
+WORLD = 2
+STEP_BAR, MEMORY_BAR = 1.05, 1.02
+BATCH = 64
+WIDTH, MEMORY_WIDTH, BLOCKS = 128, 1024, 4
+MEMORY_STEPS = 5
+
+
+class Block(nn.Module):
+    """A feed-forward net that is added to its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From and to (batch, width)."""
+        return x + self.layers(x)
+
+
+def make_net(width: int) -> nn.Sequential:
+    """The model, with the same weights in all processes."""
+    torch.manual_seed(1)
+    return nn.Sequential(*(Block(width) for _ in range(BLOCKS)))
+
+
+def make_batch(width: int) -> tuple[Tensor, Tensor]:
+    """One that is used again and again."""
+    x = torch.randn(BATCH, width)
+    return x, x.roll(1, 1)
+
+
+def make_optimizer(net: nn.Module) -> torch.optim.Optimizer:
+    """The same for all."""
+    return torch.optim.AdamW(net.parameters(), lr=1e-4)
+
+
+# ---- the handwritten loops: each makes the function that does one step
+
+
+def raw_ddp(net: nn.Module) -> Callable[[Any], None]:
+    """DistributedDataParallel."""
+    return plain_step(nn.parallel.DistributedDataParallel(net))
+
+
+def raw_fsdp(net: nn.Module) -> Callable[[Any], None]:
+    """`fully_shard`, block by block."""
+    from torch.distributed.device_mesh import init_device_mesh  # late: only where they are measured
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for block in net.children():
+        fully_shard(block, mesh=mesh)
+    return plain_step(fully_shard(net, mesh=mesh))
+
+
+def plain_step(net: nn.Module) -> Callable[[Any], None]:
+    """The loop that everybody writes."""
+    optimizer = make_optimizer(net)
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return step
+
+
+def raw_deepspeed_stage_2(net: nn.Module) -> Callable[[Any], None]:
+    """A DeepSpeed engine."""
+    import deepspeed  # late: optional
+
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine: Any = deepspeed.initialize(model=net, optimizer=make_optimizer(net), config=config)[0]
+
+    def step(batch: Any) -> None:
+        engine.backward(nn.functional.mse_loss(engine(batch[0]), batch[1]))
+        engine.step()
+
+    return step
+
+
+RAW = {"ddp": raw_ddp, "fsdp": raw_fsdp, "deepspeed_stage_2": raw_deepspeed_stage_2}
+
+
+def fit(name: str, width: int, batches: Any) -> None:
+    """The same by the Trainer, with nothing but the loop."""
+    from instep import Trainer, TrainModule  # late: a handwritten loop's memory is without it
+    from instep.strategies import FSDPStrategy
+
+    class Module(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net(width)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return make_optimizer(self)
+
+    strategy = FSDPStrategy(wrap="Block") if name == "fsdp" else name
+    trainer = Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, barebones=True, use_distributed_sampler=False)
+    trainer.fit(Module(), batches)
+
+
+# ---- step time
+
+
+class Rounds:
+    """The Trainer's batches; between blocks of them the handwritten loop has its own."""
+
+    def __init__(self, step: Callable[[Any], None], batch: Any, rounds: int, steps: int) -> None:
+        self.step, self.batch, self.rounds, self.steps = step, batch, rounds, steps
+        self.times_ns: dict[str, list[float]] = {"raw": [], "own": [], "again": []}
+
+    def __len__(self) -> int:
+        return (self.rounds + 1) * self.steps + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(-1, self.rounds):  # the round before is warm-up
+            self.handwritten("raw", number)
+            start = meet()
+            for _ in range(self.steps):
+                yield self.batch
+            self.note("own", number, start)
+            self.handwritten("again", number)
+        yield self.batch  # who asks for it has ended the last block
+
+    def handwritten(self, name: str, number: int) -> None:
+        """A block of the handwritten loop."""
+        start = meet()
+        for _ in range(self.steps):
+            self.step(self.batch)
+        self.note(name, number, start)
+
+    def note(self, name: str, number: int, start: int) -> None:
+        """A block ended."""
+        if number >= 0:
+            self.times_ns[name].append((time.perf_counter_ns() - start) / self.steps)
+
+
+def meet() -> int:
+    """Wait for the other rank; the time after it."""
+    torch.distributed.barrier()
+    return time.perf_counter_ns()
+
+
+def measure_steps(name: str, rounds: int, steps: int) -> dict[str, list[float]]:
+    """On every rank: all blocks of one job, in nanoseconds per step."""
+    from instep import PartialState  # late, as above
+
+    torch.set_num_threads(1)
+    rank = PartialState(cpu=True).process_index
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
+    blocks = Rounds(RAW[name](make_net(WIDTH)), make_batch(WIDTH), rounds, steps)
+    fit(name, WIDTH, blocks)
+    return blocks.times_ns
+
+
+def step_job(name: str, rounds: int, steps: int) -> dict[str, float]:
+    """One job: the handwritten step in ms, and the medians of both ratios."""
+    from instep import debug_launcher  # late, as above
+
+    ranks = debug_launcher(measure_steps, (name, rounds, steps), num_processes=WORLD)
+    raw, own, again = (
+        [statistics.fmean(times) for times in zip(*(rank[kind] for rank in ranks), strict=True)]
+        for kind in ("raw", "own", "again")
+    )
+    return {
+        "step_ms": statistics.median(raw) / 1e6,
+        "ratio": statistics.median(2 * b / (a + c) for a, b, c in zip(raw, own, again, strict=True)),
+        "noise": statistics.median(c / a for a, c in zip(raw, again, strict=True)),
+    }
+
+
+# ---- memory
+
+
+def measure_memory(request: dict[str, Any]) -> dict[str, Any]:
+    """In a fresh process, as one rank: a few steps of a larger model."""
+    os.environ.update(
+        RANK=str(request["rank"]),
+        LOCAL_RANK=str(request["rank"]),
+        WORLD_SIZE=str(WORLD),
+        LOCAL_WORLD_SIZE=str(WORLD),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(request["port"]),
+    )
+    torch.set_num_threads(1)
+    name, width = request["strategy"], request["width"]
+    batches = [make_batch(width)] * MEMORY_STEPS
+    if request["contender"] == "instep":
+        fit(name, width, batches)
+    else:
+        torch.distributed.init_process_group("gloo")
+        step = RAW[name](make_net(width))
+        for batch in batches:
+            step(batch)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return {"peak_bytes": peak}
+
+
+def memory_job(name: str, contender: str, width: int) -> float:
+    """The mean peak over the ranks, in MB."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    request = {"strategy": name, "contender": contender, "width": width, "port": port}
+    ranks = [harness.Child(__file__, {**request, "rank": rank}) for rank in range(WORLD)]
+    try:
+        return statistics.fmean(rank.result()["peak_bytes"] for rank in ranks) / 1e6
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+# ---- all of it
+
+
+def main() -> None:
+    """Run everything in turns, print the table, write the JSON."""
+    args = parse_arguments()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    jobs, rounds, width = (1, 4, WIDTH) if args.quick else (args.jobs, args.rounds, MEMORY_WIDTH)
+    names = [name for name in args.strategies if "deepspeed" not in name or find_spec("deepspeed")]
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    peaks: dict[tuple[str, str], list[float]] = {(n, c): [] for n in names for c in ("handwritten", "instep")}
+    progress = harness.Progress(jobs * len(names) * 3)
+    for _ in range(jobs):
+        for name in names:
+            steps[name].append(step_job(name, rounds, args.steps))
+            progress.step(f"{name}: {steps[name][-1]['ratio']:.3f}, noise {steps[name][-1]['noise']:.3f}")
+    for _ in range(jobs):
+        for name, contender in peaks:
+            peaks[name, contender].append(memory_job(name, contender, width))
+            progress.step(f"{name}, {contender}: {peaks[name, contender][-1]:.0f} MB")
+    results = [summary(name, steps[name], peaks) for name in names]
+    rows = [
+        (
+            r["strategy"],
+            f"{r['step_ms']['median']:.2f}",
+            f"{r['step_ratio']['median']:.3f} ({r['step_ratio']['min']:.3f} .. {r['step_ratio']['max']:.3f})",
+            f"{r['noise']['median']:.3f}",
+            f"{r['handwritten_mb']['median']:.0f}",
+            f"{r['memory_ratio']:.3f}",
+            r["verdict"],
+        )
+        for r in results
+    ]
+    harness.print_table(("strategy", "step ms", "Trainer's", "noise", "peak MB", "Trainer's", "bars"), rows)
+    setting = {
+        "processes": WORLD,
+        "rounds": rounds,
+        "steps_per_block": args.steps,
+        "jobs": jobs,
+        "step_bar": STEP_BAR,
+        "memory_bar": MEMORY_BAR,
+    }
+    name = "strategies_quick" if args.quick else "strategies"
+    harness.write_results(args.out, name, {**setting, "results": results})
+
+
+def summary(name: str, jobs: list[dict[str, float]], peaks: dict[tuple[str, str], list[float]]) -> dict[str, Any]:
+    """Medians over the jobs, and whether the bars hold."""
+    ratio = statistics.median(job["ratio"] for job in jobs)
+    raw, own = (statistics.median(peaks[name, contender]) for contender in ("handwritten", "instep"))
+    missed = [what for what, over in (("step", ratio > STEP_BAR), ("memory", own / raw > MEMORY_BAR)) if over]
+    return {
+        "strategy": name,
+        "step_ms": harness.spread([job["step_ms"] for job in jobs]),
+        "step_ratio": harness.spread([job["ratio"] for job in jobs], 4),
+        "noise": harness.spread([job["noise"] for job in jobs], 4),
+        "handwritten_mb": harness.spread(peaks[name, "handwritten"], 1),
+        "instep_mb": harness.spread(peaks[name, "instep"], 1),
+        "memory_ratio": round(own / raw, 4),
+        "verdict": f"{' and '.join(missed)} missed" if missed else "hold",
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="What the Trainer adds to the handwritten loop of a strategy.")
+    parser.add_argument("--quick", action="store_true", help="1 job, 4 rounds, memory of a small model")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="(default: all)")
+    parser.add_argument("--jobs", type=int, default=5, help="fresh starts of the processes (default: 5)")
+    parser.add_argument("--rounds", type=int, default=30, help="of three blocks, in each job (default: 30)")
+    parser.add_argument("--steps", type=int, default=20, help="of a block (default: 20)")
+    harness.add_out(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        harness.answer(measure_memory)
+    else:
+        main()
