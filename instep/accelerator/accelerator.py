@@ -44,7 +44,7 @@ _ELSEWHERE = {
     "even_batches": _IN_CONFIG,
     "use_seedable_sampler": "The order of the data always is a function of seed and epoch",
     "rng_types": "Call instep.accelerator.synchronize_rng_states(...) where random states must be alike",
-    "deepspeed_plugin": "Strategies are chosen by strategy=...; this one is not there yet",
+    "deepspeed_plugin": "DeepSpeed works with the Trainer; here strategy='fsdp' does what its stage 3 does",
     "fsdp_plugin": "Strategies are chosen by strategy=...; this one is not there yet",
     "dynamo_backend": "Compile the model with torch.compile(model) before prepare()",
 }
