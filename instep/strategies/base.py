@@ -77,6 +77,8 @@ class Strategy:
     """Whether each rank writes its own part of weights and optimizer states; else the first one writes all of them."""
     inference_mode = True
     """Whether its modules can be evaluated in `torch.inference_mode`; else it is `no_grad`."""
+    runs_on_xla = False
+    """Whether it ends the graphs that XLA devices record; others are refused there."""
 
     module: nn.Module
     precision: Precision
@@ -89,6 +91,12 @@ class Strategy:
 
     def connect(self, device: torch.device, precision: Precision) -> None:
         """Called once per run, before the module exists on its device."""
+        if device.type == "xla" and not self.runs_on_xla:
+            raise SettingError(
+                f"strategy={self.name!r} does not run on XLA devices. Use 'xla', 'xla_spmd' or 'xla_fsdp'.",
+                field="strategy",
+                got=self.name,
+            )
         self.device = device
         self.precision = precision
         self.step_was_skipped = False

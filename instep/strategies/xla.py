@@ -57,6 +57,7 @@ class XLAStrategy(Strategy):
 
     multi_process = True
     inference_mode = False
+    runs_on_xla = True
 
     def __init__(self, spmd: str = "no", *, blocks: Sequence[type[nn.Module]] = ()) -> None:
         if spmd not in _NAMES:

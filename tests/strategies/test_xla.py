@@ -62,6 +62,12 @@ def test_other_devices_and_float16_are_refused() -> None:
         XLAStrategy().connect(XLA, precision("16-mixed"))
 
 
+@pytest.mark.parametrize("name", ["single_device", "ddp", "fsdp"])
+def test_other_strategies_do_not_run_on_its_devices(name: str) -> None:
+    with pytest.raises(SettingError, match="'xla_fsdp'"):
+        resolve_strategy(name, 1).connect(XLA, precision())
+
+
 def test_the_device_says_which_strategy_auto_is() -> None:
     assert resolve_strategy("auto", 1, "xla").name == "xla"
     assert resolve_strategy("auto", 1, "cuda").name == "single_device"
