@@ -91,6 +91,8 @@ class Preparing(ProcessFacade):
     def _forget(self) -> None:
         for model in getattr(self, "_models", {}).values():
             take_off(model)
+        for strategy in getattr(self, "_strategies", {}).values():
+            strategy.teardown()
         self._plain = copy.deepcopy(self._strategy)  # steps, scales and says whose data is whose, for all models
         self._plain.connect(self.device, self.precision)
         self._models: dict[str, nn.Module] = {}  # unwrapped, by name

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep import TrainModule
+from instep import Accelerator, TrainModule
 from instep.callbacks import ModelCheckpoint
 from instep.checkpoint import CheckpointStore
 from instep.errors import SettingError
@@ -118,6 +118,49 @@ def everything(folder: Path) -> dict[str, Any]:
             optimizer = getattr(trainer.optimizers[0], "optim", trainer.optimizers[0])
             found["resumed"][f"{writer} -> {reader}"] = weights, len(optimizer.state)
     return found
+
+
+def by_hand(folder: Path, strategy: Any, path: str | None = None) -> Any:
+    """The Accelerator, with two models and one optimizer for both: 4 steps, saved after 2 of them."""
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    torch.manual_seed(1)
+    one, two = nn.Linear(4, 8), nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW([*one.parameters(), *two.parameters()], lr=0.05)
+    optimizer, first, second = accelerator.prepare(optimizer, one=one, two=two)
+    if path is not None:
+        accelerator.load_state(path)
+    x, y = loader(8).dataset.tensors  # type: ignore[attr-defined]
+    mine = slice(accelerator.process_index, None, accelerator.num_processes)
+    for step in range(2 if path else 0, 4):
+        loss = nn.functional.mse_loss(second(torch.tanh(first(x[mine] + step))).squeeze(-1), y[mine])
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and path is None:
+            path = str(accelerator.save_state(str(folder)))
+    weights, kept = torch.cat([vector(one), vector(two)]), len(optimizer.optimizer.state)
+    inner = optimizer.optimizer
+    accelerator.free_memory()
+    assert not inner._optimizer_step_pre_hooks
+    return path, weights, kept
+
+
+def accelerated(folder: Path) -> dict[str, Any]:
+    plain, sharded = by_hand(folder / "plain", "ddp"), by_hand(folder / "zero", zero())
+    crossed = {
+        "plain -> zero": by_hand(folder / "3", zero(), plain[0]),
+        "zero -> plain": by_hand(folder / "4", "ddp", sharded[0]),
+        "zero -> zero": by_hand(folder / "5", zero(), sharded[0]),
+    }
+    return {"plain": plain, "zero": sharded, **crossed}
+
+
+@pytest.mark.dist
+def test_a_handwritten_loop_divides_its_optimizers(tmp_path: Path) -> None:
+    for rank in run_ranks(accelerated, 2, tmp_path):
+        for name, (_, weights, kept) in rank.items():
+            assert torch.equal(weights, rank["plain"][1]), name
+            assert kept == 4 if name.endswith("plain") else 0 < kept < 4, name
 
 
 @pytest.fixture(scope="module")
