@@ -241,6 +241,16 @@ class PipelinedStrategy(FSDPStrategy):
         module.forward = self._forward
         module.pipeline_loss = self._pipeline_loss  # type: ignore[assignment]
 
+    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().setup(module, optimizers)
+        if self._runner is not None and any(isinstance(it, torch.optim.LBFGS) for it in optimizers):
+            raise SettingError(
+                "LBFGS looks at all parameters together, of which a stage of a pipeline has its own only. Use an "
+                "optimizer that treats each parameter by itself, or another strategy.",
+                field="strategy",
+                got=self.name,
+            )
+
     def teardown(self) -> None:
         super().teardown()
         if self._runner is not None:

@@ -232,9 +232,14 @@ def refused() -> dict[str, str]:
     class Bare(Tied):
         pipeline_loss = TrainModule.pipeline_loss
 
+    class Together(Tied):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
     for kind in (Looks, Sums, Named, Bare):
         attempt(kind.__name__, kind(), {})
     attempt("Manual", Manual(), {}, gradient_clip_val=None, global_batch_size=None)
+    attempt("Together", Together(), {}, global_batch_size=None)
     attempt("stages", Tied(), {"pp_schedule": "interleaved", "pp_stages_per_rank": 3})
     attempt("microbatches", Tied(), {"pp_microbatches": 1})
     return answers
@@ -318,6 +323,7 @@ def test_one_process_goes_on_from_a_pipe(folder: Path, two: list[dict[str, Any]]
         ("Named", "self(..., tokens=): the first stage of a pipeline takes its inputs by position"),
         ("Manual", "Manual optimizes manually, and in a pipeline the backward is run by its schedule"),
         ("Bare", "Bare has no pipeline_loss, which a pipeline needs"),
+        ("Together", "LBFGS looks at all parameters together"),
         ("stages", "6 stages cannot be made of the 5 parts in pipeline_stages (embed, layers.0, layers.1, layers.2, "),
         ("microbatches", "pp_microbatches=1 with pp_schedule='1f1b' must be at least 2, one for each rank"),
     ],
