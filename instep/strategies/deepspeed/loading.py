@@ -22,7 +22,6 @@ from instep.errors import DistributedError, SettingError
 from instep.state import PartialState
 from instep.utils.imports import require
 
-_SHARED_MEMORY = "deepspeed_shm_comm"
 _YOUNG_S = 5.0  # between making the lock and starting the compiler
 _REMOTE_S = 1800.0  # what a build on another machine may take
 
@@ -51,10 +50,8 @@ def load_deepspeed(device: torch.device) -> Any:
             got=device.type,
         )
     check_builds(build_folder())
-    operators = deepspeed.ops.__compatible_ops__
-    if operators.get(_SHARED_MEMORY) and not any(build_folder().glob(f"**/{_SHARED_MEMORY}.so")):
-        # Collectives in shared memory, on CPUs: a minute of compiling that nobody asked for. Used where it was built.
-        operators[_SHARED_MEMORY] = False
+    # Collectives in shared memory, on CPUs: minutes of compiling that nobody asked for.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
