@@ -100,6 +100,13 @@ class MeshStrategy(PipelinedStrategy):
             for option, given in options.items():
                 if given and self._wanted[dim] == 1:
                     raise SettingError(f"{option} belongs to {dim}: leave it out, or set {dim} too", field=option)
+        if loss_parallel and pp != 1:
+            raise SettingError(
+                "loss_parallel=True leaves the classes of logits spread over processes, and the output of a pipeline "
+                "is a plain tensor: leave one of loss_parallel and pp out.",
+                field="loss_parallel",
+                got=True,
+            )
         super().__init__(pipeline, dp_replicate=max(dp_replicate, 1), **fsdp_options)
         self.loss_parallel = loss_parallel
         self.cp_attention = cp_attention

@@ -30,6 +30,7 @@ interleaved form.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
@@ -39,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -165,6 +167,12 @@ class PipelinedStrategy(FSDPStrategy):
 
     def _check_module(self, module: nn.Module) -> None:
         kind = type(module).__name__
+        if "return_outputs" not in inspect.signature(Schedule1F1B.step).parameters:
+            raise SettingError(
+                f"pp needs newer schedules than those of torch {torch.__version__}. Upgrade it: torch 2.13 has them.",
+                field="pp",
+                got=torch.__version__,
+            )
         if not getattr(module, "automatic_optimization", True):
             raise SettingError(
                 f"{kind} optimizes manually, and in a pipeline the backward is run by its schedule. Set "
