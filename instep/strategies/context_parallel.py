@@ -193,12 +193,19 @@ class ContextParallel:
 
     def _exchange(self, tensor: Tensor, scatter: int, gather: int) -> Tensor:
         """Give each rank its part along one dimension, and get all ranks' parts along the other."""
+        return torch.cat(self._swap(torch.stack(tensor.chunk(self.size, scatter))), gather)
+
+    def _gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """All ranks' parts along a dimension."""
+        return torch.cat(self._swap(tensor.expand(self.size, *tensor.shape).contiguous()), dim)
+
+    def _swap(self, parts: Tensor) -> tuple[Tensor, ...]:
+        """Send the i-th part to rank i, and get one from each."""
         # Late: only who cuts sequences pays for it.
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-        parts = torch.stack(tensor.chunk(self.size, scatter))
         ones = [1] * self.size
-        return torch.cat(all_to_all_single_autograd(parts, ones, ones, self.mesh.get_group()).unbind(0), gather)
+        return all_to_all_single_autograd(parts, ones, ones, self.mesh.get_group()).unbind(0)
 
     def _mask(self, mask: Tensor, queries: int, keys: int, heads: int) -> Tensor:
         """The mask of this rank's heads over the whole sequence."""
@@ -215,12 +222,6 @@ class ContextParallel:
                 "or this rank's; or for this rank's keys with one row; or use is_causal=True."
             )
         return mask.chunk(self.size, -3)[self.rank] if mask.ndim > 2 and mask.shape[-3] == heads else mask
-
-    def _gather(self, tensor: Tensor, dim: int) -> Tensor:
-        from torch.distributed._functional_collectives import all_gather_tensor  # late, as above
-
-        moved = tensor.movedim(dim, 0).contiguous()
-        return all_gather_tensor(moved, 0, self.mesh.get_group()).movedim(0, dim)
 
 
 class RingAttention(ContextParallel):

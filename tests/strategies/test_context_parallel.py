@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,6 +113,7 @@ def attention_in_ranks() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
+    warnings.simplefilter("error")
     parallel = ContextParallel(init_device_mesh("cpu", (2,)))
 
     def agrees(given: dict[str, Any] | None = None, **options: Any) -> None:
@@ -132,6 +134,13 @@ def attention_in_ranks() -> None:
     agrees(attn_mask=per_head)
     keys = torch.arange(LENGTH).lt(6).expand(BATCH, 1, 1, LENGTH)
     agrees(attn_mask=keys, given={"attn_mask": parallel.part(keys, -1)})  # of this rank's keys
+
+    bias = per_head.clone().requires_grad_()
+    attend(None, attn_mask=bias)
+    own_rows = parallel.part(per_head, -2).requires_grad_()
+    attend(parallel, attn_mask=own_rows)
+    assert bias.grad is not None
+    torch.testing.assert_close(own_rows.grad, parallel.part(bias.grad, -2), rtol=0, atol=1e-12)
 
     half = torch.ones(LENGTH // 2, LENGTH // 2, dtype=torch.bool)
     with pytest.raises(DataError, match=r"an attn_mask of shape \(4, 4\) for this rank's 4 queries and 4 keys"):
