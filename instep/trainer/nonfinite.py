@@ -310,6 +310,7 @@ def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:
     """One number per tensor, not finite where the tensor is not (or is near overflow)."""
     if not tensors:
         return None
+    tensors = [getattr(t, "_local_tensor", t) for t in tensors]  # of a sharded one this rank's part; all are asked
     norms = torch._foreach_norm([t._values() if t.is_sparse else t for t in tensors])  # one kernel on a GPU
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = [(norm * 0).to(device, torch.float32) for norm in norms]

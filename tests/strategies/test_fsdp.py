@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback, ModelCheckpoint
 from instep.errors import SettingError
+from instep.strategies import Precision
+from instep.strategies.dtensors import gather_whole
 from instep.strategies.fsdp import FSDPStrategy
 from tests.helpers.spawn import run_ranks
 from tests.strategies.tiny_gpt import LENGTH, VOCABULARY, WIDTH, Block, TinyGPT, Trained, loader, train
@@ -121,6 +123,7 @@ def train_all() -> dict[str, Any]:
     results["manual"] = train_manually("fsdp", 4)
     results["evaluated"] = evaluate_between()
     results["replayed"] = replay()
+    results["skipped"] = skip()
     results["mixed"] = train_mixed()
     results["methods"] = call_methods()
     return results
@@ -279,6 +282,33 @@ def test_nothing_comes_of_a_replayed_batch(ranks: list[dict[str, Any]]) -> None:
         (_, spoilt), (_, healthy) = seen["replayed"]
         assert spoilt.isfinite().all()
         assert torch.equal(spoilt, healthy)
+
+
+class Broken(TinyGPT):
+    def on_fit_start(self) -> None:
+        warnings.filterwarnings("ignore", message="global_step 1 .* the loss is nan on rank 1")  # as it should
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (math.nan if batch_idx == 1 and self.global_rank else 1.0)
+
+
+def skip() -> list[Any]:
+    """A loss that is nan on one rank: its step is left out on all."""
+    ends = []
+    for strategy in ("fsdp", "ddp"):
+        torch.manual_seed(1)
+        module = Broken(layers=1)
+        trained = train(strategy, steps=2, module=module, nonfinite="skip", gradient_clip_algorithm="value")
+        ends.append((trained.losses, [float(gather_whole(p.detach()).square().mean()) for p in module.parameters()]))
+    return ends
+
+
+@pytest.mark.dist
+def test_steps_that_are_not_finite_are_left_out(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        sharded, copies = seen["skipped"]
+        assert sharded[1] == pytest.approx(copies[1], rel=1e-4)
+        assert all(math.isfinite(value) for value in sharded[1])
 
 
 def train_mixed() -> dict[str, Any]:
@@ -480,6 +510,11 @@ def test_wrong_options(options: dict[str, Any], field: str) -> None:
 def test_copies_that_do_not_divide_the_processes() -> None:
     with pytest.raises(SettingError, match="3 copies of the weights cannot be spread evenly over 4"):
         FSDPStrategy(dp_replicate=3).check_world_size(4)
+
+
+def test_a_device_without_collectives() -> None:
+    with pytest.raises(SettingError, match="no such thing on mps"):
+        FSDPStrategy().connect(torch.device("mps"), Precision("32-true", torch.device("cpu")))
 
 
 class Scaled(Gan):
