@@ -90,7 +90,8 @@ def raw_fsdp(net: nn.Module) -> Callable[[Any], None]:
     mesh = init_device_mesh("cpu", (WORLD,))
     for block in net.children():
         fully_shard(block, mesh=mesh)
-    return plain_step(fully_shard(net, mesh=mesh))
+    fully_shard(net, mesh=mesh)
+    return plain_step(net)
 
 
 def plain_step(net: nn.Module) -> Callable[[Any], None]:

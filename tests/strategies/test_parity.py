@@ -1,8 +1,10 @@
-"""With the global batch held, training means the same on any number of processes."""
+"""With the global batch held, training means the same on any number of processes and under every strategy."""
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ from torch.utils.data import DataLoader
 
 from instep import Trainer, TrainModule
 from tests.helpers.spawn import run_ranks
+from tests.strategies import parity_table
+from tests.strategies.parity_table import LIMIT, TABLE, after_saving, by_ranks, difference, load, losses_of
+from tests.strategies.tiny_gpt import train as train_gpt
 from tests.trainer.resuming import Plain, StepLosses
 
 GLOBAL_BATCH = 12
@@ -92,3 +97,87 @@ def test_losses_agree_with_one_process(world_size: int, alone: dict[str, Any]) -
                     got_weights[key], value, atol=1e-5, rtol=0, msg=f"{name}, rank {rank}: {key}"
                 )
                 assert torch.equal(got_weights[key], ranks[0][name][1][key]), f"{name}: {key} differs on rank {rank}"
+
+
+# ---- every strategy, on a small transformer
+
+STRATEGIES = parity_table.CASES
+FEW = [name for name, case in STRATEGIES.items() if case.ranks <= 2 and not case.missing]
+MANY = [name for name, case in STRATEGIES.items() if case.ranks > 2 and not case.missing]
+
+
+class Runs:
+    """Losses of runs that left checkpoints in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+        self.losses: dict[str, list[float]] = {}
+        self.loaded: dict[tuple[str, str], list[float]] = {}
+
+    def train(self, names: list[str]) -> None:
+        self.losses |= by_ranks([name for name in names if name not in self.losses], losses_of, self.folder)
+
+    def load(self, names: list[str], sources: list[str]) -> None:
+        self.loaded |= by_ranks(names, load, sources, self.folder)
+
+    def far(self) -> dict[Any, float]:
+        """What differs by more than the limit."""
+        alone = self.losses["single process"]
+        found: dict[Any, float] = {name: difference(losses, alone) for name, losses in self.losses.items()}
+        found |= {pair: difference(losses, after_saving(alone)) for pair, losses in self.loaded.items()}
+        return {key: value for key, value in found.items() if value > LIMIT}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.mark.dist
+def test_strategies_agree(runs: Runs) -> None:
+    runs.train(FEW)
+    print("\n".join(parity_table.parity_rows(runs.losses)))
+    assert runs.far() == {}
+    assert all(len(losses) == 20 and losses[-1] < losses[0] - 0.5 for losses in runs.losses.values())
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_strategies_of_four_processes_agree(runs: Runs) -> None:
+    runs.train(["single process", *MANY])
+    assert runs.far() == {}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_checkpoints_load_under_other_strategies(runs: Runs) -> None:
+    """All by one process, and those of every kind by all; docs/parity.md has every pair."""
+    runs.train(FEW)
+    runs.load(["single process"], list(runs.losses))
+    runs.load([name for name in FEW if name != "single process"], ["single process", "FSDP x2"])
+    print("\n".join(parity_table.matrix_rows(runs.loaded, runs.losses["single process"])))
+    assert runs.far() == {}
+
+
+def losses_in(precision: str, names: list[str]) -> dict[str, list[float]]:
+    return {name: train_gpt(steps=4, precision=precision, **STRATEGIES[name].settings()).losses for name in names}
+
+
+@pytest.mark.dist
+def test_strategies_agree_in_mixed_precision_but_for_its_rounding() -> None:
+    alone = losses_in("bf16-mixed", ["single process"])["single process"]
+    exact = losses_in("32-true", ["single process"])["single process"]
+    [first, _] = run_ranks(losses_in, 2, "bf16-mixed", ["DDP x2", "FSDP x2", "TP x2", "PP x2 (1F1B)"], timeout_s=120.0)
+    for name, losses in first.items():
+        assert difference(losses, alone) < 0.01, name
+        assert difference(losses, exact) > LIMIT, f"{name} trained in float32"
+
+
+def test_the_kept_tables_hold_every_strategy() -> None:
+    parity, matrix = TABLE.read_text().split("## Checkpoints under other strategies")
+    rows = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", parity, re.MULTILINE))
+    assert [name for name in rows if name in STRATEGIES] == list(STRATEGIES)
+    assert all(float(rows[name]) <= LIMIT for name in STRATEGIES)
+    cells = re.findall(r"\d+e[-+]\d+", matrix.split("\n\n", 2)[2])
+    assert len(cells) == len(STRATEGIES) ** 2
+    assert all(float(cell) <= LIMIT for cell in cells)
