@@ -21,8 +21,9 @@ class PackedCopy:
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, value in enumerate(self._values):
             if isinstance(value, Tensor):
-                if hasattr(value, "full_tensor"):  # a DTensor: the loss of a loss that is computed in parts
-                    value = self._values[i] = value.full_tensor()
+                spread: Any = value
+                if hasattr(spread, "full_tensor"):  # a DTensor: the loss of a loss that is computed in parts
+                    value = self._values[i] = spread.full_tensor()
                 groups.setdefault((value.dtype, value.device), []).append(i)
         self._copies: list[tuple[list[int], Tensor]] = []
         self._event: torch.cuda.Event | None = None
