@@ -22,7 +22,7 @@ class PackedCopy:
         for i, value in enumerate(self._values):
             if isinstance(value, Tensor):
                 spread: Any = value
-                if hasattr(spread, "full_tensor"):  # a DTensor: the loss of a loss that is computed in parts
+                if hasattr(spread, "full_tensor"):  # a DTensor: several ranks computed it
                     value = self._values[i] = spread.full_tensor()
                 groups.setdefault((value.dtype, value.device), []).append(i)
         self._copies: list[tuple[list[int], Tensor]] = []
