@@ -16,7 +16,7 @@ from instep.callbacks import Callback, ModelCheckpoint
 from instep.checkpoint import load_weights
 from instep.errors import SettingError
 from tests.helpers.spawn import run_ranks
-from tests.strategies.tiny_gpt import GLOBAL_BATCH, TinyGPT, loader, train
+from tests.strategies.tiny_gpt import GLOBAL_BATCH, Block, TinyGPT, loader, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.deepspeed]
 STEPS, SAVED = 4, 2
@@ -48,6 +48,14 @@ class InfiniteOnce(TinyGPT):
         if batch_idx == 1:
             self.norm.bias.register_hook(lambda grad: torch.full_like(grad, float("inf")))
         return loss
+
+
+class BuiltLate(TinyGPT):
+    """Its last block is made in `configure_model`, where stage 3 cuts up what is made."""
+
+    def configure_model(self) -> None:
+        if len(self.blocks) == SMALL["layers"]:
+            self.blocks.append(Block())
 
 
 class LeavesWindowsOpen(Callback):
@@ -152,7 +160,13 @@ def on_two(root: Path) -> dict[str, Any]:
         found[f"plain into {stage}"] = run(strategy_of({"stage": stage}), root / f"c{stage}", middle(root / "plain"))
     found["stage 0"] = train("deepspeed_stage_0", steps=STEPS, module=small()).losses
     found["after"] = afterwards(3, root / "after")
+    found["built late"] = built_late("deepspeed_stage_3")
     return found
+
+
+def built_late(strategy: str) -> list[float]:
+    torch.manual_seed(1)
+    return train(strategy, steps=2, module=BuiltLate(**SMALL)).losses
 
 
 def more_on_two(root: Path) -> dict[str, Any]:
@@ -200,6 +214,10 @@ def test_offloaded_and_in_low_precision_a_run_goes_on_bit_for_bit(
     name: str, more: list[dict[str, Any]], alone: list[float]
 ) -> None:
     check(more, name, alone, MORE[name][2])
+
+
+def test_a_module_that_is_made_in_parts_is_the_same(two: list[dict[str, Any]]) -> None:
+    assert two[1]["built late"] == pytest.approx(built_late("auto"), abs=1e-5)
 
 
 def test_stage_0_is_plain_data_parallelism(two: list[dict[str, Any]], alone: list[float]) -> None:
