@@ -19,10 +19,10 @@ copy, and the first one's is what a checkpoint holds. Checkpoints know the whole
 
 `MeshStrategy` is built on `PipelinedStrategy`, which adds nothing where there is no dimension `pp`:
 
-    super().__init__(pipeline=Pipeline(...) or None, **fsdp_options)
-    super().check_world_size(world_size, pp)
-    make_mesh                the mesh has a dimension "pp", wherever it likes
-    shard(module)            may skip FSDP for one module; it is called with each `Stage` of this rank
+    __init__            passes a `Pipeline` on
+    check_world_size    asks its `microbatches_for`
+    make_mesh           gives the mesh a dimension "pp"
+    shard_part          shards one module: the whole one, or each `Stage` of this rank
 
 Source: Huang et al., GPipe, 2019 (arXiv:1811.06965); Narayanan et al., 2021 (arXiv:2104.04473), for 1F1B and its
 interleaved form.
@@ -137,21 +137,28 @@ class PipelinedStrategy(FSDPStrategy):
         """Ranks of the pipe; 1 where there is none."""
         return self.mesh["pp"].size() if "pp" in (self.mesh.mesh_dim_names or ()) else 1
 
+    @property
+    def _rounds(self) -> int:
+        """Stages of each rank."""
+        return self.pipeline.stages_per_rank if self.pipeline.schedule == "interleaved" else 1
+
     def place(self, module: nn.Module) -> None:
         if self.pipe_size == 1:
             super().place(module)
             return
-        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # by an earlier run, which kept the rest of it
+        cut: Cut | None = module.__dict__.get("_pipeline_cut")  # of an earlier run
         if cut is None:
+            self._cut = None
             self._check_module(module)
             self.share_weights(module)  # of shards, only those of one stage are made alike
             super().place(module)
             module.to(self.device)
             cut = module.__dict__["_pipeline_cut"] = self._require_cut()
-        elif cut.ranks != self.pipe_size:
+        elif (cut.ranks, len(cut.stages)) != (self.pipe_size, self._rounds):
             raise SettingError(
-                f"this {type(module).__name__} was cut for a pipeline of {cut.ranks} ranks by an earlier run, and this "
-                f"one has {self.pipe_size}. Make a new module; a checkpoint's weights fit it.",
+                f"this {type(module).__name__} was cut for a pipeline of {cut.ranks} ranks with {len(cut.stages)} "
+                f"stages each by an earlier run, and this one has {self.pipe_size} with {self._rounds}. Make a new module; a "
+                "checkpoint's weights fit it.",
                 field="pp",
                 got=self.pipe_size,
             )
@@ -200,8 +207,7 @@ class PipelinedStrategy(FSDPStrategy):
             self.shard_part(module)
             return
         pipe = self.mesh["pp"]
-        rounds = self.pipeline.stages_per_rank if self.pipeline.schedule == "interleaved" else 1
-        self._cut = Cut(module, pipe.size() * rounds, self.pipeline.split, pipe.get_local_rank(), pipe.size())
+        self._cut = Cut(module, pipe.size() * self._rounds, self.pipeline.split, pipe.get_local_rank(), pipe.size())
         for stage in self._cut.stages.values():
             if stage.loose_parameters and self.dp_mesh.size() > 1:
                 raise SettingError(
@@ -224,18 +230,19 @@ class PipelinedStrategy(FSDPStrategy):
             for tensor in (*module.parameters(), *module.buffers()):
                 if isinstance(tensor, DTensor) or tensor.is_meta:
                     continue
+                shared = tensor.detach().to(self.device)  # a GPU's group cannot send what is still on the CPU
                 for name in self.mesh.mesh_dim_names or ():
                     if name != "pp":
                         group = self.mesh.get_group(name)
-                        dist.broadcast(tensor.data, dist.get_global_rank(group, 0), group)
+                        dist.broadcast(shared, dist.get_global_rank(group, 0), group)
+                tensor.copy_(shared)
 
     def _start(self, cut: Cut) -> None:
         pipe, module = self.mesh["pp"], self.module
-        rounds = len(cut.stages)
         self._runner = Runner(
             self.pipeline.schedule,
             cut.stages,
-            pipe.size() * rounds,
+            pipe.size() * self._rounds,
             self.pipeline.microbatches_for(pipe.size()),
             pipe.get_group(),
             self.device,
@@ -356,7 +363,7 @@ class PipelinedStrategy(FSDPStrategy):
             if gradient is None:
                 continue
             if factor is not None:
-                _local(gradient).mul_(factor)
+                _local(gradient).mul_(factor.to(gradient.device))  # offloaded ones are elsewhere
             if p.grad is None:
                 p.grad = gradient
             else:

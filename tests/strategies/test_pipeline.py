@@ -242,6 +242,9 @@ def refused() -> dict[str, str]:
     attempt("Together", Together(), {}, global_batch_size=None)
     attempt("stages", Tied(), {"pp_schedule": "interleaved", "pp_stages_per_rank": 3})
     attempt("microbatches", Tied(), {"pp_microbatches": 1})
+    cut = Tied()
+    run(cut, strategy=mesh(pp=2), max_epochs=1)
+    attempt("again", cut, {"pp_schedule": "interleaved"})
     return answers
 
 
@@ -325,6 +328,7 @@ def test_one_process_goes_on_from_a_pipe(folder: Path, two: list[dict[str, Any]]
         ("Bare", "Bare has no pipeline_loss, which a pipeline needs"),
         ("Together", "LBFGS looks at all parameters together"),
         ("stages", "6 stages cannot be made of the 5 parts in pipeline_stages (embed, layers.0, layers.1, layers.2, "),
+        ("again", "was cut for a pipeline of 2 ranks with 1 stages each by an earlier run, and this one has 2 with 2"),
         ("microbatches", "pp_microbatches=1 with pp_schedule='1f1b' must be at least 2, one for each rank"),
     ],
 )
