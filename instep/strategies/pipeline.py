@@ -157,8 +157,8 @@ class PipelinedStrategy(FSDPStrategy):
         elif (cut.ranks, len(cut.stages)) != (self.pipe_size, self._rounds):
             raise SettingError(
                 f"this {type(module).__name__} was cut for a pipeline of {cut.ranks} ranks with {len(cut.stages)} "
-                f"stages each by an earlier run, and this one has {self.pipe_size} with {self._rounds}. Make a new module; a "
-                "checkpoint's weights fit it.",
+                f"stages each by an earlier run, and this one has {self.pipe_size} with {self._rounds}. Make a new "
+                "module; a checkpoint's weights fit it.",
                 field="pp",
                 got=self.pipe_size,
             )
