@@ -3,8 +3,9 @@
 A terminal sends Ctrl-C, and torchrun's agent SIGTERM, to the whole process group. The main process finishes its step
 and saves; the workers must still serve it until then, and not print tracebacks.
 
-torch ends a worker within 5 s of the main process's death, unless that died while the worker was starting: the worker
-then takes the process that adopted it for its parent, and stays for ever.
+torch ends a worker within 5 s of the main process's death, unless that died while the worker was starting (the worker
+then takes the process that adopted it for its parent) or the worker waits for room to pass on a batch: it then stays
+for ever. So a thread looks after it here.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+
+_LOOK_EVERY_S = 1.0
 
 
 class CalmWorker:
@@ -33,10 +39,15 @@ class CalmWorker:
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _once)
+        threading.Thread(target=_end_with_main, name="instep-end-with-main", daemon=True).start()
         if self.then is not None:
             self.then(worker_id)
-        if _is_orphan():
-            os._exit(1)
+
+
+def _end_with_main() -> None:
+    while not _is_orphan():
+        time.sleep(_LOOK_EVERY_S)
+    os._exit(1)
 
 
 def _is_orphan() -> bool:

@@ -88,20 +88,34 @@ def kill_the_main_process(worker_id: int) -> None:
         os.sched_yield()
 
 
-def test_a_worker_that_starts_while_the_main_process_dies_ends() -> None:
+class Full(SignalledMap):
+    """More bytes than a pipe takes, in a process that does not end for want of room in it."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 0:
+            kill_the_main_process(0)
+        return bytes(1 << 20)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(SignalledMap(), num_workers=1, worker_init_fn=kill_the_main_process, multiprocessing_context="fork"),
+        DataLoader(Full(), num_workers=2, collate_fn=list, multiprocessing_context="fork"),
+    ],
+    ids=["while it starts", "while it passes on a batch"],
+)
+def test_a_worker_ends_with_the_main_process(loader: DataLoader[Any]) -> None:
     reader, writer = os.pipe()
     main = os.fork()
     if main == 0:
         os.setpgid(0, 0)
-        loader: DataLoader[Any] = DataLoader(
-            SignalledMap(), num_workers=1, worker_init_fn=kill_the_main_process, multiprocessing_context="fork"
-        )
         next(iter(prepare_loader(loader)))
-        os._exit(0)
+        signal.pause()
     os.close(writer)
     try:
         assert os.waitstatus_to_exitcode(os.waitpid(main, 0)[1]) == -signal.SIGKILL
-        assert select.select([reader], [], [], 20.0)[0], "the worker, which holds the other end, lives on"
+        assert select.select([reader], [], [], 20.0)[0], "a worker, which holds the other end, lives on"
     finally:
         os.close(reader)
         with contextlib.suppress(ProcessLookupError):

@@ -142,10 +142,21 @@ class Job:
                     ended = select.select([fd], [], [], max(0.0, started + timeout_s - time.monotonic()))[0]
                     os.close(fd)
                     if not ended:
-                        for survivor in self.processes():
+                        survivors = {pid: (parent, _doing(pid)) for pid, parent in self.processes().items()}
+                        for survivor in survivors:
                             _kill(survivor)
-                        raise AssertionError(f"after {timeout_s} s the job's processes {left} still ran")
+                        raise AssertionError(f"after {timeout_s} s the job's processes {survivors} still ran")
         return time.monotonic() - started
+
+
+def _doing(pid: int) -> str:
+    """A process's state and what each of its threads waits for."""
+    threads = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            threads.append(f"{(thread / 'comm').read_text().strip()}:{state}:{(thread / 'wchan').read_text()}")
+    return ", ".join(threads)
 
 
 def _kill(pid: int) -> bool:
@@ -179,7 +190,9 @@ def _serve(connection: Connection, environment: dict[str, str], path: list[str],
         except EOFError:
             os._exit(0)
         if request[0] == "start":
-            connection.send(_fork(_agent_main, connection, *request[1:]))
+            pid = _fork(_agent_main, connection, *request[1:])
+            codes.pop(pid, None)  # of an orphan of an earlier job: the system uses numbers again
+            connection.send(pid)
         else:
             while request[1] not in codes:
                 pid, status = os.waitpid(-1, 0)
