@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-
 _LOOK_EVERY_S = 1.0
 
 
