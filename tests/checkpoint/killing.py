@@ -70,9 +70,10 @@ class Campaign:
         folder: where to.
         seed: of the instants and targets.
         ways: how to train, in turns.
+        earliest: the share of an uninterrupted run's time before which nothing is killed.
     """
 
-    def __init__(self, folder: Path, seed: int, ways: Sequence[Way] = WAYS) -> None:
+    def __init__(self, folder: Path, seed: int, ways: Sequence[Way] = WAYS, earliest: float = 0.0) -> None:
         self.kills: list[Kill] = []
         self.losses: list[Loss] = []
         self.runs = 0
@@ -80,6 +81,7 @@ class Campaign:
         self._seed = seed
         self._rng = random.Random(seed)
         self._ways = ways
+        self._earliest = earliest
         self._expected: dict[Way, list[dict[str, Any]]] = {}
         self._lasts_s: dict[Way, float] = {}
 
@@ -141,7 +143,7 @@ class Campaign:
             board.clear()
             job = server.start(train, root, way, nproc=way.ranks, log=root / "log")
             last = len(self.kills) >= kills
-            at_s = RUN_S if last else self._rng.uniform(0.0, self._lasts_s[way])
+            at_s = RUN_S if last else self._rng.uniform(self._earliest, 1.0) * self._lasts_s[way]
             target = self._rng.choice(TARGETS)
             code = job.wait(at_s)
             if code is None and not last and job.kill(target, self._rng):
