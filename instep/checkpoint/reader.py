@@ -126,7 +126,8 @@ class Reader:
         return self._stored(self._weight_files())
 
     def _weight_files(self) -> list[str]:
-        found = [it for it in sorted(self.manifest.files) if it.startswith("model") and it.endswith(".safetensors")]
+        files = sorted(it for it in self.manifest.files if it.endswith(".safetensors"))
+        found = [it for it in files if it.startswith("model") and whole_name(it) != "model_extra.safetensors"]
         if not found:
             raise CheckpointNotFoundError(f"{self.path} holds no model*.safetensors", path=self.path)
         return found

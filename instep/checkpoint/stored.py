@@ -220,7 +220,7 @@ def _join(a: Any, b: Any) -> Any:
         return {**a, **{key: _join(a.get(key), value) for key, value in b.items()}}
     if type(a) is list and type(b) is list:
         if all(isinstance(item, str) for item in (*a, *b)):
-            return list(dict.fromkeys([*a, *b]))
+            return a if a == b else list(dict.fromkeys([*a, *b]))
         return [_join(one, other) for one, other in zip_longest(a, b)]
     return a
 

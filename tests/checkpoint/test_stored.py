@@ -134,6 +134,9 @@ def test_tied_parts_are_stored_once(tmp_path: Path) -> None:
     assert found["a"] == found["b"] != found["c"]
 
 
+EXTRA = torch.randn(6)  # beside the weights, of a module's get_extra_state
+
+
 def a_checkpoint(folder: Path | str, flat: bool = False) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]]:
     """A checkpoint as three ranks write it, and what is in it."""
     weight = torch.randn(5, 6)
@@ -157,6 +160,7 @@ def a_checkpoint(folder: Path | str, flat: bool = False) -> tuple[Path, dict[str
             for optimizer in own:  # a stage of a pipeline knows its own parameters only
                 optimizer["groups"] = [{**tree[0]["groups"][0], "params": list(model)[rank:][:2]}]
             writer.state(f"optimizer{part}", own)
+            writer.state(f"model_extra{part}", {"scale": cut(EXTRA, rank, 3, flat), "layers": ["up", "up"]})
 
     return CheckpointStore(folder).save(1, write), model, tree[0]
 
@@ -165,6 +169,7 @@ def a_checkpoint(folder: Path | str, flat: bool = False) -> tuple[Path, dict[str
 def test_a_checkpoint_in_parts_reads_as_a_whole_one(tmp_path: Path, flat: bool) -> None:
     path, model, tree = a_checkpoint(tmp_path, flat)
     weights = load_weights(path)
+    assert weights.keys() == model.keys()
     assert all(torch.equal(weights[name], it) for name, it in model.items())
     assert weights["head.weight"] is weights["embed.weight"]
     reader = CheckpointStore(tmp_path).read(path)
@@ -174,6 +179,9 @@ def test_a_checkpoint_in_parts_reads_as_a_whole_one(tmp_path: Path, flat: bool) 
     assert got["shapes"] == tree["shapes"]
     for name, state in tree["state"].items():
         assert [torch.equal(got["state"][name][key], it) for key, it in state.items()] == [True, True]
+    extra = reader.state("model_extra")
+    assert torch.equal(extra["scale"], EXTRA)
+    assert extra["layers"] == ["up", "up"]
     [lazy] = CheckpointStore(tmp_path).read(path).state("optimizer", lazy=True)
     moment = lazy["state"]["bias"]["exp_avg"]
     assert isinstance(moment, JoinedTensor)
