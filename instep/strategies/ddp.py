@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -145,6 +146,12 @@ class DDPStrategy(Strategy):
         self._shards: list[OptimizerShards | None] = []
         self._manual = False
         self._syncs = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DDPStrategy:
+        other = copy(self)
+        shared = {id(option): option for option in self.ddp_options.values()}  # a process group cannot be copied
+        other.__dict__ = deepcopy(self.__dict__, memo | shared)
+        return other
 
     # ---- life
 

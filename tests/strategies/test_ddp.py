@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -219,6 +221,15 @@ def test_wrap_in_one_process_is_the_module_itself() -> None:
 def test_options_are_checked_at_construction(options: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingError, match=text):
         DDPStrategy(**options)
+
+
+def test_copies_share_the_process_group_only() -> None:
+    group = threading.Lock()  # which cannot be copied either
+    strategy = DDPStrategy(process_group=group)
+    other = copy.deepcopy(strategy)
+    assert other.ddp_options["process_group"] is group
+    assert other.ddp_options is not strategy.ddp_options
+    assert other._shards is not strategy._shards
 
 
 # ---- torch's options
