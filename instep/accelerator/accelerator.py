@@ -45,7 +45,7 @@ _ELSEWHERE = {
     "use_seedable_sampler": "The order of the data always is a function of seed and epoch",
     "rng_types": "Call instep.accelerator.synchronize_rng_states(...) where random states must be alike",
     "deepspeed_plugin": "DeepSpeed works with the Trainer; here strategy='fsdp' does what its stage 3 does",
-    "fsdp_plugin": "Strategies are chosen by strategy=...; this one is not there yet",
+    "fsdp_plugin": "Use strategy='fsdp', or strategy=FSDPStrategy(...) for its options",
     "dynamo_backend": "Compile the model with torch.compile(model) before prepare()",
 }
 PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}

@@ -170,8 +170,8 @@ class Checkpointing(Preparing):
             model: prepared, wrapped or not.
 
         Returns:
-            Name -> plain tensor; with a strategy that shards the weights, on the main process only, and empty
-            elsewhere.
+            Name -> plain tensor; with a strategy whose ranks write their own parts of a checkpoint, on the main process
+            only, and empty elsewhere.
         """
         strategy = self.strategy_of(model)
         return strategy.full_model_state() if strategy.sharded else strategy.model_state()

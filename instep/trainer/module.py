@@ -137,7 +137,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             ...     def pipeline_stages(self):
             ...         return [(self.embed, self.tokens, self.positions), *self.blocks, (self.logits, self.head)]
         """
-        raise HookError(f"{type(self).__name__} has no pipeline_stages; a pipeline needs them")
+        raise HookError(f"{type(self).__name__} has no pipeline_stages, which a pipeline needs: define it")
 
     def pipeline_loss(self, output: Any, target: Any) -> Any:
         """The mean loss over samples, of what `forward` returned; a pipeline calls it for each of its micro-batches.
@@ -151,7 +151,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Returns:
             A 0-dim tensor; or a dict of them with the loss under "loss", each a mean over samples.
         """
-        raise HookError(f"{type(self).__name__} has no pipeline_loss; a pipeline needs it")
+        raise HookError(f"{type(self).__name__} has no pipeline_loss, which a pipeline needs: define it")
 
     # ---- optimization
 

@@ -88,11 +88,11 @@ class TrainerView:
         """
         from instep.trainer import snapshot  # late: only who saves pays for it
 
-        PartialState().wait_for_everyone("trainer.save_checkpoint(), which all ranks call")
         path = to_path(filepath).absolute()
         run = self._session or self._last
         if run is None:
             raise UsageError("there is nothing to save yet: call fit first")
+        PartialState().wait_for_everyone("trainer.save_checkpoint(), which all ranks call")
         return snapshot.save(run, self._store(path.parent), name=path.name, weights_only=weights_only)
 
     def save_to(self, dirpath: Path | None, name: str | None, *, weights_only: bool, **info: Any) -> Path:
