@@ -315,9 +315,9 @@ def test_a_scaler_goes_on_where_it_was_saved(tmp_path: Path):
     settings: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": "16-mixed", "max_epochs": 2}
     trainer = quiet(**settings)
     trainer.fit(Toy(), loader())
-    assert trainer.strategy.precision.scaler is not None
-    trainer.strategy.precision.scaler.update(4.0)
-    path = trainer.save_checkpoint(tmp_path)
+    precision = trainer.strategy.precision
+    precision.load_state_dict({**precision.state_dict(), "scale": 4.0})
+    path = trainer.save_checkpoint(tmp_path / "saved")
     resumed = quiet(**{**settings, "max_epochs": 3})
     resumed.fit(Toy(), loader(), ckpt_path=path)
     assert resumed.strategy.precision.state_dict()["scale"] == 4.0
