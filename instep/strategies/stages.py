@@ -314,4 +314,5 @@ class Cut:
             return {name: value for old, value in entries.items() if (name := rename(old)) is not None}
 
         groups = [{**group, "params": list(renamed(dict.fromkeys(group["params"])))} for group in tree["groups"]]
-        return {**tree, "shapes": renamed(tree["shapes"]), "state": renamed(tree["state"]), "groups": groups}
+        kept = {key: renamed(tree[key]) for key in ("shapes", "dtypes", "state") if key in tree}
+        return {**tree, **kept, "groups": groups}

@@ -6,6 +6,7 @@ first one when the parameter is tied. The tree is what a checkpoint stores:
 
     {"optimizer": "AdamW",
      "shapes": {"fc.weight": [10, 64], ...},
+     "dtypes": {"fc.weight": torch.float32, ...},
      "state":  {"fc.weight": {"step": tensor, "exp_avg": tensor, ...}, ...},
      "groups": [{"params": ["fc.weight", ...], "lr": 0.001, ...}, ...]}
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -93,6 +95,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "optimizer": type(optimizer).__name__,
         "shapes": _shapes(optimizer, names),
+        "dtypes": {names[p]: p.dtype for options in optimizer.param_groups for p in options["params"]},
         "state": {by_index[key]: value for key, value in packed["state"].items() if key in by_index},
         "groups": [{**group, "params": [by_index[i] for i in group["params"]]} for group in packed["param_groups"]],
     }
@@ -107,7 +110,8 @@ def load_optimizer_state(
 ) -> list[str]:
     """Load what `optimizer_state` gave: the exact inverse, matched by name.
 
-    The order of parameters and of groups may differ; which parameters form a group may not. Dtypes are kept as saved.
+    The order of parameters and of groups may differ; which parameters form a group may not. Dtypes are kept as saved,
+    but for state that had its parameter's, which follows a parameter that has another one now.
 
     Args:
         module: the module whose parameters the optimizer steps.
@@ -139,7 +143,9 @@ def load_optimizer_state(
     state.update({index: tree["state"][name] for index, (_, name) in by_index.items() if name in tree["state"]})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for parameter, name in by_index.values():
-        _keep_exact(optimizer.state.get(parameter, {}), tree["state"].get(name, {}))
+        then = tree.get("dtypes", {}).get(name, parameter.dtype)
+        follows = then if then != parameter.dtype else None
+        _keep_exact(optimizer.state.get(parameter, {}), tree["state"].get(name, {}), follows)
     return left_out
 
 
@@ -186,12 +192,14 @@ def _shapes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, list
     return {names[p]: list(p.shape) for options in optimizer.param_groups for p in options["params"]}
 
 
-def _keep_exact(loaded: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+def _keep_exact(loaded: dict[Any, Any], saved: Mapping[Any, Any], follows: torch.dtype | None) -> None:
     # torch casts state to the parameter's dtype (a float32 moment of a bfloat16 weight) and takes strings apart.
     for key, value in saved.items():
         if isinstance(value, str):
             loaded[key] = value
-        elif isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor) and loaded[key].dtype != value.dtype:
+        elif not isinstance(value, Tensor) or not isinstance(loaded.get(key), Tensor) or value.dtype == follows:
+            continue
+        elif loaded[key].dtype != value.dtype:
             loaded[key] = value.to(loaded[key].device)
 
 

@@ -179,6 +179,20 @@ def test_dtypes_and_text_are_kept_as_saved():
     assert other.state[net.weight]["master"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_state_follows_parameters_that_have_another_dtype_now(dtype: torch.dtype):
+    net = nn.Embedding(4, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    tree = optimizer_state(net, optimizer)
+    net = copy.deepcopy(net).to(dtype)
+    other = torch.optim.AdamW(net.parameters())
+    load_optimizer_state(net, other, tree)
+    assert other.state[net.weight]["exp_avg"].dtype == dtype
+    assert other.state[net.weight]["step"].dtype == torch.float32
+    train(net, other, steps=1)
+
+
 def test_state_that_belongs_to_no_parameter():
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

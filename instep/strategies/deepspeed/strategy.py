@@ -261,6 +261,7 @@ class DeepSpeedStrategy(Strategy):
             if self.precision.dtype is not None:
                 exact = {p: p.detach() for p in module.parameters() if p.dtype == torch.float32}  # outlast the cast
         self._engine = self._make_engine(module, optimizer)
+        self._engine.set_gradient_accumulation_boundary(True)  # else it counts batches until `no_sync` tells it
         self._optimizer = optimizer
         # What the loop calls where a window begins would take the gradients' memory from an offloading engine.
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
@@ -524,7 +525,14 @@ class DeepSpeedStrategy(Strategy):
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(group_names)}
             for group, group_names in zip(optimizer.param_groups, self._groups, strict=True)
         ]
-        return {"optimizer": kind_of(optimizer), "shapes": self._shapes, "state": state, "groups": groups}
+        dtypes = dict.fromkeys(self._shapes, torch.float32)  # of the master weights
+        return {
+            "optimizer": kind_of(optimizer),
+            "shapes": self._shapes,
+            "dtypes": dtypes,
+            "state": state,
+            "groups": groups,
+        }
 
     def _saved(self, part: Part, key: str, value: Any, kind: str) -> Any:
         if isinstance(value, Tensor) and value.ndim:
