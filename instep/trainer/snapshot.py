@@ -49,6 +49,8 @@ class Snapshot:
         self._part = f"-{run.rank:05d}-of-{run.world_size:05d}" if run.strategy.sharded else ""
         trainer = run.trainer
         trainer.metrics.log_steps(run.book.settle(run.position.global_step))  # before the loggers' state
+        # Collective, and so before the user's hooks, which may fail on one rank only.
+        optimizers = [] if weights_only else [run.strategy.optimizer_state(it) for it in run.optimizers]
         checkpoint = self.user_view(run)
         self.model, self.extra = _split(run.strategy.owned(checkpoint.pop("state_dict")))
         self.shared: dict[str, Any] = {
@@ -65,7 +67,7 @@ class Snapshot:
         self.own: dict[str, Any] = {}
         if weights_only:
             return
-        self.optimizers = run.strategy.owned([run.strategy.optimizer_state(it) for it in run.optimizers])
+        self.optimizers = run.strategy.owned(optimizers)
         run.strategy.update_scaler()
         self.shared |= {
             "run_id": trainer.run_id,

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from instep import Accelerator, TrainModule
 from instep.callbacks import ModelCheckpoint
 from instep.checkpoint import CheckpointStore
-from instep.errors import SettingError
+from instep.errors import DistributedError, SettingError
+from instep.state import PartialState
 from instep.strategies import DDPStrategy
 from instep.strategies.zero import OptimizerShards
 from instep.utils.optimizer_state import names_of
@@ -97,6 +98,21 @@ KINDS: dict[str, tuple[Any, str]] = {
 }
 
 
+class Fails(Net):
+    """Cannot be saved, as the first rank finds out alone."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if PartialState().is_main_process:
+            raise ValueError("no room for it")
+
+
+def refused(folder: Path) -> str:
+    trainer, _ = fit(zero(consolidate_optimizer=True), 1, Fails())
+    with pytest.raises((ValueError, DistributedError)) as error:
+        trainer.save_checkpoint(folder / "refused")
+    return str(error.value)
+
+
 def everything(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, module in {"adamw": Net(), "own step": OwnStep(), "adagrad": net("adagrad")}.items():
@@ -106,6 +122,7 @@ def everything(folder: Path) -> dict[str, Any]:
         trainer, weights = fit(zero(), module=module)
         names = names_of(module)
         found[name] = (torch.equal(weights, plain), sorted(names[p] for p in trainer.optimizers[0].state))
+    found["refused"] = refused(folder)
     found["straight"] = fit("ddp")[1]
     found["torch's"] = torch.equal(fit("ddp", module=net("torch's"))[1], found["straight"])
     paths = {name: saved(folder, name, make(), kind) for name, (make, kind) in KINDS.items()}
@@ -211,6 +228,11 @@ def test_its_checkpoints_hold_the_same_and_one_process_goes_on(ranks: list[dict[
     for name in ("sharded", "consolidated", "torch's"):
         _, weights = fit("auto", ckpt_path=paths[name])
         torch.testing.assert_close(weights, straight, atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.dist
+def test_a_hook_that_fails_on_one_rank_fails_the_save_on_all(ranks: list[dict[str, Any]]) -> None:
+    assert all("no room for it" in rank["refused"] for rank in ranks)
 
 
 def test_it_refuses_what_it_cannot_divide() -> None:
