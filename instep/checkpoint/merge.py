@@ -47,16 +47,20 @@ def merge(path: Location, file: PathLike) -> Path:
     files = LocalFiles()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with files.create(temporary, len(head) + sum(it.nbytes for it in order.values())) as out:
-            out.write(head)
-            for name in order:
-                out.write(content_of(weights[name].read()))
-            out.close()
-        os.link(temporary, file)  # unlike a rename it fails where there is something
-        files.sync_folder(file.parent)
+        try:
+            with files.create(temporary, len(head) + sum(it.nbytes for it in order.values())) as out:
+                out.write(head)
+                for name in order:
+                    out.write(content_of(weights[name].read()))
+                out.close()
+            os.link(temporary, file)  # unlike a rename it fails where there is something
+            files.sync_folder(file.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
     except FileExistsError as error:
         text = f"{file} is there already; nothing is overwritten. Give another name."
         raise CheckpointError(text, path=file) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    except OSError as error:
+        text = f"could not write {file}: {error.strerror or error}. Give a place that can be written to."
+        raise CheckpointError(text, path=file) from error
     return file
