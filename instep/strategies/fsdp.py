@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,14 @@ from instep.strategies.wrapping import (
     check_policy,
     checkpoint_activations,
     compile_forward,
-    select,
-    untie,
+    is_manual,
+    recomputed_of,
+    units_of,
 )
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
 
-_placed: WeakSet[nn.Module] = WeakSet()  # what was cut up stays so
+_placed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""What was cut up stays so: each module, and the names of its weights that nothing has given values to."""
 
 
 class FSDPStrategy(Strategy):
@@ -206,14 +208,15 @@ class FSDPStrategy(Strategy):
 
     def place(self, module: nn.Module) -> None:
         self.module = module
-        self._without_values.clear()
+        self._without_values = _placed.get(module, set())
         if module not in _placed:  # by an earlier run
             self._freed.clear()
             before = dict(module.named_parameters(remove_duplicate=False))
             self.precision.convert_module(module)
             self.parallelize(module)
             self.shard(module)
-            _placed.add(module)
+            self._bring(module)
+            _placed[module] = self._without_values
             self._became = {
                 id(before[name]): (ref(before[name]), parameter)
                 for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -222,6 +225,12 @@ class FSDPStrategy(Strategy):
         self._sharded = [it for it in module.modules() if isinstance(it, FSDPModule)]
         self._reshard()
         self._parameters = list(module.parameters())  # a gathered part shows others
+
+    def _bring(self, module: nn.Module) -> None:
+        """Bring to the device what no part has that `fully_shard` has brought there."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not isinstance(tensor, DTensor):  # may be offloaded
+                tensor.data = tensor.data.to(self.device)
 
     def parallelize(self, module: nn.Module) -> None:
         """Cut the module up over other dimensions of the mesh, before it is sharded over the dp ones. Collective."""
@@ -236,9 +245,9 @@ class FSDPStrategy(Strategy):
             if not hasattr(module, method):
                 raise _wrong("forward_methods", method, f"methods that {type(module).__name__} has")
         done = any(isinstance(it, FSDPModule) for it in module.modules())
-        units = {} if done else self._units(module)
-        recomputed = self._recomputed(module, units)
-        alone = _is_manual(module)  # the module itself is not sharded then, its parts are
+        units = {} if done else units_of(module, self.wrap_policy, self.name)
+        recomputed = recomputed_of(module, self.activation_checkpointing, units)
+        alone = is_manual(module)  # the module itself is not sharded then, its parts are
         maker = Materializer(self.device)
 
         def visit(it: nn.Module, name: str) -> None:
@@ -268,47 +277,6 @@ class FSDPStrategy(Strategy):
             for tensor in (*module.parameters(), *module.buffers()):
                 if not isinstance(tensor, DTensor) and not tensor.is_meta:
                     tensor.copy_(broadcast(tensor))
-
-    def _units(self, module: nn.Module) -> dict[str, nn.Module]:
-        """The parts that are gathered one at a time, by name."""
-        units = select("wrap", self.wrap_policy, module)
-        if _is_manual(module):
-            # Backward runs within the step, before the module has ended a forward: parts have to stand alone.
-            own = [name for name, _ in module.named_parameters(recurse=False)]
-            if own:
-                raise SettingError(
-                    f"{type(module).__name__} optimizes manually and has weights of its own ({', '.join(own)}), which "
-                    "no forward gathers. Put them into a submodule that the step calls.",
-                    field="strategy",
-                    got=self.name,
-                )
-            units |= _called_parts(module)
-        kept, shared = untie(module, units)
-        chosen = isinstance(self.wrap_policy, tuple) or callable(self.wrap_policy) or _is_manual(module)
-        if len(kept) < len(units) and chosen:
-            raise SettingError(
-                f"wrap={self.wrap_policy!r} would shard {', '.join(sorted(units.keys() - kept.keys()))} apart from "
-                f"what shares its weights ({', '.join(shared)}), and they would be tied no more. Wrap other parts: "
-                "weights that are tied have to be in the same one.",
-                field="wrap",
-                got=self.wrap_policy,
-            )
-        return kept
-
-    def _recomputed(self, module: nn.Module, units: Mapping[str, nn.Module]) -> set[nn.Module]:
-        policy = self.activation_checkpointing
-        if policy is None or policy is False:
-            return set()
-        if policy is not True:
-            return set(select("activation_checkpointing", policy, module).values())
-        if not units:
-            raise SettingError(
-                f"activation_checkpointing=True means the parts of wrap, and {type(module).__name__} has none. Name "
-                "the classes whose activations are to be computed again.",
-                field="activation_checkpointing",
-                got=True,
-            )
-        return set(units.values())
 
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
         reshard = self.reshard_after_forward
@@ -355,7 +323,7 @@ class FSDPStrategy(Strategy):
             )
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
-        if module not in _placed:  # the caller moves models itself
+        if self.__dict__.get("module") is not module:  # the caller moves models itself
             self.place(module)
         self.setup(module, optimizers)
         return module
@@ -482,21 +450,6 @@ class FSDPStrategy(Strategy):
 
     def owned(self, tree: Any) -> Any:
         return parts_to_write(tree, PartialState().is_main_process, self.mesh)
-
-
-def _is_manual(module: nn.Module) -> bool:
-    return not getattr(module, "automatic_optimization", True)
-
-
-def _called_parts(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """The children of a module by name; for containers that have no forward, theirs."""
-    parts: dict[str, nn.Module] = {}
-    for key, child in module.named_children():
-        if type(child).forward is nn.Module.forward:
-            parts |= _called_parts(child, f"{prefix}{key}.")
-        elif any(True for _ in child.parameters()):
-            parts[f"{prefix}{key}"] = child
-    return parts
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -158,6 +158,15 @@ class MeshStrategy(PipelinedStrategy):
                 field="cp_attention",
                 got="ring",
             )
+        for field in ("tp", "pp"):
+            if precision.scaler is not None and self.sizes[field] > 1:
+                # Nor does torch's scaler take gradients of which some are cut up and some are not.
+                raise SettingError(
+                    f"precision={precision.name!r} scales gradients, and ranks of {field} hold different ones and "
+                    "would not agree how. Use precision='bf16-mixed'.",
+                    field="precision",
+                    got=precision.name,
+                )
         super().connect(device, precision)
 
     def place(self, module: nn.Module) -> None:
@@ -186,11 +195,6 @@ class MeshStrategy(PipelinedStrategy):
         if self.sizes["tp"] > 1:
             self.share_weights(module)  # while every rank has all of them
             tensor_parallel.cut(module, self.mesh)
-
-    def shard_part(self, module: nn.Module) -> None:
-        super().shard_part(module)
-        if self.dp_mesh.size() == 1:
-            module.to(self.device)
 
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
         if self.dp_mesh.size() > 1 or self.mp_policy is not None or self.cpu_offload:

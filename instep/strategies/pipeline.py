@@ -152,7 +152,6 @@ class PipelinedStrategy(FSDPStrategy):
             self._check_module(module)
             self.share_weights(module)  # of shards, only those of one stage are made alike
             super().place(module)
-            module.to(self.device)
             cut = module.__dict__["_pipeline_cut"] = self._require_cut()
         elif (cut.ranks, len(cut.stages)) != (self.pipe_size, self._rounds):
             raise SettingError(
@@ -186,13 +185,6 @@ class PipelinedStrategy(FSDPStrategy):
                 "automatic_optimization = True, or use another strategy.",
                 field="strategy",
                 got=self.name,
-            )
-        if self.precision.scaler is not None:
-            raise SettingError(
-                f"precision={self.precision.name!r} scales gradients, and stages of a pipeline would not agree how. "
-                "Use precision='bf16-mixed'.",
-                field="precision",
-                got=self.precision.name,
             )
         for name in ("pipeline_stages", "pipeline_loss"):
             own = getattr(type(module), name, None)
@@ -478,7 +470,7 @@ class PipelinedStrategy(FSDPStrategy):
         return super().load_optimizer_state(optimizer, tree, strict)
 
     def owned(self, tree: Any) -> Any:
-        return super().owned(tree) if self._cut is None else parts_to_write(tree, self._first_of_stage)
+        return super().owned(tree) if self._cut is None else parts_to_write(tree, self._first_of_stage, self.mesh)
 
 
 def _samples(leaf: Any, samples: slice, batch: int) -> Any:

@@ -115,6 +115,84 @@ def _items_of_lists(inside: Mapping[str, nn.Module], module: nn.Module) -> dict[
     return {name: it for name, it in inside.items() if name.rpartition(".")[0] in outer}
 
 
+def units_of(module: nn.Module, policy: Any, strategy: str) -> dict[str, nn.Module]:
+    """The parts of a module that are gathered one at a time, by name.
+
+    Args:
+        module: all of it.
+        policy: what `check_policy` returned for `wrap`.
+        strategy: its name, for errors.
+
+    Raises:
+        SettingError: the policy means nothing, or would take tied weights apart; or a module that optimizes manually
+            has weights of its own.
+    """
+    units = select("wrap", policy, module)
+    if is_manual(module):
+        # Backward runs within the step, before the module has ended a forward: parts have to stand alone.
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own:
+            raise SettingError(
+                f"{type(module).__name__} optimizes manually and has weights of its own ({', '.join(own)}), which "
+                "no forward gathers. Put them into a submodule that the step calls.",
+                field="strategy",
+                got=strategy,
+            )
+        units |= _called_parts(module)
+    kept, shared = untie(module, units)
+    chosen = isinstance(policy, tuple) or callable(policy) or is_manual(module)
+    if len(kept) < len(units) and chosen:
+        raise SettingError(
+            f"wrap={policy!r} would shard {', '.join(sorted(units.keys() - kept.keys()))} apart from what shares its "
+            f"weights ({', '.join(shared)}), and they would be tied no more. Wrap other parts: weights that are tied "
+            "have to be in the same one.",
+            field="wrap",
+            got=policy,
+        )
+    return kept
+
+
+def is_manual(module: nn.Module) -> bool:
+    """Whether a module optimizes manually."""
+    return not getattr(module, "automatic_optimization", True)
+
+
+def _called_parts(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """The children of a module by name; for containers that have no forward, theirs."""
+    parts: dict[str, nn.Module] = {}
+    for key, child in module.named_children():
+        if type(child).forward is nn.Module.forward:
+            parts |= _called_parts(child, f"{prefix}{key}.")
+        elif any(True for _ in child.parameters()):
+            parts[f"{prefix}{key}"] = child
+    return parts
+
+
+def recomputed_of(module: nn.Module, policy: Any, units: Mapping[str, nn.Module]) -> set[nn.Module]:
+    """The parts whose activations are computed again in the backward.
+
+    Args:
+        module: all of it.
+        policy: what `check_policy` returned; True for the units, False for none.
+        units: what `units_of` returned.
+
+    Raises:
+        SettingError: it means nothing.
+    """
+    if policy is None or policy is False:
+        return set()
+    if policy is not True:
+        return set(select("activation_checkpointing", policy, module).values())
+    if not units:
+        raise SettingError(
+            f"activation_checkpointing=True means the parts of wrap, and {type(module).__name__} has none. Name "
+            "the classes whose activations are to be computed again.",
+            field="activation_checkpointing",
+            got=True,
+        )
+    return set(units.values())
+
+
 def untie(module: nn.Module, units: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], list[str]]:
     """The units that share no parameter with what is outside them, and the names of shared ones.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,15 @@ def test_sizes_take_what_is_left_and_must_multiply_to_the_processes():
         strategy = resolve_strategy(name, 2)
         assert isinstance(strategy, MeshStrategy)
         assert strategy.sizes[name] == 2
+
+
+@pytest.mark.parametrize("field", ["tp", "pp"])
+def test_gradients_that_ranks_have_others_of_are_not_scaled(field: str):
+    strategy = MeshStrategy(**{field: 2})
+    strategy.check_world_size(2)
+    scaled: Any = SimpleNamespace(name="16-mixed", scaler=object())
+    with pytest.raises(SettingError, match=f"ranks of {field} hold different ones.*Use precision='bf16-mixed'"):
+        strategy.connect(torch.device("cpu"), scaled)
 
 
 # ---- two processes
@@ -193,14 +203,22 @@ def test_two_processes_that_share_their_data(tmp_path: Path):
 # ---- four processes
 
 
-def four_ranks(names: tuple[str, ...]) -> dict[str, list[float]]:
-    return {name: train(**FOUR[name](), steps=3).losses for name in names}
+def four_ranks(names: tuple[str, ...]) -> dict[str, tuple[list[float], int]]:
+    found: dict[str, tuple[list[float], int]] = {}
+    for name in names:
+        settings = FOUR[name]()
+        losses = train(**settings, steps=3).losses
+        strategy = settings["strategy"]
+        written = [getattr(it, "local", it) for it in (strategy.owned(strategy.model_state()) or {}).values()]
+        found[name] = losses, sum({it.data_ptr(): it.numel() for it in written}.values())  # tied ones once
+    return found
 
 
 FOUR: dict[str, Any] = {
     "cp 2, tp 2": lambda: {"strategy": MeshStrategy(cp=2, tp=2), "batch_size": 8},
     "cp 2, dp_shard 2": lambda: {"strategy": MeshStrategy(cp=2, dp_shard=2)},
     "dp_replicate 2, tp 2": lambda: {"strategy": MeshStrategy(dp_replicate=2, dp_shard=1, tp=2)},
+    "pp 2, tp 2, offload": lambda: {"strategy": MeshStrategy(pp=2, tp=2, cpu_offload=True), "batch_size": 16},
     "pp 2, cp 2": lambda: {"strategy": MeshStrategy(pp=2, cp=2), "batch_size": 8},
     "dp_shard 2, tp 2, offload": lambda: {"strategy": MeshStrategy(tp=2, cpu_offload=True)},
 }
@@ -210,6 +228,9 @@ FOUR: dict[str, Any] = {
 @pytest.mark.slow
 def test_products_of_dimensions_train_as_one_process_does():
     alone = train(steps=3)
-    for rank in run_ranks(four_ranks, 4, tuple(FOUR), timeout_s=180.0):
-        for name, losses in rank.items():
-            assert losses == pytest.approx(alone.losses, abs=1e-5), name
+    elements = sum(p.numel() for p in TinyGPT().parameters())
+    ranks = run_ranks(four_ranks, 4, tuple(FOUR), timeout_s=180.0)
+    for name in FOUR:
+        for rank in ranks:
+            assert rank[name][0] == pytest.approx(alone.losses, abs=1e-5), name
+        assert sum(rank[name][1] for rank in ranks) == elements, name  # none is saved twice
