@@ -240,7 +240,7 @@ def test_merge_makes_a_file_for_anybody(tmp_path: Path, flat: bool) -> None:
     with pytest.raises(CheckpointError, match="nothing is overwritten"):
         merge(path, file)
     assert [it.name for it in file.parent.iterdir()] == ["model.safetensors"]
-    with pytest.raises(CheckpointError, match="could not write .*Not a directory"):
+    with pytest.raises(CheckpointError, match=r"could not write .*Not a directory"):
         merge(path, file / "within" / "a_file.safetensors")
     (path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match="model-00002"):
