@@ -317,7 +317,7 @@ class Accelerator(Checkpointing):
         """
         with ExitStack() as stack:
             for model in joinables:
-                stack.enter_context(self.strategy_of(model).join(model))
+                stack.enter_context(self.strategy_of(model).join())
             yield
 
     def profile(self, handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:

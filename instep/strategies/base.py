@@ -157,12 +157,8 @@ class Strategy:
         """What a backward computes gradients for: the parameters as the step sees them."""
         return self.module.parameters()
 
-    def join(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        """A context in which ranks without a batch wait for the others, in a handwritten loop.
-
-        Args:
-            wrapped: what `wrap` returned.
-        """
+    def join(self) -> AbstractContextManager[Any]:
+        """A context in which ranks without a batch wait for the others, in a handwritten loop, after `wrap`."""
         if PartialState().num_processes > 1:
             raise UsageError(
                 f"ranks that have no batch left cannot wait for the others under strategy={self.name!r}, whose steps "

@@ -288,15 +288,15 @@ class DDPStrategy(Strategy):
         finally:
             self._syncs = before
 
-    def join(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        if not isinstance(wrapped, DistributedDataParallel):
-            return super().join(wrapped)
+    def join(self) -> AbstractContextManager[Any]:
+        if self._ddp is None:
+            return super().join()
         if self.zero_redundancy_optimizer or self.local_sgd_plan is not None:
             raise UsageError(
                 "ranks cannot wait for each other's last batches where their optimizer steps meet, as with "
                 "zero_redundancy_optimizer=True and comm_hook='post_local_sgd'. Give all ranks as many batches."
             )
-        return wrapped.join(divide_by_initial_world_size=True)
+        return self._ddp.join(divide_by_initial_world_size=True)
 
     def unify(self) -> None:
         if self._local_sgd is not None:

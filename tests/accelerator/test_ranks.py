@@ -119,7 +119,7 @@ def uneven() -> tuple[int, list[float], bool]:
     model = nn.Linear(1, 1)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), numbers(9, 2))
     steps = 0
-    with accelerator.join_uneven_inputs([model]):
+    with accelerator.join_uneven_inputs([accelerator.unwrap_model(model)]):
         for (x,) in loader:
             accelerator.backward(model(x[:, None]).mean())
             optimizer.step()

@@ -347,5 +347,6 @@ def test_a_static_graph_is_refused_in_manual_optimization() -> None:
 
 def test_steps_that_meet_cannot_be_joined() -> None:
     strategy = DDPStrategy(zero_redundancy_optimizer=True)
+    strategy._ddp = DistributedDataParallel.__new__(DistributedDataParallel)
     with pytest.raises(UsageError, match=r"zero_redundancy_optimizer=True.*Give all ranks as many batches"):
-        strategy.join(DistributedDataParallel.__new__(DistributedDataParallel))
+        strategy.join()
