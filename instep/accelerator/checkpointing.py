@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -13,7 +14,9 @@ from instep.accelerator import saving
 from instep.accelerator.handlers import ProjectConfiguration
 from instep.accelerator.preparing import Preparing
 from instep.accelerator.single_files import save_object, save_weights
+from instep.checkpoint import CheckpointStore
 from instep.checkpoint.background import BackgroundSaver, PendingSave
+from instep.checkpoint.lease import Lease
 from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.together import Peers
 from instep.errors import SettingError
@@ -39,6 +42,24 @@ class Checkpointing(Preparing):
         self.saver = BackgroundSaver()
         self.pending: PendingSave | None = None
         self.swept: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
+        self._leases: dict[Path, Lease | None] = {}  # folders that this run saves in; the main process holds the lease
+        self._releases: list[weakref.finalize[..., Checkpointing]] = []
+
+    def own(self, store: CheckpointStore) -> None:
+        """Take a folder of states until this run ends, this object is gone, or the process exits. Collective."""
+        if store.root not in self._leases:
+            store.own(self.run_id)
+            self._leases[store.root] = store.lease
+            if store.lease is not None:
+                self._releases.append(weakref.finalize(self, store.lease.release))
+        store.lease = self._leases[store.root]
+
+    def _end(self) -> None:
+        super()._end()
+        if self.pending is None:  # what still saves there owns it
+            for release in self._releases:
+                release()
+            self._leases.clear()
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Make objects part of `save_state` and `load_state`.
@@ -113,6 +134,7 @@ class Checkpointing(Preparing):
         Raises:
             CheckpointError: it could not be written, or the project's folder holds a later state of another run; older
                 ones are intact.
+            FolderInUseError: another run saves in the project's folder; it is this one's from here to `end_training`.
             SettingError: two loaders, optimizers or schedulers cannot be told apart by name.
             DistributedError: not all ranks came.
         """

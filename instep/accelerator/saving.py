@@ -58,6 +58,8 @@ def save(accelerator: Checkpointing, path: Path | None, background: bool = False
             stacklevel=4,
         )
     store, name = _place(accelerator, path)
+    if path is None:
+        accelerator.own(store)
     weights: dict[str, dict[str, Any]] = {}
     optimizers: dict[str, tuple[Optimizer, dict[str, Any]]] = {}
     shared: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from instep.checkpoint.catalog import Broken, folder_names, look, read_or_say
 from instep.checkpoint.choose import CheckpointInfo, best_first, check_keyword
 from instep.checkpoint.files import Files
 from instep.checkpoint.hashing import FileRecord
-from instep.checkpoint.lease import Lease
+from instep.checkpoint.lease import Lease, check_seen
 from instep.checkpoint.manifest import Manifest, is_inner_name
 from instep.checkpoint.reader import Reader, file_problem, folder_problems
 from instep.checkpoint.remote import files_of
@@ -72,6 +72,36 @@ class CheckpointStore:
         self.files = files if files is not None else files_of(self.root)
         self.peers = peers if peers is not None else Peers()
         self.lease = lease
+
+    def own(self, run_id: str) -> None:
+        """Take the folder, which is made where it is missing; `lease.release()` gives it back. Collective.
+
+        It is also the proof that the folder can be written to and that all ranks see it.
+
+        Args:
+            run_id: the run that saves.
+
+        Raises:
+            FolderInUseError: another run has it.
+            CheckpointError: it cannot be written to, or a rank does not see it.
+        """
+
+        def take() -> str:
+            self.lease = Lease.take(self.root, run_id, self.files)
+            return self.lease.path.name
+
+        name = self.peers.on_rank_zero(take, f"taking {self.root} for this run")
+        error: Exception | None = None
+        try:
+            check_seen(self.root / name, self.files, self.peers.place()[0])
+        except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
+            error = caught
+        try:
+            self.peers.fail_together(error, f"looking for {name} in {self.root}")
+        except BaseException:
+            if self.lease is not None:
+                self.lease.release()
+            raise
 
     def save(
         self,

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
-from instep.distributed import Trigger, Triggers, broadcast_object, raise_together
+from instep.distributed import Trigger, Triggers, broadcast_object
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, HookError, InstepError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
@@ -305,26 +305,14 @@ class Session:
             FolderInUseError: another run has it.
             CheckpointError: it cannot be written to, or a rank does not see it.
         """
-        from instep.checkpoint.lease import Lease, check_seen  # late: only a run with checkpoints pays for it
-        from instep.checkpoint.store import CheckpointStore
+        from instep.checkpoint.store import CheckpointStore  # late: only a run with checkpoints pays for it
 
         store = CheckpointStore(folder)
-        if store.root in self.leases:
-            return
-
-        def take() -> str:
-            lease = self.leases[store.root] = Lease.take(store.root, self.trainer.run_id, store.files)
-            self._stack.callback(lease.release)
-            return lease.path.name
-
-        name = self.on_rank_zero(take, f"taking {store.root} for this run")
-        self.leases.setdefault(store.root, None)
-        error: Exception | None = None
-        try:
-            check_seen(store.root / name, store.files, self.rank)
-        except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
-            error = caught
-        raise_together(error, f"looking for {name} in {store.root}")
+        if store.root not in self.leases:
+            store.own(self.trainer.run_id)
+            self.leases[store.root] = store.lease
+            if store.lease is not None:
+                self._stack.callback(store.lease.release)
 
     def disown(self, folder: Path) -> None:
         """Give a folder back before the session's end: nothing is saved in it."""

@@ -40,7 +40,7 @@ def test_the_state_of_that_instant_is_saved(make: Any, tmp_path: Path) -> None:
     step(accelerator, model, optimizer)
     path = accelerator.wait_for_saves()
     assert accelerator.wait_for_saves() is None
-    assert sorted(it.name for it in (tmp_path / "checkpoints").iterdir()) == ["step-00000003-1", "step-00000004-1"]
+    assert sorted(it.name for it in tmp_path.glob("checkpoints/step-*")) == ["step-00000003-1", "step-00000004-1"]
     assert path is not None
     saved = load_weights(path)
     assert all(torch.equal(saved[name], value) for name, value in expected[3].items())
@@ -79,7 +79,7 @@ def ends(folder: Path) -> list[str]:
     step(accelerator, model, optimizer)
     accelerator.save_state(background=True)
     accelerator.end_training()
-    return [path.name for path in (folder / "checkpoints").iterdir()]
+    return [path.name for path in (folder / "checkpoints").iterdir() if path.is_dir()]
 
 
 @pytest.mark.dist

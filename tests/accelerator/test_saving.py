@@ -473,6 +473,7 @@ def test_a_new_run_does_not_save_among_later_states_of_another(make: Any, tmp_pa
     for _ in range(2):
         step(first, model, optimizer)
     kept = first.save_state()
+    first.free_memory()
     second, model, optimizer = begin()
     step(second, model, optimizer)
     with pytest.raises(CheckpointError, match="states of another run, up to step-00000002-1"):
