@@ -281,8 +281,20 @@ def on_one(root: Path) -> dict[str, Any]:
         ).losses
         short = train(strategy, steps=2, module=small(), limit_train_batches=1, limit_val_batches=0)
         found[f"{strategy}, short epochs"] = short.losses  # of one batch, in windows of 4
+    found["anew"] = trained_anew()
     found["refused"] = refusals()
     return found
+
+
+def trained_anew() -> list[list[float]]:
+    """Of two fits with one strategy, between which the module got its first weights again."""
+    kept, module = strategy_of({"stage": 2}), small()
+    weights = copy.deepcopy(module.state_dict())
+    losses = []
+    for _ in range(2):
+        losses.append(train(kept, steps=2, module=module, limit_val_batches=0).losses)
+        module.load_state_dict(weights)
+    return losses
 
 
 def refusals() -> dict[str, str]:
@@ -322,6 +334,7 @@ def test_one_process_and_what_is_refused(tmp_path: Path) -> None:
     for stage in (2, 3):
         for kind in ("", ", short epochs"):
             assert found[f"deepspeed_stage_{stage}{kind}"] == pytest.approx(found[f"auto{kind}"], abs=1e-5)
+    assert found["anew"][0] == found["anew"][1]
     parts = {
         "manual": "optimizes manually",
         "optimizer": "Adafactor may look at whole parameters",
