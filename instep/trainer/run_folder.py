@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -124,6 +125,14 @@ class RunFolder:
         if self.path is None:
             self.path = run.on_rank_zero(self._make, f"making a run folder in {self.base}")
         return self.path
+
+    def forget(self, main: bool) -> None:
+        """Let the next run choose anew; the main process removes a folder that holds no more than a run's status."""
+        folder, self.path = self.path, None
+        if main and folder is not None:
+            files = [path.name for path in folder.rglob("*") if not path.is_dir()]
+            if all(name == "status.json" or name.startswith(".lease-") for name in files):
+                shutil.rmtree(folder)
 
     def _make(self) -> Path:
         from instep.checkpoint import LocalFiles  # late, as above

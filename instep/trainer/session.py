@@ -275,6 +275,8 @@ class Session:
         self.hooks.call("setup", self.fn)
         if self.resumed is not None and self.fn == "fit":
             restore.resume_plugins(self, self.resumed)
+        if self.report is not None and trainer.run_folder.path is None:
+            self._stack.push(self._take_folder_back)
         start_loggers(self, module, self.datamodule)
         self._own_folders()  # the run folder's, which is chosen now
         if self.fn == "fit":
@@ -287,6 +289,11 @@ class Session:
         self.strategy.place(module)
         if path is not None:
             load_weights(self, path, self.resumed)
+
+    def _take_folder_back(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """A resume that was refused leaves no empty run folder; the lease has been given back by now."""
+        if isinstance(error, Exception) and self.trainer.resume_report is not self.report:
+            self.trainer.run_folder.forget(self.rank == 0)
 
     def _own_folders(self) -> None:
         """Take the folders that this fit will save checkpoints in, as far as they are known."""

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
-from instep.errors import CorruptCheckpointError, Preempted
-from instep.loggers import Logger
+from instep.errors import CheckpointError, CorruptCheckpointError, Preempted
+from instep.loggers import CSVLogger, Logger
 from tests.trainer.toys import Toy, loader, quiet
 
 
@@ -164,3 +165,29 @@ def test_auto_says_that_it_starts_afresh_but_not_beside_damaged_checkpoints(
         assert ("afresh" in str(caught.value)) == (keyword == "auto")
     assert sorted(base.iterdir()) == versions, "and no folder is left"
     assert "afresh" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("logger", [False, "csv"])
+def test_a_refused_resume_leaves_no_empty_folder(logger: Any, tmp_path: Path):
+    def new(**settings: Any) -> Trainer:
+        return quiet(**{"max_epochs": 2, "default_root_dir": tmp_path, "enable_checkpointing": True, **settings})
+
+    class Wider(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = torch.nn.Linear(3, 3)
+
+    first = new()
+    first.fit(Toy(), loader())
+    path = first.checkpoint_callback.last_model_path  # type: ignore[union-attr]
+    second = new(logger=CSVLogger() if logger else False)
+    with pytest.raises(CheckpointError, match="do not fit"):
+        second.fit(Wider(), loader(), ckpt_path=path)
+    versions = [folder.name for folder in sorted((tmp_path / "instep_runs").iterdir())]
+    assert versions == ["version_0", "version_1"][: 2 if logger else 1], "what a logger wrote stays"
+    second.fit(Toy(), loader())
+    assert second.log_dir == str(tmp_path / "instep_runs" / f"version_{len(versions)}")
+    third = new(max_epochs=3, callbacks=[Raises("on_train_start", ValueError("no"))])
+    with pytest.raises(ValueError, match="no"):
+        third.fit(Toy(), loader(), ckpt_path=path)
+    assert status(third)["status"] == "failed", "it was resumed"
