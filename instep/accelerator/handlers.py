@@ -95,8 +95,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def options(self) -> dict[str, Any]:
         options = super().options()
-        if self.broadcast_buffers:
-            del options["broadcast_buffers"]  # torch's default, and newer torch warns of the argument
         if "comm_state_option" in options:
             options["comm_state"] = dict(options.pop("comm_state_option"))
         return options

@@ -74,6 +74,8 @@ class Preparing(ProcessFacade):
     def _begin(self) -> None:
         """Become the active run."""
         plugin = self._accumulation
+        self._plain = copy.deepcopy(self._strategy)  # steps, scales and says whose data is whose, for all models
+        self._plain.connect(self.device, self.precision)
         self._active = True
         self._run = push_run(Run("Accelerator", self.precision.mixed_precision, self._strategy, plugin.num_steps))
         self._run.gradient.adjust_scheduler = plugin.adjust_scheduler
@@ -93,8 +95,6 @@ class Preparing(ProcessFacade):
             take_off(model)
         for strategy in getattr(self, "_strategies", {}).values():
             strategy.teardown()
-        self._plain = copy.deepcopy(self._strategy)  # steps, scales and says whose data is whose, for all models
-        self._plain.connect(self.device, self.precision)
         self._models: dict[str, nn.Module] = {}  # unwrapped, by name
         self._strategies: dict[int, Strategy] = {}  # by the id of the unwrapped model
         self._wrapped: dict[int, nn.Module] = {}

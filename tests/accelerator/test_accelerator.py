@@ -19,6 +19,7 @@ from instep.accelerator import (
     skip_first_batches,
 )
 from instep.errors import DataError, SettingError, UsageError
+from instep.strategies import Precision, Strategy
 from tests.accelerator.loops import Case, Net, data, decay, sgd
 from tests.trainer.toys import Toy, loader, quiet
 
@@ -321,6 +322,25 @@ def test_two_accelerators_keep_their_own_windows(make: Any) -> None:
     assert (one.gradient_accumulation_steps, two.gradient_accumulation_steps) == (4, 1)
     two.free_memory()
     assert GradientState().num_steps == 4
+
+
+def test_strategies_connect_when_a_run_begins_not_when_it_ends(make: Any) -> None:
+    connected: list[None] = []
+
+    class Meeting(Strategy):
+        name = "meeting"
+
+        def connect(self, device: torch.device, precision: Precision) -> None:
+            super().connect(device, precision)
+            connected.append(None)  # all ranks make a mesh here, and free_memory() may be one rank's
+
+    accelerator = make(strategy=Meeting())
+    accelerator.prepare(nn.Linear(1, 1))
+    before = len(connected)
+    accelerator.free_memory()
+    assert len(connected) == before
+    accelerator.prepare(nn.Linear(1, 1))
+    assert len(connected) > before
 
 
 def test_free_memory_ends_the_run_and_prepare_begins_one(make: Any) -> None:
