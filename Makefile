@@ -68,7 +68,7 @@ bench: $(VENV)/.bench  ## microseconds per step, import time, memory, saving, tr
 soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; 4.5 minutes, more on a busy machine
 	$(BIN)/python benchmarks/soak.py --kills 100 --name soak_short
 
-soak: $(VENV)/.dev  ## the same 1,000 times; not timed, some 45 minutes by soak-short
+soak: $(VENV)/.dev  ## the same 1,000 times; 19 to 60 minutes, by how busy the machine is
 	$(BIN)/python benchmarks/soak.py --kills 1000
 
 clean:  ## remove the environments and what tools have left
