@@ -323,7 +323,7 @@ class FSDPStrategy(Strategy):
             )
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
-        if self.__dict__.get("module") is not module:  # the caller moves models itself
+        if self.__dict__.get("module") is not module or not self._parameters:  # the caller moves models itself
             self.place(module)
         self.setup(module, optimizers)
         return module
