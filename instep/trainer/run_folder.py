@@ -8,12 +8,14 @@ import re
 import shutil
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import (
     EXIT_FAILED,
     EXIT_PREEMPTED,
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     InstepError,
@@ -180,14 +182,28 @@ class RunFolder:
         if self.path is None or not trainer.is_global_zero:
             return
         status, code = _outcome(error)
+        path: Any = error.checkpoint if isinstance(error, Preempted) else None
+        if signal:  # in its handler, or with little time left: nothing is looked for
+            path = getattr(trainer.checkpoint_callback, "last_model_path", None)
+        elif status in ("failed", "interrupted"):
+            path = self._newest(trainer)
         self._write(
             {
                 **self._content(trainer, status, code),
-                "checkpoint": str(error.checkpoint) if isinstance(error, Preempted) and error.checkpoint else None,
+                "checkpoint": str(path) if path else None,
                 "signal": signal or (trainer.stop_reason if status == "preempted" else None),
                 "error": None if error is None or status == "preempted" else f"{type(error).__name__}: {error}",
             }
         )
+
+    def _newest(self, trainer: Trainer) -> Path | None:
+        """What `ckpt_path="auto"` would take, if it verifies."""
+        from instep.checkpoint import CheckpointStore  # late, as above
+
+        assert self.checkpoints is not None
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None) or self.checkpoints
+        with suppress(CheckpointError):  # that it cannot be listed is not what ended the run
+            return next((info.path for info in CheckpointStore(folder).scan() if info.kind == "full"), None)
 
     @staticmethod
     def _content(trainer: Trainer, status: str, code: int | None) -> dict[str, Any]:

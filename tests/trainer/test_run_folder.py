@@ -191,3 +191,25 @@ def test_a_refused_resume_leaves_no_empty_folder(logger: Any, tmp_path: Path):
     with pytest.raises(ValueError, match="no"):
         third.fit(Toy(), loader(), ckpt_path=path)
     assert status(third)["status"] == "failed", "it was resumed"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_status_of_a_failed_run_names_what_auto_would_take(own: bool, tmp_path: Path):
+    class FailsLate(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(folder / "mine", weights_only=True)  # "auto" does not take it
+                raise ValueError("no")
+
+    folder = tmp_path / "kept" if own else tmp_path / "instep_runs" / "version_0" / "checkpoints"
+    saver = ModelCheckpoint(folder if own else None, every_n_train_steps=3)
+    trainer = quiet(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True, callbacks=[saver, FailsLate()])
+    with pytest.raises(ValueError, match="no"):
+        trainer.fit(Toy(), loader())
+    said = status(trainer)
+    assert (said["status"], said["checkpoint"]) == ("failed", str(folder / "step-00000003-1"))
+    trainer = quiet(max_epochs=1, default_root_dir=tmp_path / "new", callbacks=[Raises("on_train_start", KeyError())])
+    trainer.run_folder.path = tmp_path
+    with pytest.raises(KeyError):
+        trainer.fit(Toy(), loader())
+    assert status(trainer)["checkpoint"] is None
