@@ -252,9 +252,10 @@ class Runner:
             )
             for index, stage in self.stages.items()
         ]
-        options: dict[str, Any] = {"n_microbatches": self.microbatches}
+        # torch would divide whatever gradients there are, in an evaluation too.
+        options: dict[str, Any] = {"n_microbatches": self.microbatches, "scale_grads": False}
         if trains:
-            options |= {"loss_fn": self._call_loss, "scale_grads": False}
+            options["loss_fn"] = self._call_loss
         if self.kind == "interleaved":
             return (ScheduleInterleaved1F1B if trains else ScheduleLoopedBFS)(stages, **options)
         return (Schedule1F1B if trains and self.kind == "1f1b" else ScheduleGPipe)(stages[0], **options)

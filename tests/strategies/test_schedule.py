@@ -70,6 +70,7 @@ def outputs_and_gradients() -> dict[str, Any]:
         gradients = []
         for rows in ROWS:
             pipe.train(inputs(rows), loss_of)
+            pipe.evaluate(inputs(rows))  # as a hook in the middle of a window may
             gradients.append({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
             module.zero_grad()
         found[f"{kind}, gradients"] = gradients
