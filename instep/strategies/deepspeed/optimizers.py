@@ -39,7 +39,12 @@ def check_optimizer(optimizer: Optimizer, config: Mapping[str, Any], stage: int)
     """
     name = type(optimizer).__name__
     if any(not group["params"] for group in optimizer.param_groups):
-        raise SettingError(f"{name} has a parameter group without parameters. Leave it out.", field="strategy")
+        cut = " Stage 3 has cut parameters up when it is made: tell them apart by p.ds_shape, not by p.ndim or p.shape."
+        raise SettingError(
+            f"{name} has a parameter group without parameters. Leave it out.{cut if stage == 3 else ''}",
+            field="strategy",
+            got=name,
+        )
     known = type(optimizer).__module__.startswith("deepspeed.") or name in _ELEMENTWISE
     if stage == 0 or known or config.get("zero_allow_untested_optimizer"):
         return

@@ -307,13 +307,15 @@ def refusals() -> dict[str, str]:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adafactor(self.parameters())
 
-    class Frozen(TinyGPT):
+    class ByShape(TinyGPT):
         def configure_optimizers(self) -> Any:
-            return torch.optim.Adagrad(self.parameters())
+            flat = [p for p in self.parameters() if p.ndim < 2]
+            return torch.optim.AdamW([{"params": flat}, {"params": [p for p in self.parameters() if p.ndim >= 2]}])
 
     runs: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "manual": (Manual, {}, {"global_batch_size": None, "gradient_clip_val": None}),
         "optimizer": (ByRows, {}, {}),
+        "shape": (ByShape, {"stage": 3}, {}),
         "value": (TinyGPT, {}, {"gradient_clip_algorithm": "value"}),
         "clip": (TinyGPT, {"config": {"gradient_clipping": 0.5}}, {}),
         "accumulation": (TinyGPT, {"config": {"gradient_accumulation_steps": 3}}, {}),
@@ -338,6 +340,7 @@ def test_one_process_and_what_is_refused(tmp_path: Path) -> None:
     parts = {
         "manual": "optimizes manually",
         "optimizer": "Adafactor may look at whole parameters",
+        "shape": "tell them apart by p.ds_shape",
         "value": "clips by norm",
         "clip": r"gradient_clipping=0.5, and the run clips at 1.0",
         "accumulation": "accumulates 4 micro-batches",
