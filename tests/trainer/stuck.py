@@ -49,6 +49,7 @@ def main() -> None:
         callbacks=[ModelCheckpoint(every_n_train_steps=1), *([] if where == "nowhere" else [Stuck(where)])],
         default_root_dir=root,
         grace_period_s=grace_s,
+        devices=2 if where == "waits for the other rank" else "auto",
     )
     module = Toy()
     trainer.fit(module, loader(), ckpt_path="auto")

@@ -69,6 +69,27 @@ def test_a_process_that_is_stuck_ends_in_time_and_the_run_goes_on(tmp_path: Path
         assert torch.equal(value, weights(root)[name]), name
 
 
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_rank_that_waits_for_one_that_is_stuck_ends_in_time_with_it(tmp_path: Path) -> None:
+    with start_command(command(tmp_path, "waits for the other rank", 2.0), cwd=REPO) as process:
+        assert process.stdout is not None
+        assert any(line == "stuck\n" for line in process.stdout)
+        before = time.monotonic()
+        process.send_signal(signal.SIGTERM)  # the launcher tells both
+        done = finish(process, 60)
+        took_s = time.monotonic() - before
+    assert done.returncode == 1, done
+    assert took_s < 2.0 + deadline.AT_ONCE_S + 5
+    assert done.stderr.count("SIGTERM came") == 2, done.stderr
+    said = status(tmp_path)
+    assert (said["status"], said["exit_code"], said["signal"], said["global_step"]) == ("failed", 1, "SIGTERM", 3)
+    assert "nothing was saved" in said["error"]
+    assert said["checkpoint"].endswith("step-00000002-1")
+    assert [path.name for path in tmp_path.rglob("checkpoints/step-*")] == ["step-00000002-1"]
+
+
 def test_what_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, calls = threading.Event(), []
     monkeypatch.setattr(os, "_exit", lambda code: (calls.append(code), ended.set()))

@@ -144,6 +144,18 @@ def test_a_signal_to_one_rank_stops_all(pair: dict[str, Any], tmp_path: Path) ->
 
 
 @pytest.mark.dist
+def test_the_signals_of_batch_systems_to_one_rank_stop_all(pair: dict[str, Any], tmp_path: Path) -> None:
+    for name, rank, step in (("SIGUSR1", 1, 4), ("SIGUSR2", 0, 7)):
+        expect(run(tmp_path, "--devices", "2", "--do", name, "--rank", str(rank), "--step", str(step)), 75)
+        said = status(tmp_path)
+        assert (said["status"], said["exit_code"], said["signal"]) == ("preempted", 75, name)
+        assert said["checkpoint"].endswith(f"{step + 1:08d}-1")
+        assert saved(tmp_path) == [f"step-{step + 1:08d}-1"]
+    expect(run(tmp_path, "--devices", "2"), 0)
+    assert results(tmp_path, 2) == [pair, pair]
+
+
+@pytest.mark.dist
 def test_a_killed_rank_ends_the_job_which_can_be_resumed(pair: dict[str, Any], tmp_path: Path) -> None:
     killed = run(tmp_path, "--devices", "2", "--do", "SIGKILL", "--rank", "1", "--step", "5")
     expect(killed, 1)
