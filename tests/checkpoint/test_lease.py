@@ -18,6 +18,7 @@ from instep.checkpoint import CheckpointStore, LocalFiles, lease, owner
 from instep.checkpoint.lease import Lease
 from instep.errors import CheckpointError, FolderInUseError, LeaseLostError
 from tests.checkpoint.helpers import writes
+from tests.helpers.object_store import Bucket
 from tests.helpers.spawn import start_command
 
 HOLD = """
@@ -27,6 +28,15 @@ from instep.checkpoint.lease import Lease
 held = Lease.take(Path(sys.argv[1]), "another run", interval_s=0.02)
 print(held.number, flush=True)
 sys.stdin.readline()
+"""
+OWN = """
+import signal, sys
+from instep.checkpoint import CheckpointStore
+from instep.checkpoint.lease import Lease
+store = CheckpointStore(sys.argv[1])
+held = Lease.take(store.root, "another run", store.files, interval_s=0.05)
+print(held.number, flush=True)
+signal.pause()
 """
 TICK_S = 0.02
 
@@ -157,6 +167,33 @@ def test_of_another_host_the_counter_is_watched(tmp_path: Path, capfd: pytest.Ca
     with pytest.raises(LeaseLostError, match=r"run mine .* has taken it over"):
         dead.check()
     mine.release()
+
+
+def test_on_an_object_store(bucket: Bucket) -> None:
+    url = f"{bucket.url}/run"
+    mine, theirs = CheckpointStore(url), CheckpointStore(url)
+    with start_command([sys.executable, "-c", OWN, url]) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n"
+        wait_for(lambda: json.loads(bucket.get("run/.lease-00000001"))["counter"] > 2)
+        with pytest.raises(FolderInUseError, match=rf"run another run \(host .*, pid {process.pid}: "):
+            mine.own("mine")
+        process.kill()
+        wait_for(lambda: owner._state(process.pid) == "Z")
+        mine.own("mine")
+    assert bucket.keys() == ["run/.lease-00000002"]
+    mine.save(1, writes(1.0))
+    assert mine.lease is not None
+    as_if_elsewhere(mine.lease, interval_s=0.1)
+    theirs.own("theirs")
+    with pytest.raises(LeaseLostError, match="run theirs"):
+        mine.save(2, writes(2.0))
+    assert [info.step for info in theirs.scan()] == [1]
+    theirs.save(3, writes(3.0))
+    assert theirs.lease is not None
+    theirs.lease.release()
+    assert json.loads(bucket.get("run/.lease-00000003"))["released"] is True
+    assert [info.step for info in theirs.scan()] == [3, 1]
 
 
 def test_of_another_host_a_beat_is_a_sign_of_life(tmp_path: Path) -> None:
