@@ -80,7 +80,7 @@ def load_zero_weights(folder: Path, read_file: Callable[[Path], Any]) -> dict[st
             parts = [it["single_partition_of_fp32_groups"] for it in optimizers]
             weights = _stage_1_and_2(shapes, parts, first.get("param_alignment_paddings"))
             frozen = {}  # whole in the module's state
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, KeyError) as error:
         raise CorruptCheckpointError(f"{folder}: the partitions do not make up the weights: {error}") from error
     cut = {name for group in shapes for name in group} | frozen.keys()
     rest = {name: it for name, it in models[0]["module"].items() if name not in cut and isinstance(it, Tensor)}

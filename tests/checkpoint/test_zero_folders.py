@@ -91,6 +91,16 @@ def test_files_of_some_ranks_are_no_checkpoint(tmp_path: Path, classes: dict[str
         load_weights(tmp_path)
 
 
+def test_files_without_partitions_are_no_checkpoint(tmp_path: Path, classes: dict[str, Any]) -> None:
+    write(tmp_path, classes, 2)
+    file = tmp_path / "tag" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    state = torch.load(file, weights_only=False)
+    del state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    torch.save(state, file)
+    with pytest.raises(CorruptCheckpointError, match="do not make up the weights: 'single_partition"):
+        load_weights(tmp_path)
+
+
 def test_code_is_not_run(tmp_path: Path, classes: dict[str, Any]) -> None:
     write(tmp_path, classes, 2)
 
