@@ -7,6 +7,7 @@ time, and needs no help from the rank that is missing.
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from instep.state.control import exchange
 from instep.state.process_group import Groups
 
 _MOMENT_S = 0.25
+_SAY_AFTER_S = 30.0
 
 
 def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None, checked: bool) -> None:
@@ -48,8 +50,12 @@ def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None, chec
         late = not _is_done(work, moment_s)
         if late:
             _write(groups, turn, name)
+            said_s = min(_SAY_AFTER_S, limit_s)
+            late = not _is_done(work, said_s - moment_s)
+            if late and said_s < limit_s:
+                warnings.warn(_report(groups, turn, name, f"goes on after {said_s:g} s", last=False), stacklevel=4)
             # Who came within the last moment writes it down within the next.
-            late = not _is_done(work, limit_s - moment_s + 2 * _MOMENT_S)
+            late = late and not _is_done(work, limit_s - said_s + 2 * _MOMENT_S)
     except RuntimeError as error:
         _write(groups, turn, name)
         problem = f"the connection to another process broke ({error})"
@@ -71,15 +77,16 @@ def _write(groups: Groups, turn: int, name: str | None) -> None:
         pass  # the store is gone with its process; `_report` says so
 
 
-def _report(groups: Groups, turn: int, name: str | None, problem: str) -> str:
-    """Who is missing, and what the others wait for."""
+def _report(groups: Groups, turn: int, name: str | None, problem: str, last: bool = True) -> str:
+    """Who is missing, and what the others wait for; `last` where this rank gives up."""
     here = f"rank {groups.control.rank()} waited for everyone {_quoted(name)}, and {problem}."
     try:
         book = Book("waiting", groups.control)
         names = book.read(turn, or_later=True)
     except RuntimeError:
         return f"{here} Who came is not known: the job's store, mostly in rank 0, does not answer. See its output."
-    book.linger(turn, names)
+    if last:
+        book.linger(turn, names)
     missing = [rank for rank in range(len(groups.hosts)) if rank not in names]
     if not missing:
         return f"{here} All had come, but not all are there any more: {_by_name(names)}."

@@ -62,6 +62,31 @@ def test_checked_mode_says_so_in_its_own_words_and_waits_still_pair() -> None:
     assert reports[2] == ["no error", "no error"]
 
 
+def _one_is_slow() -> list[str]:
+    state = PartialState(cpu=True, timeout=60)
+    said: list[str] = []
+    if state.is_main_process:
+
+        def say(text: str, **_: Any) -> None:
+            said.append(text)
+            dist.send(torch.zeros(1), dst=1)
+
+        waiting._SAY_AFTER_S = 1.0
+        waiting.warnings.warn = say  # type: ignore[assignment]
+    else:
+        dist.recv(torch.zeros(1), src=0)
+    state.wait_for_everyone("the download")
+    return said
+
+
+@pytest.mark.dist
+def test_who_waits_for_long_says_for_whom_and_goes_on() -> None:
+    said, nothing = run_ranks(_one_is_slow, 2)
+    assert len(said) == 1
+    assert said[0].startswith("rank 0 waited for everyone under 'the download', and goes on after 1 s. Missing: rank 1")
+    assert nothing == []
+
+
 def _different_names() -> list[str]:
     state = PartialState(cpu=True, timeout=60)
     name = "loading" if state.process_index == 1 else "saving"
