@@ -53,7 +53,8 @@ class FSDPStrategy(Strategy):
 
     Args:
         wrap: which parts are gathered one at a time: classes or their names, a number of parameters, or a function of
-            a module's name and the module. None: the blocks of a transformer, as `wrapping.select` finds them.
+            a module's name and the module. None: the blocks of a transformer in an `nn.ModuleList` or `nn.Sequential`,
+            as `wrapping.select` finds them.
         dp_replicate: how many copies of the weights there are, each spread over `world size / dp_replicate` processes
             in a row (HSDP). "auto": one per node; two where there is one node.
         reshard_after_forward: free a part's gathered weights after its forward and gather them again for its backward;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial, wraps
 from typing import Any, TypeAlias
@@ -47,7 +48,8 @@ def select(field: str, policy: Any, module: nn.Module) -> dict[str, nn.Module]:
     Args:
         field: the setting's name, for errors.
         policy: what `check_policy` returned. None: the classes that a transformers model says must not be split, else
-            the items of every `nn.ModuleList` that is not in another one: the blocks of a transformer.
+            the blocks of a transformer: the items of every `nn.ModuleList`, and those of an `nn.Sequential` that have
+            submodules with weights and are of a class that it has twice or more; outermost containers only.
         module: searched in.
 
     Raises:
@@ -55,7 +57,7 @@ def select(field: str, policy: Any, module: nn.Module) -> dict[str, nn.Module]:
     """
     inside = {name: it for name, it in module.named_modules() if name and type(it).forward is not nn.Module.forward}
     if policy is None:
-        found = _unsplittable(module, inside) or _items_of_lists(inside, module)
+        found = _unsplittable(module, inside) or _blocks(module, inside)
     elif isinstance(policy, int):
         found = _by_size(module, policy, inside)
     elif isinstance(policy, tuple):
@@ -109,10 +111,30 @@ def _unsplittable(module: nn.Module, inside: Mapping[str, nn.Module]) -> dict[st
     return {name: it for name, it in inside.items() if type(it).__name__ in names}
 
 
-def _items_of_lists(inside: Mapping[str, nn.Module], module: nn.Module) -> dict[str, nn.Module]:
-    lists = [name for name, it in module.named_modules() if isinstance(it, nn.ModuleList)]
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    return {name: it for name, it in inside.items() if name.rpartition(".")[0] in outer}
+def _blocks(module: nn.Module, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    outer: tuple[str, ...] = ()
+    names: set[str] = set()
+    for name, it in module.named_modules():  # outer ones come first
+        prefix = f"{name}." if name else ""
+        if not name.startswith(outer) and (items := _items(it)):
+            outer += (prefix,)
+            names |= {f"{prefix}{item}" for item in items}
+    return {name: it for name, it in inside.items() if name in names}
+
+
+def _items(container: nn.Module) -> list[str]:
+    """The names of a container's items that may be blocks."""
+    items = list(container.named_children())
+    if isinstance(container, nn.ModuleList):
+        return [name for name, _ in items]
+    if not isinstance(container, nn.Sequential):
+        return []
+    kinds = Counter(type(it) for _, it in items)
+    return [
+        name
+        for name, it in items
+        if kinds[type(it)] > 1 and any(True for child in it.children() for _ in child.parameters())
+    ]
 
 
 def units_of(module: nn.Module, policy: Any, strategy: str) -> dict[str, nn.Module]:

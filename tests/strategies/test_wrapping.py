@@ -65,6 +65,15 @@ def test_a_transformers_model_says_itself_what_must_not_be_split() -> None:
 
 def test_a_module_without_blocks_is_one_part() -> None:
     assert select("wrap", None, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == {}
+    assert select("wrap", None, nn.Sequential(Block(), Experts().experts[0])) == {}
+
+
+def test_blocks_may_stand_in_a_sequential() -> None:
+    blocks = nn.Sequential(nn.Dropout(), Experts(), Experts(), nn.Dropout(), nn.LayerNorm(4))
+    assert list(select("wrap", None, blocks)) == ["1", "2"]  # and not the experts, which are within
+    net: Any = Net()
+    net.blocks = blocks
+    assert list(select("wrap", None, net)) == ["blocks.1", "blocks.2"]
 
 
 @pytest.mark.parametrize(
