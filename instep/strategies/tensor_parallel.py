@@ -98,14 +98,17 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
     from torch.distributed.tensor.parallel import parallelize_module  # late: only who cuts tensors pays for it
 
     names = [name.split(".") for name, _ in module.named_modules()]
-    for pattern in plan:
+    styles: dict[str, ParallelStyle] = {}  # by whole names: torch warns of each module in which it looks in vain
+    for pattern, style in plan.items():
         wanted = pattern.split(".")
-        if not any(len(it) == len(wanted) and all(map(fnmatch, it, wanted)) for it in names):
+        found = [it for it in names if len(it) == len(wanted) and all(map(fnmatch, it, wanted))]
+        if not found:
             raise HookError(
                 f"the plan of {type(module).__name__} for tensor parallelism names {pattern!r}, and it has no such "
                 f"submodule. It has {', '.join('.'.join(it) for it in names[1:9])} and so on; * stands for one part."
             )
-    parallelize_module(module, mesh, dict(plan))
+        styles |= {".".join(it): style for it in found}
+    parallelize_module(module, mesh, styles)
 
 
 def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:

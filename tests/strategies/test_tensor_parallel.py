@@ -157,6 +157,10 @@ def refusals() -> float:
     cut(tied, mesh)
     assert tied.head.weight is tied.embedding.weight
     weight = tied.head.weight
+    some: Any = Net(lambda mesh: {"parts.*.up": ColwiseParallel()})
+    some.parts = nn.Sequential(nn.Dropout(), nn.ModuleDict({"up": nn.Linear(4, 4)}))
+    cut(some, mesh)  # torch would warn of the part without such a name
+    assert some.parts[1]["up"].weight.placements == (Shard(0),)
     cut(tied, mesh)  # by a second run
     assert tied.head.weight is weight
     with pytest.raises(SettingError, match=r"SGD\(foreach=True\) steps all parameters together"):
