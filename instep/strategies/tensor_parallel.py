@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")
+_HEADS = ("num_heads", "n_heads", "n_head", "nheads", "nhead", "heads", "num_attention_heads", "n_attention_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
@@ -29,13 +29,14 @@ def check_heads(module: nn.Module, size: int, field: str, key_heads: bool) -> No
     """Refuse a number of ranks among which a module's attention heads cannot be shared out evenly.
 
     Args:
-        module: the heads are what its parts, or their `config`, call by one of the usual names, such as `num_heads`.
+        module: the heads are what its parts, or their `config` or `hparams`, call by one of the usual names, such as
+            `num_heads`.
         size: the number of ranks.
         field: the setting to blame.
         key_heads: whether the heads of keys and values, where they are fewer, are shared out too.
     """
     for name, part in module.named_modules():
-        for owner in (part, getattr(part, "config", None)):
+        for owner in (part, getattr(part, "config", None), getattr(part, "hparams", None)):
             for attribute in (*_HEADS, *(_KEY_HEADS if key_heads else ())):
                 heads = getattr(owner, attribute, None)
                 if type(heads) is int and heads % size:

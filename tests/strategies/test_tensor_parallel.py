@@ -57,6 +57,13 @@ def test_heads_must_be_shared_out_evenly():
     with pytest.raises(SettingError, match="tp: 2 ranks cannot share out num_heads=3 of attention evenly") as error:
         check_heads(Heads(num_heads=3), 2, "tp", key_heads=True)
     assert error.value.field == "tp"
+    for name in ("n_heads", "n_head", "nhead", "heads", "num_attention_heads"):
+        with pytest.raises(SettingError, match=f"out {name}=3 of"):
+            check_heads(Heads(**{name: 3}), 2, "tp", key_heads=False)
+    module = TrainModule()
+    module.hparams.heads = 3
+    with pytest.raises(SettingError, match="out heads=3 of TrainModule evenly"):
+        check_heads(module, 2, "tp", key_heads=False)
     with pytest.raises(SettingError, match="num_key_value_heads=1"):
         check_heads(Heads(num_attention_heads=4, num_key_value_heads=1), 2, "tp", key_heads=True)
     check_heads(Heads(num_attention_heads=4, num_key_value_heads=1), 2, "cp", key_heads=False)
