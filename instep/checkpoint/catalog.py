@@ -102,7 +102,9 @@ def find_checkpoint(path: Location) -> Path:
     if whole:
         return max(whole, key=lambda info: info.attempt).path
     if path.exists():
-        raise CheckpointNotFoundError(problem, path=path)
+        inside = [it.path for folder in (path, path / "checkpoints") if folder.is_dir() for it in look(folder)[:1]]
+        hint = f". The newest in it is {inside[0]}" if inside else ""
+        raise CheckpointNotFoundError(problem + hint, path=path)
     for what in attempts:
         if isinstance(what, Broken):
             raise CorruptCheckpointError(what.damage, path=what.path)

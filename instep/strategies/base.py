@@ -404,7 +404,7 @@ class Strategy:
         if world_size > 1 and not self.multi_process:
             raise SettingError(
                 f"strategy={self.name!r} runs in one process, and this run has {world_size}. "
-                "Use strategy='ddp' or devices=1.",
+                "Use strategy='ddp' or devices=1. A class of your own says multi_process = True.",
                 field="strategy",
                 got=self.name,
             )

@@ -504,3 +504,9 @@ def test_a_failed_clean_up_does_not_hide_the_error(store: CheckpointStore) -> No
         failing.save(1, write)
     assert store.scan() == []
     assert value_of(store.read(store.save(1, writes(3.0)))) == 3.0
+
+
+def test_a_run_folder_for_a_checkpoint_is_answered_with_the_newest_in_it(tmp_path: Path) -> None:
+    newest = CheckpointStore(tmp_path / "version_0" / "checkpoints").save(3, lambda writer: writer.state("trainer", {}))
+    with pytest.raises(CheckpointNotFoundError, match=f"The newest in it is {newest}"):
+        find_checkpoint(tmp_path / "version_0")

@@ -70,7 +70,7 @@ class NoData(Toy):
 
 class Unsavable(Toy):
     def configure_optimizers(self) -> Any:
-        owner = object() if self.global_rank == 1 else None
+        owner = object() if self.global_rank == 0 else None  # of whom it is saved
         return torch.optim.SGD([{"params": self.parameters(), "owner": owner}], lr=0.1)
 
 
@@ -113,7 +113,7 @@ FAILURES: list[tuple[Callable[[Path], None], int, str]] = [
     (missing, 0, "CheckpointNotFoundError"),
     (a_file_in_the_way, 0, "InstepError"),
     (no_data, 0, "ValueError"),
-    (unsavable, 1, "UnsavableStateError"),
+    (unsavable, 0, "UnsavableStateError"),
     (no_state_at_first, 1, "ValueError"),
     (no_state_later, 1, "ValueError"),
 ]
