@@ -253,8 +253,8 @@ def _tie_again(module: nn.Module, names: list[str]) -> None:
         listed = ", ".join(f"{name} {_said(layout)}" for name, layout in zip(names, layouts, strict=True))
         raise HookError(
             f"the plan of {type(module).__name__} for tensor parallelism cuts a tied parameter in several ways: "
-            f"{listed}. Cut all in the same dimension (RowwiseParallel() of an embedding goes with ColwiseParallel() "
-            "of the head that it is tied to), or leave all of them whole."
+            f"{listed}. Cut all in the same dimension (RowwiseParallel(input_layouts=Replicate()) of an embedding goes "
+            "with ColwiseParallel(output_layouts=Replicate()) of the head that it is tied to), or leave all whole."
         )
     for name in names[1:]:
         owner, _, attribute = name.rpartition(".")

@@ -157,11 +157,18 @@ def refusals() -> float:
         cut(Net(lambda mesh: {"layers.*.up": ColwiseParallel()}), mesh)
     with pytest.raises(SettingError, match=r"tp=2 does not divide dimension 0 of up\.weight, of shape \(5, 4\)"):
         cut(Net(lambda mesh: {"up": ColwiseParallel()}), mesh)
-    with pytest.raises(HookError, match=r"embedding\.weight as S\(0\), head\.weight is left whole"):
+    with pytest.raises(HookError, match=r"embedding\.weight as S\(0\), head\.weight is left whole") as error:
         cut(Net(lambda mesh: {"embedding": RowwiseParallel(input_layouts=Replicate())}), mesh)
 
-    tied = Net(lambda mesh: {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel()})
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for advice in ("RowwiseParallel(input_layouts=Replicate())", "ColwiseParallel(output_layouts=Replicate())"):
+        assert advice in str(error.value)
+    tied = Net(lambda mesh: plan)
     cut(tied, mesh)
+    assert tied.head(tied.embedding(torch.tensor([5]))).shape == (1, 6)
     assert tied.head.weight is tied.embedding.weight
     weight = tied.head.weight
     some: Any = Net(lambda mesh: {"parts.*.up": ColwiseParallel()})
