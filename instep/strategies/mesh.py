@@ -129,10 +129,11 @@ class MeshStrategy(PipelinedStrategy):
         left, over = divmod(world_size, product)
         if over or (left > 1 and len(given) == len(self._wanted)):
             asked = ", ".join(f"{field}={size}" for field, size in self._wanted.items() if size != 1)
+            fixed = len(given) == len(self._wanted)
             raise SettingError(
-                f"MeshStrategy({asked or 'dp_shard=1'}) is for {'a multiple of ' if over and len(given) < 5 else ''}"
-                f"{product} processes, and this run has {world_size}. Start as many, or let one size be -1 for what is "
-                "left.",
+                f"MeshStrategy({asked or 'dp_shard=1'}) is for {'' if fixed else 'a multiple of '}{product} processes, "
+                f"and this run has {world_size}. Start {product} (devices={product} on one node), or "
+                f"{'let one size be -1 for what is left' if fixed else f'choose sizes that divide {world_size}'}.",
                 field="strategy",
                 got=world_size,
             )

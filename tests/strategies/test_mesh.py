@@ -49,8 +49,11 @@ def test_sizes_take_what_is_left_and_must_multiply_to_the_processes():
         strategy = MeshStrategy(**settings)
         strategy.check_world_size(world)
         assert strategy.sizes == expected
-    with pytest.raises(SettingError, match=r"MeshStrategy\(dp_shard=-1, tp=2\) is for a multiple of 2 processes, and"):
+    with pytest.raises(
+        SettingError, match=r"MeshStrategy\(dp_shard=-1, tp=2\) is for a multiple of 2 processes, and"
+    ) as error:
         MeshStrategy(tp=2).check_world_size(3)
+    assert "Start 2 (devices=2 on one node), or choose sizes that divide 3." in str(error.value)
     with pytest.raises(SettingError, match=r"MeshStrategy\(dp_shard=2, tp=2\) is for 4 processes, and this run has 8"):
         MeshStrategy(dp_shard=2, tp=2).check_world_size(8)
     for name in ("tp", "cp", "pp"):
