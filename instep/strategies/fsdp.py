@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from inspect import signature
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from instep.distributed import broadcast
-from instep.errors import SettingError
+from instep.errors import SettingError, one_of
 from instep.state import PartialState
 from instep.strategies.base import Strategy, whole
 from instep.strategies.clipping import clip_norm_, clip_value_
@@ -40,6 +41,27 @@ from instep.strategies.wrapping import (
     units_of,
 )
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
+
+_INSTEAD: dict[str, str] = {
+    "sharding_strategy": "leave it out for FULL_SHARD; use reshard_after_forward=False for SHARD_GRAD_OP, "
+    "dp_replicate=... for HYBRID_SHARD, strategy='ddp' for NO_SHARD",
+    "auto_wrap_policy": "use wrap=...",
+    "transformer_cls_names_to_wrap": "use wrap=...",
+    "min_num_params": "use wrap=... with that number",
+    "activation_checkpointing_policy": "use activation_checkpointing=...",
+    "mixed_precision": "use Trainer(precision='bf16-mixed')",
+    "mixed_precision_policy": "use mp_policy=... or Trainer(precision='bf16-mixed')",
+    "state_dict_type": "every checkpoint is sharded, and `instep checkpoint convert` makes one plain file of it",
+    "device_mesh": "use dp_replicate=..., or MeshStrategy",
+    "data_parallel_size": "use MeshStrategy(dp_shard=...)",
+    "tensor_parallel_size": "use MeshStrategy(tp=...)",
+    "cpu_ram_efficient_loading": "use meta_init=True",
+    "use_orig_params": "leave it out; parameters keep their names",
+    "sync_module_states": "leave it out; all ranks get the first one's weights",
+    "limit_all_gathers": "leave it out",
+    "fsdp_version": "leave it out; it is FSDP2",
+}
+"""Options of other packages' FSDP, and what to do instead."""
 
 _placed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """What was cut up stays so: each module, and the names of its weights that nothing has given values to."""
@@ -73,6 +95,7 @@ class FSDPStrategy(Strategy):
         backward_prefetch: the same for the backward, in which torch's own way is one part further.
         compile: compile the forward of each part of `wrap`: True, or options of `torch.compile`.
         forward_methods: more methods of the module that may be called from outside and use its weights.
+        **unknown: anything else is an error that names the replacement.
 
     Raises:
         SettingError: an option is wrong. When training starts: a class is nowhere in the module; the number of
@@ -109,7 +132,10 @@ class FSDPStrategy(Strategy):
         backward_prefetch: int = 0,
         compile: bool | Mapping[str, Any] = False,  # torch's word for it
         forward_methods: Sequence[str] = (),
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            self._refuse(*unknown)
         if dp_replicate != "auto" and (not isinstance(dp_replicate, int) or dp_replicate < 1):
             raise _wrong("dp_replicate", dp_replicate, 'a number of copies from 1 on, or "auto"')
         for field, value in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
@@ -147,6 +173,12 @@ class FSDPStrategy(Strategy):
         self._without_values: set[str] = set()
         self._became: dict[int, tuple[ref[nn.Parameter], nn.Parameter]] = {}
         """What each parameter was exchanged for, by the id of it; whoever still holds one may ask."""
+
+    def _refuse(self, option: str, *_: str) -> NoReturn:
+        if option in _INSTEAD:
+            raise SettingError(f"{type(self).__name__} has no {option}: {_INSTEAD[option]}.", field=option)
+        options = {**signature(type(self)).parameters, **signature(FSDPStrategy).parameters}
+        raise one_of("option", option, [name for name, it in options.items() if it.kind is not it.VAR_KEYWORD])
 
     # ---- life
 

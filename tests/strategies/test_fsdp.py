@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback, ModelCheckpoint
 from instep.errors import SettingError
-from instep.strategies import Precision
+from instep.strategies import MeshStrategy, Precision
 from instep.strategies.dtensors import gather_whole
 from instep.strategies.fsdp import FSDPStrategy
 from tests.helpers.spawn import run_ranks
@@ -505,6 +505,18 @@ def test_wrong_options(options: dict[str, Any], field: str) -> None:
     with pytest.raises(SettingError) as caught:
         FSDPStrategy(**options)
     assert caught.value.field == field
+
+
+def test_options_of_other_packages_are_refused_with_the_replacement() -> None:
+    with pytest.raises(SettingError, match=r"FSDPStrategy has no auto_wrap_policy: use wrap=\.\.\.") as caught:
+        FSDPStrategy(auto_wrap_policy={nn.Linear})
+    assert caught.value.field == "auto_wrap_policy"
+    with pytest.raises(SettingError, match=r"MeshStrategy has no sharding_strategy: .* reshard_after_forward=False"):
+        MeshStrategy(tp=2, sharding_strategy="SHARD_GRAD_OP")
+    with pytest.raises(SettingError, match=r"option='warp' is not known.*Did you mean 'wrap'"):
+        FSDPStrategy(warp="Block")
+    with pytest.raises(SettingError, match="Did you mean 'pp_split'"):
+        MeshStrategy(pp=2, pp_splits=["blocks.1"])
 
 
 def test_copies_that_do_not_divide_the_processes() -> None:
