@@ -42,6 +42,8 @@ class Summary:
     params_bytes: int
     buffers_bytes: int
     has_lazy: bool
+    has_absent: bool
+    """Whether some of the module's parts are on other ranks; they have no rows."""
 
     @property
     def frozen_params(self) -> int:
@@ -61,6 +63,8 @@ class Summary:
         ]
         if self.has_lazy:
             lines.append("Some parameters have no shape before the first batch and are not counted.")
+        if self.has_absent:
+            lines.append("This is this rank's stage of the model only; the other parts are on other ranks.")
         return lines
 
     def __str__(self) -> str:
@@ -101,8 +105,9 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
     if max_depth < -1:
         raise SettingError(f"max_depth={max_depth} must be -1 (all), 0 (totals only) or more.", field="max_depth")
     rows: list[SummaryRow] = []
+    absent = {it for it in module.modules() if hasattr(it, "_absent_name")}
     for name, child in module.named_modules():
-        if name and (max_depth == -1 or name.count(".") < max_depth):
+        if name and child not in absent and (max_depth == -1 or name.count(".") < max_depth):
             params = [(parameter, _elements(parameter)) for parameter in child.parameters()]
             rows.append(
                 SummaryRow(
@@ -121,6 +126,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
         params_bytes=sum(_bytes(parameter) for parameter in module.parameters()),
         buffers_bytes=sum(_bytes(buffer) for buffer in module.buffers()),
         has_lazy=any(nn.parameter.is_lazy(parameter) for parameter, _ in params),
+        has_absent=bool(absent),
     )
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from instep.callbacks import ModelSummary, summarize
 from instep.callbacks import model_summary as module
 from instep.errors import SettingError
+from instep.strategies.stages import Absent
 from tests.callbacks.fakes import FakeTrainer
 
 
@@ -52,6 +55,15 @@ def test_lazy_and_meta_parameters():
     assert summary.has_lazy
     assert summary.total_params == 6
     assert "not counted" in str(summary)
+
+
+def test_parts_that_are_on_other_ranks_have_no_row():
+    net: Any = model()
+    assert "stage" not in str(summarize(net))
+    net.head = Absent("head")
+    summary = summarize(net, max_depth=-1)
+    assert [row.name for row in summary.rows] == ["body", "body.0", "body.1"]
+    assert str(summary).endswith("This is this rank's stage of the model only; the other parts are on other ranks.")
 
 
 def test_plain_text(capsys):
