@@ -6,7 +6,8 @@ Everything rests on a few attributes of DeepSpeed's optimizers, which are read h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,8 @@ class Part:
         flat: the float32 weights of many parameters; the optimizer's state is kept under it.
         offset: where the run lies in it.
         fetch: reads what lies on a disk: of the state of a name, or of the weights (None).
-        store: the reverse.
+        store: overwrites the weights there.
+        at_hand: a context in which `flat`, and the state under it, are in memory; they are written back at its end.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +38,8 @@ class Part:
     flat: Tensor
     offset: int
     fetch: Callable[[str | None], Tensor] | None = None
-    store: Callable[[Tensor, str | None], None] | None = None
+    store: Callable[[Tensor], None] | None = None
+    at_hand: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def of(self, tensor: Tensor) -> Tensor:
         """The run in a tensor that is laid out as `flat`."""
@@ -51,7 +54,7 @@ class Part:
         if self.store is None:
             self.of(self.flat).copy_(value)
         else:
-            self.store(value, None)
+            self.store(value)
 
     def shard(self, run: Tensor) -> Shard:
         """The run as it is written."""
@@ -106,12 +109,18 @@ def _stage_3(zero: Any, parameter: Any) -> Part:
     def fetch(key: str | None) -> Tensor:
         return zero.get_local_fp32_param(parameter, key).detach().clone()
 
-    def store(value: Tensor, key: str | None) -> None:
+    def store(value: Tensor) -> None:
         padded = value.new_zeros(parameter.ds_tensor.ds_numel)
         padded[: value.numel()] = value
-        zero.set_local_hp_param(padded, parameter, key)
+        zero.set_local_hp_param(padded, parameter)
 
-    return Part(cut.shape, cut.begin, cut.count, flat, offset, fetch, store)
+    @contextmanager
+    def at_hand() -> Iterator[None]:
+        zero._optimizer_states_and_gradient_swap_in(group)
+        yield
+        zero._optimizer_states_and_gradient_swap_out(group)  # notes tensors that are new under `flat`
+
+    return Part(cut.shape, cut.begin, cut.count, flat, offset, fetch, store, at_hand)
 
 
 def _rank_of(parameter: Any) -> int:

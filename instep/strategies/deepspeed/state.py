@@ -163,14 +163,14 @@ class PartitionedState(Strategy):
         if not known:
             return
         state: dict[str, Any] = dict(optimizer.state.get(flat, {}))
-        with torch.no_grad():
+        with torch.no_grad(), parts[0][1].at_hand():
             for key in known[0][2]:
                 values = [(name, part, kept.get(key)) for name, part, kept in known]
                 first = values[0][2]
                 if not hasattr(first, "shape") or not tuple(first.shape):
                     state[key] = self._scalar(optimizer, key, [whole(value) for _, _, value in values])
                     continue
-                if parts[0][1].fetch is None:
+                if parts[0][1].fetch is None or key not in state:  # those on a disk are known by their tensor
                     state[key] = torch.zeros_like(flat, dtype=first.dtype, requires_grad=False)
                 for name, part, value in values:
                     if value is None or tuple(value.shape) != part.shape:
@@ -179,11 +179,8 @@ class PartitionedState(Strategy):
                             "cannot be cut into runs. Resume from the weights alone."
                         )
                     run = take_run(value, part.begin, part.count)
-                    if part.store is None:
-                        part.of(state[key]).copy_(run)
-                    else:
-                        part.store(run, key)
-        optimizer.state[flat] = state
+                    part.of(state[key]).copy_(run)
+            optimizer.state[flat] = state
 
     def _scalar(self, optimizer: Optimizer, key: str, values: list[Any]) -> Any:
         numbers = {float(value) for value in values}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -355,3 +356,28 @@ def test_one_process_and_what_is_refused(tmp_path: Path) -> None:
 def test_an_accelerator_is_told_to_take_another_one() -> None:
     with pytest.raises(SettingError, match="works with the Trainer"):
         copy.deepcopy(strategy_of({})).wrap(nn.Linear(1, 1))
+
+
+def on_a_disk(root: Path) -> list[list[float]]:
+    SMALL["layers"] = 24  # less stays in memory
+    nvme = {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme", "nvme_path": str(root / "disk")}
+    return [*trained({"nvme": (nvme, {}, 1e-5)}, root)["nvme"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    "INSTEP_TEST_NVME" not in os.environ,
+    reason="INSTEP_TEST_NVME=1 runs it; DeepSpeed then compiles async_io for some minutes, which needs libaio",
+)
+def test_states_on_a_disk_are_those_of_one_process_and_go_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    AsyncIOBuilder().load(verbose=False)  # before two processes compile it
+    monkeypatch.setitem(SMALL, "layers", 24)
+    alone = run("auto", tmp_path / "alone")
+    for whole, rest in run_ranks(on_a_disk, 2, tmp_path, timeout_s=300.0):
+        assert whole == pytest.approx(alone, abs=1e-5)
+        assert rest == whole[SAVED:]
