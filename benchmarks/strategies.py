@@ -130,7 +130,6 @@ RAW = {"ddp": raw_ddp, "fsdp": raw_fsdp, "deepspeed_stage_2": raw_deepspeed_stag
 def fit(name: str, width: int, batches: Any) -> None:
     """The same by the Trainer, with nothing but the loop."""
     from instep import Trainer, TrainModule  # late: a handwritten loop's memory is without it
-    from instep.strategies import FSDPStrategy
 
     class Module(TrainModule):
         def __init__(self) -> None:
@@ -143,7 +142,11 @@ def fit(name: str, width: int, batches: Any) -> None:
         def configure_optimizers(self) -> Any:
             return make_optimizer(self)
 
-    strategy = FSDPStrategy(wrap="Block") if name == "fsdp" else name
+    strategy: Any = name
+    if name == "fsdp":
+        from instep.strategies import FSDPStrategy  # late: loads what only FSDP needs
+
+        strategy = FSDPStrategy(wrap="Block")
     trainer = Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, barebones=True, use_distributed_sampler=False)
     trainer.fit(Module(), batches)
 
