@@ -1,6 +1,6 @@
 """What the Trainer adds to a step and to memory over the handwritten loop of the same strategy, on 2 processes (gloo).
 
-    python benchmarks/strategies.py            # DDP, FSDP, DeepSpeed stage 2; about 10 minutes
+    python benchmarks/strategies.py            # DDP, FSDP, DeepSpeed stage 2; about 20 minutes
     python benchmarks/strategies.py --quick    # a rough look
 
 The work: feed-forward blocks under AdamW, in float32. The handwritten loops are the plainest ones: torch's

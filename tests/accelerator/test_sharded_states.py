@@ -13,27 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from instep import Accelerator
 from instep.checkpoint import Reader
-from instep.state import PartialState
-from tests.helpers.sharding import Parts
+from tests.helpers.sharding import SameData
 from tests.helpers.spawn import run_ranks
 
 pytestmark = pytest.mark.dist
-
-
-class SameData(Parts):
-    """All ranks read all of the data, and the first one's samples count."""
-
-    @property
-    def data_rank(self) -> int:
-        return 0
-
-    @property
-    def data_world_size(self) -> int:
-        return 1
-
-    @property
-    def counts(self) -> bool:
-        return PartialState().process_index == 0
 
 
 def data() -> DataLoader[Any]:

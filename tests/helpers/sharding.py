@@ -49,6 +49,32 @@ class Parts(Strategy):
         return load_optimizer_state(self.module, optimizer, _put_together(tree), strict)
 
 
+class SameData(Parts):
+    """All ranks read all of the data, and the values of one of them count.
+
+    Args:
+        counting: that rank.
+    """
+
+    name = "same_data"
+
+    def __init__(self, counting: int = 0) -> None:
+        super().__init__()
+        self.counting = counting
+
+    @property
+    def data_rank(self) -> int:
+        return 0
+
+    @property
+    def data_world_size(self) -> int:
+        return 1
+
+    @property
+    def counts(self) -> bool:
+        return PartialState().process_index == self.counting
+
+
 def cut(tree: Any, rank: int, world_size: int, flat: bool = False) -> Any:
     """What a rank writes of a state: a share of each tensor with dimensions, and all others from rank 0."""
     if isinstance(tree, dict):

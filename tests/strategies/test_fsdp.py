@@ -25,14 +25,7 @@ from instep.strategies.dtensors import gather_whole
 from instep.strategies.fsdp import FSDPStrategy
 from tests.helpers.spawn import run_ranks
 from tests.strategies.tiny_gpt import LENGTH, VOCABULARY, WIDTH, Block, TinyGPT, Trained, loader, train
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+from tests.trainer.toys import QUIET
 
 
 def tiny(seed: int = 1) -> TinyGPT:

@@ -21,15 +21,9 @@ from instep.state import PartialState
 from instep.strategies.pipeline import Pipeline
 from tests.helpers.spawn import run_ranks
 from tests.strategies.tiny_gpt import Recorder
+from tests.trainer.toys import QUIET
 
 SYMBOLS, WIDTH, LENGTH, GLOBAL_BATCH = 11, 8, 3, 12
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Layer(nn.Module):

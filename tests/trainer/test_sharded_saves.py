@@ -18,7 +18,7 @@ from instep.checkpoint import CheckpointStore, Reader, load_weights
 from instep.checkpoint.stored import JoinedTensor
 from instep.state import PartialState
 from instep.strategies import Strategy
-from tests.helpers.sharding import Parts
+from tests.helpers.sharding import Parts, SameData
 from tests.helpers.spawn import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -172,38 +172,20 @@ def test_parts_are_taken_up_by_any_strategy_and_world_size(tmp_path: Path) -> No
     assert all(torch.equal(it, whole[f"model.{name}"]) for name, it in model.state_dict().items() if name[0] != "_")
 
 
-class SameData(Parts):
-    """Both ranks read all of the data, and the last one's values count."""
-
-    name = "same_data"
-
-    @property
-    def data_rank(self) -> int:
-        return 0
-
-    @property
-    def data_world_size(self) -> int:
-        return 1
-
-    @property
-    def counts(self) -> bool:
-        return PartialState().process_index == 1
-
-
 def ranks_of_one_part(root: str) -> list[Any]:
     top = Path(root)
     model = net(0.5)
     loaders = data(4)
     trainer = Trainer(
-        accelerator="cpu", strategy=SameData(), max_epochs=1, logger=False, enable_checkpointing=False,
+        accelerator="cpu", strategy=SameData(counting=1), max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     trainer.fit(model, loaders, loaders)
     sums = {name: trainer.callback_metrics[name].item() for name in ("samples", "val_samples")}
     # taken up from ranks with data of their own, whose random generators differ
     fit("ddp", top / "ddp", model=net(0.5), steps=2)
-    other, _ = fit(SameData(), top / "same", at(top / "ddp", 2), model=net(0.5), steps=4)
-    again, _ = fit(SameData(), top / "same2", at(top / "same", 4), model=net(0.5), steps=6)
+    other, _ = fit(SameData(counting=1), top / "same", at(top / "ddp", 2), model=net(0.5), steps=4)
+    again, _ = fit(SameData(counting=1), top / "same2", at(top / "same", 4), model=net(0.5), steps=6)
     return [sums, torch.stack(model.masks), torch.stack(other.masks), torch.stack(again.masks)]
 
 
