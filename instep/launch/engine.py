@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
-from instep.errors import SettingError, UsageError
+from instep.errors import SettingError, UsageError, one_of
 from instep.launch.command import this_command
 from instep.state import read_environment
 
@@ -22,15 +25,27 @@ class LaunchSpec:
 
     Args:
         nproc: ranks on this node.
-        command: the arguments after the Python executable, e.g. `("train.py", "--lr", "0.1")`.
+        command: the arguments after the executable, e.g. `("train.py", "--lr", "0.1")`.
         num_nodes: nodes in the job; each runs one agent.
-        node_rank: this node's number; node 0 hosts the rendezvous.
+        node_rank: this node's number; node 0 hosts the rendezvous. "c10d" numbers the nodes itself.
         master_addr: node 0's address.
-        master_port: the port on node 0 where agents meet; needed for more than one node, else a free one is taken.
+        master_port: the port on node 0 where agents meet; needed for more than one node under "static".
         max_restarts: how often all ranks are started again after a failure or a hang. A preempted job never is.
         shutdown_s: seconds the ranks get to save after a signal, or once one of them was preempted.
         run_id: the same on all nodes; by default a random one.
         env: more environment variables for the ranks.
+        min_nodes: go on with at least so many of `num_nodes`, when nodes are lost or late; by default all are needed.
+            Needs "c10d".
+        rdzv_backend: how the agents meet: "static", a fixed set of numbered nodes, or "c10d", whoever comes.
+        rdzv_endpoint: `HOST:PORT` where the agents meet under "c10d"; HOST is one of the nodes.
+        rdzv_conf: torchrun's settings of the rendezvous under "c10d", such as `join_timeout` and `last_call_timeout`.
+        local_addr: this node's address for the others; by default its host name.
+        log_dir: a folder for what the ranks print: `<run id>_.../attempt_<i>/<local rank>/stdout.log` and `stderr.log`.
+        tee: with `log_dir`: print it too, each line with its rank; True or the ranks on this node.
+        cpu_affinity: give each rank its own share of the cores, of one NUMA node where there are several.
+        hang_timeout_s: seconds without a step after which a rank counts as hung; None: never.
+        executable: what is run; by default this Python.
+        python: `executable` is a Python interpreter.
     """
 
     nproc: int
@@ -43,26 +58,69 @@ class LaunchSpec:
     shutdown_s: float = 30.0 + SHUTDOWN_MARGIN_S
     run_id: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    min_nodes: int | None = None
+    rdzv_backend: Literal["static", "c10d"] = "static"
+    rdzv_endpoint: str | None = None
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    log_dir: Path | None = None
+    tee: bool | tuple[int, ...] = False
+    cpu_affinity: bool = False
+    hang_timeout_s: float | None = None
+    executable: str = sys.executable
+    python: bool = True
 
     def __post_init__(self) -> None:
         for name, low in (("nproc", 1), ("num_nodes", 1), ("node_rank", 0), ("max_restarts", 0), ("shutdown_s", 0)):
             got = getattr(self, name)
             if got < low:
                 raise SettingError(f"{name}={got} must be at least {low}", field=name, got=got)
+        if self.rdzv_backend not in ("static", "c10d"):
+            raise one_of("rdzv_backend", self.rdzv_backend, ("static", "c10d"))
         if self.node_rank >= self.num_nodes:
             raise SettingError(
                 f"node_rank={self.node_rank} is not one of num_nodes={self.num_nodes}; nodes are numbered from 0",
                 field="node_rank",
                 got=self.node_rank,
             )
+        if self.rdzv_backend == "c10d":
+            self._check_elastic()
+        else:
+            self._check_static()
+        if not self.command and self.python:
+            raise SettingError("command is empty: give the arguments that follow the executable", field="command")
+        if self.tee is not False and self.log_dir is None:
+            raise SettingError("tee prints what goes into log_dir: give log_dir, or leave tee out", field="tee")
+        if self.hang_timeout_s is not None and self.hang_timeout_s <= 0:
+            raise SettingError(
+                f"hang_timeout_s={self.hang_timeout_s} must be more than 0 seconds",
+                field="hang_timeout_s",
+                got=self.hang_timeout_s,
+            )
+
+    def _check_static(self) -> None:
         if self.num_nodes > 1 and self.master_port is None:
             raise SettingError(
                 f"num_nodes={self.num_nodes} needs master_port: a free port of {self.master_addr}, equal on all nodes",
                 field="master_port",
             )
-        if not self.command:
+        for name in ("min_nodes", "rdzv_endpoint", "rdzv_conf"):
+            if getattr(self, name):
+                raise SettingError(f'{name} needs rdzv_backend="c10d"', field=name, got=getattr(self, name))
+
+    def _check_elastic(self) -> None:
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= self.num_nodes:
             raise SettingError(
-                "command is empty: give the arguments that follow the Python executable", field="command"
+                f"min_nodes={self.min_nodes} must be 1 to num_nodes={self.num_nodes}",
+                field="min_nodes",
+                got=self.min_nodes,
+            )
+        if self.num_nodes > 1 and (self.rdzv_endpoint is None or self.run_id is None):
+            missing = "rdzv_endpoint" if self.rdzv_endpoint is None else "run_id"
+            raise SettingError(
+                f'num_nodes={self.num_nodes} with rdzv_backend="c10d" needs {missing}, the same on all nodes: '
+                "rdzv_endpoint is HOST:PORT of one of the nodes, run_id a name that no other job uses there",
+                field=missing,
             )
 
 
