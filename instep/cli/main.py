@@ -1,9 +1,12 @@
 """The `instep` command: finds the sub-command, and loads its file only.
 
-A sub-command of several words lies in a file of that path: `instep checkpoint ls` in `instep/cli/checkpoint/ls.py`. The
-file's docstring is its help; `arguments(parser)` adds its arguments; `run(args)` does it and returns the exit code. One
-that sets a default for `after` gets the words after `--` there.
-What it needs of torch is imported in `run`, so that help costs nothing.
+A sub-command of several words lies in a file of that path: `instep checkpoint ls` in `instep/cli/checkpoint/ls.py`,
+`instep estimate-memory` in `instep/cli/estimate_memory.py`. One that others begin with (`config`, `config show`) lies
+in their package's `__init__.py`. The file's docstring is its help, with examples at its end, after "Examples:", and
+exit codes of its own before that, after "Exit codes:". `arguments(parser)` adds its arguments; `run(args)` does it and
+returns the exit code. One that sets a default for `after` gets the words after `--` there. A file with a `main(words)`
+in place of these two gets all words, and has a help of its own.
+What it needs of torch is imported in `run`, so that help and completion cost nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
 from instep import __version__
 from instep.errors import EXIT_FAILED, InstepError
 
-COMMANDS = {
+Command = tuple[str, ...]
+
+COMMANDS: dict[Command, str] = {
     ("checkpoint", "ls"): "what lies in a folder of checkpoints, a run, or all runs",
     ("checkpoint", "verify"): "hold every byte against its checksum",
     ("checkpoint", "show"): "what is inside a checkpoint",
@@ -25,12 +31,22 @@ COMMANDS = {
     ("checkpoint", "convert"): "to and from safetensors, Lightning and Accelerate",
     ("replay",): "repeat the steps after a checkpoint, bit for bit",
 }
+GROUPS = {"checkpoint": "look into checkpoints, check, compare and convert them"}
 _EXAMPLES = (
     "  instep checkpoint ls .",
     "  instep checkpoint verify instep_runs/version_0",
     "  instep replay instep_runs/version_0 --steps 3",
 )
 EXIT_CODES = "Exit codes: 0 all is well; 1 problems were found, or an error; 2 wrong arguments."
+_ALL_EXIT_CODES = (
+    "exit codes:",
+    "  0    all is well",
+    "  1    it failed, or found problems; one message says why",
+    "  2    wrong arguments",
+    "  75   a job was preempted: it is saved, and the same command goes on with it",
+    "  76   a job hung: the reports are in its run folder",
+    "  130  interrupted by Ctrl-C",
+)
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
@@ -42,36 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its words; by default those of this process.
 
     Returns:
-        The exit code: 0 all is well, 1 problems were found or it failed, 2 wrong arguments.
+        The exit code: 0 all is well, 1 problems were found or it failed, 2 wrong arguments, or what a job ended with.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    command = next((name for name in COMMANDS if tuple(words[: len(name)]) == name), None)
+    command = find(words)
     if command is None:
         return _overview(words)
-    module = import_module(".".join(("instep.cli", *command)))
-    about, _, examples = (module.__doc__ or "").partition("Examples:\n")
-    parser = argparse.ArgumentParser(
-        prog=" ".join(("instep", *command)),
-        description=about.strip(),
-        epilog=f"examples:\n{examples.rstrip()}\n\n{EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module.arguments(parser)
-    words = words[len(command) :]
-    after = words.index("--") if "--" in words and parser.get_default("after") is not None else len(words)
-    args = parser.parse_args(words[:after])
-    if after < len(words):
-        args.after = words[after + 1 :]
     try:
-        code: int = module.run(args)
+        code = _run(command, words[len(command) :])
         sys.stdout.flush()  # here, where a closed pipe is understood
-    except InstepError as error:
-        _complain(str(error))
-        return EXIT_FAILED
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except OSError as error:
+    except (InstepError, OSError) as error:
         _complain(str(error))
         return EXIT_FAILED
     except KeyboardInterrupt:
@@ -79,26 +78,72 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def find(words: Sequence[str]) -> Command | None:
+    """The command that words begin with, the longest where there are two; None where they begin with none.
+
+    Example:
+        >>> find(["checkpoint", "ls", "."])
+        ('checkpoint', 'ls')
+    """
+    known = (name for name in COMMANDS if tuple(words[: len(name)]) == name)
+    return max(known, key=len, default=None)
+
+
+def load(command: Command) -> ModuleType:
+    """The file of a command."""
+    return import_module(".".join(("instep.cli", *command)).replace("-", "_"))
+
+
+def make_parser(command: Command, module: ModuleType) -> argparse.ArgumentParser:
+    """The parser of a command's words, with its help.
+
+    Args:
+        command: its name.
+        module: its file.
+    """
+    about, _, examples = (module.__doc__ or "").partition("Examples:\n")
+    codes = "" if "Exit codes:" in about else f"\n\n{EXIT_CODES}"
+    parser = argparse.ArgumentParser(
+        prog=" ".join(("instep", *command)),
+        description=about.strip(),
+        epilog=f"examples:\n{examples.rstrip()}{codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.arguments(parser)
+    return parser
+
+
+def _run(command: Command, words: list[str]) -> int:
+    module = load(command)
+    if hasattr(module, "main"):
+        return module.main(words)
+    parser = make_parser(command, module)
+    after = words.index("--") if "--" in words and parser.get_default("after") is not None else len(words)
+    args = parser.parse_args(words[:after])
+    if after < len(words):
+        args.after = words[after + 1 :]
+    return module.run(args)
+
+
 def _overview(words: Sequence[str]) -> int:
     """Help for no command or a group of them; an error for what is not known."""
     if words == ["--version"]:
         sys.stdout.write(f"instep {__version__}\n")
         return 0
-    group: list[str] = []
-    rest = list(words)
-    while rest and any(name[: len(group) + 1] == (*group, rest[0]) for name in COMMANDS):
-        group.append(rest.pop(0))
+    group = words[:1] if words and words[0] in GROUPS else []
+    rest = words[len(group) :]
     known = {name: text for name, text in COMMANDS.items() if name[: len(group)] == tuple(group)}
-    width = max(len(" ".join(name)) for name in known) + 2
     lines = [
         f"usage: {' '.join(['instep', *group])} COMMAND ... [--json] [--help]",
         "",
-        *(f"  {' '.join(name):{width}}{text}" for name, text in known.items()),
+        *_columns(known if group else _top()),
         "",
         "examples:",
         *(line for line in _EXAMPLES if line.startswith(" ".join(("  instep", *group)))),
         "",
-        f"`instep COMMAND --help` has more. {EXIT_CODES}",
+        *([EXIT_CODES] if group else _ALL_EXIT_CODES),
+        "",
+        "`instep COMMAND --help` has more.",
     ]
     if not rest or rest[0] in ("-h", "--help"):
         sys.stdout.write("\n".join(lines) + "\n")
@@ -106,6 +151,24 @@ def _overview(words: Sequence[str]) -> int:
     sys.stderr.write(f"{lines[0]}\n")
     _complain(f"{' '.join(words)!r} is no command; the commands are {', '.join(' '.join(name) for name in known)}")
     return EXIT_USAGE
+
+
+def _top() -> dict[Command, str]:
+    """The first words of all commands: a group is one line, which names what may follow."""
+    lines: dict[Command, str] = {}
+    for first, *_ in COMMANDS:
+        inner = "|".join(name[1] for name in COMMANDS if name[0] == first and len(name) > 1)
+        if inner:
+            alone = COMMANDS.get((first,))
+            lines[(first, inner if alone is None else f"[{inner}]")] = alone or GROUPS[first]
+        else:
+            lines[(first,)] = COMMANDS[(first,)]
+    return lines
+
+
+def _columns(texts: dict[Command, str]) -> list[str]:
+    width = max(len(" ".join(name)) for name in texts) + 2
+    return [f"  {' '.join(name):{width}}{text}" for name, text in texts.items()]
 
 
 def _complain(message: str) -> None:
