@@ -56,6 +56,7 @@ def _missing() -> dict[str, str | None]:
         "gpu": None if torch.cuda.is_available() else "no CUDA device",
         "xla": None if find_spec("torch_xla") else "torch_xla is not installed",
         "deepspeed": None if find_spec("deepspeed") else "deepspeed is not installed",
+        "ray": None if find_spec("ray") else "ray is not installed",
     }
 
 
