@@ -34,8 +34,10 @@ from instep.errors import DataError, SettingError, UsageError, one_of
 from instep.loggers import Logger
 from instep.state import PartialState, read_environment
 from instep.strategies import Precision, Strategy, resolve_strategy
-from instep.strategies.precision import precision_from_environment
+from instep.strategies.precision import precision_name
+from instep.strategies.registry import asked_strategy
 from instep.types import PathLike
+from instep.utils import variables
 
 _IN_CONFIG = "It is in DataLoaderConfiguration, given as dataloader_config"
 _ELSEWHERE = {
@@ -65,10 +67,12 @@ class Accelerator(Checkpointing):
         device_placement: move models and batches to the device.
         mixed_precision: "no", "fp16" (not on a CPU), "bf16" or "fp8" (emulated on a CPU); None: what the variable
             INSTEP_PRECISION says, else "no".
-        gradient_accumulation_steps: micro-batches of one window, used by `accumulate` and `backward`.
-        cpu: True uses the CPU although there is an accelerator.
+        gradient_accumulation_steps: micro-batches of one window, used by `accumulate` and `backward`; None: what the
+            variable INSTEP_ACCUMULATE_GRAD_BATCHES says, else 1.
+        cpu: True uses the CPU although there is an accelerator; None: as the variable INSTEP_ACCELERATOR says.
         dataloader_config: how loaders are prepared.
-        strategy: a name or a `Strategy`, as for the Trainer; each model gets a copy.
+        strategy: a name or a `Strategy`, as for the Trainer; each model gets a copy. None: what the variables
+            INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS say, else "auto".
         log_with: loggers: "tensorboard", "wandb", "csv", "all", a `Logger`, or a list of these.
         project_dir: where checkpoints and logs go.
         project_config: the same with more options.
@@ -108,10 +112,10 @@ class Accelerator(Checkpointing):
         *,
         device_placement: bool = True,
         mixed_precision: str | None = None,
-        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
-        strategy: str | Strategy = "auto",
+        strategy: str | Strategy | None = None,
         log_with: str | Logger | Sequence[str | Logger] | None = None,
         project_dir: PathLike | None = None,
         project_config: ProjectConfiguration | None = None,
@@ -125,13 +129,15 @@ class Accelerator(Checkpointing):
             hint = _ELSEWHERE.get(name, f"Known are {', '.join(sorted(inspect.signature(Accelerator).parameters))}")
             raise SettingError(f"Accelerator({name}=...) is not taken. {hint}.", field=name, got=unknown[name])
         if mixed_precision is None:
-            asked = precision_from_environment() or "32-true"
+            asked = variables.asked("precision", precision_name) or "32-true"
             mixed_precision = next((short for short, name in PRECISION.items() if name == asked), asked)
         if mixed_precision not in PRECISION:
             raise one_of("mixed_precision", mixed_precision, PRECISION)
         if gradient_accumulation_plugin is None:
-            gradient_accumulation_plugin = GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)
-        elif gradient_accumulation_steps not in (1, gradient_accumulation_plugin.num_steps):
+            steps = gradient_accumulation_steps
+            steps = variables.asked("accumulate_grad_batches") if steps is None else steps
+            gradient_accumulation_plugin = GradientAccumulationPlugin(num_steps=1 if steps is None else steps)
+        elif gradient_accumulation_steps not in (None, 1, gradient_accumulation_plugin.num_steps):
             raise SettingError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps}, but gradient_accumulation_plugin has "
                 f"num_steps={gradient_accumulation_plugin.num_steps}. Give one of them.",
@@ -464,10 +470,13 @@ class Accelerator(Checkpointing):
 
 
 def _resolve(
-    strategy: str | Strategy, process: PartialState, options: DistributedDataParallelKwargs | None
+    strategy: str | Strategy | None, process: PartialState, options: DistributedDataParallelKwargs | None
 ) -> Strategy:
     count = process.num_processes
-    wanted = None if options is None or count == 1 else options.options()  # alone there is nothing to communicate
+    wanted = {} if options is None or count == 1 else options.options()  # alone there is nothing to communicate
+    if strategy is None:
+        strategy, asked = asked_strategy()
+        wanted = {**asked, **wanted}
     return resolve_strategy(strategy, count, process.device.type, wanted)
 
 

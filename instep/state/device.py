@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from importlib.util import find_spec
@@ -79,12 +80,13 @@ _AUTO = ("cuda", "xpu", "hpu", "npu", "mps", "cpu")
 _GPU = ("cuda", "xpu", "mps")
 
 
-def find_device_kind(accelerator: str = "auto") -> DeviceKind:
+def find_device_kind(accelerator: str = "auto", field: str = "accelerator") -> DeviceKind:
     """The row for an accelerator's name.
 
     Args:
         accelerator: "cpu", "cuda", "mps", "xpu", "hpu", "npu", "xla"; "gpu" for the first of cuda, xpu and mps that is
             here; "auto" for the first of all but xla that is here, the CPU last.
+        field: who names it, for errors.
 
     Raises:
         SettingError: the name is unknown, or there is no such device here.
@@ -98,12 +100,12 @@ def find_device_kind(accelerator: str = "auto") -> DeviceKind:
     elif accelerator in KINDS:
         found = KINDS[accelerator] if KINDS[accelerator].count() else None
     else:
-        raise one_of("accelerator", accelerator, ("auto", "gpu", *KINDS))
+        raise one_of(field, accelerator, ("auto", "gpu", *KINDS))
     if found is None:
         here = ", ".join(name for name, kind in KINDS.items() if kind.count())
         raise SettingError(
-            f"accelerator={accelerator!r}: this process sees no such device. It sees: {here}.",
-            field="accelerator",
+            f"{field}={accelerator!r}: this process sees no such device. It sees: {here}.",
+            field=field,
             got=accelerator,
         )
     return found
@@ -131,6 +133,12 @@ def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
             got=local_rank,
         )
     return torch.device(kind.name, local_rank if count > 1 else 0)
+
+
+def visible(indices: Iterable[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for these of the devices that this process sees."""
+    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return ",".join(seen[index] if seen else str(index) for index in indices)
 
 
 def make_current(device: torch.device) -> None:

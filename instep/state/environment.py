@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -35,16 +34,6 @@ class ProcessEnvironment:
     num_nodes: int = 1
     launcher: Launcher = "none"
     restart_count: int = 0
-
-
-def read_debug(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether `INSTEP_DEBUG` asks for checked collectives."""
-    value = (os.environ if environ is None else environ).get("INSTEP_DEBUG", "0").strip().lower()
-    if value in ("1", "true", "yes", "on"):
-        return True
-    if value in ("", "0", "false", "no", "off"):
-        return False
-    raise SettingError(f"INSTEP_DEBUG={value!r} is not a switch: set it to 1 or 0", field="INSTEP_DEBUG", got=value)
 
 
 def read_number(

@@ -30,7 +30,8 @@ class PartialState:
     Nothing can be assigned: what is read here holds until `destroy_process_group()`.
 
     Args:
-        cpu: True uses the CPU although there is an accelerator. Left out: the accelerator if there is one.
+        cpu: True uses the CPU although there is an accelerator. Left out: what `INSTEP_ACCELERATOR` says, else the
+            accelerator if there is one.
         debug: whether collectives are checked over the ranks before they run. Left out: what `INSTEP_DEBUG` says.
         xla: True uses an XLA device. Left out: where torch_xla's launcher started the process.
         **init_process_group_kwargs: `backend` (torch's name; by the device when left out; "mpi" under mpirun or srun,

@@ -12,8 +12,10 @@ from instep.errors import SettingError, StateError, one_of
 from instep.state import checked, process_group
 from instep.state.backend import resolve_backend
 from instep.state.device import DeviceKind, DistributedType, device_of, find_device_kind, make_current
-from instep.state.environment import ProcessEnvironment, read_debug
+from instep.state.environment import ProcessEnvironment
 from instep.state.launchers import MPI, read_environment
+from instep.utils.variables import asked as asked_by_launcher
+from instep.utils.variables import variable_of
 
 _OPTIONS = ("backend", "timeout", "pg_options", "device_id")
 
@@ -113,9 +115,8 @@ def _checked(switches: dict[str, bool | None], kwargs: dict[str, Any]) -> dict[s
 def _build(asked: dict[str, Any]) -> Process:
     environment = read_environment()
     process_group.check_existing(environment)
-    debug = asked["debug"] if "debug" in asked else read_debug()
-    xla = asked.get("xla", environment.launcher == "xla")
-    kind = find_device_kind("cpu" if asked.get("cpu") else "xla" if xla else "auto")
+    debug = asked["debug"] if "debug" in asked else bool(asked_by_launcher("debug"))
+    kind = _kind(asked, environment)
     device = device_of(kind, environment.local_rank)
     make_current(device)
     if environment.world_size == 1:
@@ -128,6 +129,17 @@ def _build(asked: dict[str, Any]) -> Process:
         raise
     environment = _on_nodes(environment, groups.hosts)
     return Process(environment, device, kind.distributed_type, backend, debug, groups, asked)
+
+
+def _kind(asked: dict[str, Any], environment: ProcessEnvironment) -> DeviceKind:
+    if asked.get("cpu"):
+        return find_device_kind("cpu")
+    if asked.get("xla", environment.launcher == "xla"):
+        return find_device_kind("xla")
+    if "cpu" in asked or "xla" in asked:  # False: the accelerator, whatever the launcher asks for
+        return find_device_kind("auto")
+    name = asked_by_launcher("accelerator") or "auto"
+    return find_device_kind(name, field=variable_of("accelerator"))
 
 
 def _on_nodes(environment: ProcessEnvironment, hosts: tuple[str, ...]) -> ProcessEnvironment:

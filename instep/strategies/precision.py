@@ -17,7 +17,6 @@ enters nothing), and owns the gradient scaler. A strategy that casts or scales b
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -54,7 +53,6 @@ _ALIASES = {
 }
 
 PRECISIONS = tuple(_WEIGHTS)
-VARIABLE = "INSTEP_PRECISION"
 _FP8_MULTIPLE = 16  # what float8 matrix products ask of both sizes of a layer
 
 
@@ -91,12 +89,6 @@ def precision_name(field: str, value: Any) -> str:
     if name not in PRECISIONS:
         raise one_of(field, value, (*PRECISIONS, *_ALIASES))
     return name
-
-
-def precision_from_environment() -> str | None:
-    """What the variable INSTEP_PRECISION asks of runs that name no precision themselves; None where it is not set."""
-    value = os.environ.get(VARIABLE, "").strip()
-    return precision_name(VARIABLE, value) if value else None
 
 
 def check_device(name: str, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from instep.errors import SettingError, one_of
 from instep.strategies.base import Strategy
+from instep.utils.variables import asked, variable_of
 
 _GROUP = "instep.strategies"
 
@@ -81,6 +82,24 @@ def check_name(name: str, field: str = "strategy") -> None:
     # Other packages are asked last: to find them, all that is installed is listed.
     if name != "auto" and name not in _BUILT_IN and name not in _registered and name not in strategy_names():
         raise one_of(field, name, strategy_names())
+
+
+def asked_strategy() -> tuple[str, dict[str, Any]]:
+    """What INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS ask of a program that names no strategy: the name and options.
+
+    Raises:
+        SettingError: the name is unknown, or there are options without a name.
+    """
+    name, options = asked("strategy"), asked("strategy_options") or {}
+    if name is not None:
+        check_name(name, variable_of("strategy"))
+    elif options:
+        raise SettingError(
+            f"{variable_of('strategy_options')} has options of a strategy, but {variable_of('strategy')} names none",
+            field="strategy_options",
+            got=options,
+        )
+    return name or "auto", options
 
 
 def resolve_strategy(

@@ -12,11 +12,12 @@ import torch
 from instep.errors import SettingError
 from instep.launch.report import report_failures, under_plain_torchrun
 from instep.state import PartialState, ProcessEnvironment, find_device_kind, read_environment
-from instep.state.device import DeviceKind, make_current
+from instep.state.device import DeviceKind, make_current, visible
+from instep.state.process import is_held
 from instep.trainer.settings import Settings
 
 TORCHRUN_GRACE_S = 25.0
-_CHOSEN = "INSTEP_DEVICES"  # which devices the ranks that `launch` started were given
+CHOSEN = "INSTEP_DEVICES"  # which devices the ranks of a launch were given
 
 
 def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
@@ -58,7 +59,7 @@ def launch(settings: Settings, count: int) -> NoReturn:
 
     env = {}
     if isinstance(settings.devices, tuple):
-        env = {"CUDA_VISIBLE_DEVICES": _visible(settings.devices), _CHOSEN: str(settings.devices)}
+        env = {"CUDA_VISIBLE_DEVICES": visible(settings.devices), CHOSEN: ",".join(map(str, settings.devices))}
     sys.exit(run(spec_for_nodes(count, settings.num_nodes, this_command(), env, settings.grace_period_s)))
 
 
@@ -78,7 +79,7 @@ def grace_period(settings: Settings, rank: int) -> float:
 
 def _check_indices(devices: tuple[int, ...], kind: DeviceKind, launched: bool) -> None:
     if launched:
-        if os.environ.get(_CHOSEN) == str(devices):
+        if os.environ.get(CHOSEN) == ",".join(map(str, devices)):
             return
         problem = (
             "the launcher has given each process its device already. Choose with "
@@ -96,12 +97,6 @@ def _check_indices(devices: tuple[int, ...], kind: DeviceKind, launched: bool) -
     raise SettingError(f"devices={list(devices)}: {problem}.", field="devices", got=devices)
 
 
-def _visible(indices: tuple[int, ...]) -> str:
-    """CUDA_VISIBLE_DEVICES for these of the devices that this process sees."""
-    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return ",".join(seen[index] if seen else str(index) for index in indices)
-
-
 def connect(settings: Settings) -> PartialState:
     """This process's state; with several processes they meet here.
 
@@ -111,7 +106,9 @@ def connect(settings: Settings) -> PartialState:
     if read_environment().launcher != "none":
         report_failures()
     wanted = find_device_kind(settings.accelerator).name
-    process = PartialState(cpu=True) if wanted == "cpu" else PartialState(xla=True if wanted == "xla" else None)
+    # Where the state is first built, this choice goes before that of INSTEP_ACCELERATOR.
+    cpu = True if wanted == "cpu" else None if is_held() else False
+    process = PartialState(cpu=cpu, xla=True if wanted == "xla" else None)
     if process.device.type != wanted:
         raise SettingError(
             f"accelerator={settings.accelerator!r} means {wanted} here, but this process runs on "

@@ -18,10 +18,11 @@ from instep.errors import SettingError
 from instep.loggers.base import Logger
 from instep.state.device import find_device_kind
 from instep.strategies import Strategy
-from instep.strategies.precision import check_device, check_tf32, precision_from_environment, precision_name
+from instep.strategies.precision import check_device, check_tf32, precision_name
 from instep.strategies.registry import check_name
 from instep.trainer import checks
 from instep.utils.duration import parse_duration
+from instep.utils.variables import VARIABLES, asked, variable_of
 
 DEFAULT_MAX_EPOCHS = 1000
 
@@ -149,8 +150,8 @@ def resolve(**given: Any) -> Settings:
     """Check the Trainer's arguments and bring them into their resolved form.
 
     Args:
-        given: any of the fields of `Settings`. None means the default, except for `check_val_every_n_epoch`; that of
-            `precision` is what INSTEP_PRECISION says, else 32-true.
+        given: any of the fields of `Settings`. None means what the setting's variable says (`INSTEP_PRECISION`, see
+            `instep.utils.variables`), else the default; except for `check_val_every_n_epoch`.
 
     Raises:
         SettingError: an unknown name, a wrong value, or two values that contradict each other.
@@ -162,8 +163,11 @@ def resolve(**given: Any) -> Settings:
     """
     reject_unknown(given)
     values = {name: _CHECKS[name](name, value) for name, value in given.items() if value is not None}
-    if "precision" not in values and (asked := precision_from_environment()) is not None:
-        values["precision"] = asked
+    for name in VARIABLES:
+        if name in _CHECKS and name not in values and (value := asked(name, _CHECKS[name])) is not None:
+            values[name] = value
+    if "global_batch_size" in values and given.get("accumulate_grad_batches") is None:
+        _drop_accumulation(values)
     if "check_val_every_n_epoch" in given:
         values["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
     if "max_epochs" not in values and (values.get("max_steps", -1) != -1 or "max_time" in values):
@@ -176,6 +180,16 @@ def resolve(**given: Any) -> Settings:
     if settings.fast_dev_run:
         settings = _trial(settings)
     return settings
+
+
+def _drop_accumulation(values: dict[str, Any]) -> None:
+    asked_for = values.pop("accumulate_grad_batches", None)
+    if asked_for is not None:
+        warnings.warn(
+            f"{variable_of('accumulate_grad_batches')}={asked_for} has no effect: global_batch_size="
+            f"{values['global_batch_size']} derives the accumulation by itself",
+            stacklevel=5,
+        )
 
 
 def reject_unknown(given: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from instep.loggers.base import Logger
 from instep.state import find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
 from instep.strategies.batch_norm import check_sync_batchnorm
+from instep.strategies.registry import asked_strategy
 from instep.trainer import replay
 from instep.trainer.evaluation import evaluate, predict
 from instep.trainer.fit_session import FitSession
@@ -40,7 +41,9 @@ class Trainer(TrainerView):
     """Trains, validates, tests and predicts with a `TrainModule`.
 
     All arguments are keyword-only, have Lightning's names and meaning, and are checked here, before anything runs. They
-    can be read back under their names: `trainer.max_epochs`.
+    can be read back under their names: `trainer.max_epochs`. Where accelerator, strategy, precision,
+    accumulate_grad_batches or grace_period_s is left out, `INSTEP_PRECISION` and its kin hold, as `instep launch` sets
+    them.
 
     Args:
         accelerator: "auto", "cpu", "gpu", "cuda", "mps", ...
@@ -48,8 +51,7 @@ class Trainer(TrainerView):
         devices: how many devices of this machine, their indices, or "auto" (one process on a CPU). With more than one
             in a plain `python train.py` the first fit, validate, test or predict starts the processes.
         num_nodes: machines.
-        precision: "32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true", "fp8", or a short form. By
-            default what the variable INSTEP_PRECISION says, else "32-true".
+        precision: "32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true", "fp8", or a short form.
         logger: True for TensorBoard, a logger, a list of them, or False.
         callbacks: a callback or a list of them.
         fast_dev_run: True or a number: run so many batches of everything, to see that the code works.
@@ -163,7 +165,8 @@ class Trainer(TrainerView):
         self._device_count = count_devices(self.settings, self._environment)
         world_size = self._device_count * self.settings.num_nodes
         kind = find_device_kind(self.settings.accelerator).name
-        self.strategy = resolve_strategy(self.settings.strategy, world_size, kind)
+        options = asked_strategy()[1] if strategy is None else None
+        self.strategy = resolve_strategy(self.settings.strategy, world_size, kind, options)
         if self.settings.sync_batchnorm and world_size > 1:
             check_sync_batchnorm(kind)
         self.callbacks = default_callbacks(self.settings, enable_checkpointing)

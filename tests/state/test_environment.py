@@ -3,14 +3,7 @@ from __future__ import annotations
 import pytest
 
 from instep.errors import SettingError
-from instep.state.environment import read_debug, read_number
-
-
-def test_debug_is_a_switch() -> None:
-    assert [read_debug({"INSTEP_DEBUG": text}) for text in ("1", "true", "0", "")] == [True, True, False, False]
-    assert read_debug({}) is False
-    with pytest.raises(SettingError, match="INSTEP_DEBUG='maybe'"):
-        read_debug({"INSTEP_DEBUG": "maybe"})
+from instep.state.environment import read_number
 
 
 def test_a_number_has_a_default_and_bounds() -> None:

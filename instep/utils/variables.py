@@ -1,0 +1,104 @@
+"""What a launcher asks of programs that leave it open: an environment variable for each such setting.
+
+`instep launch` sets them for its ranks, from its command line, config file and own environment; whoever starts a
+program in another way may set them too. An argument in the program always wins. This is the only place that reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from instep.errors import SettingError
+
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _SWITCH:
+        raise ValueError
+    return _SWITCH[text.lower()]
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+# Setting -> how its text is read, and what is expected of it.
+VARIABLES: dict[str, tuple[Callable[[str], Any], str]] = {
+    "accelerator": (str, "a name"),
+    "strategy": (str, "a name"),
+    "strategy_options": (_object, 'a JSON object such as {"stage": 2}'),
+    "precision": (str, "a name"),
+    "accumulate_grad_batches": (int, "an integer"),
+    "grace_period_s": (float, "a number of seconds"),
+    "hang_timeout_s": (float, "a number of seconds"),
+    "debug": (_switch, "1 or 0"),
+}
+
+
+def variable_of(setting: str) -> str:
+    """The variable of a setting.
+
+    Example:
+        >>> variable_of("precision")
+        'INSTEP_PRECISION'
+    """
+    return f"INSTEP_{setting.upper()}"
+
+
+def asked(
+    setting: str, check: Callable[[str, Any], Any] | None = None, environ: Mapping[str, str] | None = None
+) -> Any:
+    """What the environment asks of programs that leave a setting open.
+
+    Args:
+        setting: one of `VARIABLES`.
+        check: called with the variable's name, for errors, and the value; gives the value in its resolved form.
+        environ: the variables; `os.environ` by default.
+
+    Returns:
+        The value; None where the variable is not set or empty.
+
+    Raises:
+        SettingError: its text is no such value.
+
+    Example:
+        >>> asked("accumulate_grad_batches", environ={"INSTEP_ACCUMULATE_GRAD_BATCHES": "4"})
+        4
+    """
+    name = variable_of(setting)
+    text = (os.environ if environ is None else environ).get(name, "").strip()
+    if not text:
+        return None
+    read, expected = VARIABLES[setting]
+    try:
+        value = read(text)
+    except ValueError:
+        raise SettingError(
+            f"the environment variable {name}={text!r} must be {expected}", field=name, got=text
+        ) from None
+    return value if check is None else check(name, value)
+
+
+def as_variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that ask for these settings; None asks for nothing.
+
+    Example:
+        >>> as_variables({"strategy": "deepspeed", "strategy_options": {"stage": 3}, "debug": True, "precision": None})
+        {'INSTEP_STRATEGY': 'deepspeed', 'INSTEP_STRATEGY_OPTIONS': '{"stage": 3}', 'INSTEP_DEBUG': '1'}
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    return {
+        variable_of(name): str(int(value))
+        if isinstance(value, bool)
+        else json.dumps(value)
+        if isinstance(value, dict)
+        else str(value)
+        for name, value in given.items()
+    }
