@@ -1,7 +1,8 @@
 """Loader workers that let the main process decide when they end.
 
-A terminal sends Ctrl-C, and torchrun's agent SIGTERM, to the whole process group. The main process finishes its step
-and saves; the workers must still serve it until then, and not print tracebacks.
+A terminal sends Ctrl-C, torchrun's agent SIGTERM, and SLURM the signal ahead of the time limit, to all processes of the
+group or of the tree. The main process finishes its step and saves; the workers must still serve it until then, and not
+print tracebacks.
 
 torch ends a worker within 5 s of the main process's death, unless that died while the worker was starting (the worker
 then takes the process that adopted it for its parent) or the worker waits for room to pass on a batch: it then stays
@@ -26,6 +27,8 @@ _LOOK_EVERY_S = 1.0
 class CalmWorker:
     """A `worker_init_fn`: in the worker SIGINT and the first SIGTERM do nothing; a second SIGTERM ends it.
 
+    Nor do SIGUSR1 and SIGUSR2 do anything, unless the program has a handler of its own.
+
     The main process ends a worker that does not answer with SIGTERM too: torch once, and Python once more at exit.
 
     Args:
@@ -38,6 +41,9 @@ class CalmWorker:
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _once)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=_end_with_main, name="instep-end-with-main", daemon=True).start()
         if self.then is not None:
             self.then(worker_id)

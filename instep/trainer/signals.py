@@ -28,7 +28,7 @@ class SignalGuard:
     SIGUSR2 are not: they would kill a program whose training is done.
 
     Does nothing outside the main thread, where Python delivers no signals. Processes forked from this one, such as a
-    loader's workers, inherit the handler: in them Ctrl-C does nothing, since this process ends them, and SIGTERM ends.
+    loader's workers, inherit the handler: in them SIGTERM ends, and the others do nothing, since this process ends them.
 
     Args:
         triggers: where `preempted` is set.
@@ -93,7 +93,7 @@ class SignalGuard:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            if number != signal.SIGINT:
+            if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from instep.data import prepare_loader
 
-IN_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGINT)
+IN_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SignalledMap(Dataset[Any]):
@@ -54,7 +54,7 @@ def mark(worker_id: int) -> None:
     [(SignalledMap(), [*range(8)]), (SignalledStream(), sorted([*range(4)] * 2))],
     ids=["map", "stream"],
 )
-def test_interrupts_and_one_sigterm_are_left_to_the_main_process(data: Any, expected: list[int]) -> None:
+def test_signals_but_a_second_sigterm_are_left_to_the_main_process(data: Any, expected: list[int]) -> None:
     loader: DataLoader[Any] = DataLoader(data, batch_size=2, num_workers=2)
     batches = list(prepare_loader(loader))
     assert sorted(torch.cat(batches).tolist()) == expected

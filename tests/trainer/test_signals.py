@@ -123,8 +123,8 @@ def test_a_second_signal_that_ends_the_process_is_told_and_written_down(every: i
     assert (said["status"], said["exit_code"], said["signal"]) == ("interrupted", 143, "SIGTERM")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_in_a_forked_child_ctrl_c_says_nothing_and_sigterm_ends(
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM])
+def test_in_a_forked_child_sigterm_ends_and_the_others_say_nothing(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ):
     triggers = Triggers()
@@ -134,5 +134,5 @@ def test_in_a_forked_child_ctrl_c_says_nothing_and_sigterm_ends(
             signal.raise_signal(number)
             os._exit(7)  # still here
         _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == (7 if number == signal.SIGINT else -signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(status) == (-signal.SIGTERM if number == signal.SIGTERM else 7)
     assert capfd.readouterr().err == ""
