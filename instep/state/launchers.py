@@ -6,8 +6,8 @@ innermost one says what this process is, so the first row that fits is taken:
 | launcher   | fits where                                   | meets at, unless MASTER_ADDR and MASTER_PORT say it     |
 |------------|----------------------------------------------|---------------------------------------------------------|
 | torchrun   | RANK is set, by torchrun or by hand          | an error: torchrun sets both                            |
-| openmpi    | OMPI_COMM_WORLD_SIZE is set                  | an error that says how mpirun passes them on            |
-| mvapich    | MV2_COMM_WORLD_SIZE is set                   | the same                                                |
+| openmpi    | OMPI_COMM_WORLD_SIZE is set                  | on one node: a port of the job's name; else as mvapich  |
+| mvapich    | MV2_COMM_WORLD_SIZE is set                   | an error that says how mpirun passes them on            |
 | intelmpi   | as mpich, and an I_MPI_... variable is set   | the same                                                |
 | mpich      | PMI_SIZE is set, and not by srun alone       | the same                                                |
 | slurm      | a step of several tasks, started by srun     | the first host of the node list, a port of the job's id |
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -97,6 +98,9 @@ def meeting_url(place: ProcessEnvironment, environ: Environ | None = None) -> st
     host, port = environ.get("MASTER_ADDR", ""), read_number(environ, "MASTER_PORT", 0, high=65535)
     if place.launcher == "slurm":
         host, port = host or _first_host(environ), port or _port_of_job(environ)
+    elif place.launcher == "openmpi" and place.num_nodes == 1:
+        name = environ.get("PMIX_NAMESPACE", "")
+        host, port = host or "127.0.0.1", port or (_port_of(zlib.crc32(name.encode())) if name else 0)
     if place.launcher == "xla" and not host:
         require("torch_xla.distributed.xla_backend", extra="xla", purpose="meeting by torch_xla")  # it reads this URL
         return "xla://"
@@ -262,10 +266,15 @@ def _first_host(environ: Environ) -> str:
 
 
 def _port_of_job(environ: Environ) -> int:
-    """A port of 20000 to 29999, below those that the kernel gives away: another one for each job and step."""
+    """Another one for each job and step."""
     job = read_number(environ, _name_of(environ, "SLURM_JOB_ID", "SLURM_JOBID"), 0)
     step = read_number(environ, _name_of(environ, *_STEP_ID), 0)
-    return 20000 + (job + 101 * step) % 10000 if job else 0
+    return _port_of(job + 101 * step) if job else 0
+
+
+def _port_of(number: int) -> int:
+    """A port of 20000 to 29999, below those that the kernel gives away."""
+    return 20000 + number % 10000
 
 
 def _first_of(environ: Environ, *names: str) -> str:

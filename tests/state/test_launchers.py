@@ -216,6 +216,17 @@ def test_slurm_processes_meet_on_the_first_host_at_a_port_of_their_own(nodes: st
     assert meeting_url(place, {**environ, "MASTER_ADDR": "fe80::1"}) == "tcp://[fe80::1]:24567"
 
 
+def test_processes_of_mpirun_on_one_node_meet_there_at_a_port_of_their_own() -> None:
+    environ = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    urls = {meeting_url(read_environment(environ), {**environ, "PMIX_NAMESPACE": name}) for name in ("1", "1", "2")}
+    assert len(urls) == 2
+    assert all(url.startswith("tcp://127.0.0.1:2") for url in urls)
+    named = {**environ, "PMIX_NAMESPACE": "1", "MASTER_PORT": "29500"}
+    assert meeting_url(read_environment(named), named) == "tcp://127.0.0.1:29500"
+    with pytest.raises(SettingError, match="openmpi started 4 processes, but MASTER_PORT is not set"):
+        meeting_url(read_environment(environ), environ)
+
+
 def test_where_nobody_says_the_address_the_error_says_what_to_set() -> None:
     with pytest.raises(SettingError, match=r"MASTER_ADDR and MASTER_PORT is not set.*-x MASTER_ADDR.*-genv"):
         meeting_url(read_environment(OPEN_MPI), OPEN_MPI)
