@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from traceback import print_exception
@@ -17,12 +18,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
 from instep.distributed import Trigger, Triggers, broadcast_object
-from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, HookError, InstepError, UsageError
+from instep.distributed.heartbeat import heartbeat
+from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, HookError, InstepError, Preempted, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
 from instep.strategies.precision import float32_products
@@ -134,6 +137,8 @@ class Session:
         run = Run(f"Trainer.{self.fn}", self.precision.mixed_precision, self.strategy, self.accumulate)
         self.state = push_run(run)
         self._stack.callback(pop_run, self.state)
+        self.heart = heartbeat()
+        self._stack.enter_context(self.heart.watched(self.settings.hang_timeout_s, trainer.run_folder.base))
         self._stack.enter_context(_torch_flags(trainer))
         self._stack.enter_context(float32_products(self.settings.tf32, self.device))
         trainer._session = self
@@ -165,6 +170,7 @@ class Session:
             *[partial(close, logger) for logger in self.trainer.loggers],
             lambda: self._finish(first),
             self._detach,
+            lambda: self._end_together(first),
             lambda: self._stack.__exit__(type(first) if first else None, first, None),
         ]
         if error is not None:
@@ -180,6 +186,16 @@ class Session:
                         print_exception(another)
         if first is not None and error is None:
             raise first
+
+    def _end_together(self, error: BaseException | None) -> None:
+        """Wait for the other ranks of a preempted run, which may close their loggers still.
+
+        Once the first rank has ended with a code other than 0, torchrun, mpirun and `srun -K` kill the others.
+        """
+        if isinstance(error, Preempted) and self.world_size > 1:
+            with suppress(RuntimeError):  # one is gone, or takes too long: this one has saved, and can end
+                timeout = timedelta(seconds=self.settings.grace_period_s)
+                dist.monitored_barrier(PartialState().control_group, timeout)
 
     def _abandon(self) -> None:
         """Wait for nobody from here on: the other ranks may never come."""
@@ -261,6 +277,7 @@ class Session:
         self._check_hooks()
         folder = trainer.run_folder.path
         self._own_folders()  # before anything is resumed from them
+        self.heart.enter("load" if self.ckpt_path is not None else "start")
         path = trainer.run_folder.find_checkpoint(self, self.ckpt_path)
         if path is not None and self.on_rank_zero(path.is_dir, f"looking at {path}"):
             self.resumed = restore.open_checkpoint(self, path)
@@ -279,6 +296,7 @@ class Session:
             self._stack.push(self._take_folder_back)
         start_loggers(self, module, self.datamodule)
         self._own_folders()  # the run folder's, which is chosen now
+        self.heart.set_folder(trainer.run_folder.path)
         if self.fn == "fit":
             trainer.run_folder.say_running(self)
         if is_overridden(module, "configure_model", ModuleHooks):
