@@ -1,0 +1,108 @@
+"""Ranks that run a function and are forked from the agent's process, so that a notebook's cell may define it.
+
+What a fork does not carry over: the threads of OpenMP, so a rank uses one and would hang with more; and a device that
+is in use. It starts with the memory of its parent, which has used neither the process group nor the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from instep.launch.report import FailureReport, write_report
+
+
+class Failure(NamedTuple):
+    """The rank to blame, how it ended, and what it reported."""
+
+    rank: int
+    how: str
+    report: FailureReport | None
+
+
+@dataclass
+class Forked:
+    """A function for the ranks to run.
+
+    Args:
+        function: what each rank calls.
+        args: its arguments.
+        folder: where the ranks leave their results.
+        failure: set by the agent when the job has failed for good.
+        interrupted: set by the agent when it got SIGINT.
+    """
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    folder: Path
+    failure: Failure | None = None
+    interrupted: bool = False
+
+    def run(self) -> None:
+        """Be a rank: call the function, leave its result, end this process."""
+        import torch  # late: who starts ranks has loaded it
+
+        parent = os.getppid()
+        os.setsid()  # Ctrl-C in a terminal is for the agent, which passes it on; and the agent kills a rank's group
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # end with the agent
+            if os.getppid() != parent:
+                os._exit(1)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        torch.set_num_threads(1)
+        try:
+            result = self.function(*self.args)
+            self._path(int(os.environ["RANK"])).write_bytes(pickle.dumps(result))
+        except Exception as error:  # noqa: BLE001 (the launcher raises it)
+            if not write_report(os.environ["TORCHELASTIC_ERROR_FILE"], error):
+                traceback.print_exc()
+            sys.exit(1)
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)  # torch would take it for success
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # torch would keep the process until its parent has read what was returned
+
+    def results(self, ranks: range) -> list[Any]:
+        """What the ranks returned."""
+        return [pickle.loads(self._path(rank).read_bytes()) for rank in ranks]  # noqa: S301 (of our own ranks)
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"result-{rank}"
+
+
+class ForkedRank:
+    """What the agent wants of `subprocess.Popen`."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self.pid: int | None = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The same."""
+        return self._process.exitcode
+
+    def send_signal(self, signum: int) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            assert self.pid is not None
+            os.kill(self.pid, signum)
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._process.join()
