@@ -162,7 +162,7 @@ def resolve(**given: Any) -> Settings:
         ('bf16-mixed', -1)
     """
     reject_unknown(given)
-    values = {name: _CHECKS[name](name, value) for name, value in given.items() if value is not None}
+    values = {name: check_value(name, value) for name, value in given.items() if value is not None}
     for name in VARIABLES:
         if name in _CHECKS and name not in values and (value := asked(name, _CHECKS[name])) is not None:
             values[name] = value
@@ -190,6 +190,15 @@ def _drop_accumulation(values: dict[str, Any]) -> None:
             f"{values['global_batch_size']} derives the accumulation by itself",
             stacklevel=5,
         )
+
+
+def check_value(name: str, value: Any) -> Any:
+    """One argument in its resolved form, whatever this machine and the other arguments are.
+
+    Raises:
+        SettingError: a wrong value.
+    """
+    return _CHECKS[name](name, value)
 
 
 def reject_unknown(given: Mapping[str, Any]) -> None:
