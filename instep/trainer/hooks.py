@@ -216,7 +216,7 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
     return mine is not None and mine is not getattr(base, name, None)
 
 
-_GONE = {
+GONE = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
@@ -225,6 +225,7 @@ _GONE = {
     "validation_step_end": "validation_step",
     "test_step_end": "test_step",
 }
+"""Hooks of Lightning 1.x, and what took their place."""
 
 
 def refuse_old_hooks(module: object) -> None:
@@ -233,7 +234,7 @@ def refuse_old_hooks(module: object) -> None:
     Raises:
         HookError: the module has one; the text names its successor.
     """
-    for name, successor in _GONE.items():
+    for name, successor in GONE.items():
         if callable(getattr(module, name, None)):
             raise HookError(
                 f"{type(module).__name__}.{name} is not called by instep (nor by Lightning 2). Use {successor}; "
