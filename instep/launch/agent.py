@@ -6,30 +6,42 @@ Where torch's `LocalElasticAgent` is changed, and why:
   its last step: here only the rank gets it.
 - When one rank ends with a code other than 0 it sends SIGTERM to the others at once and waits 30 s: here a preempted
   rank's peers may finish their save, and a failed rank's peers get 5 s.
-- Its rendezvous gives way to the one in `rendezvous`, under which ranks that are started again find each other.
+- Its agents learn of another node's failure when their own ranks' connections break, and count their restarts each for
+  themselves: here they tell each other (`peers`), so that all ranks end within seconds, one cause is named, and all
+  follow one count.
+- It ends with the first node whose ranks are done: here all wait for the last one.
+- Its rendezvous gives way to the ones in `rendezvous`, under which ranks that are started again find each other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED
-from instep.launch.rendezvous import FixedNodes
-from instep.launch.report import AGENT_PID, FailureReport, read_report
+from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, SettingError
+from instep.launch.affinity import share_cores
+from instep.launch.blame import RankEnd, find_cause
+from instep.launch.forked import Failure, Forked, ForkedRank
+from instep.launch.peers import Alarm, Peers, Round, open_round
+from instep.launch.rendezvous import Nodes, make_rendezvous
+from instep.launch.report import AGENT_PID, read_report
+from instep.state.restarts import JOB_ID, RESTART, read_job
 
 if TYPE_CHECKING:
     from instep.launch.engine import LaunchSpec
@@ -45,21 +57,31 @@ _ALL_SIGNALS = (*_PASSED_ON, signal.SIGQUIT)
 _AFTER_FAILURE_S = 5.0
 _UNTIL_TERM_S = 1.0  # first the other ranks may end by themselves, each with its own last words
 _POLL_S = 0.02
+_SAID_S = 1.0  # the agent of the rank to blame lets the others speak first, for so long
 
-# Runs before the program, which then takes its place in the same process: the kernel keeps the parent-death signal
-# over exec. Set in the rank and re-checked, because the agent may have died before it was set.
+# Runs before the program, which then takes its place in the same process: the kernel keeps the parent-death signal and
+# the cores over exec. Set in the rank and re-checked, because the agent may have died before it was set.
 _BOOT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     os._exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
+if sys.argv[2]:
+    os.sched_setaffinity(0, map(int, sys.argv[2].split(";")[int(sys.argv[3])].split(",")))
+os.execv(sys.argv[4], sys.argv[4:])
 """
+_unfinished: list[Nodes] = []  # of nodes that were cut off: their threads wait for an answer, and are not waited for
 
 
-def run_agent(spec: LaunchSpec) -> int:
-    """Run `spec` and return the job's exit code; see `instep.launch.engine.run`."""
-    rendezvous = FixedNodes(spec)
+def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
+    """Run `spec` and return the job's exit code; see `instep.launch.engine.run`.
+
+    Args:
+        spec: what to run.
+        forked: a function that the ranks run, forked from this process, in place of the command.
+    """
+    entrypoint, args = (forked.run, ()) if forked else _entrypoint(spec)
+    rendezvous = make_rendezvous(spec)
     with (
         tempfile.TemporaryDirectory(prefix="instep-agent-") as folder,
         _environment(_rank_environment(spec)),
@@ -68,28 +90,62 @@ def run_agent(spec: LaunchSpec) -> int:
         workers = WorkerSpec(
             role="rank",
             local_world_size=spec.nproc,
-            entrypoint=sys.executable,
-            # The agent's class takes arguments for templates.
-            args=tuple(word.replace("$", "$$") for word in _with_parent_death(spec.command)),
+            entrypoint=entrypoint,
+            args=args,
             rdzv_handler=rendezvous,
             max_restarts=spec.max_restarts,
             monitor_interval=0.1,
         )
-        logs = DefaultLogsSpecs(log_dir=folder)
-        agent = _Agent(workers, logs, shutdown_s=spec.shutdown_s, handlers_before=handlers_before)
+        agent = _Agent(workers, _logs(spec, folder), forked, rendezvous, spec.shutdown_s, handlers_before)
         with contextlib.suppress(SignalException):  # the ranks have been told, waited for and counted
             agent.run()
     return agent.exit_code
 
 
-def _with_parent_death(command: tuple[str, ...]) -> tuple[str, ...]:
+def _entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:
+    program = shutil.which(spec.executable)
+    if program is None:
+        raise SettingError(
+            f"executable={spec.executable!r} is not a program that can be run here: give its path, or put its folder "
+            "into PATH",
+            field="executable",
+            got=spec.executable,
+        )
+    # The agent's class takes arguments for templates.
+    command = tuple(word.replace("$", "$$") for word in (program, *spec.command))
     if sys.platform != "linux":
-        return command
-    return ("-I", "-S", "-c", _BOOT, str(os.getpid()), sys.executable, *command)
+        if spec.cpu_affinity:
+            raise SettingError("cpu_affinity works on Linux only: leave it out", field="cpu_affinity", got=True)
+        return program, command[1:]
+    cores = ";".join(",".join(map(str, share)) for share in share_cores(spec.nproc)) if spec.cpu_affinity else ""
+    return sys.executable, ("-I", "-S", "-c", _BOOT, str(os.getpid()), cores, "${local_rank}", *command)
+
+
+def _logs(spec: LaunchSpec, folder: str) -> DefaultLogsSpecs:
+    if spec.log_dir is None:
+        return _Logs(folder)
+    tee = Std.ALL if spec.tee is True else dict.fromkeys(spec.tee or (), Std.ALL)
+    if tee and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines appear when they are printed
+    return _Logs(str(spec.log_dir), redirects=Std.ALL, tee=tee)
+
+
+class _Logs(DefaultLogsSpecs):
+    """A folder for every start: torch's own removes what a start left that was not counted as a restart."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        counted = {rank: {**env, "TORCHELASTIC_RESTART_COUNT": os.environ[RESTART]} for rank, env in envs.items()}
+        logs = super().reify(counted)
+        for rank, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = counted[rank]["TORCHELASTIC_ERROR_FILE"]
+        return logs
 
 
 def _rank_environment(spec: LaunchSpec) -> dict[str, str]:
-    added = {AGENT_PID: str(os.getpid()), **spec.env}
+    job, restart = read_job() or (uuid.uuid4().hex, 0)
+    added = {AGENT_PID: str(os.getpid()), JOB_ID: job, RESTART: str(restart), **spec.env}
+    if spec.hang_timeout_s is not None:
+        added["INSTEP_HANG_TIMEOUT_S"] = f"{spec.hang_timeout_s:g}"
     if "OMP_NUM_THREADS" not in {**os.environ, **added}:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         added["OMP_NUM_THREADS"] = str(max(1, cores // spec.nproc))
@@ -143,17 +199,39 @@ class _Agent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         logs_specs: DefaultLogsSpecs,
-        *,
+        forked: Forked | None,
+        rendezvous: Nodes,
         shutdown_s: float,
         handlers_before: Mapping[signal.Signals, Any],
     ) -> None:
-        super().__init__(spec, logs_specs, exit_barrier_timeout=max(shutdown_s, _AFTER_FAILURE_S))
+        start = "fork" if forked else "spawn"
+        super().__init__(spec, logs_specs, start, log_line_prefix_template="[rank ${rank}]: ")
+        self._forked = forked
+        self._nodes = rendezvous
         self._shutdown_s = shutdown_s
         self._handlers_before = handlers_before
         self._received: list[signal.Signals] = []
+        self._first_restart = int(os.environ[RESTART])
+        self._peers: Peers | None = None
+        self._round = Round(0, "", 0)
         self.exit_code = EXIT_FAILED
 
     # --- the agent's own steps ---------------------------------------------------------------------------------------
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._close_peers()
+        super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]
+        node, nodes = worker_group.group_rank, worker_group.group_world_size
+        meeting: Store | None = worker_group.store
+        assert node is not None
+        assert nodes is not None
+        assert meeting is not None
+        talk = self._nodes.connect()
+        self._round = open_round(talk, meeting, node, os.environ[JOB_ID])
+        os.environ[JOB_ID] = self._round.job
+        os.environ[RESTART] = str(self._first_restart + self._round.number)
+        count_waiting = self._nodes.count_waiting if self._nodes.elastic else None
+        self._peers = Peers(talk, self._round, node, nodes, self._nodes.patience_s, count_waiting)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
@@ -170,31 +248,46 @@ class _Agent(LocalElasticAgent):
 
     def _on_signal(self, signum: int, frame: Any) -> None:
         self._received.append(signal.Signals(signum))
+        if self._forked is not None and signum == signal.SIGINT:
+            self._forked.interrupted = True
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
+        peers = self._peers
+        assert peers is not None
         codes = self._codes()
-        if self._received or any(codes.values()):
+        if self._received or any(codes.values()) or peers.alarm or peers.waiting or peers.cut_off:
+            if EXIT_PREEMPTED in codes.values():
+                peers.refresh()  # the ranks may have been asked to make room for another node
             self._settle()
             return self._verdict(worker_group)
-        if None in codes.values():
+        if None in codes.values() or not peers.all_done():
             return RunResult(state=WorkerState.HEALTHY)
         self.exit_code = 0
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
 
+    def _exit_barrier(self) -> None:
+        """The agents' store must not go before all others have read there that everybody is done."""
+        assert self._peers is not None
+        if self._peers.nodes > 1:
+            self._peers.exchange("left", True, _AFTER_FAILURE_S)
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        # Ranks still run here after an error in the agent, when another node asked for a new round, or when a signal
-        # came between a start and `_take_signals`.
-        if self._pcontext is None:
-            return
-        if None in self._codes().values():
-            if isinstance(sys.exc_info()[1], SignalException):
-                self._take_signals()
-                self._received.append(death_sig)
-                self._settle()
-                self.exit_code = job_code(self._first, self._ended(), self._killed)
-            else:
-                self._settle(end_with=signal.SIGTERM)
-        super()._shutdown(signal.SIGKILL)
+        # Ranks still run here after an error in the agent, or when a signal came between a start and `_take_signals`.
+        if self._pcontext is not None:
+            if None in self._codes().values():
+                if isinstance(sys.exc_info()[1], SignalException):
+                    self._take_signals()
+                    self._received.append(death_sig)
+                    self._settle()
+                    self.exit_code = job_code(self._first, self._ended(), self._killed)
+                else:
+                    self._settle(end_with=signal.SIGTERM)
+            super()._shutdown(signal.SIGKILL)
+        self._close_peers()
+
+    def _close_peers(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
@@ -202,30 +295,43 @@ class _Agent(LocalElasticAgent):
         """Return when every rank has ended; what still runs at its deadline is killed.
 
         Args:
-            end_with: end the ranks of a round that is over anyway; else the reason is a code or a signal received.
+            end_with: end the ranks of a round that is over anyway; else the reason is a code, a signal received, or
+                what another agent said.
         """
+        peers = self._peers
+        assert peers is not None
         self._first: list[int] = []
         self._killed = False
         deadline = term_at = float("inf")
         told = 0
-        failed = False
+        failed = growing = False
         if end_with is not None:
             self._send(end_with)
             deadline = time.monotonic() + _AFTER_FAILURE_S
+        elif peers.waiting and not peers.alarm:
+            peers.raise_alarm("grow")
         while True:
             now = time.monotonic()
             codes = self._codes()
             bad = [code for code in codes.values() if code]
             failing = any(code != EXIT_PREEMPTED for code in bad)
-            if bad and not self._first and (failing or told == 0):
+            alarm = peers.alarm
+            if bad and not self._first and (failing or told == 0) and not growing:
                 self._first = bad
                 deadline = min(deadline, now + self._shutdown_s)
-            if failing and not failed:
+            if failing and alarm is None and end_with is None:
+                peers.raise_alarm("failed")
+            if not failed and (failing or peers.cut_off or (alarm is not None and alarm.kind != "grow")):
                 failed = True
                 deadline = min(deadline, now + _AFTER_FAILURE_S)
                 term_at = now + _UNTIL_TERM_S
             if None not in codes.values():
                 return
+            if alarm is not None and alarm.kind == "grow" and not growing:
+                growing = True
+                deadline = min(deadline, now + self._shutdown_s)
+                _say("another node has come: the ranks save, and start again with it")
+                self._send(signal.SIGTERM)
             while told < len(self._received):
                 signum = self._received[told]
                 patience_s = _AFTER_FAILURE_S if told else self._shutdown_s
@@ -242,30 +348,72 @@ class _Agent(LocalElasticAgent):
             time.sleep(_POLL_S)
 
     def _verdict(self, worker_group: WorkerGroup) -> RunResult:
-        ended = self._ended()
-        self.exit_code = job_code(self._first, ended, self._killed)
-        if self.exit_code == 0:
+        """How the round ended, and whether there is another one; all agents come to the same answer."""
+        peers = self._peers
+        assert peers is not None
+        self._stop_tails()
+        if not (peers.alarm or peers.cut_off) and peers.nodes > 1:
+            peers.exchange("saved", True, self._shutdown_s)  # node 0's store must not go before the last rank has saved
+        ends = self._bad_ends(worker_group)
+        mine = {
+            "first": self._first,
+            "last": self._ended(),
+            "killed": self._killed,
+            "stop": bool(self._received),
+            "ends": [end.as_json() for end in ends],
+        }
+        told = {peers.node: mine}
+        alarm = peers.alarm
+        if alarm is not None:
+            patience_s = self._shutdown_s if alarm.kind == "grow" else _AFTER_FAILURE_S
+            told = peers.exchange("end", mine, patience_s + _UNTIL_TERM_S)
+        code = job_code(
+            [code for of in told.values() for code in of["first"]],
+            [code for of in told.values() for code in of["last"]],
+            any(of["killed"] for of in told.values()),
+        )
+        grown = alarm is not None and alarm.kind == "grow" and code in (0, EXIT_PREEMPTED)
+        lost = peers.cut_off or self._lost(alarm, told)
+        if lost and code != EXIT_HUNG:
+            code = EXIT_FAILED
+        self.exit_code = code
+        if code == 0 and not grown:
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._codes()))
-        failures = self._failures()
-        stop = self.exit_code == EXIT_PREEMPTED or bool(self._received)
-        if self.exit_code != EXIT_PREEMPTED:
-            self._say_failures(failures)
-        elif (worker_group.group_world_size or 1) > 1:
-            self._exit_barrier()  # node 0 holds the store, which the other nodes' ranks need until they have saved
-        if stop:
-            self._remaining_restarts = 0
-        elif self._remaining_restarts > 0:
-            count = worker_group.spec.max_restarts - self._remaining_restarts + 1
-            _say(f"starting all ranks again (restart {count} of {worker_group.spec.max_restarts})")
-        return RunResult(state=WorkerState.FAILED, failures=failures)
+        stop = (
+            any(of["stop"] for of in told.values()) or bool(peers.cut_off) or (bool(lost) and not self._nodes.elastic)
+        )
+        if grown and not stop:
+            self._nodes.renew = True
+            return RunResult(state=WorkerState.HEALTHY)
+        restart = self._round.failures + 1
+        again = code != EXIT_PREEMPTED and not stop and restart <= worker_group.spec.max_restarts
+        if code != EXIT_PREEMPTED:
+            others = [RankEnd.from_json(end) for node, of in told.items() if node != peers.node for end in of["ends"]]
+            self._say_failures(ends, others, lost, last=not again)
+        if again:
+            _say(f"starting all ranks again (restart {restart} of {worker_group.spec.max_restarts})")
+        if peers.cut_off:
+            _unfinished.append(self._nodes)
+        self._remaining_restarts = worker_group.spec.max_restarts - restart + 1 if again else 0
+        return RunResult(state=WorkerState.FAILED, failures=self._failures())
+
+    @staticmethod
+    def _lost(alarm: Alarm | None, told: Mapping[int, Any]) -> str:
+        """Which node does not answer any more; empty where all do."""
+        if alarm is not None and alarm.kind == "lost":
+            return alarm.text
+        silent = [] if alarm is None else [str(node) for node in range(alarm.nodes) if node not in told]
+        return f"node {', '.join(silent)} has gone, or is cut off" if silent else ""
 
     # --- the ranks' processes ----------------------------------------------------------------------------------------
 
     def _processes(self) -> dict[int, Any]:
-        """The ranks' processes by global rank."""
-        assert isinstance(self._pcontext, SubprocessContext)
-        handlers = self._pcontext.subprocess_handlers
-        return {worker.global_rank: handlers[worker.local_rank].proc for worker in self._worker_group.workers}
+        """The ranks' processes by global rank, as `subprocess.Popen` or alike."""
+        context: Any = self._pcontext
+        local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
+        if self._forked is not None:
+            return {rank: ForkedRank(context._pc.processes[index]) for rank, index in local.items()}
+        return {rank: context.subprocess_handlers[index].proc for rank, index in local.items()}
 
     def _codes(self) -> dict[int, int | None]:
         return {rank: process.poll() for rank, process in self._processes().items()}
@@ -288,71 +436,76 @@ class _Agent(LocalElasticAgent):
         for _, process in running:
             process.wait()
 
+    def _bad_ends(self, worker_group: WorkerGroup) -> list[RankEnd]:
+        assert self._pcontext is not None
+        files = self._pcontext.error_files
+        local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
+        node, host = worker_group.group_rank or 0, socket.gethostname()
+        return [
+            RankEnd(rank, node, host, code, code in self._first, read_report(files[local[rank]]))
+            for rank, code in self._codes().items()
+            if code
+        ]
+
     def _failures(self) -> dict[int, ProcessFailure]:
-        assert isinstance(self._pcontext, SubprocessContext)
+        assert self._pcontext is not None
         files = self._pcontext.error_files
         local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
         return {
-            rank: ProcessFailure(
-                local_rank=local[rank], pid=process.pid, exitcode=process.returncode, error_file=files[local[rank]]
-            )
+            rank: ProcessFailure(local[rank], process.pid, process.returncode, files[local[rank]])
             for rank, process in self._processes().items()
             if process.returncode
         }
 
     # --- what is said ------------------------------------------------------------------------------------------------
 
+    def _stop_tails(self) -> None:
+        """What the ranks have printed comes before what is said of them."""
+        context: Any = self._pcontext
+        for tail in context._tail_logs:
+            tail.stop()
+        sys.stdout.flush()
+
     def _say_signal(self, signum: signal.Signals, patience_s: float, count: int) -> None:
         name = signum.name
         again = "; a second one cuts that short" if count == 1 else ""
         _say(f"{name}: passed on to the ranks, which have {patience_s:g} s to save and end{again}")
 
-    def _say_failures(self, failures: Mapping[int, ProcessFailure]) -> None:
-        assert isinstance(self._pcontext, SubprocessContext)
-        local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
-        reports = {rank: read_report(self._pcontext.error_files[local[rank]]) for rank in failures}
-        root = _root(failures, reports, self._first)
-        for rank, failure in failures.items():
-            report = reports[rank]
-            if rank != root and report is not None:
-                _say(f"rank {rank} ended with {_describe(failure.exitcode)}: {report.message.splitlines()[0]}")
-        if root is None:
+    def _say_failures(self, ends: list[RankEnd], others: list[RankEnd], lost: str, last: bool) -> None:
+        """What became of this node's ranks, and whose fault it was: that one's agent says it, after all the others."""
+        peers = self._peers
+        assert peers is not None
+        cause = None if lost else find_cause([*ends, *others], peers.alarm.node if peers.alarm else 0)
+        for end in ends:
+            if end is not cause and end.report is not None:
+                _say(f"{end.title} ended with {end.how}: {end.message}")
+        mine = cause is not None and cause in ends
+        if lost:
+            _say(f"{lost}: its ranks are lost, and the others cannot go on without them")
+        elif cause is not None and not mine:
+            said = f": {cause.message}" if cause.message else ""
+            _say(f"{cause.title} failed with {cause.how}{said}; the output of its node has more")
+        if peers.nodes > 1 and not lost:
+            self._take_turns(mine)
+        if cause is None or not mine:
             return
-        report = reports[root]
-        how = _describe(failures[root].exitcode)
-        if report is None:
-            _say(f"rank {root} failed with {how}; what it said stands above")
+        if self._forked is not None and last:
+            self._forked.failure = Failure(cause.rank, cause.how, cause.report)  # its caller raises it
+        elif cause.report is None:
+            _say(f"{cause.title} failed with {cause.how}; {self._where_it_spoke(cause)}")
         else:
-            _say(f"rank {root} failed with {how}:\n{report.traceback.rstrip()}")
+            _say(f"{cause.title} failed with {cause.how}:\n{cause.report.traceback.rstrip()}")
 
+    def _take_turns(self, last: bool) -> None:
+        """Where several nodes write to one terminal the cause comes last: wait until the other agents have spoken."""
+        assert self._peers is not None
+        self._peers.exchange("said", True, _SAID_S if last else 0.0)
 
-def _root(
-    failures: Mapping[int, ProcessFailure], reports: Mapping[int, FailureReport | None], first: list[int]
-) -> int | None:
-    """The rank to blame: one that a signal ended first of all; the first to report an error of its own; else any first.
-
-    Who was killed reports nothing, and the others then report their broken connections.
-    """
-    for rank, failure in failures.items():
-        if failure.exitcode < 0 and failure.exitcode in first and reports[rank] is None:
-            return rank
-    own = {rank: report for rank, report in reports.items() if report is not None and not report.remote}
-    if own:
-        return min(own, key=lambda rank: own[rank].time_ns)
-    blamed = [code for code in first if code != EXIT_PREEMPTED]
-    ranks = [rank for rank, failure in failures.items() if failure.exitcode in blamed]
-    ranks += [rank for rank, failure in failures.items() if failure.exitcode != EXIT_PREEMPTED]
-    return ranks[0] if ranks else None
-
-
-def _describe(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"{name} (if nobody sent it: out of memory)" if name == "SIGKILL" else name
+    def _where_it_spoke(self, end: RankEnd) -> str:
+        assert self._pcontext is not None
+        local = next(worker.local_rank for worker in self._worker_group.workers if worker.global_rank == end.rank)
+        file = self._pcontext.stderrs[local]
+        return f"what it said is in {file}" if file else "what it said stands above"
 
 
 def _say(text: str) -> None:

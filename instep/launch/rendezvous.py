@@ -1,41 +1,68 @@
-"""Where agents and their ranks meet: a fixed set of nodes, and a new store in every round.
+"""Where agents and their ranks meet: a fixed set of nodes or whoever comes, and a new store for the ranks every time.
 
 torch's rendezvous for a fixed set of nodes keeps one store for all rounds, so ranks that were started again read the
-addresses of dead ones and hang. Its elastic one numbers the nodes by their addresses, not as the user did.
+addresses of dead ones and hang; its elastic one numbers the restarts by agent and may do the same. Here the first node
+of a round hosts a new store for its ranks, and the agents talk over connections of their own (`peers`).
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import uuid
+from abc import abstractmethod
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch.distributed import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from instep.errors import InstepError, SettingError
 
 if TYPE_CHECKING:
     from instep.launch.engine import LaunchSpec
 
 _NODES_MEET_S = 900.0
+_READ_S = 60.0
+_DEFAULT_PORT = 29400
+_CONF = {"last_call_timeout": "10", "keep_alive_interval": "5", "keep_alive_max_attempt": "3"}
 
 
-class FixedNodes(RendezvousHandler):
-    """A rendezvous of a fixed set of nodes, with a new store for the ranks in every round.
+class Nodes(RendezvousHandler):
+    """What the agent asks of a rendezvous, beside what torch's agent does.
 
-    Node 0 hosts the stores. With one node nothing but this process is asked. With several, the agents meet in a store
-    at `master_addr:master_port`, where node 0 publishes the port of each round's store; a node that begins a new round
-    is noticed by the others, who follow.
+    Attributes:
+        elastic: whether nodes may leave and come.
+        patience_s: a node that is silent for so long is lost.
+        renew: the agent wants a new round, since a node waits to be let in.
     """
+
+    elastic = False
+    patience_s = 15.0
+    renew = False
 
     def __init__(self, spec: LaunchSpec) -> None:
         self._spec = spec
         self._run_id = spec.run_id or uuid.uuid4().hex
-        self._round = -1
-        self._meeting: Store | None = None
         self._ranks_store: TCPStore | None = None
 
-    def get_backend(self) -> str:
-        return "instep-fixed"
+    @abstractmethod
+    def connect(self) -> Store:
+        """A new connection to the agents' store, for one thread."""
+
+    def count_waiting(self) -> int:
+        """How many nodes wait to be let in."""
+        return 0
 
     @property
     def use_agent_store(self) -> bool:
@@ -44,59 +71,171 @@ class FixedNodes(RendezvousHandler):
     def get_run_id(self) -> str:
         return self._run_id
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        spec = self._spec
-        self._round += 1
-        host = spec.node_rank == 0
-        if host:
-            self._ranks_store = _serve(spec.master_addr, 0)
-        if spec.num_nodes == 1:
-            assert self._ranks_store is not None
-            store, port = self._ranks_store, self._ranks_store.port
-        else:
-            meeting = self._join_meeting()
-            meeting.add(self._arrived(self._round), 1)
-            store = PrefixStore(f"round-{self._round}", meeting)
-            if self._ranks_store is not None:
-                store.set("port", str(self._ranks_store.port))
-            port = int(store.get("port"))
-        where = RendezvousStoreInfo(master_addr=spec.master_addr, master_port=port)
-        # The agents' own keys must not meet the ranks' in one store.
-        return RendezvousInfo(PrefixStore("agents", store), spec.node_rank, spec.num_nodes, where)
-
     def num_nodes_waiting(self) -> int:
-        if self._meeting is None:
-            return 0
-        try:
-            return self._meeting.add(self._arrived(self._round + 1), 0)
-        except RuntimeError:  # node 0 is gone: its ranks are too, and ours will find out by themselves
-            return 0
+        return int(self.renew)
 
     def is_closed(self) -> bool:
         return False
 
     def set_closed(self) -> None:
-        """Nothing to mark: the set of nodes is fixed."""
+        """Nothing to mark: the agents agree on the end."""
 
     def shutdown(self) -> bool:
-        self._meeting = self._ranks_store = None
+        self._ranks_store = None
         return True
 
-    def _join_meeting(self) -> Store:
-        if self._meeting is None:
-            spec = self._spec
-            assert spec.master_port is not None
-            if spec.node_rank == 0:
-                tcp = _serve(spec.master_addr, spec.master_port)
-            else:
-                tcp = TCPStore(spec.master_addr, spec.master_port, timeout=timedelta(seconds=_NODES_MEET_S))
-            self._meeting = PrefixStore(self._run_id, tcp) if spec.run_id else tcp
-        return self._meeting
+    def _info(self, store: Store, node: int, nodes: int, address: str) -> RendezvousInfo:
+        """The round, whose first node hosts a new store for the ranks and says where."""
+        if node == 0:
+            self._ranks_store = _serve(address, 0)
+            store.set("ranks", f"{address} {self._ranks_store.port}")
+        address, port = store.get("ranks").decode().split()
+        self.renew = False
+        # The agents' own keys must not meet the ranks' in one store.
+        return RendezvousInfo(PrefixStore("agents", store), node, nodes, RendezvousStoreInfo(address, int(port)))
 
-    @staticmethod
-    def _arrived(round_: int) -> str:
-        return f"arrived-{round_}"
+
+class FixedNodes(Nodes):
+    """A rendezvous of a fixed set of numbered nodes. With one node nothing but this process is asked.
+
+    With several the agents meet in a store that node 0 hosts at `master_addr:master_port`.
+    """
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        super().__init__(spec)
+        self._round = -1
+        self._name = spec.run_id or "job"  # alike on all nodes
+        self._meeting: Store | None = None
+
+    def get_backend(self) -> str:
+        return "instep-fixed"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._round += 1
+        if self._meeting is None:
+            self._meeting = self._meet()
+        spec = self._spec
+        store = PrefixStore(f"{self._name}/{self._round}", self._meeting)
+        return self._info(store, spec.node_rank, spec.num_nodes, spec.master_addr)
+
+    def connect(self) -> Store:
+        assert self._meeting is not None
+        spec = self._spec
+        if spec.num_nodes == 1:
+            return self._meeting
+        assert spec.master_port is not None
+        return PrefixStore(f"{self._name}/peers", _join(spec.master_addr, spec.master_port))
+
+    def _meet(self) -> Store:
+        spec = self._spec
+        if spec.num_nodes == 1:
+            return HashStore()
+        assert spec.master_port is not None
+        serve = spec.node_rank == 0
+        return (_serve if serve else _join)(spec.master_addr, spec.master_port)
+
+
+class ElasticNodes(Nodes):
+    """torch's "c10d" rendezvous: from `min_nodes` to `num_nodes` nodes, whoever comes, numbered by it in every round.
+
+    The agents' store is hosted by the first agent on the machine that `rdzv_endpoint` names: the job ends with it.
+    """
+
+    elastic = True
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        super().__init__(spec)
+        assert spec.rdzv_endpoint is not None
+        conf = {**_CONF, **spec.rdzv_conf}
+        self.patience_s = float(conf["keep_alive_interval"]) * float(conf["keep_alive_max_attempt"])
+        self._endpoint = parse_rendezvous_endpoint(spec.rdzv_endpoint, default_port=_DEFAULT_PORT)
+        near = _address_towards(*self._endpoint)
+        self._address = spec.local_addr or near
+        hosts = conf.pop("is_host", "")
+        here = hosts.lower() in ("1", "true", "yes") if hosts else _is_local(self._endpoint[0], near)
+        read_s = float(conf.pop("read_timeout", _READ_S))
+        self._store = _serve_or_join(*self._endpoint, here, read_s)
+        backend = C10dRendezvousBackend(self._store, self._run_id)
+        least = spec.num_nodes if spec.min_nodes is None else spec.min_nodes
+        parameters = RendezvousParameters(
+            "c10d", spec.rdzv_endpoint, self._run_id, least, spec.num_nodes, local_addr=self._address, **conf
+        )
+        self._least = least
+        self._handler = create_handler(self._store, backend, parameters)
+
+    def get_backend(self) -> str:
+        return "c10d"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # torch's own store for the ranks, which it keeps over rounds, is not used.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        try:
+            info = self._handler.next_rendezvous()
+        except RendezvousTimeoutError as error:
+            raise InstepError(
+                f"fewer than {self._least} nodes came to {self._spec.rdzv_endpoint} (run {self._run_id!r}) in time. "
+                "Start an agent on each node with the same rdzv_endpoint and run_id; rdzv_conf's join_timeout (in "
+                "seconds) waits for longer, and min_nodes says how few will do."
+            ) from error
+        except RendezvousError as error:
+            raise InstepError(f"the agents could not meet at {self._spec.rdzv_endpoint}: {error}") from error
+        return self._info(info.store, info.rank, info.world_size, self._address)
+
+    def connect(self) -> Store:
+        return PrefixStore(f"{self._run_id}/peers", _join(*self._endpoint))
+
+    def count_waiting(self) -> int:
+        try:
+            return self._handler.num_nodes_waiting()
+        except RendezvousError as error:
+            raise InstepError(str(error)) from error
+
+
+def make_rendezvous(spec: LaunchSpec) -> Nodes:
+    """The rendezvous that a spec asks for."""
+    return ElasticNodes(spec) if spec.rdzv_backend == "c10d" and spec.num_nodes > 1 else FixedNodes(spec)
 
 
 def _serve(address: str, port: int) -> TCPStore:
     return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_NODES_MEET_S))
+
+
+def _join(address: str, port: int) -> TCPStore:
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_NODES_MEET_S))
+
+
+def _serve_or_join(address: str, port: int, here: bool, timeout_s: float) -> TCPStore:
+    """The agents' store: hosted by the first agent of the endpoint's machine."""
+    timeout = timedelta(seconds=timeout_s)
+    if here:
+        try:
+            return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout)
+        except RuntimeError:  # another agent of this machine came first
+            pass
+    try:
+        return TCPStore(address, port, is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        raise InstepError(
+            f"nothing answers at rdzv_endpoint={address}:{port}: {error}. One of the nodes must be reachable under it; "
+            'rdzv_conf {"is_host": "1"} says on which one the store is to be hosted.'
+        ) from error
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's address on the network that leads to a host; nothing is sent."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise SettingError(
+            f"rdzv_endpoint={host}:{port} cannot be reached from {socket.gethostname()}: {error}",
+            field="rdzv_endpoint",
+            got=f"{host}:{port}",
+        ) from error
+
+
+def _is_local(host: str, near: str) -> bool:
+    """Whether a host name is this machine: the way there ends where it begins."""
+    return near in {entry[4][0] for entry in socket.getaddrinfo(host, None)} or host in ("localhost", "127.0.0.1")

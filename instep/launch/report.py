@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +22,9 @@ from instep.errors import RemoteError
 
 AGENT_PID = "INSTEP_AGENT_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# What gloo and NCCL say of a peer that is gone.
+_BROKEN = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Ss]ocket closed|remote process exited")
+_step: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,22 @@ class FailureReport:
     Args:
         message: its type and text.
         traceback: its traceback as text.
-        remote: it only says that another rank failed.
+        remote: it only says that another rank failed, or that the connection to one broke.
         time_ns: when it was reported, on the machine's monotonic clock; 0 when unknown.
+        step: the optimizer steps that a training had done; None outside of one.
     """
 
     message: str
     traceback: str
     remote: bool = False
     time_ns: int = 0
+    step: int | None = None
+
+
+def tell_step(step: Callable[[], int] | None) -> None:
+    """Say how to find out at which step this process is, for a report."""
+    global _step
+    _step = step
 
 
 def under_plain_torchrun() -> bool:
@@ -67,26 +80,29 @@ class _ReportingHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         reported = False
         if os.getpid() == self._pid and not issubclass(kind, KeyboardInterrupt):
-            reported = self._write(error)
+            reported = write_report(self._path, error)
         if reported and self._previous is sys.__excepthook__ and _agent_lives():
             return
         self._previous(kind, error, trace)
 
-    def _write(self, error: BaseException) -> bool:
-        # The form that torchrun's own report reads, and two facts more.
-        extra = {
-            "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-            "timestamp": str(int(time.time())),
-            "time_ns": time.monotonic_ns(),
-            "remote": isinstance(error, RemoteError),
-        }
-        try:
-            message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-            self._path.write_text(json.dumps({"message": message}), encoding="utf-8")
-        except OSError as problem:
-            sys.stderr.write(f"instep: could not write {self._path} ({problem}); the traceback follows here\n")
-            return False
-        return True
+
+def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
+    """Write an exception into this rank's error file; False where that fails, which is said."""
+    # The form that torchrun's own report reads, and two facts more.
+    extra = {
+        "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        "timestamp": str(int(time.time())),
+        "time_ns": time.monotonic_ns(),
+        "remote": isinstance(error, RemoteError) or _BROKEN.search(str(error)) is not None,
+        "step": None if _step is None else _step(),
+    }
+    try:
+        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    except OSError as problem:
+        sys.stderr.write(f"instep: could not write {os.fspath(path)} ({problem}); the traceback follows here\n")
+        return False
+    return True
 
 
 def _agent_lives() -> bool:
@@ -105,6 +121,7 @@ def read_report(path: str | os.PathLike[str]) -> FailureReport | None:
             traceback=extra.get("py_callstack", message["message"]),
             remote=bool(extra.get("remote", False)),
             time_ns=int(extra.get("time_ns", 0)),
+            step=extra.get("step"),
         )
     except (OSError, ValueError, KeyError, TypeError):  # killed while writing it: the exit code still speaks
         return None

@@ -4,6 +4,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -21,6 +22,8 @@ from instep.launch.engine import LaunchSpec, is_worker, run
 from tests.helpers.spawn import Finished, finish, free_port, run_command, start_command
 
 pytestmark = pytest.mark.dist
+
+HOST = socket.gethostname()
 
 LAUNCHED: dict[str, str | None] = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTEST_CURRENT_TEST"))
 HEAD = """
@@ -117,7 +120,7 @@ def test_the_agent_leaves_its_own_process_as_it_was(job: Job) -> None:
 def test_exit_codes_are_kept_apart(job: Job, codes: tuple[int, int], expected: int) -> None:
     done = job(f"sys.exit({codes}[rank])")
     assert done.returncode == expected, done.stderr
-    assert (f"rank 0 failed with exit code {codes[0]};" in done.stderr) == (expected in (1, 76))
+    assert (f"rank 0 (host {HOST}) failed with exit code {codes[0]};" in done.stderr) == (expected in (1, 76))
 
 
 def test_after_a_preempted_rank_the_others_get_the_time_to_save_and_nothing_restarts(job: Job) -> None:
@@ -198,7 +201,7 @@ def test_a_failing_rank_ends_the_others_and_its_traceback_comes_last_and_once(jo
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ValueError: only here")
     assert done.stderr.count("Traceback") == 1
-    assert "rank 1 failed with exit code 1:\nTraceback" in done.stderr
+    assert f"rank 1 (host {HOST}) failed with exit code 1:\nTraceback" in done.stderr
 
 
 def test_who_only_says_that_another_rank_failed_is_not_blamed(job: Job) -> None:
@@ -214,7 +217,7 @@ def test_who_only_says_that_another_rank_failed_is_not_blamed(job: Job) -> None:
         """,
     )
     assert done.returncode == 1
-    assert "rank 0 ended with exit code 1: RemoteError: saving" in done.stderr
+    assert f"rank 0 (host {HOST}) ended with exit code 1: RemoteError: saving" in done.stderr
     assert done.stderr.rstrip().endswith("ValueError: the cause")
     assert done.stderr.count("Traceback (most recent call last)") == 1
 
@@ -223,7 +226,7 @@ def test_a_rank_without_a_report_prints_for_itself(job: Job) -> None:
     done = job("raise ValueError('plain')", nproc=1)
     assert done.returncode == 1
     assert done.stderr.count("ValueError: plain") == 1
-    assert "rank 0 failed with exit code 1; what it said stands above" in done.stderr
+    assert f"rank 0 (host {HOST}) failed with exit code 1; what it said stands above" in done.stderr
 
 
 def test_a_report_without_an_agent_is_still_printed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -159,7 +160,7 @@ def test_the_signals_of_batch_systems_to_one_rank_stop_all(pair: dict[str, Any],
 def test_a_killed_rank_ends_the_job_which_can_be_resumed(pair: dict[str, Any], tmp_path: Path) -> None:
     killed = run(tmp_path, "--devices", "2", "--do", "SIGKILL", "--rank", "1", "--step", "5")
     expect(killed, 1)
-    assert "rank 1 failed with SIGKILL" in killed.stderr, killed.stderr
+    assert re.search(r"rank 1 \(host .*\) failed with SIGKILL", killed.stderr), killed.stderr
     assert saved(tmp_path) == ["step-00000003-1"]
     expect(run(tmp_path, start=torchrun(2)), 0)
     assert results(tmp_path, 2) == [pair, pair]
@@ -169,7 +170,7 @@ def test_a_killed_rank_ends_the_job_which_can_be_resumed(pair: dict[str, Any], t
 def test_an_error_on_one_rank_is_told(tmp_path: Path) -> None:
     done = run(tmp_path, "--devices", "2", "--do", "raise", "--rank", "1")
     expect(done, 1)
-    assert "rank 1 failed with exit code 1:\nTraceback" in done.stderr
+    assert re.search(r"rank 1 \(host .*\) failed with exit code 1:\nTraceback", done.stderr), done.stderr
     assert done.stderr.rstrip().endswith("ValueError: boom on purpose"), done.stderr
 
 

@@ -1,0 +1,243 @@
+"""What the agents of a job tell each other during a round: that it is over and why, and what became of each node.
+
+A thread asks the agents' store a few times a second, over a connection of its own, since an answer may never come: a
+node that hears nothing for `patience_s` is cut off. Each node counts up a number there, its beat, and is watched by
+another one: the first node watches all, and all watch the first. Times are measured on the watcher's own clock.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeVar
+
+from torch.distributed import PrefixStore, Store
+
+from instep.errors import InstepError
+
+T = TypeVar("T")
+_POLL_S = 0.1
+_ANSWER_S = 3.0
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Why a round is over; the first one holds for all nodes.
+
+    Args:
+        kind: a rank "failed"; a node is "lost"; another node waits, and the group is to "grow".
+        node: who raised it.
+        nodes: how many there were.
+        text: more, for people.
+    """
+
+    kind: Literal["failed", "lost", "grow"]
+    node: int
+    nodes: int
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What all agents of a round know alike.
+
+    Args:
+        number: from 0, over all agents.
+        job: the job's name, the same in all rounds and of no other job.
+        failures: rounds that had failed before.
+    """
+
+    number: int
+    job: str
+    failures: int
+
+
+def open_round(store: Store, meeting: Store, node: int, job: str) -> Round:
+    """Agree on a round's number. A collective of its agents.
+
+    Args:
+        store: the agents' store, the same in all rounds.
+        meeting: a store of this round.
+        node: this node's number in the round.
+        job: what to call the job, if it has no name yet.
+    """
+    if node == 0:
+        name = store.compare_set("job", "", job).decode()
+        now = Round(store.add("rounds", 1) - 1, name, store.add("failures", 0))
+        meeting.set("round", json.dumps(asdict(now)))
+        return now
+    return Round(**json.loads(meeting.get("round")))
+
+
+class Peers:
+    """This agent's talk with the others in one round. `close` ends it.
+
+    Args:
+        store: a connection to the agents' store that nobody else uses.
+        round_: the round.
+        node: this node's number.
+        nodes: how many there are.
+        patience_s: after so long without an answer a node is lost.
+        count_waiting: how many nodes wait to be let in; None where none may.
+
+    Attributes:
+        alarm: why the round is over; None while it is not.
+        waiting: whether nodes wait to be let in.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        round_: Round,
+        node: int,
+        nodes: int,
+        patience_s: float,
+        count_waiting: Callable[[], int] | None = None,
+    ) -> None:
+        self.alarm: Alarm | None = None
+        self.waiting = False
+        self.node, self.nodes = node, nodes
+        self._job = store
+        self._store = PrefixStore(f"round-{round_.number}", store)
+        self._patience_s = patience_s
+        self._count_waiting = count_waiting
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._heard = time.monotonic()
+        self._broken = ""
+        self._done = False
+        self._all_done = False
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._thread: threading.Thread | None = None
+        if nodes > 1 or count_waiting is not None:
+            self._thread = threading.Thread(target=self._talk, name="instep-peers", daemon=True)
+            self._thread.start()
+
+    @property
+    def cut_off(self) -> str:
+        """Why this node can reach the others no more; empty where it can."""
+        if self._thread is None:
+            return ""
+        silent_s = time.monotonic() - self._heard
+        if silent_s > self._patience_s:
+            return f"the agents' store did not answer for {silent_s:.0f} s"
+        return self._broken
+
+    def raise_alarm(self, kind: Literal["failed", "lost", "grow"], text: str = "") -> None:
+        """Say that the round is over; where another node has said so already, its reason holds."""
+        if not self.cut_off:
+            self._do(lambda: self._raise(Alarm(kind, self.node, self.nodes, text)))
+
+    def refresh(self) -> None:
+        """Know of all that was said before now."""
+        self._do(self._look)
+
+    def all_done(self) -> bool:
+        """Whether every node's ranks have ended well, as this one's have."""
+        if not self._done:
+            self._done = True
+            self._do(self._post_done)
+        return self._thread is None or self._all_done
+
+    def exchange(self, name: str, value: Any, timeout_s: float) -> dict[int, Any]:
+        """What each node gives under this name, by its number; without those that gave nothing in time."""
+        self._do(lambda: self._store.set(f"{name}-{self.node}", json.dumps(value)))
+        found: dict[int, Any] = {self.node: value}
+        deadline = time.monotonic() + timeout_s
+
+        def look() -> None:
+            self._look()
+            for node in set(range(self.nodes)) - found.keys():
+                if self._store.check([f"{name}-{node}"]):
+                    found[node] = json.loads(self._store.get(f"{name}-{node}"))
+
+        while True:
+            self._do(look)
+            if len(found) == self.nodes or self.cut_off or time.monotonic() > deadline:
+                return found
+            time.sleep(_POLL_S / 2)
+
+    def close(self) -> None:
+        """End the thread; may be called twice."""
+        if self._thread is not None:
+            self._asked.put(None)
+            self._thread.join(_ANSWER_S)
+
+    # ---- in the thread, where there is one
+
+    def _do(self, act: Callable[[], T]) -> T | None:
+        """Run it in the thread and return what it returns; None where no answer comes."""
+        if self._thread is None:
+            return act()
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(act())
+            except BaseException as error:
+                answer.set_exception(error)
+                raise
+
+        self._asked.put(run)
+        try:
+            return answer.result(_ANSWER_S)
+        except (NoAnswer, RuntimeError):  # `cut_off` tells
+            return None
+
+    def _talk(self) -> None:
+        try:
+            self._store.set(f"host-{self.node}", socket.gethostname())
+            while True:
+                try:
+                    act = self._asked.get(timeout=_POLL_S)
+                    if act is None:
+                        return
+                    act()
+                except queue.Empty:
+                    self._look()
+                self._heard = time.monotonic()
+        except (RuntimeError, InstepError) as error:
+            self._broken = f"the agents' store is gone ({str(error).splitlines()[0]})"
+
+    def _look(self) -> None:
+        store = self._store
+        if self.alarm is None and store.check(["alarm"]):
+            self.alarm = Alarm(**json.loads(store.get("alarm")))
+        if self._done and not self._all_done:
+            self._all_done = store.add("done", 0) == self.nodes
+        if self._count_waiting is not None and not self.waiting:
+            self.waiting = self._count_waiting() > 0
+        if self._thread is None:
+            return
+        store.add(f"beat-{self.node}", 1)
+        if self.alarm is None and not self._all_done:
+            self._watch()
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        for node in range(1, self.nodes) if self.node == 0 else (0,):
+            beat = self._store.add(f"beat-{node}", 0)
+            before, since = self._beats.get(node, (-1, now))
+            if beat != before:
+                self._beats[node] = (beat, now)
+            elif now - since > self._patience_s:
+                host = self._store.get(f"host-{node}").decode() if self._store.check([f"host-{node}"]) else "its host"
+                self._raise(
+                    Alarm("lost", self.node, self.nodes, f"node {node} ({host}) did not answer for {now - since:.0f} s")
+                )
+
+    def _raise(self, alarm: Alarm) -> None:
+        text = json.dumps(asdict(alarm))
+        holds = self._store.compare_set("alarm", "", text).decode()
+        if holds == text and alarm.kind != "grow":
+            self._job.add("failures", 1)
+        self.alarm = Alarm(**json.loads(holds))
+
+    def _post_done(self) -> None:
+        self._all_done = self._store.add("done", 1) == self.nodes
