@@ -30,6 +30,8 @@ COMMANDS: dict[Command, str] = {
     ("checkpoint", "diff"): "how two checkpoints differ",
     ("checkpoint", "convert"): "to and from safetensors, Lightning and Accelerate",
     ("replay",): "repeat the steps after a checkpoint, bit for bit",
+    ("migrate",): "bring Lightning and Accelerate scripts to instep",
+    ("completion",): "let the shell complete commands and options",
 }
 GROUPS = {"checkpoint": "look into checkpoints, check, compare and convert them"}
 _EXAMPLES = (
@@ -60,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 all is well, 1 problems were found or it failed, 2 wrong arguments, or what a job ended with.
     """
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+        from instep.cli.completion import complete  # late: only then
+
+        complete()
+        return 0
     words = list(sys.argv[1:] if argv is None else argv)
     command = find(words)
     if command is None:

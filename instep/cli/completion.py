@@ -1,0 +1,62 @@
+"""Print the script that lets a shell complete `instep` with TAB: commands, options, their values, and files.
+
+In bash, put into ~/.bashrc       eval "$(instep completion bash)"
+In zsh, put into ~/.zshrc         autoload -U compinit && compinit; eval "$(instep completion zsh)"
+In fish, run once                 instep completion fish > ~/.config/fish/completions/instep.fish
+
+The shell then asks `instep` itself, so that what is offered is always that of the installed version.
+
+Examples:
+  instep completion bash                    print it
+  eval "$(instep completion bash)"          use it in this shell
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from instep.cli import output
+from instep.errors import UsageError
+
+_SHELLS = ("bash", "zsh", "fish")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("shell", choices=_SHELLS, nargs="?", help="default: the one that SHELL names")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script."""
+    import argcomplete  # late: nothing else needs it
+
+    shell = args.shell or Path(os.environ.get("SHELL", "")).name
+    if shell not in _SHELLS:
+        raise UsageError(f"SHELL={os.environ.get('SHELL')!r} is none of {', '.join(_SHELLS)}: name one of them")
+    output.say(argcomplete.shellcode(["instep"], shell=shell).strip())
+    return 0
+
+
+def complete() -> None:
+    """Tell the shell what may follow the words of COMP_LINE, and end the process."""
+    import argcomplete  # late, as above
+    from argcomplete.lexers import split_line
+
+    from instep.cli.main import COMMANDS, GROUPS, find, load, make_parser
+
+    words = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3][1:]
+    command = find(words)
+    done = command or tuple(word for word in words[:1] if word in GROUPS)
+    os.environ["_ARGCOMPLETE"] = str(1 + len(done))  # what is parsed starts after them
+    if command and hasattr(load(command), "main"):  # it has a parser of its own, which answers
+        load(command).main(words[len(command) :])
+        return
+    parser = make_parser(command, load(command)) if command else argparse.ArgumentParser("instep")
+    inner = {name[len(done)]: text for name, text in COMMANDS.items() if name[: len(done)] == done and name != done}
+    if inner and words == list(done):
+        names = parser.add_subparsers()
+        for name, text in inner.items():
+            names.add_parser(name, help=text if (*done, name) in COMMANDS else GROUPS[name])
+    argcomplete.autocomplete(parser, always_complete_options=False)

@@ -1,0 +1,64 @@
+"""What instep's classes take and have: asked of the classes, so that no list of it grows old."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from instep.errors import InstepError
+
+
+@cache
+def load(name: str) -> Any:
+    """What a dotted name stands for."""
+    module, _, leaf = name.rpartition(".")
+    return getattr(import_module(module), leaf)
+
+
+@cache
+def attributes(owner: type) -> frozenset[str]:
+    """The names that objects of a class have: its own, those that methods give to `self`, a Trainer's arguments."""
+    names = set(dir(owner))
+    for base in owner.__mro__:
+        if base.__module__.startswith("instep."):
+            names |= set(re.findall(r"\bself\.(\w+)\s*(?::[^=\n]+)?=[^=]", inspect.getsource(base)))
+    if owner.__name__ == "Trainer":
+        names |= set(inspect.signature(owner).parameters)
+    return frozenset(names)
+
+
+def refused(function: Any, argument: str) -> str | None:
+    """Why a function or class does not take an argument; None where it does.
+
+    Example:
+        >>> import textwrap
+        >>> refused(textwrap.fill, "length")
+        'it takes text, width'
+    """
+    parameters = inspect.signature(function).parameters
+    others = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    if argument in parameters and argument != others:
+        return None
+    if others is None:
+        return f"it takes {', '.join(name for name in parameters if name != 'self') or 'no arguments'}"
+    if others != "unknown":  # what it takes beside its own goes to somebody else
+        return None
+    try:
+        function(**{argument: None})  # our classes refuse it before anything else, and say what to do
+    except InstepError as error:
+        return str(error).partition(f" {argument}: ")[2] or str(error)
+    return None
+
+
+def wrong_value(argument: str, value: Any) -> str | None:
+    """Why the Trainer refuses a value on any machine; None where it does not."""
+    from instep.trainer.settings import check_value
+
+    try:
+        check_value(argument, value)
+    except InstepError as error:
+        return str(error)
+    return None

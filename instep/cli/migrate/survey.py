@@ -1,0 +1,305 @@
+"""Finds what a script has of Lightning and Accelerate, and decides what becomes of each place."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
+
+from instep.cli.migrate import names
+
+_LINE = 88  # longer lines are broken
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """Something to look at.
+
+    Args:
+        line: of the script as it is, from 1.
+        kind: "todo" for what has to be changed by hand, "note" for what is otherwise but goes on working.
+        text: what it is, and what to do.
+    """
+
+    line: int
+    kind: str
+    text: str
+
+
+@dataclass
+class Plan:
+    """What becomes of a script.
+
+    Args:
+        module: its syntax tree.
+        new: for each place that changes, by its node: the new nodes.
+        findings: for people.
+        found: canonical names that it has.
+    """
+
+    module: cst.Module
+    lines: Any
+    new: dict[cst.CSTNode, Any] = field(default_factory=dict)
+    findings: set[Finding] = field(default_factory=set)
+    found: set[str] = field(default_factory=set)
+
+    def line(self, node: cst.CSTNode) -> int:
+        """Where a node stands."""
+        return self.lines[node].start.line
+
+    def todo(self, node: cst.CSTNode, text: str) -> None:
+        """Note what has to be changed by hand."""
+        self.findings.add(Finding(self.line(node), "todo", text))
+
+    def note(self, node: cst.CSTNode, text: str) -> None:
+        """Note what is otherwise."""
+        self.findings.add(Finding(self.line(node), "note", text))
+
+
+class Names(cst.CSTVisitor):
+    """The imports, and every place that uses what they import.
+
+    A name that was imported by itself stays one: `LightningModule` becomes `TrainModule`. One that is reached by a
+    module becomes a full name: `pl.Trainer` becomes `instep.Trainer`, and `import lightning as pl` becomes
+    `import instep`. What has no successor keeps its import.
+    """
+
+    METADATA_DEPENDENCIES = (QualifiedNameProvider,)
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.imports: list[cst.Import | cst.ImportFrom] = []
+        self.bound: dict[str, str] = {}  # each imported name, and the dotted name it stands for
+        self.targets: dict[cst.CSTNode, str] = {}  # places, and instep's dotted name for what stands there
+        self.needed: dict[str, set[str]] = defaultdict(set)  # modules of instep, by the module's name in the script
+        self.kept: set[str] = set()  # names of modules that are still used
+        self.leftovers: dict[str, list[cst.CSTNode]] = defaultdict(list)
+        self.extra: dict[str, set[str]] = defaultdict(set)  # what else is imported beside a name
+        self.defined: set[str] = set()
+        self._annotations = 0
+
+    # ---- imports
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        self.imports.append(node)
+        for alias in node.names:
+            name = code(alias.name)
+            local = _local(alias) if alias.asname else name.split(".")[0]
+            self.bound[local] = name if alias.asname else local
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        self.imports.append(node)
+        if node.module is None or node.relative:
+            return False
+        module = code(node.module)
+        if isinstance(node.names, cst.ImportStar):
+            if names.canonical(module):
+                self.plan.todo(node, f"from {module} import *: name what is used, and migrate again")
+            return False
+        for alias in node.names:
+            self.bound[_local(alias)] = f"{module}.{code(alias.name)}"
+        return False
+
+    # ---- uses
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self.defined.add(node.name.value)
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self.defined.add(node.name.value)
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        if isinstance(node.target, cst.Name):
+            self.defined.add(node.target.value)
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self._use(node, node)
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        inner: cst.BaseExpression = node
+        while isinstance(inner, cst.Attribute):
+            if self._successor(inner):
+                self._use(inner, _base(inner))
+                return False
+            inner = inner.value
+        if not isinstance(inner, cst.Name):
+            return True
+        self._use(node, inner)
+        return False
+
+    def visit_Annotation(self, node: cst.Annotation) -> None:
+        self._annotations += 1
+
+    def leave_Annotation(self, original_node: cst.Annotation) -> None:
+        self._annotations -= 1
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        if self._annotations:
+            new = re.sub(r"[A-Za-z_][\w.]*", lambda match: self.rewritten(match[0]), node.value)
+            if new != node.value:
+                self.plan.new[node] = node.with_changes(value=new)
+
+    def _canonical(self, node: cst.CSTNode) -> str | None:
+        known: Any = self.get_metadata(QualifiedNameProvider, node, set())
+        found = {names.canonical(q.name) for q in known if q.source is QualifiedNameSource.IMPORT}
+        return next((name for name in sorted(filter(None, found))), None)
+
+    def _successor(self, node: cst.CSTNode) -> str | None:
+        name = self._canonical(node)
+        return names.successor(name) if name else None
+
+    def _use(self, node: cst.Name | cst.Attribute, base: cst.CSTNode) -> None:
+        name = self._canonical(node)
+        if name is None or not isinstance(base, cst.Name):
+            return
+        target = names.successor(name)
+        if target:
+            self.plan.found.add(name)
+            self.targets[node] = target
+            if node is not base:
+                self.needed[base.value].add(target.rpartition(".")[0])
+        elif name not in names.MODULES:
+            self.plan.found.add(name)
+            self.leftovers[name].append(node)
+            self.kept.add(base.value)
+
+    # ---- decisions
+
+    def rewritten(self, text: str) -> str:
+        """A dotted name of the script as it is written after the change."""
+        local, _, rest = text.partition(".")
+        name = names.canonical(".".join(filter(None, (self.bound.get(local, ""), rest))))
+        target = names.successor(name) if name else None
+        if target is None:
+            return text
+        if rest:
+            self.needed[local].add(target.rpartition(".")[0])
+            return target
+        return self.local_name(local, target)
+
+    def local_name(self, local: str, target: str) -> str:
+        """How the script calls instep's name, where it imports it by itself."""
+        old, leaf = self.bound[local].rpartition(".")[2], target.rpartition(".")[2]
+        if local != old:  # it has a name of the script's own
+            return local
+        return f"Instep{leaf}" if leaf != local and leaf in self.defined else leaf
+
+    def decide(self) -> None:
+        """Fill the plan with the new names and imports, and report what is left."""
+        for node, target in self.targets.items():
+            new = self.local_name(node.value, target) if isinstance(node, cst.Name) else target
+            if new != code(node):
+                parentheses = {"lpar": node.lpar, "rpar": node.rpar} if isinstance(node, cst.Name) else {}
+                self.plan.new[node] = cst.parse_expression(new).with_changes(**parentheses)
+        for name, nodes in self.leftovers.items():
+            self.plan.todo(nodes[0], f"{name.rpartition('.')[2]}{_also(self.plan, nodes)}: {names.advice(name)}")
+        for node in self.imports:
+            new = self._import(node) if isinstance(node, cst.Import) else self._import_from(node)
+            if new is not None:
+                self.plan.new[node] = new
+
+    def _import(self, node: cst.Import) -> list[str] | None:
+        if not any(names.canonical(code(alias.name)) for alias in node.names):
+            return None
+        lines = []
+        for alias in node.names:
+            name = code(alias.name)
+            local = _local(alias) if alias.asname else name.split(".")[0]
+            if names.canonical(name) is None:
+                lines.append(f"import {code(alias).rstrip(', ')}")
+            else:
+                lines += self._modules(local, f"import {code(alias).rstrip(', ')}")
+        return list(dict.fromkeys(lines))
+
+    def _import_from(self, node: cst.ImportFrom) -> list[str] | None:
+        if node.module is None or node.relative or isinstance(node.names, cst.ImportStar):
+            return None
+        module = code(node.module)
+        if names.canonical(module) is None:
+            return None
+        stay: list[str] = []
+        lines: list[str] = []
+        moved: dict[str, set[str]] = defaultdict(set)
+        for alias in node.names:
+            local, old = _local(alias), code(alias).rstrip(", \n")
+            name = names.canonical(f"{module}.{code(alias.name)}") or ""
+            target = names.successor(name)
+            if target:
+                parent, _, leaf = target.rpartition(".")
+                called = self.local_name(local, target)
+                moved[parent].add(leaf if called == leaf else f"{leaf} as {called}")
+                for other in self.extra[local]:
+                    moved[other.rpartition(".")[0]].add(other.rpartition(".")[2])
+            elif name in names.MODULES:
+                lines += self._modules(local, f"from {module} import {old}")
+            else:
+                stay.append(old)
+                self.plan.found.add(name)
+                if name not in self.leftovers:  # it is imported and not used
+                    self.plan.todo(node, f"{code(alias.name)}: {names.advice(name)}")
+        if stay:
+            lines.append(_from(module, stay))
+        return lines + [_from(parent, sorted(leaves)) for parent, leaves in sorted(moved.items())]
+
+    def _modules(self, local: str, old: str) -> list[str]:
+        """What takes the place of an imported module."""
+        new = [
+            f"import {module}" for module in sorted(self.needed.get(local, () if local in self.kept else {"instep"}))
+        ]
+        return [old, *new] if local in self.kept else new
+
+    def add_import(self, node: cst.CSTNode, target: str) -> str:
+        """Make a name of instep known beside what stands at a node; gives how it is written."""
+        base = _base(node) if isinstance(node, cst.Attribute) else node
+        assert isinstance(base, cst.Name)
+        if isinstance(node, cst.Attribute):
+            self.needed[base.value].add(target.rpartition(".")[0])
+            return target
+        self.extra[base.value].add(target)
+        return target.rpartition(".")[2]
+
+
+def survey(source: str) -> tuple[Plan, Names]:
+    """Read a script.
+
+    Raises:
+        libcst.ParserSyntaxError: it is not Python.
+    """
+    wrapper = MetadataWrapper(cst.parse_module(source))
+    plan = Plan(wrapper.module, wrapper.resolve(PositionProvider))
+    found = Names(plan)
+    wrapper.visit(found)
+    return plan, found
+
+
+def code(node: cst.CSTNode) -> str:
+    """The text of a node."""
+    return cst.Module([]).code_for_node(node)
+
+
+def _local(alias: cst.ImportAlias) -> str:
+    return alias.evaluated_alias or alias.evaluated_name
+
+
+def _base(node: cst.BaseExpression) -> cst.BaseExpression:
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node
+
+
+def _from(module: str, leaves: list[str]) -> str:
+    line = f"from {module} import {', '.join(leaves)}"
+    if len(line) <= _LINE:
+        return line
+    return f"from {module} import (\n" + "".join(f"    {leaf},\n" for leaf in leaves) + ")"
+
+
+def _also(plan: Plan, nodes: list[cst.CSTNode]) -> str:
+    lines = sorted({plan.line(node) for node in nodes})[1:]
+    return f" (also in line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))})" if lines else ""

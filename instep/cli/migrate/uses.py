@@ -1,0 +1,245 @@
+"""How a script uses what it imports: classes that derive from it, arguments, methods and attributes."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import libcst as cst
+
+from instep.cli.migrate import api, names
+from instep.cli.migrate.survey import Names, Plan, code
+
+_OWNERS = {"Trainer": "instep.Trainer", "Accelerator": "instep.Accelerator"}
+_KINDS = {
+    "TrainModule": "instep.TrainModule",
+    "DataModule": "instep.DataModule",
+    "Callback": "instep.callbacks.Callback",
+}
+_COLLECTIVE = ("save_checkpoint", "save_state", "save_model", "get_state_dict", "load_state")
+_ONE_RANK = ("is_main_process", "is_local_main_process", "is_global_zero")
+
+
+class Uses(cst.CSTVisitor):
+    """Holds what the script does with Lightning's and Accelerate's classes against instep's, and fills the plan.
+
+    A variable is known by its text: `self.accelerator` is an Accelerator wherever it stands, if one was assigned to it.
+    """
+
+    def __init__(self, plan: Plan, found: Names) -> None:
+        super().__init__()
+        self.plan = plan
+        self.names = found
+        self.receivers: dict[str, str] = {}  # text of an expression -> Trainer or Accelerator
+        self.classes: dict[str, str] = {}  # the script's own classes -> what they derive from
+        self._inside: list[str] = []  # the kinds of the classes around
+        self._own: list[set[str]] = []  # their methods and attributes
+        self._one_rank = 0
+        if any(name.startswith("lightning") for name in plan.found):
+            self.receivers |= {"trainer": "Trainer", "self.trainer": "Trainer"}
+        plan.module.visit(_Receivers(self))
+
+    # ---- classes
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        kind = ""
+        for base in node.bases:
+            leaf = self._leaf(base.value)
+            kind = kind or (leaf if leaf in _KINDS else self.classes.get(code(base.value), ""))
+            if leaf in names.NOT_A_BASE:
+                self.plan.todo(base, f"{node.name.value} derives from {leaf}: {names.NOT_A_BASE[leaf]}")
+        methods = [part for part in node.body.body if isinstance(part, cst.FunctionDef)]
+        if kind:
+            self.classes[node.name.value] = kind
+            for method in methods:
+                self._method(kind, method)
+        self._inside.append(kind)
+        self._own.append({method.name.value for method in methods})
+
+    def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
+        self._inside.pop()
+        self._own.pop()
+
+    def _method(self, kind: str, method: cst.FunctionDef) -> None:
+        from instep.trainer.hooks import GONE
+
+        name, known = method.name.value, api.attributes(api.load(_KINDS[kind]))
+        if kind == "TrainModule" and name in GONE:
+            self.plan.todo(
+                method.name, f"{name} is not called any more: use {GONE[name]}; keep outputs in an attribute"
+            )
+        elif name in names.ATTRIBUTES[kind] and name not in known:
+            self.plan.todo(method.name, f"{name} is not called: {names.ATTRIBUTES[kind][name]}")
+        if name.endswith("_step"):
+            for parameter in method.params.params:
+                if parameter.name.value in names.STEP_ARGUMENTS:
+                    text = names.STEP_ARGUMENTS[parameter.name.value]
+                    self.plan.todo(parameter, f"{name}({parameter.name.value}): {text}")
+
+    # ---- attributes and calls
+
+    def visit_If(self, node: cst.If) -> None:
+        self._one_rank += self._is_one_rank(node)
+
+    def leave_If(self, original_node: cst.If) -> None:
+        self._one_rank -= self._is_one_rank(original_node)
+
+    def _is_one_rank(self, node: cst.If) -> bool:
+        return isinstance(node.test, cst.Attribute) and node.test.attr.value in _ONE_RANK
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        name, owner = node.attr.value, self._owner(node.value)
+        if owner:
+            if (owner, name) in names.ATTRIBUTES_RENAMED:
+                new = names.ATTRIBUTES_RENAMED[owner, name]
+                self.plan.new[node] = node.with_changes(attr=cst.Name(new))
+            elif name not in api.attributes(api.load(_OWNERS[owner])):
+                text = names.ATTRIBUTES[owner].get(name, f"instep's {owner} has no such attribute or method")
+                self.plan.todo(node, f"{code(node)}: {text}")
+            elif name in _COLLECTIVE and self._one_rank:
+                self.plan.todo(node, f"{code(node)} is called on one rank only: it is collective, call it on all")
+        elif code(node.value) == "self" and self._inside and self._inside[-1]:
+            kind = self._inside[-1]
+            missing = name in names.ATTRIBUTES[kind] and name not in api.attributes(api.load(_KINDS[kind]))
+            if missing and name not in self._own[-1]:
+                self.plan.todo(node, f"{code(node)}: {names.ATTRIBUTES[kind][name]}")
+
+    def visit_Call(self, node: cst.Call) -> None:
+        target = self.names.targets.get(node.func)
+        if target:
+            function = api.load(target)
+            if function is not Any:
+                self._arguments(node, target.rpartition(".")[2], function)
+        elif isinstance(node.func, cst.Attribute):
+            method = node.func.attr.value
+            owner, home = self._owner(node.func.value), _OWNERS
+            if not owner:
+                kind, home = self.classes.get(code(node.func.value), ""), _KINDS
+                owner = self._inside[-1] if code(node.func.value) == "self" and self._inside else kind
+            function = getattr(api.load(home[owner]), method, None) if owner else None
+            if callable(function):
+                self._arguments(node, f"{owner}.{method}", function)
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        value = node.evaluated_value
+        if not isinstance(value, str):
+            return
+        for start, text in names.ENVIRONMENT.items():
+            if value.startswith(start):
+                self.plan.todo(node, f"{value}: {text}")
+        if value.endswith(".ckpt"):
+            self.plan.note(node, f"{value}: a checkpoint is a folder; `instep checkpoint convert` makes one of a .ckpt")
+
+    # ---- arguments
+
+    def _arguments(self, node: cst.Call, key: str, function: Any) -> None:
+        renamed, dropped = names.RENAMED.get(key, {}), names.DROPPED.get(key, {})
+        into: list[cst.Arg] = []
+        unnamed = 0
+        for arg in node.args:
+            if arg.keyword is None:
+                unnamed += not arg.star
+                if arg.star == "**":
+                    self.plan.note(arg, f"{key}({_text(arg)}): its arguments cannot be seen from here")
+                continue
+            name = arg.keyword.value
+            if name in dropped and api.refused(function, name) is not None:
+                self.plan.note(arg, f"{key}({name}=) is left out: {dropped[name]}")
+                self.plan.new[arg] = lambda _: cst.RemoveFromParent()
+            elif key == "Accelerator" and name in names.INTO_DATALOADER_CONFIG:
+                into.append(arg)
+            else:
+                self._argument(arg, key, function, renamed, arg is node.args[-1])
+        if unnamed > names.POSITIONAL.get(key, unnamed):
+            self.plan.todo(node, f"{key}: name the arguments after number {names.POSITIONAL[key]}; instep's differ")
+        if into:
+            self._into_config(node, into)
+
+    def _argument(self, arg: cst.Arg, key: str, function: Any, renamed: dict[str, str], is_last: bool) -> None:
+        assert arg.keyword is not None
+        old = arg.keyword.value
+        name = renamed.get(old, old) if api.refused(function, old) is not None else old
+        value: Any = _literal(arg.value)
+        values = names.VALUES.get((key, name), {})
+        new_value = values.get(value) if isinstance(value, str) else None
+        added = names.ADDED.get((key, old))
+        if added is not None and not value:  # gpus=0 and gpus=None said that there is none
+            name = old
+        between = cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")) if is_last else arg.comma
+        if name != old or new_value is not None:
+
+            def change(updated: cst.Arg) -> Any:
+                changed = updated.with_changes(keyword=cst.Name(name))
+                if new_value is not None:
+                    changed = changed.with_changes(value=cst.SimpleString(f'"{new_value}"'))
+                if added is None:
+                    return changed
+                return cst.FlattenSentinel([_make(added).with_changes(comma=between), changed])
+
+            self.plan.new[arg] = change
+        problem = names.REFUSED.get((key, name)) or api.refused(function, name)
+        if problem is None and key == "Trainer" and value is not _UNKNOWN and value is not None:
+            problem = api.wrong_value(name, value if new_value is None else new_value)
+        if problem is not None:
+            self.plan.todo(arg, f"{key}({_text(arg)}): {problem}")
+
+    def _into_config(self, node: cst.Call, moved: list[cst.Arg]) -> None:
+        words = ", ".join(f"{arg.keyword.value}={code(arg.value)}" for arg in moved if arg.keyword)
+        if any(arg.keyword and arg.keyword.value == "dataloader_config" for arg in node.args):
+            self.plan.todo(node, f"Accelerator({words}): they belong into its dataloader_config")
+            return
+        config = self.names.add_import(node.func, "instep.accelerator.DataLoaderConfiguration")
+        new = _make(f"dataloader_config={config}({words})")
+        for arg in moved:
+            self.plan.new[arg] = lambda _: cst.RemoveFromParent()
+        self.plan.new[moved[0]] = lambda updated: new.with_changes(comma=updated.comma)
+
+    # ---- who is who
+
+    def _leaf(self, node: cst.BaseExpression) -> str:
+        return self.names.targets.get(node, "").rpartition(".")[2]
+
+    def _owner(self, node: cst.BaseExpression) -> str:
+        return self.receivers.get(code(node), "") or (self._leaf(node) if self._leaf(node) in _OWNERS else "")
+
+
+class _Receivers(cst.CSTVisitor):
+    """Finds the variables that hold a Trainer or an Accelerator."""
+
+    def __init__(self, uses: Uses) -> None:
+        super().__init__()
+        self.uses = uses
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        leaf = self.uses._leaf(node.value.func) if isinstance(node.value, cst.Call) else ""
+        for target in node.targets:
+            text = code(target.target)
+            if leaf in _OWNERS:
+                self.uses.receivers[text] = leaf
+            elif isinstance(node.value, cst.Call):  # somebody else's Trainer
+                self.uses.receivers.pop(text, None)
+
+    def visit_Param(self, node: cst.Param) -> None:
+        leaf = self.uses._leaf(node.annotation.annotation) if node.annotation else ""
+        if leaf in _OWNERS:
+            self.uses.receivers[node.name.value] = leaf
+
+
+_UNKNOWN = object()
+
+
+def _literal(node: cst.BaseExpression) -> Any:
+    try:
+        return ast.literal_eval(code(node))
+    except (ValueError, SyntaxError):
+        return _UNKNOWN
+
+
+def _make(text: str) -> cst.Arg:
+    call = cst.parse_expression(f"f({text})")
+    assert isinstance(call, cst.Call)
+    return call.args[0]
+
+
+def _text(arg: cst.Arg) -> str:
+    return code(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT)).strip()
