@@ -7,12 +7,15 @@ import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.helpers import slurm
 
 settings.register_profile("instep", deadline=None, derandomize=True, database=None)
 settings.load_profile("instep")
@@ -57,6 +60,8 @@ def _missing() -> dict[str, str | None]:
         "xla": None if find_spec("torch_xla") else "torch_xla is not installed",
         "deepspeed": None if find_spec("deepspeed") else "deepspeed is not installed",
         "ray": None if find_spec("ray") else "ray is not installed",
+        "slurm": slurm.missing(),
+        "mpi": None if which("mpirun") else "mpirun is not installed (Debian: openmpi-bin)",
     }
 
 

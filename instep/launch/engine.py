@@ -12,6 +12,7 @@ from typing import Literal
 from instep.errors import SettingError, UsageError, one_of
 from instep.launch.command import this_command
 from instep.state import read_environment
+from instep.state.launchers import MPI
 
 __all__ = ["LaunchSpec", "is_worker", "run", "spec_for_nodes", "this_command"]
 
@@ -145,7 +146,10 @@ def run(spec: LaunchSpec) -> int:
     Example:
         >>> sys.exit(run(LaunchSpec(nproc=2, command=("train.py",))))  # doctest: +SKIP
     """
-    if is_worker():
+    place = read_environment()
+    # One agent on each node, which srun or mpirun may have started.
+    agents = place.launcher in ("slurm", *MPI) and place.local_world_size == 1 and place.world_size == spec.num_nodes
+    if place.launcher != "none" and not agents:
         raise UsageError("this process is a rank of a running job; a rank does not start ranks of its own")
     # Late: torch.distributed.elastic takes a quarter of a second to import, and ranks never need it.
     from instep.launch.agent import run_agent

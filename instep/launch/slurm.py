@@ -1,0 +1,160 @@
+"""A job for SLURM: the batch script that starts one `instep launch` on each node, and its submission.
+
+The script asks SLURM to send SIGUSR1 ahead of the time limit, to the job's step but not to the script itself. The ranks
+save and end with exit code 75, and the script puts the job back into the queue. SLURM does that by itself where a node
+fails or a job of higher priority takes its place. A job that was put back goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from instep.errors import EXIT_PREEMPTED, SettingError, UsageError
+
+_CANNOT_SPLIT = "\n\r\0"
+_OWN = ("nodes", "ntasks", "ntasks-per-node", "signal", "requeue", "no-requeue", "open-mode", "array")
+_ENDING_S = 15  # from the end of the ranks to that of the job
+_TIME = re.compile(r"\d+(:\d+(:\d+)?)?|\d+-\d+(:\d+(:\d+)?)?|(?i:infinite|unlimited)")
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """What is submitted.
+
+    Args:
+        command: the script with its arguments, or `("-m", "module", ...)`.
+        nodes: how many; each runs one agent.
+        gpus: on each node; also the ranks there, unless `nproc` says another number.
+        nproc: ranks on each node.
+        cpus: cores for each rank, with its data loader's workers; by default what the cluster gives to a GPU, or 1.
+        options: more of sbatch's, such as `"--partition=long"`.
+        launch: options of `instep launch`, such as `"--precision=bf16-mixed"`.
+        setup: lines of shell that run before, on the first node, such as `"module load cuda"`.
+        signal_s: seconds before the time limit at which the ranks are told to save; SLURM may be a minute early.
+        requeue: put the job back into the queue when it was told to stop, and let SLURM do so when a node fails.
+        output: where the output goes, in sbatch's patterns.
+        python: the interpreter, the same on all nodes.
+    """
+
+    command: tuple[str, ...]
+    nodes: int = 1
+    gpus: int = 0
+    nproc: int | None = None
+    cpus: int | None = None
+    options: tuple[str, ...] = ()
+    launch: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    signal_s: int = 120
+    requeue: bool = True
+    output: str = "slurm-%j.out"
+    python: str = sys.executable
+
+    def __post_init__(self) -> None:
+        for name, low in (("nodes", 1), ("gpus", 0), ("nproc", 1), ("cpus", 1), ("signal_s", 1)):
+            got = getattr(self, name)
+            if got is not None and got < low:
+                raise SettingError(f"{name}={got} must be at least {low}", field=name, got=got)
+        if not self.command:
+            raise SettingError("command is empty: give the script", field="command")
+        for option in self.options:
+            _check_option(option)
+        for line in (*self.setup, self.output):
+            if any(character in line for character in _CANNOT_SPLIT):
+                raise SettingError(f"{line!r} must be one line", got=line)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each node."""
+        return self.nproc or self.gpus or 1
+
+    def script(self) -> str:
+        """The batch script."""
+        nproc = self.ranks_per_node
+        cpus = self.cpus or (None if self.gpus else 1)
+        grace_s = max(self.signal_s - _ENDING_S, self.signal_s / 2)
+        options = [
+            f"--nodes={self.nodes}",
+            "--ntasks-per-node=1",
+            f"--cpus-per-task={cpus * nproc}" if cpus else "",
+            f"--gpus-per-node={self.gpus}" if self.gpus else "",
+            f"--signal=USR1@{self.signal_s}",
+            "--requeue" if self.requeue else "--no-requeue",
+            "--open-mode=append",
+            f"--output={self.output}",
+            *self.options,  # last, since sbatch takes the last of two
+        ]
+        agent = [self.python, "-m", "instep", "launch", f"--nnodes={self.nodes}", f"--nproc-per-node={nproc}"]
+        lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in options if option), "", *self.setup]
+        lines += [
+            f"export INSTEP_GRACE_PERIOD_S={grace_s:g}  # what the ranks have for saving; then the limit is near",
+            "",
+            "# One agent on each node, free to use all of the job's cores there; the others may save when one has ended.",
+            "srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \\",
+            f"    {shlex.join((*agent, *self.launch, *self.command))}",
+            "code=$?",
+        ]
+        if self.requeue:
+            lines += [
+                f'[ "$code" -eq {EXIT_PREEMPTED} ] && scontrol requeue "$SLURM_JOB_ID"  # it saved, and can go on'
+            ]
+        return "\n".join((*lines, 'exit "$code"', ""))
+
+
+def submit(job: BatchJob, test_only: bool = False) -> str:
+    """Give a job to sbatch.
+
+    Args:
+        job: the job.
+        test_only: only ask when it would start.
+
+    Returns:
+        The job's id, or with `test_only` what sbatch says.
+
+    Raises:
+        UsageError: there is no sbatch here, or it refuses the job.
+    """
+    command = ["sbatch", "--parsable", *(["--test-only"] if test_only else [])]
+    try:
+        done = subprocess.run(command, input=job.script(), capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UsageError(
+            "sbatch is not installed here: run this on a machine of the cluster from which jobs are submitted, or "
+            "write the script with --print and give it to sbatch there."
+        ) from None
+    if done.returncode:
+        raise UsageError(f"sbatch refuses the job: {done.stderr.strip()}")
+    return done.stderr.strip() if test_only else done.stdout.strip().partition(";")[0]  # ";cluster" may follow
+
+
+def check_time(text: str) -> str:
+    """A time limit as SLURM reads it.
+
+    Raises:
+        SettingError: it is none.
+    """
+    if not _TIME.fullmatch(text):
+        raise SettingError(
+            f"time={text!r} is no time limit: give minutes, HH:MM:SS, or DAYS-HH[:MM[:SS]]", field="time", got=text
+        )
+    return text
+
+
+def _check_option(option: str) -> None:
+    name = option.removeprefix("--").partition("=")[0]
+    if not option.startswith("--") or any(character in option for character in _CANNOT_SPLIT):
+        raise SettingError(
+            f"{option!r} is no option of sbatch: give --name or --name=value", field="options", got=option
+        )
+    if name in _OWN:
+        raise SettingError(
+            f"--{name} is set here already, as the whole script depends on it", field="options", got=name
+        )
+
+
+def _quoted(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return f"{name}{equals}{shlex.quote(value)}" if equals else option
