@@ -6,7 +6,7 @@ from instep.checkpoint.choose import CheckpointInfo
 from instep.checkpoint.encode import decode, encode
 from instep.checkpoint.files import FileRecord, LocalFiles
 from instep.checkpoint.manifest import Manifest
-from instep.checkpoint.merge import merge
+from instep.checkpoint.merge import merge, merge_in_parts
 from instep.checkpoint.reader import Reader
 from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepEvery, KeepNewest, Retention, Saved
@@ -43,6 +43,7 @@ __all__ = [
     "is_checkpoint",
     "load_weights",
     "merge",
+    "merge_in_parts",
     "read_tensors",
     "stored_weights",
     "write_tensors",

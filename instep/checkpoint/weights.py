@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from instep.checkpoint.catalog import find_checkpoint
+from instep.checkpoint.dcp_folders import find_dcp_folder, load_dcp_weights
 from instep.checkpoint.reader import Reader
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.shard import StoredTensor
@@ -34,7 +35,8 @@ def load_weights(path: Location) -> dict[str, Tensor]:
     Args:
         path: a path or URL: a checkpoint folder (with or without "-<attempt>"), a .safetensors file or the
             .safetensors.index.json of several, a .pt, .pth, .ckpt or .bin file that holds a state dict, by itself or
-            under "state_dict", "model" or "model_state_dict", or a folder that DeepSpeed wrote.
+            under "state_dict", "model" or "model_state_dict", or a folder that DeepSpeed or
+            torch.distributed.checkpoint wrote.
 
     Returns:
         Parameter or buffer name -> tensor on the CPU; tied ones under every name.
@@ -49,20 +51,32 @@ def load_weights(path: Location) -> dict[str, Tensor]:
     """
     path = to_path(path)
     if not path.is_file():
-        zero = find_zero_folder(path)
-        return Reader(find_checkpoint(path)).weights() if zero is None else load_zero_weights(zero, read_torch_file)
+        foreign = _load_folder(path)
+        return Reader(find_checkpoint(path)).weights() if foreign is None else foreign
     if path.suffix in _FOREIGN:
         return _load_foreign(path)
     return read_all(_stored_in(path)) if path.suffix == _INDEX else read_tensors(path)
 
 
 def stored_weights(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
-    """The weights that `load_weights` would read from a file, each one left there until it, or a box of it, is read.
+    """The weights that `load_weights` would read, each one left there until it, or a box of it, is read.
 
     Args:
-        path: of a file; what is no safetensors file is read whole.
+        path: what is neither a checkpoint nor a safetensors file is read whole.
     """
+    if not path.is_file():
+        foreign = _load_folder(path)
+        return Reader(find_checkpoint(path)).stored_weights() if foreign is None else foreign
     return _load_foreign(path) if path.suffix in _FOREIGN else _stored_in(path)
+
+
+def _load_folder(path: Path) -> dict[str, Tensor] | None:
+    """The weights of a folder that DeepSpeed or torch.distributed.checkpoint wrote; None where neither did."""
+    zero = find_zero_folder(path)
+    if zero is not None:
+        return load_zero_weights(zero, read_torch_file)
+    shards = find_dcp_folder(path)
+    return None if shards is None else load_dcp_weights(shards, _NESTED)
 
 
 def _stored_in(path: Path) -> dict[str, JoinedTensor]:

@@ -1,0 +1,109 @@
+"""Make plain safetensors of any checkpoint's weights, also of one that several ranks wrote in parts.
+
+SRC is a checkpoint of instep, a folder that FSDP (torch.distributed.checkpoint) or DeepSpeed wrote, also by way of
+Accelerate or Lightning, a folder or index of safetensors files, or a file of torch.save. OUT is a file where it ends
+with .safetensors, else a folder, with an index where --max-shard-size makes several files of it. No code of SRC runs,
+and nothing is overwritten. Of checkpoints and safetensors one tensor at a time is in memory.
+
+Examples:
+  instep merge-weights runs/best model.safetensors
+  instep merge-weights runs/best folder --max-shard-size 5GB    as the Hugging Face hub has large models
+  instep merge-weights state/pytorch_model_fsdp_0 model.safetensors
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from instep.cli import output
+from instep.errors import SettingError
+
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_INDICES = ("model.safetensors.index.json", "model.safetensors")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("src", metavar="SRC", help="a checkpoint")
+    parser.add_argument("out", metavar="OUT", help="a .safetensors file or a folder; it must not exist")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help="bytes of each file in a folder, such as 5GB (default: one file)"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Merge, and say what was written."""
+    from instep.checkpoint import merge, merge_in_parts  # late: loads torch
+
+    out = Path(args.out)
+    is_file = out.suffix == ".safetensors"
+    if is_file and args.max_shard_size is not None:
+        raise SettingError(
+            f"--max-shard-size makes several files, and {out} is one: give a folder as OUT", field="max_shard_size"
+        )
+    source = _source(args.src)
+    if is_file:
+        merge(source, out)
+    else:
+        merge_in_parts(source, out, parse_size("max_shard_size", args.max_shard_size or "1000000TB"))
+    files = [out] if is_file else sorted(out.iterdir())
+    result = {
+        "source": str(source),
+        "written": str(out),
+        "files": [path.name for path in files],
+        "bytes": sum(path.stat().st_size for path in files),
+    }
+    if args.json:
+        output.say_json(result)
+    else:
+        output.say(f"{source} -> {out} ({output.count(len(files), 'file')}, {output.size(result['bytes'])})")
+    return 0
+
+
+def _source(src: str) -> str | Path:
+    from instep.checkpoint.dcp_folders import find_dcp_folder  # late: loads torch
+    from instep.checkpoint.manifest import MANIFEST
+    from instep.checkpoint.zero_folders import find_zero_folder
+    from instep.cli.checkpoint.targets import find_one
+    from instep.utils.paths import to_path
+
+    path = to_path(src)
+    if path.is_file() or (path.is_dir() and (find_zero_folder(path) or find_dcp_folder(path))):
+        return path
+    if not (path / MANIFEST).exists():
+        plain = next((path / name for name in _INDICES if (path / name).is_file()), None)
+        if plain is not None:
+            return plain
+    return find_one(src)
+
+
+def parse_size(field: str, text: str) -> int:
+    """Bytes, of a text such as 5GB or 200 MiB.
+
+    Raises:
+        SettingError: it is none, or not above 0.
+
+    Example:
+        >>> parse_size("max_shard_size", "1.5GB")
+        1500000000
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", text.upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise SettingError(
+            f"{field}={text!r} is no size: give a number with a unit, such as 5GB", field=field, got=text
+        )
+    return size
