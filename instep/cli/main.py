@@ -24,6 +24,9 @@ from instep.errors import EXIT_FAILED, InstepError
 Command = tuple[str, ...]
 
 COMMANDS: dict[Command, str] = {
+    ("fit",): "train a module as a configuration says",
+    ("validate",): "run a module over its validation data",
+    ("predict",): "run a module's predict_step over data",
     ("checkpoint", "ls"): "what lies in a folder of checkpoints, a run, or all runs",
     ("checkpoint", "verify"): "hold every byte against its checksum",
     ("checkpoint", "show"): "what is inside a checkpoint",

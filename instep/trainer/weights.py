@@ -14,10 +14,11 @@ from torch import nn
 
 from instep.errors import CheckpointError
 from instep.strategies.base import shapes_of
+from instep.trainer.configured import build_configured
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.snapshot import VIEW
 from instep.types import Location, PathLike
-from instep.utils.hparams import AttributeDict
+from instep.utils.hparams import CLASS_PATH, AttributeDict
 from instep.utils.optimizer_state import clean_name
 from instep.utils.paths import to_path
 
@@ -128,7 +129,7 @@ def load_module(
         merged[name] = AttributeDict(saved)  # they came as one argument, with all of them in it
     merged |= arguments
     try:
-        module = cls(**merged)
+        module = build_configured(cls, saved, arguments) if CLASS_PATH in saved else cls(**merged)
     except TypeError as error:
         raise CheckpointError(
             f"cannot make {cls.__name__} from {path}: {error}. Pass the missing arguments to load_from_checkpoint, or "

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import warnings
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from types import FrameType
@@ -14,6 +16,28 @@ from typing import Any
 from torch import nn
 
 from instep.errors import UsageError
+
+CLASS_PATH = "_class_path"
+"""The hyperparameter that says which class a configuration chose; there are others only where it is."""
+
+_configured: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("_configured", default=None)
+
+
+@contextmanager
+def configured_as(cls: type, values: Mapping[str, Any]) -> Iterator[None]:
+    """Let `save_hyperparameters` of an object of this class keep plain values in place of its arguments.
+
+    An object that a configuration built, such as a backbone, is kept as its class and arguments, which can be saved.
+
+    Args:
+        cls: what is built within the context.
+        values: its arguments as they were configured, and its path under `CLASS_PATH`.
+    """
+    token = _configured.set((cls, values))
+    try:
+        yield
+    finally:
+        _configured.reset(token)
 
 
 class AttributeDict(dict[str, Any]):
@@ -100,6 +124,9 @@ class HyperParameters:
                 if not isinstance(arg, str):
                     self._hparams_name = next((k for k, v in (given or {}).items() if v is arg), None)
         chosen = {name: value for name, value in chosen.items() if name not in ignored}
+        configured = _configured.get()
+        if configured is not None and type(self) is configured[0] and self._hparams_name is None:
+            chosen |= {name: value for name, value in configured[1].items() if name in chosen or name == CLASS_PATH}
         modules = [name for name, value in chosen.items() if isinstance(value, nn.Module)]
         if modules:
             warnings.warn(

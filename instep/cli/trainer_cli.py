@@ -1,0 +1,435 @@
+"""`TrainerCLI`: trains, validates, tests and predicts as a configuration and the command line say.
+
+Built on jsonargparse. Names and meaning are those that users of LightningCLI know. Settings come from, the first wins:
+the command line, `--config` files (the last one first), INSTEP_... variables, a checkpoint's hyperparameters, defaults.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import warnings
+from argparse import SUPPRESS
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import torch
+from jsonargparse import ActionConfigFile, Namespace, register_unresolvable_import_paths
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from instep import __version__
+from instep.callbacks import Callback
+from instep.cli.save_config import SaveConfigCallback
+from instep.cli.trainer_parser import AUTOMATIC, TrainerArgumentParser, import_named, with_class_path
+from instep.data import DataModule
+from instep.errors import CheckpointError, UsageError
+from instep.state import read_environment
+from instep.trainer import Trainer, TrainModule
+from instep.trainer.configured import configured_arguments
+from instep.trainer.hooks import is_overridden
+from instep.trainer.place import count_devices, launch
+from instep.trainer.settings import resolve
+from instep.utils.hparams import CLASS_PATH, configured_as
+from instep.utils.seed import seed_everything
+
+register_unresolvable_import_paths(torch)  # torch's functions do not say which module they are found in
+
+ArgsType: TypeAlias = "Sequence[str] | Mapping[str, Any] | Namespace | None"
+OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
+_OF_METHODS = {"ckpt_path", "resume", "return_predictions", "verbose"}
+_PLACE = ("accelerator", "devices", "num_nodes", "grace_period_s")
+
+
+@dataclass
+class LRSchedulerOptions:
+    """When a configured learning-rate scheduler steps.
+
+    Args:
+        interval: "step", counted in optimizer steps, or "epoch"; by default "step" for OneCycleLR, else "epoch".
+        frequency: it steps every so many intervals.
+        monitor: the logged metric that ReduceLROnPlateau needs.
+        strict: whether a missing metric is an error, or a warning and no step.
+    """
+
+    interval: str | None = None
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+
+
+class TrainerCLI:
+    """A command line for Trainers, modules and data.
+
+    Making one parses the words, seeds, builds data, module and Trainer, and runs the command: `fit`, `validate`, `test`
+    or `predict`. The configuration is saved in the run folder. With `--trainer.devices 4` the program starts its ranks
+    itself, before a module is built in the process that only watches them.
+
+    Subclass it to change what happens: `add_arguments_to_parser` (arguments, links, defaults), `before_fit`,
+    `after_fit` and their kin, `before_instantiate_classes`, `after_instantiate_classes`, `configure_optimizers`, or a
+    method `fit` that runs in the Trainer's place.
+
+    Args:
+        model_class: a TrainModule, or a function that returns one; by default any, by `--model package.Class`.
+        datamodule_class: a DataModule, or a function that returns one; by default any, or none.
+        save_config_callback: saves the configuration; None saves nothing.
+        save_config_kwargs: more arguments of it.
+        trainer_class: a Trainer, or a function that returns one.
+        trainer_defaults: other defaults of its arguments; its `callbacks` are always there.
+        seed_everything_default: the seed; True for 0, False to leave the random generators alone.
+        parser_kwargs: arguments of the parser, or of each command's parser by its name.
+        parser_class: `TrainerArgumentParser` or a subclass.
+        subclass_mode_model: let subclasses of `model_class` be chosen.
+        subclass_mode_data: let subclasses of `datamodule_class` be chosen.
+        args: words or a configuration, in place of the command line.
+        run: False builds all and runs nothing; there are no commands then.
+        auto_configure_optimizers: add `--optimizer` and `--lr_scheduler`, which replace `configure_optimizers`.
+        load_from_checkpoint_support: let `save_hyperparameters` keep what was configured in place of objects, so that
+            `load_from_checkpoint` can build them again.
+
+    Example:
+        >>> class CLI(TrainerCLI):  # doctest: +SKIP
+        ...     def add_arguments_to_parser(self, parser):
+        ...         parser.link_arguments("data.batch_size", "model.batch_size")
+        >>> CLI(Model, Data)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model_class: type[TrainModule] | Callable[..., TrainModule] | None = None,
+        datamodule_class: type[DataModule] | Callable[..., DataModule] | None = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: Mapping[str, Any] | None = None,
+        trainer_class: type[Trainer] | Callable[..., Trainer] = Trainer,
+        trainer_defaults: Mapping[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: Mapping[str, Any] | None = None,
+        parser_class: type[TrainerArgumentParser] = TrainerArgumentParser,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: ArgsType = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+        load_from_checkpoint_support: bool = True,
+    ) -> None:
+        self.model_class = model_class or TrainModule
+        self.datamodule_class = datamodule_class or DataModule
+        self.save_config_callback = save_config_callback
+        self.save_config_kwargs = dict(save_config_kwargs or {})
+        self.trainer_class = trainer_class
+        self.trainer_defaults = dict(trainer_defaults or {})
+        self.seed_everything_default = seed_everything_default
+        self.parser_class = parser_class
+        self.subclass_mode_model = model_class is None or subclass_mode_model
+        self.subclass_mode_data = datamodule_class is None or subclass_mode_data
+        self.needs_data = datamodule_class is not None
+        self.auto_configure_optimizers = auto_configure_optimizers
+        self.load_from_checkpoint_support = load_from_checkpoint_support
+
+        words: Any = sys.argv[1:] if args is None else args
+        self.setup_parser(run, dict(parser_kwargs or {}), words)
+        import_named(words, str(self.parser.env_prefix))
+        self.parse_arguments(self.parser, words)
+        self.subcommand: str | None = self.config["subcommand"] if run else None
+        self._defaults_of_checkpoint(words)
+        self._start_ranks()
+        self._set_seed()
+        self.before_instantiate_classes()
+        self.instantiate_classes()
+        self.after_instantiate_classes()
+        if self.subcommand is not None:
+            self._run(self.subcommand)
+
+    # ---- to be overridden
+
+    def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
+        """Add arguments, links (`parser.link_arguments`) and defaults (`parser.set_defaults`) to a command's parser."""
+
+    def before_instantiate_classes(self) -> None:
+        """Called when the words are parsed, with the result in `self.config`."""
+
+    def after_instantiate_classes(self) -> None:
+        """Called when `self.model`, `self.datamodule` and `self.trainer` are there."""
+
+    def configure_optimizers(self, module: TrainModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
+        """What the module's `configure_optimizers` returns where an optimizer was configured.
+
+        Args:
+            module: the module.
+            optimizer: of its parameters.
+            lr_scheduler: or None.
+        """
+        if lr_scheduler is None:
+            return optimizer
+        options = self._get(self.config_init, "lr_scheduler_options") or LRSchedulerOptions()
+        interval = options.interval or ("step" if isinstance(lr_scheduler, _COUNTS_STEPS) else "epoch")
+        scheduler = {"scheduler": lr_scheduler, "interval": interval, "frequency": options.frequency}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {**scheduler, "monitor": options.monitor, "strict": options.strict},
+        }
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The commands, which are methods of the Trainer, and those of their arguments that the CLI passes itself."""
+        evaluation = {"model", "dataloaders", "datamodule"}
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            "validate": evaluation,
+            "test": evaluation,
+            "predict": evaluation,
+        }
+
+    # ---- the parser
+
+    def init_parser(self, **kwargs: Any) -> TrainerArgumentParser:
+        """A parser with `--config`."""
+        kwargs = {"dump_header": [f"instep=={__version__}"], "usage": "%(prog)s [options]", **kwargs}
+        parser = self.parser_class(**kwargs)
+        parser.add_argument(
+            "-c", "--config", action=ActionConfigFile, help="a YAML file; of several, later ones count more"
+        )
+        return parser
+
+    def setup_parser(self, add_subcommands: bool, parser_kwargs: dict[str, Any], words: Any) -> None:
+        """Make the parser; with a command as the first word, of that command only."""
+        commands = self.subcommands()
+        own_kwargs = {name: parser_kwargs.pop(name, {}) for name in commands}
+        if add_subcommands:
+            parser_kwargs.setdefault("usage", f"%(prog)s {{{','.join(commands)}}} [options]")
+        self.parser = self.init_parser(**parser_kwargs)
+        self._parsers: dict[str, TrainerArgumentParser] = {}
+        self._method_arguments: dict[str, list[str]] = {}
+        if not add_subcommands:
+            self._add_arguments(self.parser)
+            return
+        first = words[0] if isinstance(words, Sequence) and words and words[0] in commands else None
+        subcommands = self.parser.add_subcommands()
+        cls = self.trainer_class if isinstance(self.trainer_class, type) else Trainer
+        for name in commands if first is None else (first,):
+            about = (inspect.getdoc(getattr(cls, name)) or "").partition("\n")[0]
+            parser = self.init_parser(**{"description": about, **own_kwargs[name]})
+            self._add_arguments(parser)
+            method = parser.add_method_arguments(cls, name, skip=set(commands[name]))
+            for other in _OF_METHODS.difference(method):  # so that one configuration serves all commands
+                parser.add_argument(f"--{other}", type=Any, help=SUPPRESS)
+            self._method_arguments[name] = method
+            self._parsers[name] = parser
+            subcommands.add_subcommand(name, parser, help=about)
+
+    def _add_arguments(self, parser: TrainerArgumentParser) -> None:
+        parser.add_argument(
+            "--seed_everything",
+            type=bool | int,
+            default=self.seed_everything_default,
+            help="the seed; true for 0, false to leave the random generators alone",
+        )
+        parser.add_instep_class_args(self.trainer_class, "trainer")
+        parser.set_defaults({f"trainer.{k}": v for k, v in self.trainer_defaults.items() if k != "callbacks"})
+        parser.add_instep_class_args(self.model_class, "model", self.subclass_mode_model)
+        parser.add_instep_class_args(self.datamodule_class, "data", self.subclass_mode_data, self.needs_data)
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers:
+            if not parser.optimizers:
+                parser.add_optimizer_args()
+            if not parser.lr_schedulers:
+                parser.add_lr_scheduler_args()
+            parser.add_argument("--lr_scheduler_options", type=LRSchedulerOptions, default=LRSchedulerOptions())
+        parser.link_optimizers()
+
+    def parse_arguments(self, parser: TrainerArgumentParser, args: Any) -> None:
+        """Parse into `self.config`."""
+        if isinstance(args, Mapping | Namespace):
+            self.config = parser.parse_object(args if isinstance(args, Namespace) else dict(args), env=True)
+        else:
+            self.config = parser.parse_args(args, env=True)
+
+    def _defaults_of_checkpoint(self, words: Any) -> None:
+        """Where `--ckpt_path` names a checkpoint, its hyperparameters are the defaults of the module's arguments."""
+        ckpt_path = self._get(self.config, "ckpt_path") if self.subcommand else None
+        if ckpt_path is None or ckpt_path in ("last", "best", "auto"):
+            return
+        saved = _hyperparameters(ckpt_path)
+        chosen = self._get(self.config, "model")
+        path = chosen.get("class_path") if self.subclass_mode_model else saved.get(CLASS_PATH)
+        if CLASS_PATH not in saved or path != saved[CLASS_PATH]:
+            return
+        values = configured_arguments(saved, {})
+        defaults = {"class_path": path, "init_args": values} if self.subclass_mode_model else values
+        self._parser().set_defaults({"model": defaults})
+        self.parse_arguments(self.parser, words)
+
+    # ---- building
+
+    def _start_ranks(self) -> None:
+        """Where the program starts its ranks itself: become their agent now, without a module in memory."""
+        environment = read_environment()
+        if self.subcommand is None or self.trainer_class is not Trainer or environment.launcher != "none":
+            return
+        given = self._get(self.config, "trainer")
+        settings = resolve(**{name: given[name] for name in _PLACE if given.get(name) is not None})
+        count = count_devices(settings, environment)
+        if count * settings.num_nodes > 1:
+            launch(settings, count)
+
+    def _set_seed(self) -> None:
+        seed = self._get(self.config, "seed_everything")
+        if seed is not False:
+            config = self.config if self.subcommand is None else self.config[self.subcommand]
+            config["seed_everything"] = seed_everything(0 if seed is True else seed)
+
+    def instantiate_classes(self) -> None:
+        """Build the data, the module and the Trainer."""
+        builders: list[Any] = []
+        if self.load_from_checkpoint_support:
+            builders = [(self._build_model, _returned(self.model_class), self.subclass_mode_model)]
+        self.config_init = self.parser.instantiate(self.config, instantiators=builders)
+        self.datamodule: DataModule | None = self._get(self.config_init, "data")
+        self.model: TrainModule = self._get(self.config_init, "model")
+        self._configure_optimizers_of(self.model)
+        self.trainer = self.instantiate_trainer()
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the Trainer.
+
+        Args:
+            kwargs: what takes the place of configured arguments.
+        """
+        settings = {**dict(self._get(self.config_init, "trainer")), **kwargs}
+        extra: list[Callback] = [self._get(self.config_init, key) for key in self._parser().callback_keys]
+        always = self.trainer_defaults.get("callbacks", [])
+        extra += [always] if isinstance(always, Callback) else list(always)
+        if self.save_config_callback is not None and not settings.get("fast_dev_run"):
+            own = self.config if self.subcommand is None else self.config[self.subcommand]
+            extra.append(self.save_config_callback(self._parser(), own, **self.save_config_kwargs))
+        if "callbacks" in settings:
+            given = settings["callbacks"]
+            given = [] if given is None else [given] if isinstance(given, Callback) else list(given)
+            settings["callbacks"] = given + extra
+        elif extra:
+            warnings.warn(f"{self.trainer_class!r} takes no callbacks, so these are left out: {extra}", stacklevel=2)
+        return self.trainer_class(**settings)
+
+    def _build_model(
+        self, class_type: Any, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
+    ) -> TrainModule:
+        """Build the module so that its hyperparameters are what was configured."""
+        plain = json.loads(self.parser.dump(self.config, format="json", skip_link_targets=False, skip_unset=False))
+        plain = (plain if self.subcommand is None else plain[self.subcommand])["model"]
+        values = {**plain.get("init_args", {}), **plain.get("dict_kwargs", {})} if "class_path" in plain else plain
+        for target, value in applied_instantiation_links.items():
+            own, _, name = target.removeprefix(f"{self.subcommand}.").replace("init_args.", "").partition(".")
+            if own == "model" and "." not in name:
+                values[name] = value
+        path = plain.get("class_path", f"{class_type.__module__}.{class_type.__qualname__}")
+        with configured_as(class_type, {CLASS_PATH: path, **values}):
+            return class_type(*args, **kwargs)
+
+    def _configure_optimizers_of(self, module: TrainModule) -> None:
+        """Give the module the configured optimizer, if there is one; it is built when fit asks for it."""
+        parser = self._parser()
+        optimizers = [key for key, (_, link_to) in parser.optimizers.items() if link_to == AUTOMATIC]
+        schedulers = [key for key, (_, link_to) in parser.lr_schedulers.items() if link_to == AUTOMATIC]
+        if not self.auto_configure_optimizers or not optimizers:
+            return
+        if len(optimizers) > 1 or len(schedulers) > 1:
+            raise UsageError(
+                f"several optimizers or schedulers are there: {', '.join(optimizers + schedulers)}. Give them link_to, "
+                "and make them in the module's configure_optimizers by instantiate_class."
+            )
+        optimizer = self._class_to_build(optimizers[0], parser.optimizers)
+        scheduler = self._class_to_build(schedulers[0], parser.lr_schedulers) if schedulers else None
+        if optimizer is None:
+            if scheduler is not None:
+                raise UsageError(f"{schedulers[0]} is configured without an optimizer: give {optimizers[0]} too")
+            return
+        if is_overridden(module, "configure_optimizers", TrainModule) and read_environment().rank == 0:
+            warnings.warn(
+                f"the configured {optimizers[0]} takes the place of {type(module).__name__}.configure_optimizers",
+                stacklevel=2,
+            )
+
+        def configure() -> Any:
+            built = instantiate_class(module.parameters(), optimizer)
+            if scheduler is None:
+                return self.configure_optimizers(module, built)
+            return self.configure_optimizers(module, built, instantiate_class(built, _with_length(scheduler, module)))
+
+        module.configure_optimizers = configure
+
+    def _class_to_build(self, key: str, register: Mapping[str, tuple[Any, str]]) -> dict[str, Any] | None:
+        given = self._get(self.config_init, key)
+        if given is None:
+            return None
+        cls = register[key][0]
+        return given.as_dict() if isinstance(cls, tuple) else with_class_path(cls, given)
+
+    # ---- running
+
+    def _run(self, name: str) -> None:
+        for step in (f"before_{name}", name, f"after_{name}"):
+            if step == name:
+                getattr(self, name, getattr(self.trainer, name))(**self._arguments_of(name))
+            elif hasattr(self, step):
+                getattr(self, step)()
+
+    def _arguments_of(self, name: str) -> dict[str, Any]:
+        given = {key: self._get(self.config_init, key) for key in self._method_arguments[name]}
+        data = {} if self.datamodule is None else {"datamodule": self.datamodule}
+        return {**given, "model": self.model, **data}
+
+    def _parser(self) -> TrainerArgumentParser:
+        return self.parser if self.subcommand is None else self._parsers[self.subcommand]
+
+    def _get(self, config: Namespace, key: str) -> Any:
+        """A value of the command's configuration."""
+        return (config if self.subcommand is None else config[self.subcommand]).get(key)
+
+
+def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
+    """Build an object from a class's path and arguments.
+
+    Args:
+        args: its first argument, or a tuple of them, such as the parameters for an optimizer.
+        init: `{"class_path": ..., "init_args": ...}`.
+
+    Example:
+        >>> init = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
+        >>> instantiate_class(torch.nn.Linear(1, 1).parameters(), init).defaults["lr"]
+        0.1
+    """
+    module, _, name = init["class_path"].rpartition(".")
+    first = args if isinstance(args, tuple) else (args,)
+    return getattr(import_module(module), name)(*first, **init.get("init_args", {}))
+
+
+_COUNTS_STEPS = torch.optim.lr_scheduler.OneCycleLR
+
+
+def _with_length(scheduler: Mapping[str, Any], module: TrainModule) -> Mapping[str, Any]:
+    """OneCycleLR without a length is as long as the run."""
+    init = dict(scheduler.get("init_args", {}))
+    if {"total_steps", "epochs", "steps_per_epoch"} <= init.keys() and init["total_steps"] is init["epochs"] is None:
+        init["total_steps"] = int(module.trainer.estimated_stepping_batches)
+    return {**scheduler, "init_args": init}
+
+
+def _returned(cls: Any) -> type:
+    """The class that a class or a function makes."""
+    return cls if isinstance(cls, type) else inspect.signature(cls, eval_str=True).return_annotation
+
+
+def _hyperparameters(ckpt_path: Any) -> Mapping[str, Any]:
+    """What a checkpoint says its module was built with; nothing of a file of weights."""
+    from instep.checkpoint import CheckpointStore, find_checkpoint  # late: the checkpoint room is loaded when used
+
+    try:
+        folder = find_checkpoint(ckpt_path)
+        state = CheckpointStore(folder.parent).read(folder, verify=False).state("trainer")
+    except (CheckpointError, KeyError):  # what is wrong with it, fit or test will say
+        return {}
+    return state.get("hyper_parameters", {})

@@ -1,0 +1,103 @@
+"""`instep fit`, `validate`, `test` and `predict`: a `TrainerCLI` for any module and data that can be imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from instep.errors import SettingError
+
+_CLASSES = ("--module", "--model", "--data")
+_HELP = ("-h", "--help")
+_RUN_KEYS = re.compile(r"^(model|data|trainer|ckpt_path|seed_everything):", re.MULTILINE)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that everybody needs, for the short help; jsonargparse knows all of them."""
+    parser.add_argument("-c", "--config", metavar="FILE", help="a YAML file; of several, later ones count more")
+    parser.add_argument("--module", metavar="PKG:CLASS", help="the TrainModule; --model PKG.CLASS is the same")
+    parser.add_argument("--model.ARG", metavar="VALUE", help="an argument of it")
+    parser.add_argument("--data", metavar="PKG:CLASS", help="the DataModule; --data.ARG is an argument of it")
+    parser.add_argument("--trainer.ARG", metavar="VALUE", help="such as --trainer.max_epochs 3 --trainer.devices 2")
+    parser.add_argument("--trainer.callbacks+", metavar="CLASS", help="one more; --trainer.callbacks.ARG is its own")
+    parser.add_argument("--optimizer", metavar="CLASS", help="in place of configure_optimizers; --optimizer.lr 0.1")
+    parser.add_argument("--lr_scheduler", metavar="CLASS", help="its schedule; --lr_scheduler_options.interval step")
+    parser.add_argument("--seed_everything", metavar="N", help="the seed (default: 0)")
+    parser.add_argument("--ckpt_path", metavar="CKPT", help="a checkpoint, last, best or auto")
+    parser.add_argument("--print_config", action="store_true", help="print all that holds, as YAML, and exit")
+
+
+def run_trainer(name: str, words: Sequence[str]) -> int:
+    """Run a command of the Trainer.
+
+    Args:
+        name: "fit", "validate", "test" or "predict".
+        words: what followed it.
+
+    Returns:
+        The exit code.
+    """
+    if not words or all(word in _HELP for word in words):
+        # Late: `main` loads this file.
+        from instep.cli.main import load, make_parser
+
+        make_parser((name,), load((name,))).parse_args(["--help"])
+    if os.getcwd() not in sys.path:  # as `python -m` has it: the user's modules lie here
+        sys.path.insert(0, os.getcwd())
+    words = dotted(words)
+    from instep.cli.trainer_cli import TrainerCLI  # late: loads torch and jsonargparse
+
+    TrainerCLI(args=[name, *words], parser_kwargs={"prog": "instep"})
+    return 0
+
+
+def is_run(words: Sequence[str]) -> bool:
+    """Whether the words of `instep test` are for the Trainer: they name a module, or a configuration of a run."""
+    for index, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option.split(".")[0] in ("--module", "--model", "--data", "--trainer", "--ckpt_path", "--print_config"):
+            return True
+        if option in ("-c", "--config"):
+            path = Path(value if equals else words[index + 1] if index + 1 < len(words) else "")
+            if path.is_file() and _RUN_KEYS.search(path.read_text()):
+                return True
+    return False
+
+
+def dotted(words: Sequence[str]) -> list[str]:
+    """Words with each class that is given as `package.module:Class` or `folder/file.py:Class` by its dotted path.
+
+    Example:
+        >>> dotted(["--module", "examples/digits.py:Digits", "--model.lr=0.1"])
+        ['--model', 'examples.digits.Digits', '--model.lr=0.1']
+    """
+    result: list[str] = []
+    for word in words:
+        option, equals, value = word.partition("=")
+        if result and result[-1] in ("--model", "--data"):
+            result.append(_dotted(word))
+        elif option in _CLASSES:
+            option = "--model" if option == "--module" else option
+            result.append(f"{option}={_dotted(value)}" if equals else option)
+        else:
+            result.append(word)
+    return result
+
+
+def _dotted(text: str) -> str:
+    place, colon, name = text.rpartition(":")
+    if not colon:
+        return text
+    if place.endswith(".py"):
+        parts = Path(os.path.relpath(place)).with_suffix("").parts
+        if not all(part.isidentifier() for part in parts):
+            raise SettingError(
+                f"{place} cannot be imported from this folder: its path must go down from here, through folders whose "
+                "names are Python names. Go to its folder first."
+            )
+        place = ".".join(parts)
+    return f"{place}.{name}"

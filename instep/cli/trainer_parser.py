@@ -1,0 +1,165 @@
+"""The parser of `TrainerCLI`: jsonargparse's, with what a Trainer, modules, optimizers and schedulers need."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser, class_from_function
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from instep import callbacks, loggers, strategies
+from instep.callbacks import Callback
+from instep.cli.parse_errors import EXIT_USAGE, explain
+from instep.data import DataModule
+from instep.errors import UsageError
+from instep.state import read_environment
+from instep.trainer import Trainer, TrainModule
+
+AUTOMATIC = "AUTOMATIC"
+ROOMS: tuple[ModuleType, ...] = (callbacks, loggers, strategies)
+_FILES = (".yaml", ".yml", ".json")
+
+
+class TrainerArgumentParser(ArgumentParser):
+    """jsonargparse's parser, which knows how Trainers, modules, data, optimizers and schedulers are configured.
+
+    Its errors are one message with the key, the value and what is allowed, said by the main process only.
+
+    Args:
+        args: see `jsonargparse.ArgumentParser`.
+        description: what the help begins with.
+        env_prefix: environment variables begin with it: INSTEP_FIT__TRAINER__MAX_EPOCHS.
+        allow_abbrev: accept the beginning of an option's name. Off, since `--trainer.max_epoch` may be a typing error.
+        kwargs: see `jsonargparse.ArgumentParser`. `default_env=True` shows the variables in the help too.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        description: str = "Train, validate, test and predict as a configuration says.",
+        env_prefix: str = "INSTEP",
+        allow_abbrev: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, description=description, env_prefix=env_prefix, allow_abbrev=allow_abbrev, **kwargs)
+        self.callback_keys: list[str] = []
+        self.optimizers: dict[str, tuple[Any, str]] = {}
+        self.lr_schedulers: dict[str, tuple[Any, str]] = {}
+
+    def add_instep_class_args(
+        self,
+        instep_class: type | Callable[..., Any],
+        nested_key: str,
+        subclass_mode: bool = False,
+        required: bool = True,
+    ) -> list[str]:
+        """Add the arguments of a Trainer, TrainModule, DataModule or Callback.
+
+        Args:
+            instep_class: one of these classes, or a function that returns an object of one.
+            nested_key: the options begin with it: `--model.lr`.
+            subclass_mode: any subclass may be chosen: `--model package.Class --model.lr 0.1`.
+            required: with `subclass_mode`: one must be chosen.
+
+        Returns:
+            The names of the arguments.
+
+        Example:
+            >>> parser.add_instep_class_args(EarlyStopping, "early_stopping")  # doctest: +SKIP
+        """
+        cls = instep_class if isinstance(instep_class, type) else class_from_function(instep_class)
+        if not issubclass(cls, (Trainer, TrainModule, DataModule, Callback)):
+            raise UsageError(f"{cls.__name__} is no Trainer, TrainModule, DataModule or Callback")
+        if issubclass(cls, Callback):
+            self.callback_keys.append(nested_key)
+        if subclass_mode:
+            self.add_subclass_arguments(cls, nested_key, fail_untyped=False, required=required)
+            return [nested_key]
+        build = not issubclass(cls, Trainer)  # the Trainer gets callbacks that are no arguments, so it is built apart
+        return self.add_class_arguments(cls, nested_key, fail_untyped=False, instantiate=build, sub_configs=True)
+
+    def add_optimizer_args(
+        self,
+        optimizer_class: type[Optimizer] | tuple[type[Optimizer], ...] = (Optimizer,),
+        nested_key: str = "optimizer",
+        link_to: str = AUTOMATIC,
+    ) -> None:
+        """Add the arguments of an optimizer.
+
+        Args:
+            optimizer_class: the class; in a tuple, any subclass may be chosen.
+            nested_key: the options begin with it.
+            link_to: the key of a module's argument that gets `{"class_path": ..., "init_args": ...}`, for
+                `instantiate_class`. By default the module's `configure_optimizers` is replaced.
+        """
+        self._add_class(optimizer_class, nested_key, "params")
+        self.optimizers[nested_key] = optimizer_class, link_to
+
+    def add_lr_scheduler_args(
+        self,
+        lr_scheduler_class: type[LRScheduler] | tuple[type[LRScheduler], ...] = (LRScheduler,),
+        nested_key: str = "lr_scheduler",
+        link_to: str = AUTOMATIC,
+    ) -> None:
+        """Add the arguments of a learning-rate scheduler; see `add_optimizer_args`."""
+        self._add_class(lr_scheduler_class, nested_key, "optimizer")
+        self.lr_schedulers[nested_key] = lr_scheduler_class, link_to
+
+    def _add_class(self, cls: Any, nested_key: str, skip: str) -> None:
+        if isinstance(cls, tuple):
+            self.add_subclass_arguments(cls, nested_key, instantiate=False, fail_untyped=False, skip={skip})
+        else:
+            self.add_class_arguments(
+                cls, nested_key, instantiate=False, fail_untyped=False, skip={skip}, sub_configs=True
+            )
+
+    def link_optimizers(self) -> None:
+        """Make the links that `add_optimizer_args` and `add_lr_scheduler_args` were given."""
+        for key, (cls, link_to) in (self.optimizers | self.lr_schedulers).items():
+            if link_to == AUTOMATIC:
+                continue
+            if isinstance(cls, tuple):
+                self.link_arguments(key, link_to)
+            else:
+                self.link_arguments(key, link_to, compute_fn=lambda given, cls=cls: with_class_path(cls, given))
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say what is wrong and exit with 2; with `exit_on_error=False` raise as jsonargparse does."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        if read_environment().rank == 0:
+            prog = self.prog.replace(" [options]", "")
+            sys.stderr.write(f"{prog}: {explain(message, ROOMS)}\n")
+        sys.exit(EXIT_USAGE)
+
+
+def with_class_path(cls: type, init_args: Any) -> dict[str, Any]:
+    """A class and its arguments, as `instantiate_class` takes them."""
+    given = init_args.as_dict() if hasattr(init_args, "as_dict") else dict(init_args or {})
+    return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": given}
+
+
+def import_named(args: Any, env_prefix: str) -> None:
+    """Import the callbacks, loggers and strategies that are named without their package.
+
+    jsonargparse finds a class by its bare name when it is imported, and importing all of them takes seconds.
+
+    Args:
+        args: words, whose configuration files are read too, or a configuration.
+        env_prefix: variables that begin with it are searched too.
+    """
+    texts = [str(args), *(value for name, value in os.environ.items() if name.startswith(f"{env_prefix}_"))]
+    if not isinstance(args, Mapping) and not hasattr(args, "as_dict"):
+        paths = [Path(word.partition("=")[2] if word.startswith("-") else word) for word in args]
+        texts += [path.read_text() for path in paths if path.suffix in _FILES and path.is_file()]
+    words = set(re.findall(r"\w+", " ".join(texts)))
+    for room in ROOMS:
+        for name in words.intersection(room.__all__):
+            getattr(room, name)
