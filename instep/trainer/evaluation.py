@@ -12,6 +12,7 @@ from torch import nn
 
 from instep.data import BatchSource
 from instep.distributed import Trigger
+from instep.distributed.heartbeat import BATCH
 from instep.distributed.nested import map_leaves
 from instep.trainer.log import EpochMetric, LogBook
 from instep.trainer.metric_states import uncounted
@@ -71,7 +72,9 @@ def evaluate(
         with (
             _no_gradients(run),
             run.triggers.inner() if fits else nullcontext(),
+            run.heart.within("test" if stage == "test" else "validate"),
         ):
+            beats = run.heart.numbers
             if fits and stage != "sanity_check":
                 module.on_validation_model_zero_grad()
             getattr(module, f"on_{name}_model_eval")()
@@ -100,11 +103,13 @@ def evaluate(
                     progress.eval_batch = batch_idx + 1
                     if trainer.settings.log_every_n_steps and (batch_idx + 1) % trainer.settings.log_every_n_steps == 0:
                         _log_steps(run, book, stage)
+                    beats[BATCH] = count
                     count += 1
                     agreed = tick(count)
                     if agreed and run.defer(agreed):
                         return None
                 gradient.dataloader_references.pop()
+            run.heart.enter("epoch")
             book.set_loader(None)
             book.batch = book.weight = None
             arrived, epoch_metrics = book.reduce(trainer.global_step, reset=False)
@@ -147,7 +152,8 @@ def predict(run: Session, sources: Sequence[BatchSource], keep: bool) -> list[An
     trainer.state.stage = progress.stage = "predict"
     results: list[list[Any]] = []
     try:
-        with _no_gradients(run):
+        with _no_gradients(run), run.heart.within("predict"):
+            beats = run.heart.numbers
             module.on_predict_model_eval()
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
@@ -162,13 +168,14 @@ def predict(run: Session, sources: Sequence[BatchSource], keep: bool) -> list[An
                     for hook in () if replayed else batch_start:
                         hook(batch, batch_idx, *which)
                     outputs = step(batch, batch_idx, loader_idx)
-                    progress.eval_batch = batch_idx + 1
+                    beats[BATCH] = progress.eval_batch = batch_idx + 1
                     if replayed:
                         continue
                     for hook in batch_end:
                         hook(outputs, batch, batch_idx, *which)
                     if keep:
                         kept.append(_to_cpu(outputs))
+                run.heart.enter("predict")  # the next loader begins
             hooks.call("on_predict_epoch_end")
             hooks.call("on_predict_end")
     finally:

@@ -157,6 +157,7 @@ class FitSession(Session):
             self._resume_last = None
         if at.epoch_ended:
             at.next_epoch()
+        self.heart.enter("epoch")
         every = self.settings.reload_dataloaders_every_n_epochs
         if every and at.epoch and at.epoch % every == 0 and not at.batch:
             self.loaders.reload_train()
@@ -174,6 +175,7 @@ class FitSession(Session):
             self.catch_up()  # the hook ran at this epoch's true start already
             self._resume_last = None
         self.book.enter("training_step")
+        self.heart.enter("train")
         if inside:
             self._after_window()
 
@@ -202,6 +204,7 @@ class FitSession(Session):
             complete: whether all batches were done; a run that stops in the middle stays in the epoch.
         """
         at, trainer = self.position, self.trainer
+        self.heart.enter("epoch")
         self.settle()
         stopped = not complete and self.stopping
         if self._validates and not at.validated and (stopped or (complete and self._validates_at_end)):

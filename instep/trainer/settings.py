@@ -98,6 +98,7 @@ class Settings:
         seed_samples: whether random augmentation is seeded by (seed, epoch, sample index).
         nonfinite: what is done about a loss or gradient that is nan or inf: stop, skip, continue, or None for nothing.
         grace_period_s: seconds from a signal to the end of the process, saved or not.
+        hang_timeout_s: seconds without a step that are a hang; None: nobody watches.
     """
 
     accelerator: str = "auto"
@@ -144,6 +145,7 @@ class Settings:
     seed_samples: bool = False
     nonfinite: str | None = None
     grace_period_s: float = 30.0
+    hang_timeout_s: float | None = None
 
 
 def resolve(**given: Any) -> Settings:
@@ -370,4 +372,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "seed_samples": checks.flag,
     "nonfinite": checks.choice("stop", "skip", "continue"),
     "grace_period_s": checks.seconds,
+    "hang_timeout_s": checks.seconds,
 }

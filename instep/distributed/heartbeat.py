@@ -1,0 +1,272 @@
+"""The heartbeat of this process, and the watchdog that ends it when the ranks hang.
+
+The loops write the step and the batch into the node's heartbeat file: two stores into mapped memory per step. All else
+is done by a thread that looks at the numbers of all ranks on the node a few times in `hang_timeout_s`. In a hang it
+writes where this rank is, waits a moment for the others' reports, and ends the process with code 76. A rank that is
+stopped cannot, and is named by those that can, or by the agent. Where Python itself cannot run, since code in C keeps
+it locked, `faulthandler`'s own thread writes the stacks; the watchdog sets its alarm anew about once per second.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from instep.distributed.flight import described, recorded
+from instep.errors import EXIT_HUNG, SettingError
+from instep.launch.beats import (
+    BATCH,
+    COMPILES,
+    HEARTBEAT_FILE,
+    LIMIT_MS,
+    PHASE,
+    PHASES,
+    PID,
+    RANK,
+    SAID,
+    STEP,
+    TURN,
+    Beats,
+    Watch,
+)
+from instep.launch.hang_report import report, wait_until_said
+from instep.launch.report import AGENT_PID
+from instep.state import PartialState, read_environment
+from instep.state.control import exchange
+
+__all__ = ["BATCH", "STEP", "Heartbeat", "heartbeat"]
+
+_TOGETHER_S = 1.5  # from the first rank's report to the last one's
+_AT_ONCE_S = 5.0  # if the report hangs in turn: a disk
+_CALLS = 12
+_RECORDS = 5
+
+
+class Heartbeat:
+    """This process's slot; `heartbeat()` has the one there is.
+
+    Attributes:
+        numbers: `numbers[STEP]` and `numbers[BATCH]` are the loops' to write.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._local_rank = PartialState().local_process_index
+        path = os.environ.get(HEARTBEAT_FILE)
+        self.by_agent = path is not None and os.environ.get(AGENT_PID) == str(os.getppid())
+        if path is not None and self.by_agent:
+            self._use(Beats(path), self._local_rank)
+        else:
+            self._use(None, 0)
+
+    def _use(self, beats: Beats | None, slot: int) -> None:
+        self._beats, self._slot = beats, slot
+        self.numbers = memoryview(bytearray(128)).cast("q") if beats is None else beats.numbers(slot)
+        self.numbers[BATCH] = -1
+        self.numbers[RANK], self.numbers[PID] = PartialState().process_index, self.pid
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, one of `PHASES`: at the same places of the program on all ranks."""
+        self.numbers[BATCH] = -1
+        self.numbers[PHASE] = PHASES.index(phase)
+        self.numbers[TURN] += 1
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """A phase in the middle of another one, which goes on after it."""
+        outer, batch = PHASES[self.numbers[PHASE]], self.numbers[BATCH]
+        self.enter(phase)
+        yield
+        self.enter(outer)
+        self.numbers[BATCH] = batch
+
+    @contextmanager
+    def watched(self, timeout_s: float | None, folder: Path) -> Iterator[None]:
+        """Watch this process and the others on its node. Collective.
+
+        Args:
+            timeout_s: seconds without a step that are a hang; None or infinity: nobody watches.
+            folder: where the report goes, until `set_folder`.
+
+        Raises:
+            SettingError: ranks were given different times.
+        """
+        process = PartialState()
+        timeout_s = None if timeout_s == float("inf") else timeout_s
+        mine = (timeout_s, process.node_index, self._offer(timeout_s), time.strftime("%Y%m%d-%H%M%S"))
+        ranks = exchange(mine, process.control_group, "the heartbeat")
+        if any(other[0] != timeout_s for other in ranks):
+            given = ", ".join(f"rank {rank}: {other[0]}" for rank, other in enumerate(ranks))
+            raise SettingError(f"hang_timeout_s differs between ranks: {given}", field="hang_timeout_s", got=timeout_s)
+        if timeout_s is None:
+            yield
+            return
+        if self._beats is None:
+            self._join([other[2] for other in ranks if other[1] == process.node_index])
+        self._name = f"hang-{ranks[0][3]}"
+        self.set_folder(folder)
+        self.enter("start")
+        self.numbers[LIMIT_MS] = max(1, int(1000 * timeout_s))
+        assert self._beats is not None
+        watchdog = Watchdog(self, self._beats, self._slot, timeout_s)
+        try:
+            yield
+        finally:
+            self.numbers[LIMIT_MS] = 0
+            self.enter("outside")
+            watchdog.close()
+
+    def set_folder(self, folder: Path | None) -> None:
+        """The run folder is known."""
+        if folder is not None and self._beats is not None and hasattr(self, "_name"):
+            self._beats.set_folder(self._slot, str(folder.absolute() / self._name))
+
+    def _offer(self, timeout_s: float | None) -> str | None:
+        """A file for this node's ranks, made by the first of them where there is no agent that made one."""
+        if timeout_s is None or self._beats is not None or self._local_rank:
+            return None
+        number, path = tempfile.mkstemp(prefix="instep-heartbeat-")
+        os.close(number)
+        Beats.make(path, read_environment().local_world_size)
+        return path
+
+    def _join(self, offers: list[str | None]) -> None:
+        path = next((offer for offer in offers if offer is not None), None)
+        assert path is not None
+        self._use(Beats(path), self._local_rank)
+        PartialState().wait_for_everyone("mapping the heartbeat file")
+        if self._local_rank == 0:
+            os.unlink(path)  # all have it open: nothing is left of it when they have ended
+
+
+_one: Heartbeat | None = None
+
+
+def heartbeat() -> Heartbeat:
+    """This process's heartbeat."""
+    global _one
+    if _one is None or _one.pid != os.getpid():  # a forked child is another process
+        _one = Heartbeat()
+    return _one
+
+
+class Watchdog:
+    """The thread that watches the ranks of this node, until `close`.
+
+    Args:
+        heart: this process's.
+        beats: the node's.
+        slot: this process's place in it.
+        timeout_s: the limit.
+    """
+
+    def __init__(self, heart: Heartbeat, beats: Beats, slot: int, timeout_s: float) -> None:
+        self._heart, self._beats, self._slot, self._timeout_s = heart, beats, slot, timeout_s
+        self._watched = threading.get_ident()
+        self._poll_s = min(0.5, timeout_s / 10)
+        self._alarm_s = -float("inf")
+        self._hooks: tuple[Any, Any, Any] | None = None
+        # Alone, nobody else could read the file.
+        self._own = beats.count > 1 or heart.by_agent
+        self._out = os.dup(beats.fileno if self._own else 2)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="instep-watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._closed.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        os.close(self._out)
+        if self._hooks is not None:
+            handler, start, end = self._hooks
+            handler.remove_start_callback(start)
+            handler.remove_end_callback(end)
+
+    def _run(self) -> None:
+        watch = Watch(self._beats)
+        while not self._closed.wait(self._poll_s):
+            self._note_compiler()
+            if watch.look():
+                self._end()
+            self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        now = time.monotonic()
+        if now - self._alarm_s < min(1.0, self._timeout_s / 4):
+            return
+        self._alarm_s = now
+        if self._own:
+            os.lseek(self._out, self._beats.stacks_at(self._slot), os.SEEK_SET)
+        limit_s = self._beats.read()[self._slot].patience_s
+        faulthandler.dump_traceback_later(min(limit_s, 1e6) + 1.0, file=self._out)
+
+    def _note_compiler(self) -> None:
+        """Once torch's compiler is loaded, have it say when it compiles: that may take longer than a step."""
+        handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+        if self._hooks is not None or handler is None:
+            return
+        numbers = self._heart.numbers
+
+        def start(*_: Any) -> None:
+            numbers[COMPILES] = 1
+
+        def end(*_: Any) -> None:
+            numbers[COMPILES] = 0
+
+        handler.register_start_callback(start)
+        handler.register_end_callback(end)
+        self._hooks = handler, start, end
+
+    def _end(self) -> None:
+        faulthandler.dump_traceback_later(_AT_ONCE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+        frame = sys._current_frames().get(self._watched)
+        calls = traceback.extract_stack(frame)[-_CALLS:]
+        records: list[dict[str, Any]] = []
+        with suppress(Exception):  # torch's own form, which may change: it is said without
+            records = recorded()
+        innermost = f"{Path(calls[-1].filename).name}:{calls[-1].lineno} in {calls[-1].name}" if calls else "not known"
+        last = f"; last collective {described(records[-1])}" if records else ""
+        self._beats.set_where(self._slot, f"{innermost}{last}\n{''.join(traceback.format_list(calls))}")
+        try:
+            self._write(records)
+        except OSError as error:
+            os.write(2, f"instep: the report of rank {self._heart.numbers[RANK]} was not written: {error}\n".encode())
+        self._heart.numbers[SAID] = 1
+        wait_until_said(self._beats, _TOGETHER_S)
+        if not self._heart.by_agent and self._first():
+            os.write(2, f"instep: {report(self._beats)}\n".encode())
+        os._exit(EXIT_HUNG)
+
+    def _first(self) -> bool:
+        """Whether this rank speaks for its node: the first one that can."""
+        return next(beat.local_rank for beat in self._beats.read() if beat.said) == self._slot
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        beat = self._beats.read()[self._slot]
+        folder = Path(self._beats.folder(self._slot))
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"rank-{beat.rank}.txt", "w") as file:
+            file.write(f"rank {beat.rank} on {socket.gethostname()}, pid {beat.pid}, {time.strftime('%c')}\n")
+            file.write(f"step {beat.step}, batch {beat.batch}, phase {beat.phase}\n")
+            file.write("\nthe main thread, the innermost call last:\n")
+            file.write(self._beats.where(self._slot).partition("\n")[2])
+            file.write("\nlast collectives, the latest last:\n")
+            file.writelines(f"  {described(entry)}\n" for entry in records[-_RECORDS:])
+            file.write("\nall threads, the innermost call first:\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        if records:
+            (folder / f"collectives-{beat.rank}.json").write_text(json.dumps(records, indent=1))

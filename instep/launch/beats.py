@@ -1,0 +1,188 @@
+"""The heartbeats of a node's ranks: one memory-mapped file that each rank writes its part of, and all on the node read.
+
+The elastic agent makes the file and names it in INSTEP_HEARTBEAT_FILE. By local rank it has a slot of numbers, which a
+rank writes without a system call and which stay readable when it is stopped or killed; two texts; and room for the
+stacks that `faulthandler` writes when Python cannot run.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HEARTBEAT_FILE = "INSTEP_HEARTBEAT_FILE"
+SLOW = 10
+"""What is no step of a loop may take so many times the limit: starting, loading, saving, compiling, an epoch's end."""
+
+PHASES = ("outside", "start", "load", "train", "validate", "test", "predict", "save", "epoch", "end")
+LOOPS = ("train", "validate", "test", "predict")
+BATCH, STEP, TURN, PHASE, COMPILES, RANK, PID, LIMIT_MS, SAID = range(9)
+
+_NUMBERS = struct.Struct("16q")
+_FOLDER, _WHERE, _SLOT = _NUMBERS.size, 1024, 8192
+_STACKS = 1 << 20
+_GAP_S = 2.0
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank's slot said.
+
+    Args:
+        batch: the last batch of the loop that was done; -1: none yet.
+        step: optimizer steps.
+        turn: how often the phase changed.
+        phase: one of `PHASES`.
+        compiles: whether it waits for the compiler.
+        rank: over all nodes.
+        pid: 0 where the rank has not begun.
+        limit_s: seconds that a step may take; 0: nobody watches.
+        said: whether it has written its own report of a hang.
+        local_rank: on this node.
+    """
+
+    batch: int
+    step: int
+    turn: int
+    phase: str
+    compiles: bool
+    rank: int
+    pid: int
+    limit_s: float
+    said: bool
+    local_rank: int
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """Where in the program it is: who is behind has the least."""
+        return self.turn, self.step, self.batch
+
+    @property
+    def patience_s(self) -> float:
+        """How long it may stay as it is; infinity where nobody watches."""
+        if not self.limit_s:
+            return float("inf")
+        steps = self.phase in LOOPS and self.batch >= 0 and not self.compiles
+        return self.limit_s if steps else self.limit_s * SLOW
+
+
+class Beats:
+    """The file.
+
+    Args:
+        path: of a file that `make` made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = open(path, "r+b", buffering=0)  # noqa: SIM115  (open as long as it is mapped)
+        self.count = os.fstat(self._file.fileno()).st_size // (_SLOT + _STACKS)
+        self._map = mmap.mmap(self._file.fileno(), self.count * _SLOT)
+
+    @staticmethod
+    def make(path: str | os.PathLike[str], count: int) -> Beats:
+        """A new file for so many ranks; it takes no room on the disk until it is written to."""
+        with open(path, "wb") as file:
+            file.truncate(count * (_SLOT + _STACKS))
+        return Beats(path)
+
+    @property
+    def fileno(self) -> int:
+        """Of the open file, for `faulthandler` to write to."""
+        return self._file.fileno()
+
+    def clear(self) -> None:
+        """Forget everything: other ranks begin."""
+        self._map[:] = bytes(len(self._map))
+        for local_rank in range(self.count):
+            os.pwrite(self._file.fileno(), b"\0", self.stacks_at(local_rank))
+
+    def numbers(self, local_rank: int) -> memoryview:
+        """A rank's numbers, for itself to write: `numbers[STEP] = 3`."""
+        start = local_rank * _SLOT
+        return memoryview(self._map)[start : start + _NUMBERS.size].cast("q")
+
+    def read(self) -> list[Beat]:
+        """What every rank's slot says now, by local rank."""
+        beats = []
+        for local_rank in range(self.count):
+            batch, step, turn, phase, compiles, rank, pid, limit_ms, said, *_ = _NUMBERS.unpack_from(
+                self._map, local_rank * _SLOT
+            )
+            beats.append(
+                Beat(
+                    batch, step, turn, PHASES[phase], bool(compiles), rank, pid, limit_ms / 1000, bool(said), local_rank
+                )
+            )
+        return beats
+
+    def set_folder(self, local_rank: int, folder: str) -> None:
+        """Say where reports of a hang go."""
+        self._set(local_rank, _FOLDER, _WHERE, folder)
+
+    def folder(self, local_rank: int) -> str:
+        """Where reports of a hang go; empty before that is known."""
+        return self._get(local_rank, _FOLDER, _WHERE)
+
+    def set_where(self, local_rank: int, text: str) -> None:
+        """Say in a hang where the rank's main thread is: a line, then the calls, the innermost last."""
+        self._set(local_rank, _WHERE, _SLOT, text)
+
+    def where(self, local_rank: int) -> str:
+        """What `set_where` said."""
+        return self._get(local_rank, _WHERE, _SLOT)
+
+    def stacks_at(self, local_rank: int) -> int:
+        """Where in the file the stacks of a rank begin that `faulthandler` writes, in bytes."""
+        return self.count * _SLOT + local_rank * _STACKS
+
+    def stacks(self, local_rank: int) -> str:
+        """The stacks that `faulthandler` wrote, if it did."""
+        text = os.pread(self._file.fileno(), _STACKS, self.stacks_at(local_rank))
+        return text[: text.index(0) if 0 in text else None].decode(errors="replace")
+
+    def _set(self, local_rank: int, start: int, end: int, text: str) -> None:
+        data = text.encode()[: end - start - 1]
+        at = local_rank * _SLOT + start
+        self._map[at : at + len(data) + 1] = data + b"\0"
+
+    def _get(self, local_rank: int, start: int, end: int) -> str:
+        at = local_rank * _SLOT
+        return self._map[at + start : at + end].partition(b"\0")[0].decode(errors="replace")
+
+
+class Watch:
+    """Says when the ranks of a node hang.
+
+    Ranks wait for each other, so one that stands still may only wait. The ones that are behind all others on this node
+    wait for nobody here: when each of them has stood still for longer than it may, it is a hang.
+
+    Args:
+        beats: the node's.
+    """
+
+    def __init__(self, beats: Beats) -> None:
+        self._beats = beats
+        self._seen: list[Beat | None] = [None] * beats.count
+        self._still_s = [0.0] * beats.count
+        self._looked = time.monotonic()
+
+    def look(self) -> bool:
+        """Look again; True when they hang."""
+        now = time.monotonic()
+        # Whoever looks may have been stopped or starved itself, and knows nothing of that time.
+        passed_s, self._looked = min(now - self._looked, _GAP_S), now
+        beats = self._beats.read()
+        for i, beat in enumerate(beats):
+            self._still_s[i] = self._still_s[i] + passed_s if beat == self._seen[i] else 0.0
+            self._seen[i] = beat
+        last = min(beat.position for beat in beats)
+        return all(self._still_s[i] > beat.patience_s for i, beat in enumerate(beats) if beat.position == last)
+
+
+def folder_of(beats: Beats) -> Path | None:
+    """Where this node's reports go; None where no rank has come so far."""
+    return next((Path(text) for i in range(beats.count) if (text := beats.folder(i))), None)

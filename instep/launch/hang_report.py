@@ -1,0 +1,201 @@
+"""The report of a hang, for one node: who did not answer, and where the others wait. Written by the agent, if any."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from instep.errors import EXIT_HUNG
+from instep.launch.beats import HEARTBEAT_FILE, Beat, Beats, Watch, folder_of
+
+_TO_SAY_S = (
+    2.5  # what ranks that can run get to write their reports; a stack of C code comes a second later than others
+)
+_TO_WRITE_S = 5.0
+_TO_END_S = 0.5
+_POLL_S = 0.05
+_STATES = {
+    "T": "stopped by a signal (SIGCONT continues it)",
+    "t": "stopped by a debugger",
+    "D": "waiting for a disk or a driver",
+    "R": "running code that Python cannot interrupt",
+    "S": "waiting in code that Python cannot interrupt",
+}
+_ENDED = ("Z", "X", "")
+_SILENT = ("T", "t", *_ENDED)
+_NCCL_DUMP = "nccl_trace_rank_"
+
+
+class NodeWatch:
+    """The agent's side: it makes the file, and looks whether the ranks hang.
+
+    Args:
+        folder: where the file lies, and what NCCL's flight recorder writes.
+        count: ranks on this node.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._folder = folder
+        self.beats = Beats.make(folder / "heartbeats", count)
+        self._watch = Watch(self.beats)
+
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """Variables for the ranks: where the file is, and those that switch torch's flight recorder on.
+
+        Args:
+            given: what is set already and stays.
+        """
+        size, dump = "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"
+        if torch.__version__ < (2, 9):
+            size, dump = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+        recorder = {size: "2000", dump: str(self._folder / _NCCL_DUMP), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+        return {
+            HEARTBEAT_FILE: str(self._folder / "heartbeats"),
+            **{name: value for name, value in recorder.items() if name not in given},
+        }
+
+    def begin(self) -> None:
+        """Ranks are about to start."""
+        self.beats.clear()
+        self._watch = Watch(self.beats)
+
+    def hangs(self, says_so: bool) -> bool:
+        """Whether the ranks hang.
+
+        Args:
+            says_so: a rank ended with the code of a hang.
+        """
+        hangs = self._watch.look()
+        return hangs or (says_so and any(beat.said for beat in self.beats.read()))
+
+    def report(self) -> str:
+        """Wait for the ranks' own reports, write this node's, and say it in short."""
+        wait_until_said(self.beats, _TO_SAY_S)
+        text = report(self.beats, self._folder)
+        _wait(lambda: all(not beat.said or state_of(beat.pid) in _ENDED for beat in self.beats.read()), _TO_END_S)
+        return text
+
+
+def wait_until_said(beats: Beats, seconds: float) -> None:
+    """Return when every rank that can run has written its own report, or the time is over."""
+    _wait(lambda: all(beat.said or state_of(beat.pid) in _SILENT for beat in beats.read()), seconds)
+
+
+def report(beats: Beats, nccl_dumps: Path | None = None) -> str:
+    """Write this node's part of the report, and say it in short.
+
+    A disk may be what hangs: what cannot be written within seconds is left out.
+
+    Args:
+        beats: the node's.
+        nccl_dumps: a folder with what NCCL's flight recorder wrote.
+
+    Returns:
+        Text for people.
+    """
+    found = beats.read()
+    folder = folder_of(beats)
+    text = _text(beats, found)
+    if folder is None:
+        return text
+    written = _in_time(lambda: _write(beats, found, folder, text, nccl_dumps))
+    return f"{text}\nStacks of all threads: {folder}" + ("" if written else " (it could not be written in time)")
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for a process: T is stopped, Z has ended; empty where it is gone or not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _text(beats: Beats, found: list[Beat]) -> str:
+    begun = [beat for beat in found if beat.pid]
+    limit = max((beat.limit_s for beat in begun), default=0.0)
+    lines = [f"hang on {socket.gethostname()}: no step for {limit:g} s. {_who(begun)}"]
+    lines.append(f"  {'rank':>5}  {'pid':>8}  {'step':>8}  {'batch':>6}  {'phase':8}  where")
+    for beat in begun:
+        where = beats.where(beat.local_rank).partition("\n")[0] if beat.said else f"did not answer: {_state(beat)}"
+        phase = "compile" if beat.compiles else beat.phase
+        batch = str(beat.batch) if beat.batch >= 0 else "-"
+        lines.append(f"  {beat.rank:>5}  {beat.pid:>8}  {beat.step:>8}  {batch:>6}  {phase:8}  {where}")
+    groups: dict[str, list[int]] = {}
+    for beat in begun:
+        if beat.said:
+            groups.setdefault(beats.where(beat.local_rank).partition("\n")[2], []).append(beat.rank)
+    for stack, ranks in groups.items():
+        lines += [f"{_ranks(ranks)} (main thread, the innermost call last):", stack.rstrip()]
+    return "\n".join(lines)
+
+
+def _who(begun: list[Beat]) -> str:
+    """The verdict."""
+    silent = [beat for beat in begun if not beat.said]
+    if silent:
+        each = "; ".join(f"rank {beat.rank} (pid {beat.pid}) is {_state(beat)}" for beat in silent)
+        return f"{each}. It was at step {min(beat.step for beat in silent)}."
+    last = min((beat.position for beat in begun), default=None)
+    behind = [beat.rank for beat in begun if beat.position == last]
+    if len(behind) < len(begun):
+        return f"{_ranks(behind)} behind the others, which wait."
+    return "All ranks of this node are at the same step: the stacks tell them apart, or the cause is on another node."
+
+
+def _state(beat: Beat) -> str:
+    return _STATES.get(state_of(beat.pid), "gone")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _write(beats: Beats, found: list[Beat], folder: Path, text: str, nccl_dumps: Path | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for beat in found:
+        if beat.pid and not beat.said:
+            stacks = beats.stacks(beat.local_rank)
+            about = f"rank {beat.rank} on {socket.gethostname()}, pid {beat.pid}, is {_state(beat)}\n"
+            about += f"step {beat.step}, batch {beat.batch}, phase {beat.phase}\n\n"
+            (folder / f"rank-{beat.rank}.txt").write_text(about + (stacks or "It could not write its stacks.\n"))
+    first = min((beat.rank for beat in found if beat.pid), default=0)
+    (folder / f"node-of-rank-{first}.txt").write_text(f"{text}\n")
+    for dump in sorted(nccl_dumps.glob(f"{_NCCL_DUMP}*")) if nccl_dumps is not None else ():
+        shutil.copy(dump, folder / dump.name)
+    status = folder.parent / "status.json"
+    if status.exists():
+        content = json.loads(status.read_text())
+        content |= {
+            "status": "hung",
+            "exit_code": EXIT_HUNG,
+            "global_step": max(beat.step for beat in found),
+            "error": f"{text.splitlines()[0]} See {folder}.",
+        }
+        temporary = folder.parent / f".status-{os.getpid()}.json"
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(temporary, status)
+
+
+def _wait(there: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not there() and time.monotonic() < end:
+        time.sleep(_POLL_S)
+
+
+def _in_time(work: Callable[[], None]) -> bool:
+    done = threading.Event()
+
+    def run() -> None:
+        work()
+        done.set()
+
+    threading.Thread(target=run, name="instep-report", daemon=True).start()
+    return done.wait(_TO_WRITE_S)
