@@ -27,6 +27,7 @@ COMMANDS: dict[Command, str] = {
     ("fit",): "train a module as a configuration says",
     ("validate",): "run a module over its validation data",
     ("predict",): "run a module's predict_step over data",
+    ("launch",): "run a script as several processes, on one machine or many",
     ("checkpoint", "ls"): "what lies in a folder of checkpoints, a run, or all runs",
     ("checkpoint", "verify"): "hold every byte against its checksum",
     ("checkpoint", "show"): "what is inside a checkpoint",
@@ -39,6 +40,7 @@ COMMANDS: dict[Command, str] = {
 }
 GROUPS = {"checkpoint": "look into checkpoints, check, compare and convert them"}
 _EXAMPLES = (
+    "  instep launch --devices 2 train.py",
     "  instep checkpoint ls .",
     "  instep checkpoint verify instep_runs/version_0",
     "  instep replay instep_runs/version_0 --steps 3",

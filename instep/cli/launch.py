@@ -1,0 +1,62 @@
+"""Run a script as several processes, on this machine or on several.
+
+The script's own arguments win over these options, these over the config file (`instep config`), that over variables.
+
+Exit codes: 0 done; 75 preempted: saved, run it again; 76 hung; 1 failed; 2 wrong arguments.
+
+Examples:
+  instep launch --devices 2 train.py --lr 0.1
+  instep launch --config fsdp --precision bf16-mixed -m project.train
+  instep launch --devices 8 --num-nodes 2 --node-rank 0 --master-addr host0 --master-port 29500 train.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from instep.cli import output
+from instep.cli.options import add_settings
+from instep.errors import SettingError
+
+_USAGE = 2
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.usage = "instep launch [OPTIONS] SCRIPT [ARGUMENTS]"
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for `python -m`")
+    parser.add_argument("--no-python", action="store_true", help="SCRIPT is a command of its own")
+    parser.add_argument("--no_python", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, as JSON")
+    add_settings(parser)
+    parser.set_defaults(fail=parser.error)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Be the agent of the ranks; what the job ended with."""
+    program = args.program[1:] if args.program[:1] == ["--"] else args.program
+    if not program:
+        args.fail("SCRIPT is missing")
+    if args.module and args.no_python:
+        args.fail("-m names a module of Python, --no-python a command without it: give one of them")
+    # Late: load torch and pydantic.
+    from instep.launch.engine import run as run_job
+    from instep.launch.plan import make_spec
+    from instep.launch.sources import resolve
+
+    try:
+        launch = resolve(args.said, args.config)
+        spec = make_spec(launch, program, module=args.module, python=not args.no_python)
+    except SettingError as error:
+        sys.stderr.write(f"instep: {error}\n")
+        return _USAGE
+    if args.dry_run:
+        output.say_json({"spec": vars(spec), "sources": launch.sources, "ray": launch.settings.ray})
+        return 0
+    if launch.settings.ray is not None:
+        from instep.launch.ray import RayLauncher  # late: most need none
+
+        return RayLauncher(launch.settings.ray).run(spec)
+    return run_job(spec)

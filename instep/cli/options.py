@@ -1,0 +1,84 @@
+"""The settings of a launch as options of a command.
+
+Each has its name with hyphens or underscores, and the names that other launchers' users know; those of other launchers
+that have no setting are refused with what takes their place.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NoReturn
+
+from instep.launch.elsewhere import RENAMED, SWITCHES, advice
+from instep.launch.settings import DICTS, NAMES, about, pairs
+from instep.launch.settings import SWITCHES as OWN_SWITCHES
+
+_CONFIG = "settings in YAML, or the name of a template (default: ~/.config/instep/config.yaml)"
+_METAVARS = {
+    "accelerator": "KIND", "num_nodes": "N|MIN:MAX", "master_addr": "HOST", "master_port": "PORT", "ray": "ADDRESS",
+    "rdzv_backend": "NAME", "strategy": "NAME", "strategy_options": "OPTIONS", "precision": "NAME", "log_dir": "DIR",
+    "tee": "RANKS", "env": "NAME=VALUE",
+}  # fmt: skip
+
+
+class _Say(argparse.Action):
+    """Keeps what the command line says, by setting, with the word that says it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        said = dict(namespace.said)
+        for name, value in ({self.dest: values} if self.const is None else self.const).items():
+            if name in DICTS:
+                try:
+                    value = {**said.get(name, ({},))[0], **pairs(name, value)}
+                except ValueError as error:
+                    raise argparse.ArgumentError(self, f"expected {error}, got {value!r}") from None
+            said[name] = value, option_string or name
+        namespace.said = said
+
+
+def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] = NAMES, hidden: bool = False) -> None:
+    """Add options for settings to a command, and `--config`; `args.said` is what they say, for `resolve`.
+
+    Args:
+        parser: the command's.
+        names: the settings.
+        hidden: leave them out of the help.
+    """
+    parser.allow_abbrev = False  # `--num` would be ambiguous, also where it is the program's own
+    parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118)
+    parser.error = _with_advice(parser.error)  # pyright: ignore[reportAttributeAccessIssue]
+    parser.set_defaults(said={})
+    parser.add_argument("--config", metavar="FILE", help=_CONFIG)
+    parser.add_argument("--config-file", "--config_file", dest="config", help=argparse.SUPPRESS)
+    for name in names:
+        shown = argparse.SUPPRESS if hidden or about(name).rare else about(name).text
+        if name in OWN_SWITCHES:
+            _add(parser, name, shown, const={name: True}, nargs=0)
+            _add(parser, f"no_{name}", argparse.SUPPRESS, const={name: False}, nargs=0)
+        else:
+            _add(parser, name, shown, metavar=_METAVARS.get(name, "N"))
+        for other in (other for other, mine in RENAMED.items() if mine == name):
+            kind = {"const": {name: True}, "nargs": 0} if name in OWN_SWITCHES else {}
+            _add(parser, other, argparse.SUPPRESS, dest=name, **kind)
+    for other, means in SWITCHES.items():
+        if means.keys() <= set(names):
+            _add(parser, other, argparse.SUPPRESS, const=means, nargs=0)
+
+
+def _add(parser: argparse.ArgumentParser, name: str, shown: str, **kind: Any) -> None:
+    hyphened = name.replace("_", "-")
+    parser.add_argument(f"--{hyphened}", action=_Say, help=shown.replace("%", "%%"), **kind)
+    if hyphened != name:
+        kind.setdefault("dest", name)
+        parser.add_argument(f"--{name}", action=_Say, help=argparse.SUPPRESS, **kind)
+
+
+def _with_advice(error: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:
+    def explain(message: str) -> NoReturn:
+        _, found, words = message.partition("unrecognized arguments: ")
+        known = [advice(word, "--{}") for word in words.split() if word.startswith("--")] if found else []
+        error("; ".join((message, *known)))
+
+    return explain

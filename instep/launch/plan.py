@@ -1,0 +1,130 @@
+"""From the settings of a launch to what the engine runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from instep.errors import SettingError
+from instep.launch.engine import SHUTDOWN_MARGIN_S, LaunchSpec
+from instep.launch.nodes import started_node
+from instep.launch.sources import FILE_VARIABLE, Launch
+from instep.state.device import find_device_kind, visible
+from instep.utils.variables import VARIABLES, as_variables, variable_of
+
+
+def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, python: bool = True) -> LaunchSpec:
+    """What this machine's agent runs.
+
+    Args:
+        launch: the settings.
+        program: a script and its arguments.
+        module: the script is the name of a module, as for `python -m`.
+        python: run it by this Python; else it is a command of its own.
+
+    Raises:
+        SettingError: settings contradict each other, or there are no such devices here.
+    """
+    settings = launch.settings
+    node = None if launch.sources.keys() & {"node_rank", "master_addr"} else started_node()
+    num_nodes = settings.most_nodes if node is None or "num_nodes" in launch.sources else node.num_nodes
+    if node is not None and num_nodes != node.num_nodes:
+        raise SettingError(
+            f"num_nodes={settings.num_nodes} ({launch.sources['num_nodes']}), but srun or mpirun started one agent on "
+            f"each of {node.num_nodes} machines: leave it out, or start as many",
+            field="num_nodes",
+            got=settings.num_nodes,
+        )
+    c10d = settings.rdzv_backend == "c10d" or (settings.rdzv_backend is None and settings.least_nodes is not None)
+    master_addr = settings.master_addr if node is None else node.master_addr
+    master_port = settings.master_port if node is None else node.master_port
+    endpoint = settings.rdzv_endpoint
+    if c10d and endpoint is None and master_port is not None:
+        endpoint = f"{master_addr}:{master_port}"
+    return LaunchSpec(
+        count_ranks(launch, num_nodes),
+        tuple(("-m", *program) if module else program if python else program[1:]),
+        num_nodes=num_nodes,
+        min_nodes=settings.least_nodes,
+        node_rank=settings.node_rank if node is None else node.node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        rdzv_backend="c10d" if c10d else "static",
+        rdzv_endpoint=endpoint,
+        rdzv_conf=settings.rdzv_conf,
+        run_id=settings.run_id
+        or (node.run_id if node else f"instep-{endpoint or master_port}" if num_nodes > 1 else None),
+        local_addr=settings.local_addr,
+        max_restarts=settings.max_restarts,
+        shutdown_s=settings.grace_period_s + SHUTDOWN_MARGIN_S,
+        log_dir=None if settings.log_dir is None else Path(settings.log_dir).expanduser(),
+        tee=tuple(settings.tee) if isinstance(settings.tee, list) else settings.tee,
+        cpu_affinity=settings.cpu_affinity,
+        hang_timeout_s=settings.hang_timeout_s,
+        env=rank_environment(launch),
+        executable=sys.executable if python else program[0],
+        python=python,
+    )
+
+
+def rank_environment(launch: Launch) -> dict[str, str]:
+    """The variables that the ranks get: what was said for them, and nothing else.
+
+    Raises:
+        SettingError: options without a strategy, or devices that are chosen by index and are no GPUs.
+    """
+    settings, given = launch.settings, launch.given()
+    if "strategy_options" in given and "strategy" not in given:
+        raise SettingError(
+            f"strategy_options ({launch.sources['strategy_options']}) are arguments of a strategy, and none is chosen: "
+            "give strategy too",
+            field="strategy_options",
+            got=settings.strategy_options,
+        )
+    added = as_variables({name: value for name, value in given.items() if name in VARIABLES})
+    added[variable_of("grace_period_s")] = str(settings.grace_period_s)  # always: the agent kills by it
+    if launch.file is not None:
+        added[FILE_VARIABLE] = str(launch.file.resolve())
+    if settings.cpu_threads is not None:
+        added["OMP_NUM_THREADS"] = str(settings.cpu_threads)
+    if isinstance(settings.devices, list):
+        added["CUDA_VISIBLE_DEVICES"] = visible(settings.devices)
+        added[variable_of("devices")] = ",".join(map(str, settings.devices))
+    return {**added, **settings.env}
+
+
+def count_ranks(launch: Launch, num_nodes: int) -> int:
+    """Ranks on this machine.
+
+    Raises:
+        SettingError: there are not so many devices, or the processes do not divide by the machines.
+    """
+    settings = launch.settings
+    if settings.num_processes is not None:
+        if settings.num_processes % num_nodes:
+            raise SettingError(
+                f"num_processes={settings.num_processes} ({launch.sources['num_processes']}) do not divide by "
+                f"num_nodes={num_nodes}: each machine runs as many. `devices` counts those of one machine.",
+                field="num_processes",
+                got=settings.num_processes,
+            )
+        wanted: int | str | list[int] = settings.num_processes // num_nodes
+    else:
+        wanted = settings.devices
+    kind = find_device_kind(settings.accelerator)
+    if kind.name in ("cpu", "xla"):
+        if isinstance(wanted, list) or wanted == -1:
+            problem = f"{kind.name} processes have no indices and no number that is all: give their number"
+            raise SettingError(f"devices={wanted!r}: {problem}", field="devices", got=wanted)
+        return 1 if isinstance(wanted, str) else wanted
+    here = kind.count()
+    if isinstance(wanted, list) and kind.name != "cuda":
+        problem = f"indices choose cuda devices, and this is {kind.name}: give their number"
+    elif here < (max(wanted) + 1 if isinstance(wanted, list) else wanted if isinstance(wanted, int) else 0):
+        problem = (
+            f"this machine has {here} {kind.name} device{'' if here == 1 else 's'}; use them, or --accelerator cpu"
+        )
+    else:
+        return len(wanted) if isinstance(wanted, list) else wanted if isinstance(wanted, int) and wanted > 0 else here
+    raise SettingError(f"devices={wanted!r}: {problem}", field="devices", got=wanted)

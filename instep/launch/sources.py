@@ -1,0 +1,176 @@
+"""Where the settings of a launch come from: command line, then config file, then environment, then the default.
+
+A setting that a higher source names hides those below, but the members of `env` and `rdzv_conf`, and the options of one
+and the same strategy, are taken from all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instep.errors import SettingError, one_of
+from instep.launch.elsewhere import advice
+from instep.launch.settings import DICTS, NAMES, LaunchSettings, check
+from instep.utils.variables import variable_of
+
+TEMPLATES = Path(__file__).parent.parent / "configs"
+FILE_VARIABLE = "INSTEP_CONFIG_FILE"
+NO_FILE = "none"
+_ALSO = {"node_rank": "NODE_RANK", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}  # torchrun's
+
+Layer = Mapping[str, tuple[Any, str]]
+"""What one source says: setting -> value and where exactly it stands."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The settings of a launch, and where each comes from.
+
+    Args:
+        settings: the values that hold.
+        sources: setting -> where it was said; settings that nobody named are not in it.
+        file: the config file; None where there is none.
+    """
+
+    settings: LaunchSettings
+    sources: Mapping[str, str]
+    file: Path | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The settings that somebody named."""
+        return {name: getattr(self.settings, name) for name in NAMES if name in self.sources}
+
+
+def resolve(
+    command_line: Layer | None = None, config: str | None = None, environ: Mapping[str, str] | None = None
+) -> Launch:
+    """The settings that hold.
+
+    Args:
+        command_line: what it says, by setting, with the word that says it.
+        config: a config file, the name of one that comes with instep (`templates()`), or "none" for no file at all; by
+            default what INSTEP_CONFIG_FILE says, else `default_file()` where that exists.
+        environ: the variables; `os.environ` by default.
+
+    Raises:
+        SettingError: a value is wrong, wherever it stands; the text says where.
+    """
+    environ = os.environ if environ is None else environ
+    file = find_file(config, environ)
+    said = [_environment(environ), {} if file is None else read_file(file), command_line or {}]
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for layer in said:
+        source = {name: where for name, (_, where) in layer.items()}
+        checked = check({name: value for name, (value, _) in layer.items()}, source)
+        _put(checked, source, values, sources)
+    return Launch(LaunchSettings(**values), {name: sources[name] for name in NAMES if name in sources}, file)
+
+
+def _put(layer: dict[str, Any], where: dict[str, str], values: dict[str, Any], sources: dict[str, str]) -> None:
+    """Lay what a source says over what lower ones say."""
+    if "devices" in layer and "num_processes" in layer:
+        raise SettingError(
+            f"devices ({where['devices']}) counts the processes of a machine and num_processes "
+            f"({where['num_processes']}) all: give one of them",
+            field="num_processes",
+        )
+    hidden = {"devices": "num_processes", "num_processes": "devices"}
+    gone = [hidden[name] for name in layer if name in hidden]
+    if "strategy" in layer and layer["strategy"] != values.get("strategy"):
+        gone.append("strategy_options")  # those of another strategy
+    for name in gone:
+        values.pop(name, None)
+        sources.pop(name, None)
+    for name, value in layer.items():
+        joined = name in DICTS and name in values
+        values[name] = {**values[name], **value} if joined else value
+        sources[name] = f"{where[name]}; {sources[name]}" if joined else where[name]
+
+
+def default_file(environ: Mapping[str, str] | None = None) -> Path:
+    """Where the config file lies unless something else is said: `$XDG_CONFIG_HOME/instep/config.yaml`."""
+    environ = os.environ if environ is None else environ
+    home = environ.get("XDG_CONFIG_HOME", "")
+    return (Path(home) if home else Path.home() / ".config") / "instep" / "config.yaml"
+
+
+def templates() -> dict[str, str]:
+    """The config files that come with instep: name -> what it is for."""
+    files = sorted(TEMPLATES.glob("*.yaml"))
+    return {file.stem: file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ") for file in files}
+
+
+def find_file(config: str | None, environ: Mapping[str, str] | None = None) -> Path | None:
+    """The config file that holds, as `resolve` describes it; None for no file.
+
+    Raises:
+        SettingError: the file that was asked for is not there.
+    """
+    environ = os.environ if environ is None else environ
+    config = environ.get(FILE_VARIABLE, "").strip() or None if config is None else config
+    if config == NO_FILE:
+        return None
+    if config is None:
+        return default_file(environ) if default_file(environ).is_file() else None
+    path = Path(config).expanduser()
+    if path.is_file():
+        return path
+    template = TEMPLATES / f"{config}.yaml"
+    if template.is_file():
+        return template
+    if path.name != config or path.suffix:
+        raise SettingError(f"there is no config file {path}; `instep config default {path}` writes one", field="config")
+    raise one_of("config", config, (NO_FILE, *templates()))
+
+
+def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]]:
+    """What a config file says, with the line of each setting.
+
+    Args:
+        path: a YAML file of settings.
+        check_names: refuse names that are no settings.
+
+    Raises:
+        SettingError: it is no YAML, no mapping, or has unknown or repeated names.
+    """
+    import yaml  # late: not needed where there is no file
+
+    try:
+        with path.open(encoding="utf-8") as file:
+            node = yaml.compose(file, Loader=yaml.SafeLoader)
+            file.seek(0)
+            values = yaml.safe_load(file)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingError(f"{path} is no YAML: {error}", field="config") from error
+    if values is None:
+        return {}
+    if not isinstance(node, yaml.MappingNode):
+        raise SettingError(f"{path}: expected settings, one `name: value` on each line, got {values!r}", field="config")
+    said: dict[str, tuple[Any, str]] = {}
+    problems: list[str] = []
+    for key, _ in node.value:
+        where = f"{path}:{key.start_mark.line + 1}"
+        name = str(key.value)
+        if name in said:
+            problems.append(f"{where}: {name} stands there twice (also in line {said[name][1].rpartition(':')[2]})")
+        if check_names and name not in NAMES:
+            problems.append(f"{where}: {advice(name)}")
+        if values.get(key.value) is not None:  # `name:` alone leaves it open
+            said[name] = values[key.value], where
+    if problems:
+        raise SettingError("\n".join(problems), field="config")
+    return said
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    said: dict[str, tuple[Any, str]] = {}
+    for name in NAMES:
+        variable = next((key for key in (variable_of(name), _ALSO.get(name, "")) if environ.get(key, "").strip()), None)
+        if variable is not None:
+            said[name] = environ[variable].strip(), f"environment {variable}"
+    return said
