@@ -60,7 +60,7 @@ class JobServer:
             self._process.kill()
             self._process.join(10.0)
 
-    def start(self, fn: Callable[..., Any], *args: Any, nproc: int, log: Path) -> Job:
+    def start(self, fn: Callable[..., Any], *args: Any, nproc: int, log: Path, max_restarts: int = 0) -> Job:
         """Run `fn(*args)` as `nproc` ranks.
 
         Args:
@@ -68,8 +68,9 @@ class JobServer:
             *args: its arguments, pickled.
             nproc: the number of ranks.
             log: what the agent and the ranks write is added to this file.
+            max_restarts: how often the ranks are started again.
         """
-        self._connection.send(("start", pickle.dumps((fn, args)), nproc, str(log)))
+        self._connection.send(("start", pickle.dumps((fn, args)), nproc, str(log), max_restarts))
         return Job(self, self._connection.recv())
 
     def _code(self, pid: int) -> int:
@@ -225,7 +226,7 @@ def _fork(main: Callable[..., int], *args: Any) -> int:
         os._exit(code)
 
 
-def _agent_main(connection: Connection, payload: bytes, nproc: int, log: str) -> int:
+def _agent_main(connection: Connection, payload: bytes, nproc: int, log: str, max_restarts: int) -> int:
     os.setsid()
     connection.close()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -240,7 +241,7 @@ def _agent_main(connection: Connection, payload: bytes, nproc: int, log: str) ->
         return _Forked(_fork(_rank_main, payload, env))
 
     SubprocessHandler._popen = start_forked  # type: ignore[method-assign]
-    return run(LaunchSpec(nproc, ("forked",)))
+    return run(LaunchSpec(nproc, ("forked",), max_restarts=max_restarts))
 
 
 def _rank_main(payload: bytes, env: dict[str, str]) -> int:
