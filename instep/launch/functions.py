@@ -1,85 +1,179 @@
 """Running a function as N ranks: in a notebook, and in a test or an interactive session.
 
-The ranks are forked, so the function may be defined in a cell; torchrun's elastic agent starts and watches them.
+The ranks are forked, so the function may be defined in a cell; instep's agent starts and watches them, as it does for
+programs.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from instep.errors import UsageError
+from instep.errors import EXIT_PREEMPTED, DistributedError, Preempted, RemoteError, UsageError, one_of
+from instep.launch.engine import LaunchSpec
+from instep.launch.forked import Forked
 from instep.state import find_device_kind, read_environment
+from instep.state.process import is_held
+
+# What LaunchSpec has for programs alone is left out.
+_SETTINGS = (
+    *("max_restarts", "shutdown_s", "hang_timeout_s", "env", "log_dir", "tee"),
+    *("num_nodes", "node_rank", "master_addr", "master_port", "run_id", "local_addr"),
+)
+_ACCELERATES = {  # the names of its notebook_launcher
+    "mixed_precision": "give precision= to the Trainer or Accelerator in the function",
+    "use_port": "master_port",
+    "rdzv_backend": "num_nodes, node_rank, master_addr and master_port",
+    "rdzv_endpoint": "master_addr and master_port",
+    "rdzv_id": "run_id",
+    "monitor_interval": "nothing: the ranks are looked at ten times a second",
+    "log_line_prefix_template": "log_dir and tee=True",
+}
 
 
 def notebook_launcher(
-    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None, **settings: Any
 ) -> list[Any]:
     """Run a function as several ranks from a notebook.
 
-    Make the Trainer inside the function: `Trainer(devices=num_processes)` there sees that it runs in a rank.
+    Make the Trainer or Accelerator inside the function: there it sees that it runs in a rank. One process runs in the
+    notebook itself. Interrupting the kernel is passed on to the ranks, which save and end. A rank uses one CPU thread,
+    since a fork has none of its parent's.
 
     Args:
         function: what each rank runs.
         args: its arguments.
-        num_processes: ranks; by default one for each accelerator, or one on a CPU.
+        num_processes: ranks on this machine; by default one for each accelerator, or one on a CPU.
+        **settings: any of LaunchSpec's max_restarts, shutdown_s, hang_timeout_s, env, log_dir, tee, and, for a
+            notebook on each of several machines, num_nodes, node_rank, master_addr, master_port, run_id, local_addr.
 
     Returns:
-        What the function returned, by rank; it must be picklable.
+        What the function returned, by rank of this machine; it must be picklable.
 
     Raises:
-        UsageError: CUDA was used before in this process, which a fork cannot survive, or this is a rank itself.
+        UsageError: the GPU, or a Trainer, was used before in this process, which a fork cannot survive; the text names
+            the cell. Or this is a rank itself.
+        SettingError: a setting is wrong or unknown.
+        RemoteError: a rank failed; with its traceback.
+        Preempted: the ranks were interrupted, saved, and can be resumed.
 
     Example:
         >>> notebook_launcher(train, args=(0.1,), num_processes=2)  # doctest: +SKIP
     """
-    kind = find_device_kind("auto")
-    if num_processes is None:
-        num_processes = max(1, kind.count()) if kind.name != "cpu" else 1
-    return _launch("notebook_launcher", function, args, num_processes)
+    _check_first("notebook_launcher", settings)
+    device, here = _devices()
+    count = here if num_processes is None else num_processes
+    if count == 1 and not settings:
+        return [function(*args)]
+    return _launch("notebook_launcher", function, args, count, device, settings)
 
 
-def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2, **settings: Any
+) -> list[Any]:
     """Run a function as several ranks on the CPU, to see whether it works with more than one.
 
     Args:
         function: what each rank runs.
         args: its arguments.
         num_processes: ranks.
+        **settings: as for `notebook_launcher`.
 
     Returns:
         What the function returned, by rank; it must be picklable.
 
     Raises:
-        UsageError: as for `notebook_launcher`.
+        UsageError, SettingError, RemoteError, Preempted: as for `notebook_launcher`; a GPU in use is none.
 
     Example:
         >>> debug_launcher(train, num_processes=2)  # doctest: +SKIP
     """
-    return _launch("debug_launcher", function, args, num_processes)
+    _check_first("debug_launcher", settings)
+    env = {"INSTEP_ACCELERATOR": "cpu", **settings.pop("env", {})}
+    return _launch("debug_launcher", function, args, num_processes, "cpu", {**settings, "env": env})
 
 
-def _launch(name: str, function: Callable[..., Any], args: Sequence[Any], num_processes: int) -> list[Any]:
-    import torch  # late, as the engine's imports: only a launch pays for them
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def _devices() -> tuple[str, int]:
+    """What is here, and how many ranks that is."""
+    variable = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch's other way to count leaves CUDA unusable after a fork
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        kind = find_device_kind("auto")
+        return kind.name, 1 if kind.name == "cpu" else kind.count()
+    finally:
+        del os.environ[variable]
+        if before is not None:
+            os.environ[variable] = before
 
+
+def _check_first(name: str, settings: dict[str, Any]) -> None:
     if read_environment().launcher != "none":
         raise UsageError(f"{name} was called in a rank of a running job; a rank does not start ranks of its own")
-    if num_processes < 1:
-        raise UsageError(f"{name}: num_processes={num_processes} must be at least 1")
-    if torch.cuda.is_initialized():
-        raise UsageError(
-            f"{name}: CUDA was used in this process already, and a forked rank cannot use it then. Restart the "
-            "notebook and move what touches the GPU (a .cuda(), a torch.device tensor, a Trainer) into the function."
-        )
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id="instep",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        start_method="fork",
+    for given in settings:
+        if given in _ACCELERATES:
+            raise UsageError(f"{name} does not take {given!r}; instead: {_ACCELERATES[given]}")
+        if given not in _SETTINGS:
+            raise one_of(f"{name}'s argument", given, ("function", "args", "num_processes", *_SETTINGS))
+
+
+def _launch(
+    name: str, function: Callable[..., Any], args: Sequence[Any], count: int, device: str, settings: dict[str, Any]
+) -> list[Any]:
+    if count < 1:
+        raise UsageError(f"{name}: num_processes={count} must be at least 1")
+    _check_unused(name, device)
+    spec = LaunchSpec(count, (function.__name__,), **settings)
+    from instep.launch.agent import run_agent  # late, as the engine does: only a launch pays for it
+
+    with tempfile.TemporaryDirectory(prefix="instep-results-") as folder:
+        forked = Forked(function, args, Path(folder))
+        code = run_agent(spec, forked)
+        if code == 0:
+            first = spec.node_rank * count
+            return forked.results(range(first, first + count))
+    if code == EXIT_PREEMPTED:
+        raise Preempted(f"{name}: the ranks were asked to stop; they have saved and can be resumed")
+    if forked.interrupted:
+        raise KeyboardInterrupt
+    if forked.failure is None:
+        raise DistributedError(f"{name}: the job ended with exit code {code}; what it said stands above")
+    rank, how, report = forked.failure
+    text = f"{name}: rank {rank} failed with {how}"
+    if report is None:
+        raise DistributedError(f"{text}; what it said stands above")
+    raise RemoteError(text, rank=rank, traceback=report.traceback.rstrip())
+
+
+def _check_unused(name: str, device: str) -> None:
+    """A fork has the parent's GPU context and process group, and can use neither."""
+    torch: Any = sys.modules["torch"]  # loaded by instep.state
+    module = getattr(torch, device, None)
+    if device != "cpu" and module is not None and module.is_initialized():
+        problem, pattern = f"{device} was used", rf"{device}|\.to\(|Trainer\(|Accelerator\(|PartialState\("
+    elif is_held():
+        problem = "a Trainer, an Accelerator or PartialState ran"
+        pattern = r"Accelerator\(|PartialState\(|\.(fit|validate|test|predict)\("
+    else:
+        return
+    raise UsageError(
+        f"{name}: {problem} in this process already, and a forked rank cannot use it then.{_cells(pattern)} Restart "
+        f"the notebook and do that inside the function that is launched."
     )
-    results: dict[int, Any] = elastic_launch(config, function)(*args)
-    return [results[rank] for rank in sorted(results)]
+
+
+def _cells(pattern: str) -> str:
+    """Which of the notebook's cells match, for a person; nothing outside of a notebook."""
+    cells: list[str] = getattr(sys.modules["__main__"], "In", [])
+    found = [
+        f"cell [{number}]: {line.strip()}"
+        for number, cell in enumerate(cells[:-1])
+        for line in cell.splitlines()
+        if re.search(pattern, line)
+    ]
+    return f" It was probably {'; or '.join(found[:3])}." if found else ""
