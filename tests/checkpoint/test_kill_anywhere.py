@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +120,103 @@ def test_a_training_killed_at_any_operation_of_its_saves_ends_bit_for_bit_the_sa
     assert count["rename"] >= 3, "two saves and a delete"
     assert count["create"] == count["fsync"] >= 12
     assert count["unlink"] >= 6
+
+
+# ---- at every operation of a save of which each rank writes a part
+
+
+def start(root: Path, way: Way, plans: Sequence[FaultPlan]) -> list[int]:
+    """Train as one forked process for each plan; their ends, negative for a signal."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def rank(number: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": len(plans), "LOCAL_WORLD_SIZE": len(plans)}
+            os.environ.update({name: str(value) for name, value in place.items()})
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            code = 1
+            try:
+                with plans[number].everywhere(), open(root / f"said-{number}", "w") as said:
+                    os.dup2(said.fileno(), 2)
+                    train(root, way)
+                code = 0
+            finally:
+                os._exit(code)
+        return pid
+
+    pids = [rank(number) for number in range(len(plans))]
+    ends: list[int | None] = [None] * len(pids)
+    deadline = float("inf")
+    while None in ends:
+        for number, pid in enumerate(pids):
+            if ends[number] is None and (done := os.waitpid(pid, os.WNOHANG))[0]:
+                ends[number] = os.waitstatus_to_exitcode(done[1])
+                if ends[number] != 0:
+                    deadline = min(deadline, time.monotonic() + 5.0)
+        if time.monotonic() > deadline:  # what an agent does to those that wait for a dead rank
+            for number, pid in enumerate(pids):
+                if ends[number] is None:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [end for end in ends if end is not None]
+
+
+def kill_ranks_everywhere(folder: str, way: Way, every: int) -> int:
+    """Kill each rank at every so many of its operations between the saves of steps 4 and 5; then the same command.
+
+    Returns:
+        How many kills there were.
+    """
+    do_not_wait_for_the_disk()
+    kills = 0
+    for rank in range(way.ranks):
+        whole = Path(folder, f"whole-{rank}")
+        whole.mkdir()
+        log = whole / "operations"
+
+        class Noted(FaultPlan):
+            def __call__(self, operation: str, path: Path, detail: Any = None, log: Path = log) -> None:
+                with log.open("a") as file:
+                    file.write(f"{operation} {path}\n")
+
+        plans = [FaultPlan() for _ in range(way.ranks)]
+        plans[rank] = Noted()
+        assert start(whole, way, plans) == [0] * way.ranks, (whole / f"said-{rank}").read_text()
+        expected = results_of(whole, way)
+        operations = [line.split(" ", 1) for line in log.read_text().splitlines()]
+        steps = [next((step for step in (4, 5) if f"step-{step:08d}" in path), 0) for _, path in operations]
+        span = range(steps.index(4), steps.index(5))
+        for number in span[rank::every]:
+            root = Path(folder, f"{rank}-{number}")
+            root.mkdir()
+            where = f"rank {rank} killed at {operations[number]} ({number})"
+            plans = [FaultPlan() for _ in range(way.ranks)]
+            plans[rank].kill_at(number)
+            assert start(root, way, plans)[rank] == -signal.SIGKILL, where
+            assert lost(root, Board(root / "board-0")) is None, where
+            assert start(root, way, [FaultPlan() for _ in range(way.ranks)]) == [0] * way.ranks, where
+            assert results_of(root, way) == expected, where
+            assert not list(root.rglob(".saving-*")), where
+            shutil.rmtree(root)
+            kills += 1
+    return kills
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("deepspeed_stage_2", marks=pytest.mark.deepspeed)])
+def test_a_sharded_training_killed_at_any_operation_of_a_rank_ends_bit_for_bit_the_same(
+    strategy: str, tmp_path: Path
+) -> None:
+    """At a few of them; at all with INSTEP_KILL_EVERY=1, which takes a quarter of an hour."""
+    every = int(os.environ.get("INSTEP_KILL_EVERY", "30"))
+    way = Way(strategy=strategy, epochs=1)
+    (kills,) = run_ranks(kill_ranks_everywhere, 1, str(tmp_path), way, every, timeout_s=3500.0)
+    print(f"{kills} kills")
+    assert kills >= 4
 
 
 # ---- at random instants

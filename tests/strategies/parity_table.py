@@ -2,7 +2,8 @@
 
     python -m tests.strategies.parity_table      # writes docs/parity.md
 
-`test_parity.py` runs the first table and a part of the second.
+`test_parity.py` runs the first table and a part of the second. XLA has torch and an environment of its own
+(`make venv-xla`), in which this file runs a second time, with `--xla FOLDER`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "parity.md"
 LIMIT = 1e-5
 SAVED, RESUMED = 3, 3  # steps before a checkpoint, and steps after it that are compared
+XLA = "XLA x1"
+XLA_SETTINGS: dict[str, Any] = {"strategy": "xla", "accelerator": "xla", "batch_size": 8, "limit_val_batches": 0}
 
 
 def mesh(**sizes: int) -> Callable[[], Strategy]:
@@ -100,7 +103,7 @@ CASES = {
 
 def checkpoint(folder: str, name: str) -> Path:
     """Where a case saves."""
-    return Path(folder, f"case-{list(CASES).index(name)}")
+    return Path(folder, f"case-{[*CASES, XLA].index(name)}")
 
 
 class Saves(Callback):
@@ -114,9 +117,14 @@ class Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
+def settings(name: str) -> dict[str, Any]:
+    """Arguments of `train`."""
+    return XLA_SETTINGS if name == XLA else CASES[name].settings()
+
+
 def losses_of(names: Iterable[str], folder: str) -> dict[str, list[float]]:
     """The losses of each case, one after the other in the same processes; checkpoints are left in a folder."""
-    return {name: train(callbacks=[Saves(checkpoint(folder, name))], **CASES[name].settings()).losses for name in names}
+    return {name: train(callbacks=[Saves(checkpoint(folder, name))], **settings(name)).losses for name in names}
 
 
 def load(names: Iterable[str], sources: Iterable[str], folder: str) -> dict[tuple[str, str], list[float]]:
@@ -126,9 +134,17 @@ def load(names: Iterable[str], sources: Iterable[str], folder: str) -> dict[tupl
         for source in sources:
             torch.manual_seed(5)  # other weights than the checkpoint's
             path = checkpoint(folder, source)
-            run = train(steps=SAVED + RESUMED, module=TinyGPT(), ckpt_path=path, **CASES[name].settings())
+            run = train(steps=SAVED + RESUMED, module=TinyGPT(), ckpt_path=path, **settings(name))
             losses[source, name] = run.losses
     return losses
+
+
+def answer_for_xla(folder: str) -> None:
+    """In XLA's environment: its losses, and those after every checkpoint of a folder, as JSON."""
+    sources = [name for name in CASES if checkpoint(folder, name).exists()]
+    losses = losses_of([XLA], folder)[XLA]
+    loaded = {source: values for (source, _), values in load([XLA], [*sources, XLA], folder).items()}
+    print(json.dumps({"losses": losses, "loaded": loaded}))
 
 
 # ---- here
@@ -161,7 +177,7 @@ def after_saving(losses: list[float]) -> list[float]:
 
 def same_bits(name: str, losses: dict[str, list[float]]) -> str:
     """The first case before this one with exactly its losses, if any."""
-    first = next(other for other in CASES if losses.get(other) == losses[name])
+    first = next(other for other in losses if losses[other] == losses[name])
     return "" if first == name else first
 
 
@@ -169,17 +185,18 @@ def parity_rows(losses: dict[str, list[float]]) -> list[str]:
     """The first table: how far each case's losses are from the single process's."""
     alone = losses["single process"]
     rows = ["| strategy | largest difference | bit-equal to |", "|---|---|---|"]
-    for name, case in CASES.items():
+    for name in (*CASES, XLA):
         if name in losses:
             rows.append(f"| {name} | {difference(losses[name], alone):.1e} | {same_bits(name, losses)} |")
         else:
-            rows.append(f"| {name} | not run: {case.package} is not installed | |")
+            missing = "XLA's environment" if name == XLA else CASES[name].package
+            rows.append(f"| {name} | not run: {missing} is not installed | |")
     return rows
 
 
 def matrix_rows(losses: dict[tuple[str, str], list[float]], alone: list[float]) -> list[str]:
     """The second table: the largest difference after each checkpoint, by who saved and who loaded it."""
-    savers, loaders = ([name for name in CASES if any(pair[side] == name for pair in losses)] for side in (0, 1))
+    savers, loaders = ([name for name in (*CASES, XLA) if any(it[side] == name for it in losses)] for side in (0, 1))
     rows = ["| saved by | " + " | ".join(loaders) + " |", "|---" * (len(loaders) + 1) + "|"]
     for saver in savers:
         pairs = [(saver, loader) for loader in loaders]
@@ -188,41 +205,37 @@ def matrix_rows(losses: dict[tuple[str, str], list[float]], alone: list[float]) 
     return rows
 
 
-def xla_losses() -> list[float] | None:
-    """XLA's, on one device, in an environment of its own; None where that is not there."""
+def on_xla(folder: str) -> tuple[dict[str, list[float]], dict[tuple[str, str], list[float]]]:
+    """Losses on one XLA device and after each checkpoint; both empty where XLA's environment is not there."""
     python = ROOT / ".venv-xla" / "bin" / "python"
     if not python.exists():
-        return None
-    program = (
-        "import json; from tests.strategies.tiny_gpt import train; "
-        "print(json.dumps(train('xla', accelerator='xla', batch_size=8, limit_val_batches=0).losses))"
-    )
-    done = run_command([str(python), "-c", program], timeout_s=900.0, cwd=ROOT, env={"PJRT_DEVICE": "CPU"})
+        return {}, {}
+    command = [str(python), "-m", "tests.strategies.parity_table", "--xla", folder]
+    done = run_command(command, timeout_s=900.0, cwd=ROOT, env={"PJRT_DEVICE": "CPU"})
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def xla_row(losses: list[float] | None, alone: list[float]) -> str:
-    """Its row of the first table."""
-    if losses is None:
-        return "| XLA, one device | not run: `make test-xla` makes its environment | |"
-    return f"| XLA, one device (torch 2.9) | {difference(losses, alone):.1e} | |"
+    got = json.loads(done.stdout.splitlines()[-1])
+    return {XLA: got["losses"]}, {(source, XLA): values for source, values in got["loaded"].items()}
 
 
 def main() -> None:
     """Run everything and keep the tables."""
+    if sys.argv[1:2] == ["--xla"]:
+        answer_for_xla(sys.argv[2])
+        return
     names = [name for name, case in CASES.items() if not case.missing]
     with tempfile.TemporaryDirectory() as folder:
         losses = by_ranks(names, losses_of, folder)
-        loaded = by_ranks(names, load, names, folder)
-    keep(losses, loaded, xla_losses())
+        xla, loaded = on_xla(folder)
+        losses |= xla
+        loaded |= by_ranks(names, load, list(losses), folder)
+    keep(losses, loaded)
 
 
-def keep(losses: dict[str, list[float]], loaded: dict[tuple[str, str], list[float]], xla: list[float] | None) -> None:
+def keep(losses: dict[str, list[float]], loaded: dict[tuple[str, str], list[float]]) -> None:
     """Write the tables and show them; exit with an error where something is too far off."""
     alone = losses["single process"]
-    parity = [*parity_rows(losses), xla_row(xla, alone)]
-    matrix = matrix_rows({(a, b): loaded[a, b] for a in losses for b in losses}, alone)
+    parity = parity_rows(losses)
+    matrix = matrix_rows(loaded, alone)
     worst = max(difference(values, after_saving(alone)) for values in loaded.values())
     TABLE.write_text(
         TEXT.format(
@@ -254,7 +267,7 @@ process. `tests/strategies/test_parity.py` holds every row to 1e-5.
 ## Losses of {steps} steps
 
 The largest difference to one process's losses, which start near 4.97 and end near 4.10. Sums of floating-point numbers
-depend on their order: where it is the same, the losses are, bit for bit.
+depend on their order: where it is the same, the losses are, bit for bit. XLA runs on one device, with torch 2.9.
 
 {parity}
 
