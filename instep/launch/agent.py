@@ -26,6 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import Store
@@ -38,6 +39,7 @@ from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, SettingError
 from instep.launch.affinity import share_cores
 from instep.launch.blame import RankEnd, find_cause
 from instep.launch.forked import Failure, Forked, ForkedRank
+from instep.launch.hang_report import NodeWatch
 from instep.launch.peers import Alarm, Peers, Round, open_round
 from instep.launch.rendezvous import Nodes, make_rendezvous
 from instep.launch.report import AGENT_PID, read_report
@@ -86,6 +88,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="instep-agent-") as folder,
         _environment(_rank_environment(spec)),
         _signals_restored() as handlers_before,
+        _environment((watch := NodeWatch(Path(folder), spec.nproc)).environment(os.environ)),
     ):
         workers = WorkerSpec(
             role="rank",
@@ -96,7 +99,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
             max_restarts=spec.max_restarts,
             monitor_interval=0.1,
         )
-        agent = _Agent(workers, _logs(spec, folder), forked, rendezvous, spec.shutdown_s, handlers_before)
+        agent = _Agent(workers, _logs(spec, folder), forked, rendezvous, watch, spec.shutdown_s, handlers_before)
         with contextlib.suppress(SignalException):  # the ranks have been told, waited for and counted
             agent.run()
     return agent.exit_code
@@ -201,6 +204,7 @@ class _Agent(LocalElasticAgent):
         logs_specs: DefaultLogsSpecs,
         forked: Forked | None,
         rendezvous: Nodes,
+        watch: NodeWatch,
         shutdown_s: float,
         handlers_before: Mapping[signal.Signals, Any],
     ) -> None:
@@ -208,6 +212,8 @@ class _Agent(LocalElasticAgent):
         super().__init__(spec, logs_specs, start, log_line_prefix_template="[rank ${rank}]: ")
         self._forked = forked
         self._nodes = rendezvous
+        self._watch = watch
+        self._hung = False
         self._shutdown_s = shutdown_s
         self._handlers_before = handlers_before
         self._received: list[signal.Signals] = []
@@ -234,6 +240,8 @@ class _Agent(LocalElasticAgent):
         self._peers = Peers(talk, self._round, node, nodes, self._nodes.patience_s, count_waiting)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._watch.begin()
+        self._hung = False
         pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         self._take_signals()  # after each start: starting installs handlers that raise in the middle of anything
         return pids
@@ -255,6 +263,11 @@ class _Agent(LocalElasticAgent):
         peers = self._peers
         assert peers is not None
         codes = self._codes()
+        if not self._hung and self._watch.hangs(says_so=EXIT_HUNG in codes.values()):
+            self._hung = True
+            _say(self._watch.report())
+            self._kill()
+            codes = self._codes()
         if self._received or any(codes.values()) or peers.alarm or peers.waiting or peers.cut_off:
             if EXIT_PREEMPTED in codes.values():
                 peers.refresh()  # the ranks may have been asked to make room for another node
@@ -317,7 +330,7 @@ class _Agent(LocalElasticAgent):
             failing = any(code != EXIT_PREEMPTED for code in bad)
             alarm = peers.alarm
             if bad and not self._first and (failing or told == 0) and not growing:
-                self._first = bad
+                self._first = [EXIT_HUNG, *bad] if self._hung else bad
                 deadline = min(deadline, now + self._shutdown_s)
             if failing and alarm is None and end_with is None:
                 peers.raise_alarm("failed")
@@ -387,7 +400,7 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         restart = self._round.failures + 1
         again = code != EXIT_PREEMPTED and not stop and restart <= worker_group.spec.max_restarts
-        if code != EXIT_PREEMPTED:
+        if code != EXIT_PREEMPTED and not self._hung:
             others = [RankEnd.from_json(end) for node, of in told.items() if node != peers.node for end in of["ends"]]
             self._say_failures(ends, others, lost, last=not again)
         if again:

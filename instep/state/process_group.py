@@ -156,7 +156,7 @@ def _world() -> Any:
 
 
 def _with_control_group(timeout: timedelta | None, owned: bool) -> Groups:
-    control: Any = dist.new_group(backend="gloo", timeout=timeout)
+    control: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_control")
     # From here on nobody needs the store, so that rank 0, which may be its host, can end before the others.
     hosts = [""] * control.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=control)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.callbacks.base import Callback
 from instep.data import DataModule
+from instep.distributed.heartbeat import BATCH, STEP
 from instep.errors import UsageError
 from instep.loggers.base import Logger
 from instep.state import find_device_kind, read_environment
@@ -99,6 +100,10 @@ class Trainer(TrainerView):
         grace_period_s: seconds from the first SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 until a process that has not saved
             and ended by then is ended where it is; float("inf") for no limit. Under plain torchrun at most 25, since
             that kills after 30.
+        hang_timeout_s: seconds without a step after which the ranks count as hung: their stacks are written into the
+            run folder and they end with exit code 76, which elastic launchers start again. Starting, the first batch of
+            a loop, loading, saving, compiling and an epoch's end may take ten times as long. By default what the
+            variable INSTEP_HANG_TIMEOUT_S says, else nobody watches.
         **unknown: anything else is an error that names the replacement.
 
     Raises:
@@ -157,6 +162,7 @@ class Trainer(TrainerView):
         seed_samples: bool | None = None,
         nonfinite: str | None = None,
         grace_period_s: float | None = None,
+        hang_timeout_s: float | None = None,
         **unknown: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
@@ -294,6 +300,7 @@ class Trainer(TrainerView):
             run.configure_optimizers()
             run.prepare()
             hooks, at, book, tick = run.hooks, run.position, run.book, run.triggers.tick
+            beats = run.heart.numbers
             hooks.call("on_fit_start")
             run.resume()
             run.sanity_check()
@@ -317,6 +324,7 @@ class Trainer(TrainerView):
                         complete = at.skipped_rest = True
                         break
                     output = step(batch, batch_idx)
+                    beats[BATCH], beats[STEP] = batch_idx, at.global_step
                     if batch_end:
                         outputs = detached_outputs(output)
                         for hook in batch_end:
