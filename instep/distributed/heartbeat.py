@@ -208,9 +208,11 @@ class Watchdog:
         if now - self._alarm_s < min(1.0, self._timeout_s / 4):
             return
         self._alarm_s = now
-        if self._own:
+        limit_s = self._timeout_s
+        if self._own:  # nobody reads it but in a hang
             os.lseek(self._out, self._beats.stacks_at(self._slot), os.SEEK_SET)
-        limit_s = self._beats.read()[self._slot].patience_s
+        else:
+            limit_s = self._beats.read()[self._slot].patience_s
         faulthandler.dump_traceback_later(min(limit_s, 1e6) + 1.0, file=self._out)
 
     def _note_compiler(self) -> None:

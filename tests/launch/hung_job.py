@@ -1,0 +1,59 @@
+"""A training of two ranks in which one hangs, in one way or another."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import instep
+
+
+def stuck_here() -> None:
+    threading.Event().wait(60.0)
+
+
+class Model(instep.TrainModule):
+    def __init__(self, folder: Path, how: str, at: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.folder, self.how, self.at = folder, how, at
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        again = os.environ.get("INSTEP_RESTART", "0") != "0"
+        if again and not (self.folder / "restarted").exists():
+            (self.folder / "restarted").write_text(str(time.time()))
+        if self.trainer.global_rank == 1 and self.trainer.global_step == self.at and not again:
+            (self.folder / "hung").write_text(str(time.time()))
+            if self.how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif self.how == "in Python":
+                stuck_here()
+            elif self.how == "in C":
+                ctypes.PyDLL(None).sleep(60)  # with Python's lock held
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def train(folder: Path, how: str, hang_timeout_s: float, at: int = 3) -> None:
+    trainer = instep.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_steps=10,
+        hang_timeout_s=hang_timeout_s,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(Model(folder, how, at), DataLoader(TensorDataset(torch.ones(80, 4)), 4))
