@@ -55,6 +55,8 @@ _PASSED_ON = {  # what the agent gets: what the ranks get
     signal.SIGUSR1: signal.SIGUSR1,  # how batch systems announce the end of an allocation
     signal.SIGUSR2: signal.SIGUSR2,
 }
+_ANNOUNCED = (-signal.SIGUSR1, -signal.SIGUSR2)  # the code of a rank that has no handler for the announcement
+_STARTING_S = 300.0
 _ALL_SIGNALS = (*_PASSED_ON, signal.SIGQUIT)
 _AFTER_FAILURE_S = 5.0
 _UNTIL_TERM_S = 1.0  # first the other ranks may end by themselves, each with its own last words
@@ -182,7 +184,7 @@ def _signals_restored() -> Iterator[dict[signal.Signals, Any]]:
                     signal.signal(signum, handler)
 
 
-def job_code(first: list[int], last: list[int], killed: bool) -> int:
+def job_code(first: list[int], last: list[int], killed: bool, early: bool = False) -> int:
     """The job's exit code.
 
     Args:
@@ -191,9 +193,12 @@ def job_code(first: list[int], last: list[int], killed: bool) -> int:
         killed: a rank did not end in its time and was killed.
     """
     if EXIT_HUNG in first:  # who reports a hang comes first; what the others then die of is a consequence
+        early: that first rank had started shortly before.
         return EXIT_HUNG
     if killed or any(code not in (0, EXIT_PREEMPTED) for code in (*first, *last)):
         return EXIT_FAILED
+    if early and any(code in _ANNOUNCED for code in first):
+        return EXIT_PREEMPTED  # it came before the ranks could take it: nothing is lost
     return EXIT_PREEMPTED if EXIT_PREEMPTED in last else 0
 
 
@@ -244,6 +249,7 @@ class _Agent(LocalElasticAgent):
         self._hung = False
         pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         self._take_signals()  # after each start: starting installs handlers that raise in the middle of anything
+        self._started = time.monotonic()
         return pids
 
     def _take_signals(self) -> None:
@@ -314,7 +320,7 @@ class _Agent(LocalElasticAgent):
         peers = self._peers
         assert peers is not None
         self._first: list[int] = []
-        self._killed = False
+        self._killed = self._early = False
         deadline = term_at = float("inf")
         told = 0
         failed = growing = False
@@ -333,6 +339,7 @@ class _Agent(LocalElasticAgent):
                 self._first = [EXIT_HUNG, *bad] if self._hung else bad
                 deadline = min(deadline, now + self._shutdown_s)
             if failing and alarm is None and end_with is None:
+                self._early = now - self._started < _STARTING_S
                 peers.raise_alarm("failed")
             if not failed and (failing or peers.cut_off or (alarm is not None and alarm.kind != "grow")):
                 failed = True
@@ -374,6 +381,7 @@ class _Agent(LocalElasticAgent):
             "killed": self._killed,
             "stop": bool(self._received),
             "ends": [end.as_json() for end in ends],
+            "early": self._early,
         }
         told = {peers.node: mine}
         alarm = peers.alarm
@@ -386,6 +394,7 @@ class _Agent(LocalElasticAgent):
             any(of["killed"] for of in told.values()),
         )
         grown = alarm is not None and alarm.kind == "grow" and code in (0, EXIT_PREEMPTED)
+            any(of["early"] for of in told.values()),
         lost = peers.cut_off or self._lost(alarm, told)
         if lost and code != EXIT_HUNG:
             code = EXIT_FAILED

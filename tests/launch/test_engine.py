@@ -179,10 +179,12 @@ def test_a_failed_job_is_restarted_and_its_ranks_can_meet_again(job: Job) -> Non
         ([76, 1], [76, 1], True, 76),
         ([1], [1, 76], False, 1),
         ([-11], [-11, -15], False, 1),
+        ([-10], [-10, 1], False, 1),
     ],
 )
 def test_the_job_code(first: list[int], last: list[int], killed: bool, expected: int) -> None:
     assert job_code(first, last, killed) == expected
+    assert job_code(first, last, killed, early=True) == (75 if first == [-10] else expected)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -288,6 +290,14 @@ def test_a_rank_that_dies_of_the_signal_has_not_saved(tmp_path: Path) -> None:
         done = finish(process, 20)
     assert done.returncode == 1
     assert "SIGTERM" in done.stderr
+
+
+def test_ranks_that_die_of_an_announcement_when_they_have_just_started_can_be_run_again(tmp_path: Path) -> None:
+    code = "rank or signal.signal(signal.SIGUSR1, lambda *_: None); say('ready'); wait(60)"  # one has a handler already
+    with start_command(_agent(tmp_path, code), env=LAUNCHED) as process:
+        _lines(process, "ready", 2)
+        process.send_signal(signal.SIGUSR1)
+        assert finish(process, 20).returncode == 75
 
 
 @pytest.mark.slow
