@@ -2,26 +2,35 @@
 
 Ahead of the time limit the ranks save, and the job goes back into the queue, to go on from there. So does a job whose
 node failed. `scancel --signal USR1 JOB` asks for that; `scancel JOB` ends it for good, saved.
+Options of `instep launch` about the ranks, such as --precision, --strategy, --max-restarts or --env, are passed on.
 
 Examples:
   instep slurm --nodes 2 --gpus 8 --time 24:00:00 train.py --lr 0.1
   instep slurm --gpus 4 --cpus 8 --sbatch partition=long --sbatch constraint=a100 -m package.train
-  instep slurm --nodes 2 --gpus 8 --launch "--precision bf16-mixed --strategy fsdp" train.py
+  instep slurm --nodes 2 --gpus 8 --precision bf16-mixed --strategy fsdp --max-restarts 3 train.py
   instep slurm --nodes 2 --nproc 16 --setup "module load python" --print train.py > job.sh
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
+import json
 import sys
+from typing import Any
 
 from instep.cli import output
+from instep.cli.options import add_settings
 from instep.launch.slurm import BatchJob, check_time, submit
+
+_OF_LAUNCH = (
+    "accelerator", "strategy", "strategy_options", "precision", "accumulate_grad_batches", "debug", "max_restarts",
+    "hang_timeout_s", "log_dir", "tee", "cpu_affinity", "cpu_threads", "env",
+)  # fmt: skip
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    parser.usage = "instep slurm [OPTIONS] SCRIPT [ARGUMENTS]"
     add = parser.add_argument
     add("--nodes", "-N", type=int, default=1, metavar="N", help="(default: 1)")
     add("--gpus", "-G", type=int, default=0, metavar="N", help="on each node (default: none)")
@@ -34,13 +43,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="FILE", default="slurm-%j.out", help="(default: slurm-JOB.out)")
     add("--sbatch", action="append", default=[], metavar="WORD", help="another option of sbatch; repeatable")
     add("--setup", action="append", default=[], metavar="LINE", help="shell to run before; repeatable")
-    add("--launch", default="", metavar="TEXT", help="options of `instep launch`, in one text")
     add("--print", action="store_true", help="print the batch script; submit nothing")
     add("--test-only", action="store_true", help="ask when it would start; submit nothing")
     add("--json", action="store_true", help="for programs")
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     add("script", metavar="SCRIPT", help="what to run, with its arguments")
     add("args", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
+    add_settings(parser, _OF_LAUNCH, hidden=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         nproc=args.nproc,
         cpus=args.cpus,
         options=(*own, *(f"--{option.removeprefix('--')}" for option in args.sbatch)),
-        launch=tuple(shlex.split(args.launch)),
+        launch=(*([f"--config={args.config}"] if args.config else []), *map(_word, args.said, args.said.values())),
         setup=tuple(args.setup),
         signal_s=args.signal,
         requeue=not args.no_requeue,
@@ -72,3 +81,11 @@ def run(args: argparse.Namespace) -> int:
         output.say(f"submitted job {answer}; output: {args.output.replace('%j', answer)}")
         output.say(f"state: squeue -j {answer}; save, requeue: scancel --signal USR1 {answer}; end: scancel {answer}")
     return 0
+
+
+def _word(name: str, said: tuple[Any, str]) -> str:
+    """An option of `instep launch`, as its command line has it."""
+    value, option = said[0], name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{option}" if value else f"--no-{option}"
+    return f"--{option}={json.dumps(value) if isinstance(value, dict) else value}"

@@ -87,20 +87,19 @@ class BatchJob:
             f"--output={self.output}",
             *self.options,  # last, since sbatch takes the last of two
         ]
-        agent = [self.python, "-m", "instep", "launch", f"--nnodes={self.nodes}", f"--nproc-per-node={nproc}"]
+        agent = [self.python, "-m", "instep", "launch", f"--num-nodes={self.nodes}", f"--devices={nproc}"]
         lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in options if option), "", *self.setup]
         lines += [
-            f"export INSTEP_GRACE_PERIOD_S={grace_s:g}  # what the ranks have for saving; then the limit is near",
+            f"export INSTEP_GRACE_PERIOD_S={grace_s:g}  # seconds for saving; then the limit is near",
             "",
-            "# One agent on each node, free to use all of the job's cores there; the others may save when one has ended.",
+            "# An agent on each node, with all of the job's cores there; when one has ended the others may save.",
             "srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \\",
             f"    {shlex.join((*agent, *self.launch, *self.command))}",
             "code=$?",
         ]
         if self.requeue:
-            lines += [
-                f'[ "$code" -eq {EXIT_PREEMPTED} ] && scontrol requeue "$SLURM_JOB_ID"  # it saved, and can go on'
-            ]
+            lines += ["# It was asked to stop, has saved, and can go on."]
+            lines += [f'[ "$code" -eq {EXIT_PREEMPTED} ] && scontrol requeue "$SLURM_JOB_ID"']
         return "\n".join((*lines, 'exit "$code"', ""))
 
 
