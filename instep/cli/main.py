@@ -33,6 +33,7 @@ COMMANDS: dict[Command, str] = {
     ("checkpoint", "show"): "what is inside a checkpoint",
     ("checkpoint", "diff"): "how two checkpoints differ",
     ("checkpoint", "convert"): "to and from safetensors, Lightning and Accelerate",
+    ("slurm",): "submit a script to SLURM; saved and requeued at the time limit",
     ("merge-weights",): "plain safetensors of any sharded checkpoint",
     ("replay",): "repeat the steps after a checkpoint, bit for bit",
     ("migrate",): "bring Lightning and Accelerate scripts to instep",
