@@ -72,16 +72,10 @@ def rank_environment(launch: Launch) -> dict[str, str]:
     """The variables that the ranks get: what was said for them, and nothing else.
 
     Raises:
-        SettingError: options without a strategy, or devices that are chosen by index and are no GPUs.
+        SettingError: options without a strategy.
     """
     settings, given = launch.settings, launch.given()
-    if "strategy_options" in given and "strategy" not in given:
-        raise SettingError(
-            f"strategy_options ({launch.sources['strategy_options']}) are arguments of a strategy, and none is chosen: "
-            "give strategy too",
-            field="strategy_options",
-            got=settings.strategy_options,
-        )
+    launch.check()
     added = as_variables({name: value for name, value in given.items() if name in VARIABLES})
     added[variable_of("grace_period_s")] = str(settings.grace_period_s)  # always: the agent kills by it
     if launch.file is not None:

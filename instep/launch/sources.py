@@ -44,6 +44,16 @@ class Launch:
         """The settings that somebody named."""
         return {name: getattr(self.settings, name) for name in NAMES if name in self.sources}
 
+    def check(self) -> None:
+        """Raise a `SettingError` where options are given, and no strategy whose they are."""
+        if "strategy_options" in self.sources and self.settings.strategy == "auto":
+            raise SettingError(
+                f"strategy_options ({self.sources['strategy_options']}) are arguments of a strategy, and none is "
+                "chosen: give strategy too",
+                field="strategy_options",
+                got=self.settings.strategy_options,
+            )
+
 
 def resolve(
     command_line: Layer | None = None, config: str | None = None, environ: Mapping[str, str] | None = None

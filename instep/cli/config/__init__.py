@@ -1,0 +1,96 @@
+"""Ask about this machine and write the config file that `instep launch` uses; `instep config default` does not ask.
+
+It is one YAML file, $XDG_CONFIG_HOME/instep/config.yaml (~/.config/instep/config.yaml) unless INSTEP_CONFIG_FILE or
+`--config FILE` says otherwise. An empty answer takes what stands in brackets.
+
+  instep config default     write it without questions
+  instep config update      change settings, or take over a file of Accelerate
+  instep config show        every setting, its value and where that comes from
+  instep config validate    check files
+  instep config templates   files that come with instep
+
+Examples:
+  instep config
+  instep config --config runs/two_machines.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from instep.cli import output
+from instep.cli.config.files import add_config, target, use, write_file
+from instep.errors import SettingError, UsageError
+from instep.launch.settings import check
+
+_COMMON_STRATEGIES = "auto, ddp, fsdp, hsdp, tp, cp, pp, deepspeed_stage_2, deepspeed_stage_3, xla ..."
+_PRECISIONS = "32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true, fp8"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_config(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask, and write the file."""
+    from rich.prompt import Confirm  # late: only questions need it
+
+    from instep.cli.config.machine import found, kinds  # late: loads torch
+
+    path = target(args.config)
+    try:
+        if path.exists() and not Confirm.ask(f"{path} exists. Write it anew?", default=True):
+            return 0
+        values = _answers(found(), kinds())
+    except EOFError:
+        raise UsageError(
+            "there is nobody to answer: `instep config default NAME=VALUE ...` writes the file without questions"
+        ) from None
+    write_file(path, values)
+    output.say(f"wrote {path}; {use(path)}")
+    return 0
+
+
+def _answers(machine: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    values = {"accelerator": _ask("accelerator", f"Which devices? Here are {', '.join(kinds)}", machine["accelerator"])}
+    count = machine["devices"] if values["accelerator"] == machine["accelerator"] else 1
+    values["devices"] = _ask("devices", "How many processes on each machine, or indices as 0,1", count)
+    values["num_nodes"] = _ask("num_nodes", "How many machines? MIN:MAX lets a job go on with less", 1)
+    if values["num_nodes"] != 1:
+        elastic = ":" in str(values["num_nodes"])
+        if elastic:
+            values["rdzv_endpoint"] = _ask("rdzv_endpoint", "HOST:PORT on one of them where all can meet", None)
+        else:
+            values["node_rank"] = _ask("node_rank", "Which of them is this one? From 0", 0)
+            values["master_addr"] = _ask("master_addr", "Address of machine 0", None)
+            values["master_port"] = _ask("master_port", "A free port there", 29500)
+        values["max_restarts"] = _ask("max_restarts", "How often may the job start over after a failure?", 3)
+    values["strategy"] = _ask("strategy", f"How is the model spread? {_COMMON_STRATEGIES}", "auto")
+    if values["strategy"] != "auto":
+        options = _ask("strategy_options", f"Arguments of {values['strategy']}, as name=value,name=value", "")
+        values |= {"strategy_options": options} if options else {}
+    values["precision"] = _ask("precision", f"Precision? {_PRECISIONS}", "32-true")
+    values["accumulate_grad_batches"] = _ask("accumulate_grad_batches", "Micro-batches per optimizer step", 1)
+    timeout = _ask("hang_timeout_s", "After how many seconds without a step does a rank hang? 0 for never", 0)
+    values |= {"hang_timeout_s": timeout} if timeout else {}
+    folder = _ask("log_dir", "Folder for what each rank prints; empty for none", "")
+    return values | ({"log_dir": folder} if folder else {})
+
+
+def _ask(name: str, question: str, default: Any) -> Any:
+    """One answer, asked again until it is right."""
+    from rich.prompt import Prompt  # late, as above
+
+    while True:
+        answer = Prompt.ask(question, default=... if default is None else str(default))
+        if answer == str(default) and answer in ("", "0"):
+            return default
+        if not answer:
+            continue  # there is no default
+        try:
+            return check({name: answer}, {})[name]
+        except SettingError as error:
+            output.say(f"  {error}")
