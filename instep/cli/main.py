@@ -5,7 +5,7 @@ A sub-command of several words lies in a file of that path: `instep checkpoint l
 in their package's `__init__.py`. The file's docstring is its help, with examples at its end, after "Examples:", and
 exit codes of its own before that, after "Exit codes:". `arguments(parser)` adds its arguments; `run(args)` does it and
 returns the exit code. One that sets a default for `after` gets the words after `--` there. A file with a `main(words)`
-in place of these two gets all words, and has a help of its own.
+gets all words first; where that returns None they are for the other two.
 What it needs of torch is imported in `run`, so that help and completion cost nothing.
 """
 
@@ -42,6 +42,7 @@ COMMANDS: dict[Command, str] = {
     ("checkpoint", "convert"): "to and from safetensors, Lightning and Accelerate",
     ("slurm",): "submit a script to SLURM; saved and requeued at the time limit",
     ("merge-weights",): "plain safetensors of any sharded checkpoint",
+    ("test",): "check a set-up: collectives, a tiny training, a checkpoint",
     ("replay",): "repeat the steps after a checkpoint, bit for bit",
     ("migrate",): "bring Lightning and Accelerate scripts to instep",
     ("completion",): "let the shell complete commands and options",
@@ -137,7 +138,9 @@ def make_parser(command: Command, module: ModuleType) -> argparse.ArgumentParser
 def _run(command: Command, words: list[str]) -> int:
     module = load(command)
     if hasattr(module, "main"):
-        return module.main(words)
+        code = module.main(words)
+        if code is not None:
+            return code
     parser = make_parser(command, module)
     after = words.index("--") if "--" in words and parser.get_default("after") is not None else len(words)
     args = parser.parse_args(words[:after])

@@ -1,0 +1,49 @@
+"""Check the set-up that `instep launch` would use: every collective, triggers, a tiny training, a checkpoint.
+
+The training must have the losses of one process, and go on from its checkpoint bit for bit. Prints each check's time,
+that of the slowest rank, and the bandwidth of what a rank sends or writes. In a rank that something else started (srun,
+torchrun, mpirun) it checks that job. Several nodes must share the folder that it is started in.
+
+With a module, or the configuration of a run, it tests that instead: its options are those of `instep fit --help`.
+
+Examples:
+  instep test --devices 2
+  instep test --config fsdp --timeout 30
+  srun instep test
+  instep test --config instep_runs/version_0/config.yaml --ckpt_path instep_runs/version_0
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from instep.cli import launch
+from instep.cli.options import add_settings
+from instep.cli.trainer_command import is_run, run_trainer
+
+
+def main(words: Sequence[str]) -> int | None:
+    """`Trainer.test` where the words are for it."""
+    return run_trainer("test", words) if is_run(words) else None
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.usage = "instep test [OPTIONS]"
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="for each collective (default: 60)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    add_settings(parser)
+    parser.set_defaults(fail=parser.error, module=True, no_python=False, dry_run=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the ranks, or be one where a launcher did; 1 where a check failed."""
+    from instep.launch.engine import is_worker  # late: loads torch
+
+    if is_worker():
+        from instep.cli import setup_check  # late: the same
+
+        return setup_check.run(args.timeout, args.json)
+    args.program = ["instep", "test", f"--timeout={args.timeout:g}", *(["--json"] if args.json else [])]
+    return launch.run(args)
