@@ -3,7 +3,8 @@
 A lease is a file `.lease-<8 digits>`; the highest number holds. To take a folder is to make the next number, which only
 one of several takers can. The holder advances a counter in its file. A taker asks whether the holder lives: on this
 host the system knows; of another host nothing is known, so it watches the counter for three intervals on its own
-monotonic clock. No clock is ever compared with another.
+monotonic clock. No clock is ever compared with another. A job that was started again takes over from its earlier start
+without waiting.
 
 - The highest number is never removed, only marked as released: a number is not given twice, so a process that was
   suspended for hours finds a higher one and must not write.
@@ -30,6 +31,7 @@ from typing import Any
 from instep.checkpoint.files import Files, LocalFiles
 from instep.checkpoint.owner import is_gone, this_process
 from instep.errors import CheckpointError, FolderInUseError, LeaseLostError
+from instep.state.restarts import read_job
 
 INTERVAL_S = 5.0
 SEEN_S = 10.0
@@ -164,6 +166,7 @@ class Lease:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "run_id": self.run_id,
+            "job": read_job(),
             "command": shlex.join(sys.orig_argv).partition("\n")[0][:200],
             "since": self._since,
             "interval_s": self._interval_s,
@@ -239,7 +242,7 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
     ours = _held.get(str(first.get("id"))) if owner == this_process() else None
     if ours is not None and ours.run_id == run_id:
         return ours
-    gone = is_gone(owner)
+    gone = _was_ours(first) or is_gone(owner)
     if gone or (ours is None and owner == this_process()):  # or what this process could not release
         return None
     if gone is None:
@@ -265,6 +268,15 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
         f"more, remove {root / f'.lease-{number:08d}'}.",
         path=root,
     )
+
+
+def _was_ours(content: dict[str, Any]) -> bool | None:
+    """Whether an earlier start of this job took it, which is over; None where that cannot be said.
+
+    A rank of it that still runs on a host that was cut off finds the higher number before its next commit.
+    """
+    now, before = read_job(), content.get("job")
+    return True if now is not None and before is not None and before[0] == now.id and before[1] < now.restart else None
 
 
 def _describe(content: dict[str, Any]) -> str:

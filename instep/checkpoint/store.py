@@ -176,18 +176,24 @@ class CheckpointStore:
             self.peers.fail_together(error, f"verifying {folder}")
         return [problem for of_rank, _ in found for problem in of_rank if problem is not None]
 
-    def newest_verified(self, kind: str | None = None) -> CheckpointInfo | None:
+    def newest_verified(self, kind: str | None = None, job: str | None = None) -> CheckpointInfo | None:
         """The newest checkpoint that verifies. Collective.
 
         A newer one that does not is passed over with a warning that says what is wrong with it.
 
         Args:
             kind: "full" or "weights"; None takes both.
+            job: what their manifests say under that name; None takes all.
 
         Returns:
             The checkpoint, or None where there is none.
         """
-        candidates = self.peers.on_rank_zero(lambda: look(self.root), f"looking for checkpoints in {self.root}")
+
+        def look_for_them() -> list[CheckpointInfo | Broken]:
+            found = look(self.root)
+            return [it for it in found if isinstance(it, Broken) or job in (None, it.manifest.info.get("job"))]
+
+        candidates = self.peers.on_rank_zero(look_for_them, f"looking for checkpoints in {self.root}")
         return self._first_verified([c for c in candidates if isinstance(c, Broken) or kind in (None, c.kind)])[0]
 
     def resolve(self, keyword: str, *, kind: str | None = None, monitor: str | None = None) -> Path | None:

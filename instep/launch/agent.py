@@ -43,7 +43,7 @@ from instep.launch.hang_report import NodeWatch
 from instep.launch.peers import Alarm, Peers, Round, open_round
 from instep.launch.rendezvous import Nodes, make_rendezvous
 from instep.launch.report import AGENT_PID, read_report
-from instep.state.restarts import JOB_ID, RESTART, read_job
+from instep.state.restarts import JOB_ID, MIN_NODES, RESTART, read_job
 
 if TYPE_CHECKING:
     from instep.launch.engine import LaunchSpec
@@ -90,7 +90,8 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="instep-agent-") as folder,
         _environment(_rank_environment(spec)),
         _signals_restored() as handlers_before,
-        _environment((watch := NodeWatch(Path(folder), spec.nproc)).environment(os.environ)),
+        contextlib.closing((watch := NodeWatch(Path(folder), spec.nproc)).beats),
+        _environment(watch.environment(os.environ)),
     ):
         workers = WorkerSpec(
             role="rank",
@@ -149,6 +150,8 @@ class _Logs(DefaultLogsSpecs):
 def _rank_environment(spec: LaunchSpec) -> dict[str, str]:
     job, restart = read_job() or (uuid.uuid4().hex, 0)
     added = {AGENT_PID: str(os.getpid()), JOB_ID: job, RESTART: str(restart), **spec.env}
+    if spec.min_nodes is not None:
+        added[MIN_NODES] = str(spec.min_nodes)
     if spec.hang_timeout_s is not None:
         added["INSTEP_HANG_TIMEOUT_S"] = f"{spec.hang_timeout_s:g}"
     if "OMP_NUM_THREADS" not in {**os.environ, **added}:
@@ -191,14 +194,14 @@ def job_code(first: list[int], last: list[int], killed: bool, early: bool = Fals
         first: the codes seen when the first rank ended badly; empty when none did before the end was asked for.
         last: the codes of all ranks in the end; negative for a signal.
         killed: a rank did not end in its time and was killed.
+        early: that first rank had started shortly before.
     """
     if EXIT_HUNG in first:  # who reports a hang comes first; what the others then die of is a consequence
-        early: that first rank had started shortly before.
         return EXIT_HUNG
-    if killed or any(code not in (0, EXIT_PREEMPTED) for code in (*first, *last)):
-        return EXIT_FAILED
     if early and any(code in _ANNOUNCED for code in first):
         return EXIT_PREEMPTED  # it came before the ranks could take it: nothing is lost
+    if killed or any(code not in (0, EXIT_PREEMPTED) for code in (*first, *last)):
+        return EXIT_FAILED
     return EXIT_PREEMPTED if EXIT_PREEMPTED in last else 0
 
 
@@ -247,9 +250,9 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._watch.begin()
         self._hung = False
+        self._started = time.monotonic()
         pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         self._take_signals()  # after each start: starting installs handlers that raise in the middle of anything
-        self._started = time.monotonic()
         return pids
 
     def _take_signals(self) -> None:
@@ -320,6 +323,7 @@ class _Agent(LocalElasticAgent):
         peers = self._peers
         assert peers is not None
         self._first: list[int] = []
+        self._by_itself: set[int] | None = None  # ranks that had ended before any was sent a signal
         self._killed = self._early = False
         deadline = term_at = float("inf")
         told = 0
@@ -337,9 +341,9 @@ class _Agent(LocalElasticAgent):
             alarm = peers.alarm
             if bad and not self._first and (failing or told == 0) and not growing:
                 self._first = [EXIT_HUNG, *bad] if self._hung else bad
+                self._early = now - self._started < _STARTING_S
                 deadline = min(deadline, now + self._shutdown_s)
             if failing and alarm is None and end_with is None:
-                self._early = now - self._started < _STARTING_S
                 peers.raise_alarm("failed")
             if not failed and (failing or peers.cut_off or (alarm is not None and alarm.kind != "grow")):
                 failed = True
@@ -379,9 +383,9 @@ class _Agent(LocalElasticAgent):
             "first": self._first,
             "last": self._ended(),
             "killed": self._killed,
+            "early": self._early,
             "stop": bool(self._received),
             "ends": [end.as_json() for end in ends],
-            "early": self._early,
         }
         told = {peers.node: mine}
         alarm = peers.alarm
@@ -392,9 +396,9 @@ class _Agent(LocalElasticAgent):
             [code for of in told.values() for code in of["first"]],
             [code for of in told.values() for code in of["last"]],
             any(of["killed"] for of in told.values()),
+            any(of["early"] for of in told.values()),
         )
         grown = alarm is not None and alarm.kind == "grow" and code in (0, EXIT_PREEMPTED)
-            any(of["early"] for of in told.values()),
         lost = peers.cut_off or self._lost(alarm, told)
         if lost and code != EXIT_HUNG:
             code = EXIT_FAILED
@@ -443,12 +447,19 @@ class _Agent(LocalElasticAgent):
     def _ended(self) -> list[int]:
         return [code for code in self._codes().values() if code is not None]
 
+    def _note_ends(self) -> set[int]:
+        if self._by_itself is None:
+            self._by_itself = {rank for rank, code in self._codes().items() if code is not None}
+        return self._by_itself
+
     def _send(self, signum: signal.Signals) -> None:
+        self._note_ends()
         for process in self._processes().values():
             process.send_signal(signum)
 
     def _kill(self) -> None:
         """SIGKILL to the ranks that still run, with all they started: each leads a session of its own."""
+        self._note_ends()
         running = [(rank, process) for rank, process in self._processes().items() if process.poll() is None]
         for rank, process in running:
             self._killed = True
@@ -463,8 +474,16 @@ class _Agent(LocalElasticAgent):
         files = self._pcontext.error_files
         local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
         node, host = worker_group.group_rank or 0, socket.gethostname()
+        alone = self._note_ends()  # who was killed may become known after those whose connections broke
         return [
-            RankEnd(rank, node, host, code, code in self._first, read_report(files[local[rank]]))
+            RankEnd(
+                rank,
+                node,
+                host,
+                code,
+                code in self._first or (code < 0 and rank in alone),
+                read_report(files[local[rank]]),
+            )
             for rank, code in self._codes().items()
             if code
         ]

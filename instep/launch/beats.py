@@ -94,6 +94,11 @@ class Beats:
         """Of the open file, for `faulthandler` to write to."""
         return self._file.fileno()
 
+    def close(self) -> None:
+        """Let go of the file."""
+        self._map.close()
+        self._file.close()
+
     def clear(self) -> None:
         """Forget everything: other ranks begin."""
         self._map[:] = bytes(len(self._map))

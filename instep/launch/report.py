@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from instep.errors import RemoteError
 
@@ -24,7 +25,7 @@ AGENT_PID = "INSTEP_AGENT_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # What gloo and NCCL say of a peer that is gone.
 _BROKEN = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Ss]ocket closed|remote process exited")
-_step: Callable[[], int] | None = None
+_trainer: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class FailureReport:
     step: int | None = None
 
 
-def tell_step(step: Callable[[], int] | None) -> None:
-    """Say how to find out at which step this process is, for a report."""
-    global _step
-    _step = step
+def tell_trainer(trainer: Callable[[], Any]) -> None:
+    """Say who knows the step that this process is at, for a report; a weak reference."""
+    global _trainer
+    _trainer = trainer
 
 
 def under_plain_torchrun() -> bool:
@@ -94,7 +95,7 @@ def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
         "timestamp": str(int(time.time())),
         "time_ns": time.monotonic_ns(),
         "remote": isinstance(error, RemoteError) or _BROKEN.search(str(error)) is not None,
-        "step": None if _step is None else _step(),
+        "step": getattr(_trainer and _trainer(), "global_step", None),
     }
     try:
         message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}

@@ -27,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from instep.errors import SettingError
 from instep.state.environment import ProcessEnvironment
 from instep.state.launchers import meeting_url
+from instep.state.restarts import read_job
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -167,7 +168,8 @@ def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Stor
     global _store, _generation
     if _store is None:
         _store = next(rendezvous(meeting_url(environment), environment.rank, environment.world_size, **kwargs))[0]
-    # On one node all ranks count the same restarts; agents of several nodes do not.
-    attempt = environment.restart_count if environment.num_nodes == 1 else 0
+    # On one node all ranks count the same restarts; torchrun's agents of several nodes do not, and ours agree.
+    job = read_job()
+    attempt = environment.restart_count if environment.num_nodes == 1 else 0 if job is None else job.restart
     _generation += 1
     return PrefixStore(f"instep/{attempt}/{_generation}", _store)

@@ -10,6 +10,7 @@ from instep.state.environment import read_number
 
 JOB_ID = "INSTEP_JOB_ID"
 RESTART = "INSTEP_RESTART"
+MIN_NODES = "INSTEP_MIN_NODES"  # set where a job goes on with fewer nodes than it asked for
 
 
 class Job(NamedTuple):

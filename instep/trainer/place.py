@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -14,6 +15,8 @@ from instep.launch.report import report_failures, under_plain_torchrun
 from instep.state import PartialState, ProcessEnvironment, find_device_kind, read_environment
 from instep.state.device import DeviceKind, make_current, visible
 from instep.state.process import is_held
+from instep.state.environment import read_number
+from instep.state.restarts import MIN_NODES
 from instep.trainer.settings import Settings
 
 TORCHRUN_GRACE_S = 25.0
@@ -49,6 +52,14 @@ def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
             got=devices,
         )
     return count
+
+
+def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Settings:
+    """The settings, with the number of nodes that an elastic job has now: `num_nodes` is what it has at most."""
+    least = read_number(os.environ, MIN_NODES, 0)
+    if least and environment.launcher == "torchrun" and least <= environment.num_nodes <= settings.num_nodes:
+        return replace(settings, num_nodes=environment.num_nodes)
+    return settings
 
 
 def launch(settings: Settings, count: int) -> NoReturn:

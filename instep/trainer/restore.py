@@ -84,7 +84,9 @@ def begin(run: Session, path: Path, folder_before: Path | None) -> None:
     if parts.position:
         run.continues = reader
         trainer._seed, trainer.run_id = state["seed"], state["run_id"]
-        if run.ckpt_path == "auto":
+        if run.restarted:
+            run.resumed_with = state.get("resumed_with")
+        if run.ckpt_path == "auto" or run.restarted:
             trainer.run_folder.adopt(run, state.get("run_folder"))  # the same command goes on in the same folder
         return
     trainer.run_folder.path = folder_before

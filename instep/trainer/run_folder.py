@@ -21,6 +21,7 @@ from instep.errors import (
     InstepError,
     Preempted,
 )
+from instep.state.restarts import read_job
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
@@ -207,12 +208,14 @@ class RunFolder:
 
     @staticmethod
     def _content(trainer: Trainer, status: str, code: int | None) -> dict[str, Any]:
+        job = read_job()
         return {
             "status": status,
             "exit_code": code,
             "global_step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "run_id": trainer.run_id,
+            "job": None if job is None else job.id,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "checkpoint": None,

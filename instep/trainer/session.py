@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -26,10 +27,11 @@ from instep.data import BatchSource, DataModule
 from instep.distributed import Trigger, Triggers, broadcast_object
 from instep.distributed.heartbeat import heartbeat
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, HookError, InstepError, Preempted, UsageError
+from instep.launch.report import tell_trainer
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
 from instep.strategies.precision import float32_products
-from instep.trainer import restore
+from instep.trainer import restart, restore
 from instep.trainer.hooks import Hook, HookTable, ModuleHooks, is_overridden, refuse_old_hooks
 from instep.trainer.loaders import Loaders
 from instep.trainer.log import LogBook, NullBuffer
@@ -106,6 +108,8 @@ class Session:
         self.report: ResumeReport | None = None
         self.resumed: Reader | None = None  # what weights or more come from
         self.continues: Reader | None = None  # the same, where the run goes on from its position
+        self.fit_of_job: str | None = None  # its name within a job that may be started again
+        self.restarted = False  # it goes on from a checkpoint of an earlier start of that job
         self.resumed_with: dict[str, Any] | None = None  # what of it this run took up; its checkpoints say so
         self.leases: dict[Path, Lease | None] = {}  # folders that this run saves in; the main process holds the lease
         self.swept: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
@@ -143,6 +147,7 @@ class Session:
         self._stack.enter_context(float32_products(self.settings.tf32, self.device))
         trainer._session = self
         trainer.state.begin(self.fn)
+        tell_trainer(weakref.ref(trainer))
         trainer.metrics.forget()
         self.module.trainer = trainer
         if self.datamodule is not None:
@@ -275,6 +280,8 @@ class Session:
         self.callbacks = trainer.callbacks = with_own_callbacks(trainer.callbacks, module)
         self.hooks = HookTable(trainer, module, self.callbacks)
         self._check_hooks()
+        if self.fn == "fit":
+            restart.take_over(self)
         folder = trainer.run_folder.path
         self._own_folders()  # before anything is resumed from them
         self.heart.enter("load" if self.ckpt_path is not None else "start")

@@ -20,7 +20,7 @@ from torch import Tensor
 from instep import __version__
 from instep.distributed import raise_together
 from instep.errors import UnsavableStateError
-from instep.trainer import replay
+from instep.trainer import replay, restart
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.metric_states import metric_objects, metric_states
 from instep.utils.optimizer_state import clean_name
@@ -155,6 +155,12 @@ def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
     return {(name, names[:index].count(name)): loggers[index] for index, name in enumerate(names)}
 
 
+def _about(run: Session, weights_only: bool, info: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest says."""
+    kind = "weights" if weights_only else "full"
+    return {"kind": kind, "epoch": run.position.epoch, **restart.mark(run), **info}
+
+
 def _collect(run: Session, weights_only: bool = False, then: Callable[[Snapshot], Any] = lambda it: it) -> Any:
     """The snapshot of every rank, or an error on all: hooks of the user's are called, and may fail on one only.
 
@@ -190,7 +196,7 @@ def save(
     path = store.save(
         run.position.global_step,
         snapshot.write,
-        info={"kind": "weights" if weights_only else "full", "epoch": run.position.epoch, **info},
+        info=_about(run, weights_only, info),
         name=name,
         run_id=run.trainer.run_id,
     )
@@ -226,7 +232,7 @@ def save_later(
         store,
         run.position.global_step,
         recorder,
-        info={"kind": "weights" if weights_only else "full", "epoch": run.position.epoch, **info},
+        info=_about(run, weights_only, info),
         name=name,
         run_id=run.trainer.run_id,
         doomed=doomed,

@@ -22,7 +22,7 @@ from instep.trainer.fit_session import FitSession
 from instep.trainer.log import LogBook
 from instep.trainer.metrics import Metrics, print_results
 from instep.trainer.module import TrainModule
-from instep.trainer.place import count_devices, launch
+from instep.trainer.place import count_devices, launch, on_nodes_there
 from instep.trainer.plugins import default_callbacks
 from instep.trainer.position import Position, Progress
 from instep.trainer.restore import check_resume
@@ -166,8 +166,8 @@ class Trainer(TrainerView):
         **unknown: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
-        self.settings = resolve(**given, **unknown)
         self._environment = read_environment()
+        self.settings = on_nodes_there(resolve(**given, **unknown), self._environment)
         self._device_count = count_devices(self.settings, self._environment)
         world_size = self._device_count * self.settings.num_nodes
         kind = find_device_kind(self.settings.accelerator).name

@@ -1,0 +1,126 @@
+"""An agent whose ranks train a little and are killed at random steps; run as a program, one on each node.
+
+    python -m tests.launch.elastic_job FOLDER '{"nproc": 4, "max_restarts": 10}' [--kills 10] [--steps 40] [--slow S]
+
+The ranks are forked from the agent, which has loaded torch by then. They write one line for each step into
+`FOLDER/steps-<restart>-<rank>`: the step, the epoch and the samples' numbers. Rank 0 writes `FOLDER/result.json`.
+`ckpt_path` is not given: that the training goes on is the agent's and the Trainer's doing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep import Trainer, TrainModule, seed_everything
+from instep.callbacks import Callback, ModelCheckpoint
+from instep.launch.agent import run_agent
+from instep.launch.engine import LaunchSpec
+from instep.launch.forked import Forked
+
+SAMPLES, GLOBAL_BATCH = 96, 12
+
+
+class Net(TrainModule):
+    """Has dropout, momentum and a schedule, so that whatever is not restored shows."""
+
+    def __init__(self, log: Path, slow_s: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
+        self._log, self._slow_s = log, slow_s
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, numbers = batch
+        with open(self._log, "a") as file:
+            file.write(json.dumps([self.trainer.global_step, self.trainer.current_epoch, numbers.tolist()]) + "\n")
+        time.sleep(self._slow_s)
+        return (self.net(x) - x.sum(1, keepdim=True)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+    def train_dataloader(self) -> Any:
+        x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(7))
+        data = torch.utils.data.TensorDataset(x, torch.arange(SAMPLES))
+        return torch.utils.data.DataLoader(data, batch_size=GLOBAL_BATCH // int(os.environ["WORLD_SIZE"]), shuffle=True)
+
+
+class Kill(Callback):
+    """SIGKILL to one rank within the next few steps, in each of the first starts."""
+
+    def __init__(self, kills: int, folder: Path) -> None:
+        self._kills, self._folder = kills, folder
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        restart, world = int(os.environ["INSTEP_RESTART"]), int(os.environ["WORLD_SIZE"])
+        rng = random.Random(f"{self._folder}-{restart}")
+        victim = rng.randrange(world) if restart < self._kills else None
+        self._at = trainer.global_step + rng.randint(1, 6) if victim == int(os.environ["RANK"]) else -1
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step + 1 == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: Path, steps: int, kills: int, slow_s: float, num_nodes: int) -> None:
+    """What each rank does."""
+    seed_everything(3)
+    rank, restart = os.environ["RANK"], os.environ["INSTEP_RESTART"]
+    net = Net(folder / f"steps-{restart}-{rank}", slow_s)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=num_nodes,
+        max_steps=steps,
+        global_batch_size=GLOBAL_BATCH,
+        default_root_dir=folder,
+        callbacks=[ModelCheckpoint(every_n_train_steps=3), Kill(kills, folder)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(net)
+    if trainer.is_global_zero:
+        digest = hashlib.sha256()
+        for tensor in [*net.state_dict().values(), *_states(trainer.optimizers[0])]:
+            digest.update(tensor.numpy().tobytes())
+        result = {"digest": digest.hexdigest(), "world": trainer.world_size, "restart": int(restart)}
+        (folder / "result.json").write_text(json.dumps({**result, "steps": trainer.global_step}))
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [state[name] for state in optimizer.state.values() for name in sorted(state)]
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser()
+    for name in ("torch._dynamo", "torch.nn.parallel", "instep.checkpoint", "instep.strategies.ddp"):
+        importlib.import_module(name)  # once, for all that are forked
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("spec", type=json.loads)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--slow", type=float, default=0.0)
+    args = parser.parse_args()
+    spec = LaunchSpec(command=("forked",), **args.spec)
+    torch.set_num_threads(1)
+    forked = Forked(train, (args.folder, args.steps, args.kills, args.slow, spec.num_nodes), args.folder)
+    return run_agent(spec, forked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
