@@ -14,8 +14,8 @@ from instep.errors import SettingError
 from instep.launch.report import report_failures, under_plain_torchrun
 from instep.state import PartialState, ProcessEnvironment, find_device_kind, read_environment
 from instep.state.device import DeviceKind, make_current, visible
-from instep.state.process import is_held
 from instep.state.environment import read_number
+from instep.state.process import is_held
 from instep.state.restarts import MIN_NODES
 from instep.trainer.settings import Settings
 
