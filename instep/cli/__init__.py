@@ -6,23 +6,23 @@ from instep.utils.lazy import loads
 
 _HOME = {
     "ArgsType": "trainer_cli",
-    "LRSchedulerCallable": "trainer_cli",
-    "LRSchedulerOptions": "trainer_cli",
-    "OptimizerCallable": "trainer_cli",
+    "LRSchedulerCallable": "optimizer_config",
+    "LRSchedulerOptions": "optimizer_config",
+    "OptimizerCallable": "optimizer_config",
     "SaveConfigCallback": "save_config",
     "TrainerArgumentParser": "trainer_parser",
     "TrainerCLI": "trainer_cli",
-    "instantiate_class": "trainer_cli",
+    "instantiate_class": "optimizer_config",
 }
 
 if TYPE_CHECKING:
+    from instep.cli.optimizer_config import LRSchedulerCallable as LRSchedulerCallable
+    from instep.cli.optimizer_config import LRSchedulerOptions as LRSchedulerOptions
+    from instep.cli.optimizer_config import OptimizerCallable as OptimizerCallable
+    from instep.cli.optimizer_config import instantiate_class as instantiate_class
     from instep.cli.save_config import SaveConfigCallback as SaveConfigCallback
     from instep.cli.trainer_cli import ArgsType as ArgsType
-    from instep.cli.trainer_cli import LRSchedulerCallable as LRSchedulerCallable
-    from instep.cli.trainer_cli import LRSchedulerOptions as LRSchedulerOptions
-    from instep.cli.trainer_cli import OptimizerCallable as OptimizerCallable
     from instep.cli.trainer_cli import TrainerCLI as TrainerCLI
-    from instep.cli.trainer_cli import instantiate_class as instantiate_class
     from instep.cli.trainer_parser import TrainerArgumentParser as TrainerArgumentParser
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

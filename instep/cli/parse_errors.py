@@ -2,94 +2,131 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
-from types import ModuleType
 
 from instep.errors import SettingError
 
 EXIT_USAGE = 2
-_KEY = re.compile(r'(?:Parser key|Key) "([^"]+)"')
-_NESTED = re.compile(r"Given value: NestedArg\(key='([^']*)', val=(.*)\)\s*$", re.DOTALL)
-_VALUE = re.compile(r"Given value: (.*)\Z", re.DOTALL)
+_KEY = re.compile(r'Parser key "([^"]+)"')
+_NESTED = re.compile(r"Given value: NestedArg\(key='([^']*)', val='?(.*?)'?\)\s*$", re.DOTALL)
+_VALUE = re.compile(r"(?:Given|Got) value: (.*)\Z", re.DOTALL)
 _NAME = re.compile(r"Expected a dot import path string: (\S+)")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)':\n((?:\s{6,}.*\n?)+)")
-_UNKNOWN = re.compile(r"--(trainer)\.(\w+)|Group '(trainer)' does not accept option '(\w+)'")
+_EXPECTED = re.compile(r"Expected an? (?:<class '([^']+)'>|(.+?))(?:\. Got value|\n|$)")
+_NO_OPTION = re.compile(r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'")
+_GROUP = re.compile(r"Group '(\w+)' does not")
+_REQUIRED = re.compile(r"the following arguments are required: (.*)")
+_KINDS = {"NoneType": "null", "str": "text", "int": "an integer", "float": "a number", "bool": "true or false"}
 _LONG = 200
 
 
-def explain(message: str, rooms: Iterable[ModuleType]) -> str:
+def explain(message: str, classes: Iterable[str] = (), known: Iterable[str] = ()) -> str:
     """An error of jsonargparse as people read it; as it is where its form is not known.
 
     Args:
         message: its text.
-        rooms: the packages whose classes may be named without a package.
+        classes: what may be named without a package.
+        known: the settings' first names.
     """
-    unknown = [a or b for _, a, _, b in _UNKNOWN.findall(message)] if "Parser key" not in message else []
-    if unknown:
-        return _unknown_settings(unknown) or message
     key = _KEY.search(message)
     if key is None:
-        return message.strip()
-    path, value = key[1], _given(message)
-    nested = _NESTED.search(message)
-    if nested is not None:
-        path, value = f"{path}.{nested[1]}", nested[2]
+        return _without_key(message.strip(), known)
+    path, nested = key[1], _NESTED.search(message)
     names = _NAME.findall(message)
     if names and nested is None:
-        return f"{path}={value or names[0]}: {_unknown_class(names[0], rooms)}"
-    problems = _problems(message)
-    if not problems:
-        return message.strip()
-    return f"{path}={value}: {'; '.join(problems)}" if value else f"{path}: {'; '.join(problems)}"
-
-
-def _given(message: str) -> str:
-    found = _VALUE.search(message) or re.search(r"Got value: (.*)", message)
+        return f"{path}={names[0]}: {_unknown_class(names[0], classes)}"
+    problems = [(cls, text) for cls, text in _CLASS.findall(message) if cls != "instep.Callback"]
+    if problems:
+        return "; ".join(_of_class(path, cls, text, nested[2] if nested else "") for cls, text in problems)
+    found = _VALUE.search(message)
     value = found[1].strip() if found else ""
-    return value if len(value) <= _LONG else f"{value[:_LONG]} ..."
+    value = f"={value if len(value) <= _LONG else f'{value[:_LONG]} ...'}" if value else ""
+    return f"{path}{value}: {_expected(message) or _joined(message.partition(':')[2])}"
 
 
-def _problems(message: str) -> list[str]:
-    """What was expected of each of the types that the value may have."""
-    classes = [(path, text) for path, text in _CLASS.findall(message) if path != "instep.Callback"]
-    if classes:
-        return [f"{path}: {_plain(text)}" for path, text in classes]
-    kinds = re.findall(r"Expected an? (?:<class '([^']+)'>|(.+?))(?:\. Got value|\n|$)", message)
-    kinds = list(dict.fromkeys(_kind(name or other) for name, other in kinds))
-    return [f"expected {' or '.join(kinds)}"] if kinds else [_plain(message.partition(":")[2])]
+def _without_key(message: str, known: Iterable[str]) -> str:
+    missing = _REQUIRED.fullmatch(message)
+    if missing is not None:
+        name = missing[1].split(".")[-1]
+        pkg = f"--{name} package.Class" if name in ("model", "data") else f"--{name}"
+        return f"{name} is needed: give {pkg}, or {name}: in a --config file"
+    unknown = _NO_OPTION.search(message)
+    if unknown is None:
+        return message
+    group = _GROUP.search(message)
+    path = f"{group[1]}.{unknown[2]}" if group else unknown[1] or unknown[2]
+    first, _, name = path.partition(".")
+    if first == "trainer" and name:
+        from instep.trainer.settings import reject_unknown  # late: loads torch
+
+        try:
+            reject_unknown({name.split(".")[0]: None})
+        except SettingError as error:
+            return f"{path}: {error}"
+    return f"{path}: there is no such setting.{_hint(first, known)}"
+
+
+def _of_class(path: str, cls: str, text: str, value: str) -> str:
+    """What is wrong with one argument of a class."""
+    option = re.search(r"Option '([^']+)' is not accepted", text)
+    if option is not None:
+        takes = _arguments(cls)
+        has = f" It takes {', '.join(takes)}." if takes else ""
+        return f"{path}.{option[1]}: {cls} has no such argument.{_hint(option[1], takes)}{has}"
+    required = _REQUIRED.search(text)
+    if required is not None:
+        return f"{path}: {cls} needs {required[1]}; give --{path}.{required[1].split(',')[0]}, or it in init_args:"
+    inner = _KEY.search(text)
+    if inner is not None:
+        got = re.search(r"Got value: (.*)", text)
+        value = value or (got[1].strip() if got else "")
+        return f"{path}.{inner[1]}={value}: {_expected(text) or _joined(text)}, for {cls}"
+    return f"{path}: {cls}: {_joined(text)}"
+
+
+def _expected(message: str) -> str:
+    """What a value may be."""
+    kinds = dict.fromkeys(_kind(name or other) for name, other in _EXPECTED.findall(message))
+    kinds.pop("path but", None)
+    return f"expected {' or '.join(kinds)}" if kinds else ""
 
 
 def _kind(name: str) -> str:
-    return {"NoneType": "null", "str": "text", "int": "an integer", "float": "a number", "bool": "true or false"}.get(
-        name, name.strip()
-    )
+    choices = re.search(r"Literal\[(.*)\]", name)
+    return f"one of {choices[1]}" if choices else _KINDS.get(name, name.strip())
 
 
-def _plain(text: str) -> str:
-    text = re.sub(r"Parser key \"([^\"]+)\":\s*", r"\1: ", text)
-    text = re.sub(r"Expected an? <class '([^']+)'>", lambda found: f"expected {_kind(found[1])}", text)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines)
+def _joined(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
-def _unknown_settings(names: list[str]) -> str | None:
-    from instep.trainer.settings import reject_unknown  # late: loads torch
+def _arguments(path: str) -> list[str]:
+    """The names of the arguments of a class that is imported; those of its bases too where it passes on the rest."""
+    module, _, name = path.rpartition(".")
+    cls = getattr(sys.modules.get(module), name, None)
+    names: dict[str, None] = {}
+    for base in cls.__mro__ if isinstance(cls, type) else ():
+        if "__init__" in vars(base):
+            parameters = inspect.signature(base.__init__).parameters.values()
+            names |= dict.fromkeys(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    names.pop("self", None)
+    return list(names)
 
-    try:
-        reject_unknown(dict.fromkeys(names))
-    except SettingError as error:
-        return str(error)
-    return None
 
-
-def _unknown_class(name: str, rooms: Iterable[ModuleType]) -> str:
-    known = sorted({each for room in rooms for each in room.__all__ if each[0].isupper()})
-    near = get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+def _unknown_class(name: str, classes: Iterable[str]) -> str:
     return (
-        f"there is no class of this name.{hint} Give its full path, as package.module.Class; the name alone is enough "
-        "for instep's callbacks, loggers and strategies, torch's optimizers and schedulers, and classes that your "
-        "program has imported."
+        f"there is no class of this name.{_hint(name, classes)} Give its full path, as package.module.Class; the name "
+        "alone is enough for instep's callbacks, loggers and strategies, torch's optimizers and schedulers, and "
+        "classes that the program has imported."
     )
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]}?" if near else ""

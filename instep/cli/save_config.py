@@ -47,19 +47,9 @@ class SaveConfigCallback(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Before the first step; a resume that was refused has saved nothing."""
-        self._save(trainer, module, "fit")
+        self._save(trainer, module)
 
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        """Of `validate`, or of the sanity check."""
-        self._save(trainer, module, "validate")
-
-    def on_test_start(self, trainer: Any, module: Any) -> None:
-        """Of `test`."""
-        self._save(trainer, module, "test")
-
-    def on_predict_start(self, trainer: Any, module: Any) -> None:
-        """Of `predict`."""
-        self._save(trainer, module, "predict")
+    on_validation_start = on_test_start = on_predict_start = on_train_start
 
     def save_config(self, trainer: Any, module: Any, stage: str) -> None:
         """Override it to save the configuration somewhere else as well. Called on the main process only.
@@ -70,7 +60,7 @@ class SaveConfigCallback(Callback):
             ...         trainer.logger.log_hyperparams({"config": self.parser.dump(self.config, skip_unset=False)})
         """
 
-    def _save(self, trainer: Any, module: Any, stage: str) -> None:
+    def _save(self, trainer: Any, module: Any) -> None:
         if self._saved:
             return
         self._saved = True
@@ -79,7 +69,7 @@ class SaveConfigCallback(Callback):
         def write() -> None:
             if self.save_to_log_dir and folder is not None:
                 self._write(folder)
-            self.save_config(trainer, module, stage)
+            self.save_config(trainer, module, trainer.state.fn)
 
         on_rank_zero(write, "saving the configuration")
 

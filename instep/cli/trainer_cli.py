@@ -11,20 +11,18 @@ import json
 import sys
 import warnings
 from argparse import SUPPRESS
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from jsonargparse import ActionConfigFile, Namespace, register_unresolvable_import_paths
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from instep import __version__
 from instep.callbacks import Callback
+from instep.cli.optimizer_config import LRSchedulerOptions, instantiate_class, with_class_path, with_length
 from instep.cli.save_config import SaveConfigCallback
-from instep.cli.trainer_parser import AUTOMATIC, TrainerArgumentParser, import_named, with_class_path
+from instep.cli.trainer_parser import AUTOMATIC, TrainerArgumentParser, import_named
 from instep.data import DataModule
 from instep.errors import CheckpointError, UsageError
 from instep.state import read_environment
@@ -39,27 +37,8 @@ from instep.utils.seed import seed_everything
 register_unresolvable_import_paths(torch)  # torch's functions do not say which module they are found in
 
 ArgsType: TypeAlias = "Sequence[str] | Mapping[str, Any] | Namespace | None"
-OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
-LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
 _OF_METHODS = {"ckpt_path", "resume", "return_predictions", "verbose"}
 _PLACE = ("accelerator", "devices", "num_nodes", "grace_period_s")
-
-
-@dataclass
-class LRSchedulerOptions:
-    """When a configured learning-rate scheduler steps.
-
-    Args:
-        interval: "step", counted in optimizer steps, or "epoch"; by default "step" for OneCycleLR, else "epoch".
-        frequency: it steps every so many intervals.
-        monitor: the logged metric that ReduceLROnPlateau needs.
-        strict: whether a missing metric is an error, or a warning and no step.
-    """
-
-    interval: str | None = None
-    frequency: int = 1
-    monitor: str | None = None
-    strict: bool = True
 
 
 class TrainerCLI:
@@ -166,12 +145,7 @@ class TrainerCLI:
         if lr_scheduler is None:
             return optimizer
         options = self._get(self.config_init, "lr_scheduler_options") or LRSchedulerOptions()
-        interval = options.interval or ("step" if isinstance(lr_scheduler, _COUNTS_STEPS) else "epoch")
-        scheduler = {"scheduler": lr_scheduler, "interval": interval, "frequency": options.frequency}
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {**scheduler, "monitor": options.monitor, "strict": options.strict},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": options.of(lr_scheduler)}
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -220,6 +194,7 @@ class TrainerCLI:
             self._method_arguments[name] = method
             self._parsers[name] = parser
             subcommands.add_subcommand(name, parser, help=about)
+            parser.prog = f"{self.parser.prog} {name}"
 
     def _add_arguments(self, parser: TrainerArgumentParser) -> None:
         parser.add_argument(
@@ -357,7 +332,7 @@ class TrainerCLI:
             built = instantiate_class(module.parameters(), optimizer)
             if scheduler is None:
                 return self.configure_optimizers(module, built)
-            return self.configure_optimizers(module, built, instantiate_class(built, _with_length(scheduler, module)))
+            return self.configure_optimizers(module, built, instantiate_class(built, with_length(scheduler, module)))
 
         module.configure_optimizers = configure
 
@@ -388,34 +363,6 @@ class TrainerCLI:
     def _get(self, config: Namespace, key: str) -> Any:
         """A value of the command's configuration."""
         return (config if self.subcommand is None else config[self.subcommand]).get(key)
-
-
-def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Build an object from a class's path and arguments.
-
-    Args:
-        args: its first argument, or a tuple of them, such as the parameters for an optimizer.
-        init: `{"class_path": ..., "init_args": ...}`.
-
-    Example:
-        >>> init = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
-        >>> instantiate_class(torch.nn.Linear(1, 1).parameters(), init).defaults["lr"]
-        0.1
-    """
-    module, _, name = init["class_path"].rpartition(".")
-    first = args if isinstance(args, tuple) else (args,)
-    return getattr(import_module(module), name)(*first, **init.get("init_args", {}))
-
-
-_COUNTS_STEPS = torch.optim.lr_scheduler.OneCycleLR
-
-
-def _with_length(scheduler: Mapping[str, Any], module: TrainModule) -> Mapping[str, Any]:
-    """OneCycleLR without a length is as long as the run."""
-    init = dict(scheduler.get("init_args", {}))
-    if {"total_steps", "epochs", "steps_per_epoch"} <= init.keys() and init["total_steps"] is init["epochs"] is None:
-        init["total_steps"] = int(module.trainer.estimated_stepping_batches)
-    return {**scheduler, "init_args": init}
 
 
 def _returned(cls: Any) -> type:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -16,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from instep import callbacks, loggers, strategies
 from instep.callbacks import Callback
+from instep.cli.optimizer_config import with_class_path
 from instep.cli.parse_errors import EXIT_USAGE, explain
 from instep.data import DataModule
 from instep.errors import UsageError
@@ -128,22 +131,23 @@ class TrainerArgumentParser(ArgumentParser):
             if isinstance(cls, tuple):
                 self.link_arguments(key, link_to)
             else:
-                self.link_arguments(key, link_to, compute_fn=lambda given, cls=cls: with_class_path(cls, given))
+                self.link_arguments(key, link_to, compute_fn=partial(_plain_class_path, cls))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Say what is wrong and exit with 2; with `exit_on_error=False` raise as jsonargparse does."""
         if not self.exit_on_error:
             super().error(message, ex)
         if read_environment().rank == 0:
-            prog = self.prog.replace(" [options]", "")
-            sys.stderr.write(f"{prog}: {explain(message, ROOMS)}\n")
+            parsers = [self, *getattr(self._subcommands_action, "choices", {}).values()]
+            known = {action.dest.split(".")[0] for parser in parsers for action in parser._actions}
+            classes = {name for room in ROOMS for name in room.__all__ if name[0].isupper()}
+            classes |= {cls.__name__ for base in (Optimizer, LRScheduler) for cls in base.__subclasses__()}
+            sys.stderr.write(f"{self.prog}: {explain(message, classes, known)}\n")
         sys.exit(EXIT_USAGE)
 
 
-def with_class_path(cls: type, init_args: Any) -> dict[str, Any]:
-    """A class and its arguments, as `instantiate_class` takes them."""
-    given = init_args.as_dict() if hasattr(init_args, "as_dict") else dict(init_args or {})
-    return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": given}
+def _plain_class_path(cls: type, given: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(with_class_path(cls, given)))  # no tuples, which YAML does not know
 
 
 def import_named(args: Any, env_prefix: str) -> None:

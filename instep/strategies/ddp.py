@@ -129,7 +129,9 @@ class DDPStrategy(Strategy):
         self.find_unused_parameters = find_unused_parameters
         self.zero_redundancy_optimizer = zero_redundancy_optimizer
         self.consolidate_optimizer = consolidate_optimizer
-        self.ddp_options = ddp_options
+        self.ddp_options = dict(
+            ddp_options
+        )  # jsonargparse would follow the dict itself, and pass all of torch's defaults
         if static_graph:
             self.ddp_options["static_graph"] = True
         if bucket_cap_mb is not None:
@@ -297,6 +299,10 @@ class DDPStrategy(Strategy):
                 "zero_redundancy_optimizer=True and comm_hook='post_local_sgd'. Give all ranks as many batches."
             )
         return self._ddp.join(divide_by_initial_world_size=True)
+
+    @property
+    def drifts(self) -> bool:
+        return self.local_sgd_plan is not None
 
     def unify(self) -> None:
         if self._local_sgd is not None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from instep.errors import CheckpointError
-from instep.utils.hparams import CLASS_PATH
+from instep.utils.hparams import CLASS_PATH, configured_as
 
 T = TypeVar("T")
 _ALLOWED = (nn.Module, Optimizer, LRScheduler)
@@ -47,8 +47,10 @@ def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(built, "module", fail_untyped=False)
     plain = {key: value for key, value in values.items() if key in parameters or takes_all}
+    kept = {key: value for key, value in saved.items() if key not in arguments}
     try:
-        return parser.instantiate(parser.parse_object({"module": plain})).module
+        with configured_as(built, kept):
+            return parser.instantiate(parser.parse_object({"module": plain})).module
     except (ArgumentError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"cannot make {built.__name__} from its saved configuration: {error}. Pass what does not fit as an "

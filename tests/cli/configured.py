@@ -1,0 +1,114 @@
+"""Modules and data that test_trainer_cli.py configures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from instep import DataModule, TrainModule
+from instep.callbacks import Callback
+from instep.cli import LRSchedulerCallable, OptimizerCallable
+
+
+class Data(DataModule):
+    """Points of a line.
+
+    Args:
+        batch_size: samples per batch.
+        samples: how many there are.
+    """
+
+    def __init__(self, batch_size: int = 4, samples: int = 16) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.samples = samples
+        self.width = 3
+
+    def _loader(self) -> DataLoader[Any]:
+        x = torch.randn(self.samples, self.width, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=self.batch_size)
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
+
+
+class Net(TrainModule):
+    """A linear layer.
+
+    Args:
+        lr: the learning rate.
+        batch_size: what the data's is.
+        width: of the input.
+        loss: between prediction and target.
+        sizes: of something.
+        folder: of something.
+    """
+
+    def __init__(
+        self,
+        lr: float = 0.1,
+        batch_size: int = 1,
+        width: int = 3,
+        loss: nn.Module | None = None,
+        sizes: tuple[int, ...] = (1, 2),
+        folder: Path | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(width, 1)
+        self.loss = loss or nn.MSELoss()
+        self.sizes = sizes
+        self.folder = folder
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(self.layer(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(self.layer(batch[0]), batch[1]))
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(self.layer(batch[0]), batch[1]))
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layer(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+class Deep(Net):
+    """A subclass with an argument of its own and no default for it."""
+
+    def __init__(self, depth: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.depth = depth
+
+
+class Injected(Net):
+    """Gets its optimizer and schedule as arguments."""
+
+    def __init__(
+        self,
+        optimizer: OptimizerCallable = torch.optim.SGD,
+        scheduler: LRSchedulerCallable | None = None,
+        init: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.make_optimizer, self.make_scheduler, self.init = optimizer, scheduler, init
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return optimizer if self.make_scheduler is None else [[optimizer], [self.make_scheduler(optimizer)]]
+
+
+class Marks(Callback):
+    """Remembers what it was made with."""
+
+    def __init__(self, mark: int = 0) -> None:
+        self.mark = mark

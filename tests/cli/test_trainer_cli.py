@@ -1,0 +1,382 @@
+"""A Trainer driven by a configuration: what is chosen, what wins, what is saved, what is said of mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from instep.cli import SaveConfigCallback, TrainerArgumentParser, TrainerCLI, instantiate_class
+from instep.errors import CheckpointError, SettingError, UsageError
+from tests.cli.configured import Data, Deep, Injected, Marks, Net
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "max_epochs": 1,
+}
+ANY = ["--model", "tests.cli.configured.Net", "--data", "tests.cli.configured.Data"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def cli(*words: str, **options: Any) -> TrainerCLI:
+    """Everything built; nothing is run without a command."""
+    options = {
+        "trainer_defaults": QUIET,
+        "run": words[:1] in [("fit",), ("validate",), ("test",), ("predict",)],
+        **options,
+    }
+    return TrainerCLI(args=list(words), **options)
+
+
+def written(path: str, content: Any) -> str:
+    Path(path).write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_any_class_is_chosen_by_path_or_name_with_its_arguments() -> None:
+    built = cli(*ANY, "--model.lr", "0.5", "--data.batch_size=2", "--trainer.max_epochs", "3")
+    assert type(built.model) is Net
+    assert (built.model.hparams.lr, built.datamodule.batch_size, built.trainer.max_epochs) == (0.5, 2, 3)
+    deep = cli("--model=Deep", "--model.depth=2", "--model.lr=0.5", "--data=Data")
+    assert isinstance(deep.model, Deep)
+    assert (deep.model.depth, deep.model.hparams.lr) == (2, 0.5)
+    assert deep.subcommand is None
+
+
+def test_fixed_classes_and_functions() -> None:
+    def make(lr: float, depth: int = 7) -> Deep:
+        return Deep(depth, lr=lr)
+
+    built = cli("--model.lr=0.5", "--data.samples=8", model_class=make, datamodule_class=Data)
+    assert isinstance(built.model, Deep)
+    assert (built.model.depth, built.datamodule.samples) == (7, 8)
+    chosen = cli("--model=Deep", "--model.depth=1", model_class=Net, subclass_mode_model=True)
+    assert type(chosen.model) is Deep
+    assert chosen.datamodule is None
+
+
+def test_what_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = written(
+        "first.yaml", {"model": {"class_path": "Net", "init_args": {"lr": 0.2, "width": 5}}, "data": "Data"}
+    )
+    second = written("second.yaml", {"model": {"init_args": {"lr": 0.3}}, "trainer": {"max_epochs": 4}})
+    monkeypatch.setenv("INSTEP_TRAINER__MAX_EPOCHS", "8")
+    monkeypatch.setenv("INSTEP_TRAINER__MIN_EPOCHS", "2")
+    built = cli("--config", first, "--config", second, "--trainer.max_steps", "6")
+    assert (built.model.hparams.lr, built.model.hparams.width) == (0.3, 5)
+    trainer = built.trainer
+    assert (trainer.max_steps, trainer.max_epochs, trainer.settings.min_epochs) == (6, 4, 2)
+    assert cli("-c", first, "-c", second, "--model.lr", "0.4").model.hparams.lr == 0.4
+
+
+def test_callbacks_loggers_and_strategies_by_class_name() -> None:
+    words = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
+    words += ["--trainer.callbacks+=tests.cli.configured.Marks", "--trainer.callbacks.mark=3"]
+    words += ["--trainer.logger=CSVLogger", "--trainer.logger.flush_logs_every_n_steps=7"]
+    words += ["--trainer.strategy=DDPStrategy", "--trainer.strategy.bucket_cap_mb=5"]
+    built = cli(*ANY, *words, trainer_defaults={**QUIET, "callbacks": Marks(1)})
+    stop, *marks = [c for c in built.trainer.callbacks if isinstance(c, EarlyStopping | Marks)]
+    assert isinstance(stop, EarlyStopping)
+    assert (stop.monitor, [c.mark for c in marks]) == ("val_loss", [3, 1])
+    assert type(built.trainer.loggers[0]).__name__ == "CSVLogger"
+    assert type(built.trainer.strategy).__name__ == "DDPStrategy"
+    listed = {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"save_top_k": 1}}]}
+    config = written("c.yaml", {"trainer": {**listed, "enable_checkpointing": True}})
+    assert isinstance(cli(*ANY, "-c", config).trainer.checkpoint_callback, ModelCheckpoint)
+
+
+def test_links_defaults_and_arguments_of_ones_own() -> None:
+    class Own(TrainerCLI):
+        def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
+            parser.link_arguments("data.batch_size", "model.batch_size")
+            parser.link_arguments("data.width", "model.width", apply_on="instantiate")
+            parser.add_instep_class_args(EarlyStopping, "stop")
+            parser.set_defaults({"stop.monitor": "val_loss", "stop.patience": 9})
+            parser.add_argument("--note", default="none")
+
+    args = ["--data.batch_size=8", "--stop.patience=5", "--note=x"]
+    built = Own(Net, Data, trainer_defaults=QUIET, args=args, run=False)
+    assert (built.model.hparams.batch_size, built.model.hparams.width) == (8, 3)
+    [stop] = [c for c in built.trainer.callbacks if isinstance(c, EarlyStopping)]
+    assert (stop.monitor, stop.patience) == ("val_loss", 5)
+    assert built.config.note == "x"
+
+
+def test_commands_and_hooks_in_order() -> None:
+    calls: list[str] = []
+
+    class Own(TrainerCLI):
+        def before_instantiate_classes(self) -> None:
+            calls.append(f"configured {self.config.fit.model.lr}")
+
+        def after_instantiate_classes(self) -> None:
+            calls.append(type(self.trainer).__name__)
+
+        def before_fit(self) -> None:
+            calls.append("before")
+
+        def after_fit(self) -> None:
+            calls.append(f"after {self.trainer.global_step}")
+
+        def validate(self, **arguments: Any) -> None:
+            calls.append(" ".join(sorted(arguments)))
+
+    Own(Net, Data, trainer_defaults=QUIET, args=["fit", "--model.lr=0.5"])
+    assert calls == ["configured 0.5", "Trainer", "before", "after 4"]
+    calls.clear()
+    with pytest.raises(AttributeError):
+        Own(Net, Data, trainer_defaults=QUIET, args=["validate"])  # its first hook reads fit's settings
+
+    class Evaluating(Own):
+        def before_instantiate_classes(self) -> None: ...
+
+    Evaluating(Net, Data, trainer_defaults=QUIET, args=["validate", "--verbose=false"])
+    assert calls[-1] == "ckpt_path datamodule model verbose"
+    assert "test_loss" in cli("test", *ANY, "--verbose=false").trainer.callback_metrics
+    assert cli("predict", *ANY).trainer.state.status == "finished"
+
+
+def test_optimizer_and_schedule_from_the_configuration() -> None:
+    words = ["--optimizer=Adam", "--optimizer.lr=0.01", "--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=0.01"]
+    with pytest.warns(UserWarning, match=r"takes the place of Net\.configure_optimizers"):
+        built = cli("fit", *ANY, *words, "--trainer.max_epochs=2")
+    [optimizer], [schedule] = built.trainer.optimizers, built.trainer.lr_scheduler_configs
+    assert type(optimizer) is torch.optim.Adam
+    assert (type(schedule.scheduler).__name__, schedule.interval, schedule.scheduler.total_steps) == (
+        "OneCycleLR",
+        "step",
+        8,
+    )
+    words = ["--optimizer=SGD", "--optimizer.lr=1", "--lr_scheduler=ReduceLROnPlateau"]
+    words += ["--lr_scheduler_options.monitor=val_loss", "--lr_scheduler_options.frequency=2"]
+    with pytest.warns(UserWarning, match="takes the place"):
+        built = cli("fit", *ANY, *words)
+    [schedule] = built.trainer.lr_scheduler_configs
+    assert (schedule.monitor, schedule.frequency, schedule.interval) == ("val_loss", 2, "epoch")
+    with pytest.raises(UsageError, match="without an optimizer"):
+        cli(*ANY, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1")
+
+
+def test_an_optimizer_of_a_fixed_class_and_one_that_is_linked() -> None:
+    class Fixed(TrainerCLI):
+        def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
+            parser.add_optimizer_args(torch.optim.AdamW)
+            parser.add_lr_scheduler_args(torch.optim.lr_scheduler.StepLR)
+
+        def configure_optimizers(self, module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "frequency": 3}}
+
+    with pytest.warns(UserWarning, match="takes the place"):
+        built = Fixed(
+            Net, Data, trainer_defaults=QUIET, args=["fit", "--optimizer.lr=0.5", "--lr_scheduler.step_size=2"]
+        )
+    assert (type(built.trainer.optimizers[0]).__name__, built.trainer.lr_scheduler_configs[0].frequency) == ("AdamW", 3)
+
+    class Linked(TrainerCLI):
+        def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
+            parser.add_optimizer_args(torch.optim.AdamW, "first", link_to="model.init_args.init")
+
+    words = ["--model=Injected", "--data=Data", "--first.lr=0.5"]
+    model = Linked(trainer_defaults=QUIET, args=words, run=False).model
+    assert isinstance(model, Injected)
+    assert instantiate_class(nn.Linear(1, 1).parameters(), dict(model.init)).defaults["lr"] == 0.5
+
+
+def test_callables_as_arguments() -> None:
+    words = ["--model=Injected", "--model.optimizer=Adam", "--model.optimizer.lr=0.3"]
+    words += ["--model.scheduler=torch.optim.lr_scheduler.StepLR", "--model.scheduler.step_size=4"]
+    built = cli("fit", *words, "--data=Data")
+    assert built.trainer.optimizers[0].defaults["lr"] == 0.3
+    assert built.trainer.lr_scheduler_configs[0].scheduler.step_size == 4
+
+
+SAVING = {**QUIET, "enable_checkpointing": True}
+LOSS = ["--model.loss=torch.nn.HuberLoss", "--model.loss.delta=0.5"]
+
+
+def test_the_configuration_is_saved_and_repeats_the_run(folder: Path) -> None:
+    class First(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            there.append((trainer.run_folder.path / "config.yaml").exists())
+
+    there: list[bool] = []
+    defaults = {**SAVING, "callbacks": First()}
+    first = cli("fit", *ANY, *LOSS, "--model.folder=some/where", trainer_defaults=defaults)
+    assert there == [True] * 4
+    saved = folder / "instep_runs/version_0/config.yaml"
+    content = yaml.safe_load(saved.read_text())
+    assert saved.read_text().startswith("# instep==")
+    assert content["model"]["init_args"]["loss"]["init_args"] == {"delta": 0.5, "reduction": "mean"}
+    assert content["seed_everything"] == 0
+    again = cli("fit", "--config", str(saved), trainer_defaults=SAVING)
+    assert torch.equal(again.model.layer.weight, first.model.layer.weight)
+    assert (folder / "instep_runs/version_1/config.yaml").read_text() == saved.read_text()
+    # The same file serves the other commands.
+    cli("validate", "--config", str(saved), "--ckpt_path=last", trainer_defaults=SAVING)
+    assert not list(folder.rglob("*@*")), "a temporary file is left"
+
+
+def test_a_resumed_run_overwrites_no_configuration(folder: Path) -> None:
+    words = ["fit", *ANY, "--ckpt_path=auto"]
+    cli(*words, trainer_defaults=SAVING)
+    cli(*words, trainer_defaults=SAVING)
+    cli(*words, "--trainer.max_epochs=2", trainer_defaults=SAVING)
+    run = folder / "instep_runs/version_0"
+    names = sorted(path.name for path in run.glob("config*"))
+    assert names == ["config-1.yaml", "config.yaml"]
+    assert [yaml.safe_load((run / name).read_text())["trainer"]["max_epochs"] for name in names] == [2, 1]
+    overwrite = {"save_config_kwargs": {"overwrite": True}}
+    cli(*words, "--trainer.max_epochs=3", trainer_defaults=SAVING, **overwrite)
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_epochs"] == 3
+
+
+def test_saving_elsewhere_or_not_at_all(folder: Path) -> None:
+    class Elsewhere(SaveConfigCallback):
+        def save_config(self, trainer: Any, module: Any, stage: str) -> None:
+            Path(f"{stage}.yaml").write_text(self.parser.dump(self.config))
+
+    cli("fit", *ANY, save_config_callback=Elsewhere, save_config_kwargs={"save_to_log_dir": False})
+    assert yaml.safe_load(Path("fit.yaml").read_text())["trainer"]["max_epochs"] == 1
+    cli("fit", *ANY, save_config_callback=None, trainer_defaults=SAVING)
+    assert not list(folder.rglob("config.yaml"))
+    with pytest.raises(UsageError, match="save_to_log_dir=False saves nothing"):
+        cli("fit", *ANY, save_config_kwargs={"save_to_log_dir": False})
+
+
+def test_a_module_is_built_again_from_its_checkpoint(folder: Path) -> None:
+    words = [*ANY, *LOSS, "--model.sizes=[3,4,5]", "--model.folder=some/where"]
+    first = cli("fit", *words, trainer_defaults=SAVING).model
+    assert first.hparams.loss == {"class_path": "torch.nn.HuberLoss", "init_args": {"delta": 0.5, "reduction": "mean"}}
+    [run] = folder.glob("instep_runs/version_0/checkpoints/step-*")
+    for cls in (Net, type(first).__mro__[1]):  # TrainModule finds the class that was configured
+        loaded: Any = cls.load_from_checkpoint(run)
+        assert type(loaded) is Net
+        assert torch.equal(loaded.layer.weight, first.layer.weight)
+        assert isinstance(loaded.loss, nn.HuberLoss)
+        assert (loaded.loss.delta, loaded.sizes, loaded.folder) == (0.5, (3, 4, 5), Path("some/where"))
+        assert loaded.hparams == first.hparams
+    with pytest.warns(UserWarning, match="keeps the modules loss"):  # this one is not known by its configuration
+        assert isinstance(Net.load_from_checkpoint(run, loss=nn.L1Loss()).loss, nn.L1Loss)
+    # What nobody gives on the command line is the checkpoint's; what is given wins.
+    words = ["validate", *ANY, "--ckpt_path", str(run), "--model.sizes=[9]"]
+    later: Any = cli(*words).model
+    assert (later.loss.delta, later.sizes) == (0.5, (9,))
+
+
+def test_a_checkpoint_builds_no_other_objects(folder: Path) -> None:
+    cli("fit", *ANY, trainer_defaults=SAVING)
+    run = folder / "instep_runs/version_0"
+    [path] = run.rglob("trainer.json")
+
+    def tampered(**values: Any) -> None:
+        from instep.trainer.configured import build_configured
+
+        build_configured(Net, {"_class_path": "tests.cli.configured.Net", **values}, {})
+
+    assert "_class_path" in path.read_text()
+    with pytest.raises(CheckpointError, match=r"loss is a subprocess\.Popen\. Only modules"):
+        tampered(loss={"class_path": "subprocess.Popen", "init_args": {"args": ["touch", "x"]}})
+    with pytest.raises(CheckpointError, match="which this program has not imported"):
+        tampered(loss={"class_path": "antigravity.Loss"})
+    with pytest.raises(CheckpointError, match=r"lr: Expected a <class 'float'>|lr"):
+        tampered(lr="fast")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--trainer.max_epochs=x"], "trainer.max_epochs=x: expected an integer or null"),
+        (["--trainer.gpus=2"], "use accelerator='gpu', devices="),
+        (["--trainer.max_epoch=2"], "did you mean max_epochs"),
+        (["--model.lrr=2"], "model.lrr: tests.cli.configured.Net has no such argument. Did you mean lr? It takes lr, "),
+        (["--model.lr=fast"], "model.lr=fast: expected a number, for tests.cli.configured.Net"),
+        (
+            ["--trainer.callbacks+=EarlyStop"],
+            "trainer.callbacks=EarlyStop: there is no class of this name. Did you mean Ear",
+        ),
+        (["--trainer.callbacks+=EarlyStopping"], "instep.callbacks.EarlyStopping needs monitor"),
+        (["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.mod=max"], "Did you mean mode?"),
+        (["--optimizer=Adamm"], "optimizer=Adamm: there is no class of this name. Did you mean Adam"),
+        (["--config=none.yaml"], "config: File does not exist"),
+        (["--config=gpus.yaml"], "trainer.gpus: "),
+        (["--config=lrr.yaml"], "Did you mean lr?"),
+        (["--config=trainr.yaml"], "trainr.max_epochs: there is no such setting. Did you mean trainer?"),
+        (["--config=broken.yaml"], "Problems parsing config"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    written("gpus.yaml", {"trainer": {"gpus": 2}})
+    written("lrr.yaml", {"model": {"class_path": "Net", "init_args": {"lrr": 2}}})
+    written("trainr.yaml", {"trainr": {"max_epochs": 2}})
+    Path("broken.yaml").write_text("trainer: [\n")
+    with pytest.raises(SystemExit) as end:
+        cli("fit", *ANY, *words)
+    assert end.value.code == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert len(shown.err.splitlines()) <= 3, shown.err
+
+
+def test_what_is_needed_and_what_the_trainer_refuses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words, said in [(["fit"], "model is needed: give --model package.Class"), (["fits"], "invalid choice: 'fits'")]:
+        with pytest.raises(SystemExit):
+            TrainerCLI(args=words)
+        assert said in capsys.readouterr().err
+    with pytest.raises(SettingError, match="accelerator='cpus' is not known"):
+        cli("fit", *ANY, "--trainer.accelerator=cpus")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        TrainerCLI(args=["fit"])
+    assert capsys.readouterr().err == "", "rank 0 says it"
+
+
+def test_print_config_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli(
+            "fit",
+            *ANY,
+            "--model.lr=0.5",
+            "--trainer.callbacks+=Timer",
+            "--trainer.callbacks.duration=00:00:01:00",
+            "--print_config",
+        )
+    assert end.value.code == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["model"]["init_args"]["lr"] == 0.5
+    assert config["trainer"]["callbacks"][0]["class_path"] == "instep.callbacks.Timer"
+    written("printed.yaml", config)
+    assert cli("fit", "-c", "printed.yaml").trainer.global_step == 4
+    for words, said in [
+        (["fit", "--help"], "--trainer.max_epochs"),
+        (["fit", f"--model.help={ANY[1]}"], "--model.lr"),
+        (["--help"], "predict"),
+        (["fit", "--trainer.callbacks.help=EarlyStopping"], "min_delta"),
+    ]:
+        with pytest.raises(SystemExit) as end:
+            TrainerCLI(args=words)
+        assert end.value.code == 0
+        assert said in capsys.readouterr().out, words
+
+
+def test_a_configuration_as_a_dict() -> None:
+    built = TrainerCLI(Net, Data, args={"model": {"lr": 0.5}, "trainer": QUIET}, run=False)
+    assert built.model.hparams.lr == 0.5
+    assert json.dumps(dict(built.model.hparams))
