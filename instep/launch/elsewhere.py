@@ -138,6 +138,6 @@ def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             taken |= SWITCHES[name] if value else {}
         elif name == "distributed_type" and str(value) in _KINDS:
             taken |= _KINDS[str(value)]
-        elif value not in (None, "", {}, [], False) and (name, value) != ("compute_environment", "LOCAL_MACHINE"):
+        elif value not in (None, "", "no", {}, [], False) and (name, value) != ("compute_environment", "LOCAL_MACHINE"):
             left.append(advice(name))
     return taken, left

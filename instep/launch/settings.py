@@ -200,7 +200,7 @@ def _plain(name: str, value: Any) -> Any:
     if name == "precision":
         return "no" if value is False else str(value)  # YAML reads `no` as false
     if isinstance(value, bool) and name not in (*SWITCHES, "tee"):
-        raise ValueError(f"no {str(value).lower()}")
+        raise ValueError("neither true nor false, which YAML also reads from yes, no, on and off")
     if isinstance(value, str):
         text = value.strip()
         if name in DICTS:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from instep.cli import output
 from instep.cli.config.files import add_config, assignments, target, write_file
@@ -34,13 +33,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Rewrite the file."""
     path = target(args.config)
-    said = read_file(path) if path.exists() else dict[str, tuple[Any, str]]()
+    said = read_file(path) if path.exists() else {}
     values = check({name: it[0] for name, it in said.items()}, {name: it[1] for name, it in said.items()})
     left: list[str] = []
     if args.other is not None:
         other = read_file(Path(args.other).expanduser(), check_names=False)
         taken, left = translate({name: value for name, (value, _) in other.items()})
-        values |= check(taken, dict.fromkeys(taken, args.other))
+        values |= check(taken, {name: str(args.other) for name in taken})
     values |= assignments(args.settings)
     for name in args.unset:
         if name not in NAMES:
