@@ -1,0 +1,155 @@
+"""`instep config` and its commands, and `instep env`, which shows what they wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from instep.cli.main import main
+from instep.launch.settings import NAMES
+from instep.state import find_device_kind
+
+KIND = find_device_kind("auto").name
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the config file is to lie."""
+    for name in [name for name in os.environ if name.startswith("INSTEP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return tmp_path / "instep" / "config.yaml"
+
+
+def instep(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(words) == code
+    out, err = capsys.readouterr()
+    return out + err
+
+
+def test_default_update_show_and_validate(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"wrote {file}; `instep launch SCRIPT` uses it" in instep(capsys, "config", "default", "precision=16")
+    assert yaml.safe_load(file.read_text())["accelerator"] == KIND
+    assert yaml.safe_load(file.read_text())["precision"] == "16"
+    assert "--force" in instep(capsys, "config", "default", code=1)
+    instep(capsys, "config", "default", "--force", "strategy=ddp", "strategy-options=static_graph=true,bucket_cap_mb=5")
+    instep(capsys, "config", "update", "max_restarts=3", "env=A=1,2", "--unset", "devices", "accelerator")
+    assert yaml.safe_load(file.read_text()) == {
+        "max_restarts": 3, "strategy": "ddp", "strategy_options": {"static_graph": True, "bucket_cap_mb": 5},
+        "env": {"A": "1,2"},
+    }  # fmt: skip
+    assert list(file.parent.iterdir()) == [file], "nothing is left of writing"
+    shown = json.loads(instep(capsys, "config", "show", "--json"))
+    assert shown["file"] == str(file)
+    assert list(shown["settings"]) == list(NAMES)
+    assert shown["settings"]["max_restarts"] == {"value": 3, "source": f"{file}:2"}
+    assert shown["settings"]["devices"] == {"value": "auto", "source": "default"}
+    table = instep(capsys, "config", "show").splitlines()
+    assert [line.split()[0] for line in table[2:]] == list(NAMES)
+    assert "ok  " in instep(capsys, "config", "validate")
+    file.write_text("strategy_options: {a: 1}\n")
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("precision: bf61\nmax_restart: 1\n")
+    said = instep(capsys, "config", "validate", "fsdp", str(file), str(wrong), "--config", "none.yaml", code=1)
+    assert "ok  fsdp, 4 settings" in said
+    assert "arguments of a strategy, and none is chosen" in said
+    assert f"{wrong}:2: max_restart is no setting; did you mean max_restarts?" in said
+    assert "there is no config file none.yaml" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["default", "precision"], "'precision': expected NAME=VALUE"),
+        (["default", "num_machines=2"], "num_machines is called num_nodes here"),
+        (["default", "precision=x"], "precision='x' is not known"),
+        (["update", "--unset", "precison"], "did you mean precision?"),
+        (["show", "--config", "fsdq"], "Did you mean 'fsdp'"),
+        (["templates", "fsdq"], "Did you mean 'fsdp'"),
+    ],
+)
+def test_wrong_words(words: list[str], expected: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in instep(capsys, "config", *words, code=1)
+    assert not file.exists()
+
+
+def test_a_file_of_accelerate_is_taken_over(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = tmp_path / "default_config.yaml"
+    theirs.write_text(
+        "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 8\ndynamo_backend: inductor\n"
+    )
+    said = instep(capsys, "config", "update", "--from", str(theirs), "max_restarts=1")
+    assert yaml.safe_load(file.read_text()) == {
+        "accelerator": "gpu", "num_processes": 8, "precision": "bf16", "max_restarts": 1,
+    }  # fmt: skip
+    assert "not taken over: dynamo_backend is another launcher's: compile the model in the program" in said
+
+
+def test_templates_and_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = json.loads(instep(capsys, "config", "templates", "--json"))
+    assert {"cpu", "ddp", "fsdp", "multi_node", "elastic"} <= set(listed)
+    assert all(name in instep(capsys, "config", "templates") for name in listed)
+    assert yaml.safe_load(instep(capsys, "config", "templates", "cpu")) == {"accelerator": "cpu", "devices": 2}
+    schema = json.loads(instep(capsys, "config", "validate", "--schema"))
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["rdzv_backend"]["anyOf"][0]["enum"] == ["static", "c10d"]
+    assert schema["properties"]["max_restarts"]["minimum"] == 0
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in answers)))
+
+
+def test_questions(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, *[""] * 8)
+    instep(capsys, "config")
+    first: dict[str, Any] = yaml.safe_load(file.read_text())
+    assert first.pop("devices") >= 1
+    assert first == {
+        "accelerator": KIND, "num_nodes": 1, "strategy": "auto", "precision": "32-true", "accumulate_grad_batches": 1,
+    }  # fmt: skip
+    answer(monkeypatch, "n")
+    instep(capsys, "config")
+    answer(
+        monkeypatch, "cpu", "3", "2", "1", "", "host", "", "5", "fsdq", "fsdp", "meta_init=true", "bf16", "4", "60", "l"
+    )
+    other = tmp_path / "other.yaml"
+    said = instep(capsys, "config", "--config", str(other))
+    assert "strategy='fsdq' is not known" in said, "and asked again"
+    assert f"`instep launch --config {other} SCRIPT` uses it" in said
+    assert yaml.safe_load(other.read_text()) == {
+        "accelerator": "cpu", "devices": 3, "num_nodes": 2, "node_rank": 1, "master_addr": "host", "master_port": 29500,
+        "max_restarts": 5, "strategy": "fsdp", "strategy_options": {"meta_init": True}, "precision": "bf16",
+        "accumulate_grad_batches": 4, "hang_timeout_s": 60.0, "log_dir": "l",
+    }  # fmt: skip
+    answer(monkeypatch, "cpu", "2", "2:4", "host:5")
+    assert "there is nobody to answer: `instep config default" in instep(capsys, "config", "--config", "new", code=1)
+
+
+def test_env(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    file.parent.mkdir()
+    file.write_text("env: {WANDB_API_KEY: abc123, A: b}\n")
+    monkeypatch.setenv("INSTEP_PRECISION", "bf16")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("INSTEP_MY_TOKEN", "abc123")
+    text = instep(capsys, "env", "--json")
+    assert "abc123" not in text
+    told = json.loads(text)
+    assert {"instep", "python", "system", "torch"} <= told["versions"].keys()
+    assert told["devices"][0]["device"] == "cpu"
+    assert 0 < told["devices"][0]["free_bytes"] < told["devices"][0]["memory_bytes"]
+    assert told["variables"]["NCCL_DEBUG"] == "INFO"
+    assert told["settings"]["precision"] == {"value": "bf16", "source": "environment INSTEP_PRECISION"}
+    assert told["settings"]["env"] == {"value": {"WANDB_API_KEY": "(hidden)", "A": "b"}, "source": f"{file}:1"}
+    shown = instep(capsys, "env")
+    assert "abc123" not in shown
+    assert "environment INSTEP_PRECISION" in shown
