@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +127,7 @@ def _print(files: list[dict[str, Any]], written: bool, todo: int) -> None:
         output.say(f"nothing of Lightning or Accelerate in {output.count(len(files), 'file')}")
         return
     done = "changed" if written else "would change; --write does it"
-    output.say(f"{output.count(len(changed), 'file')} {done}. {output.count(todo, 'place')} left to do by hand")
-    if not written and changed:
-        sys.stdout.flush()
+    output.say(
+        f"{output.count(len(changed), 'file')} {done}. {output.count(todo, 'place')} left to do by hand; "
+        "what means something else is in docs/porting.md and docs/accelerator.md"
+    )

@@ -30,6 +30,12 @@ def attributes(owner: type) -> frozenset[str]:
     return frozenset(names)
 
 
+def has_argument(function: Any, argument: str) -> bool:
+    """Whether a function or class has an argument of this name."""
+    found = inspect.signature(function).parameters.get(argument)
+    return found is not None and found.kind is not found.VAR_KEYWORD
+
+
 def refused(function: Any, argument: str) -> str | None:
     """Why a function or class does not take an argument; None where it does.
 
@@ -38,10 +44,10 @@ def refused(function: Any, argument: str) -> str | None:
         >>> refused(textwrap.fill, "length")
         'it takes text, width'
     """
+    if has_argument(function, argument):
+        return None
     parameters = inspect.signature(function).parameters
     others = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
-    if argument in parameters and argument != others:
-        return None
     if others is None:
         return f"it takes {', '.join(name for name in parameters if name != 'self') or 'no arguments'}"
     if others != "unknown":  # what it takes beside its own goes to somebody else

@@ -23,7 +23,6 @@ MOVED = {
         "LightningDataModule": "instep.DataModule",
         "Trainer": "instep.Trainer",
         "seed_everything": "instep.seed_everything",
-        "__version__": "instep.__version__",
         **{
             name: f"instep.callbacks.{name}"
             for name in (
@@ -46,6 +45,7 @@ MOVED = {
             "typing.Any",
         ),
     },
+    "fabric": {"seed_everything": "instep.seed_everything"},
     "accelerate": {
         **{
             name: f"instep.{name}"
@@ -121,6 +121,7 @@ ADVICE = {
     ),
     "DummyOptim": "give the optimizer itself",
     "DummyScheduler": "give the scheduler itself",
+    "__version__": "instep counts its own",
     "Metric": "torchmetrics.Metric works as it is",
 }  # fmt: skip
 """What to do about names that have no counterpart; others are only named."""
@@ -129,7 +130,6 @@ NOT_A_BASE = {
     "Logger": "its hooks are other ones: `_log_metrics`, `_log_hyperparams`, `_start`, `_finalize`",
     "Strategy": "its methods are other ones: see instep/strategies/base.py",
     "ProgressBar": "it draws by itself; override `get_metrics` to show other values",
-    "TrainerCLI": "its hooks are those of docs/cli.md",
 }
 """Classes that keep their place when used, but not when subclassed: by instep's name."""
 
@@ -162,6 +162,10 @@ DROPPED = {
         )
     },
     "seed_everything": {"verbose": "nothing is printed"},
+    "ProgressBar": {
+        "refresh_rate": "it draws some times a second",
+        "process_position": "there is one bar",
+    },
     "TensorBoardLogger": {"default_hp_metric": "there is no placeholder metric"},
     "Accelerator.save_state": {"safe_serialization": "states are always safetensors"},
     "Accelerator.save_model": {
@@ -229,7 +233,6 @@ ATTRIBUTES = {
     "Trainer": {
         "add_argparse_args": "declare the arguments that the script takes, or use instep.cli.TrainerCLI",
         "from_argparse_args": "call Trainer(...) with the arguments, or use instep.cli.TrainerCLI",
-        "accelerator": "`trainer.strategy` has the device",
         "checkpoint_callbacks": "`trainer.checkpoint_callback` is the first; the others are in `trainer.callbacks`",
         "early_stopping_callbacks": "they are in `trainer.callbacks`",
         "progress_bar_callback": "it is in `trainer.callbacks`",
@@ -306,12 +309,15 @@ def successor(name: str) -> str | None:
         'instep.callbacks.EarlyStopping'
     """
     root, _, rest = name.partition(".")
-    return MOVED.get(root, {}).get(rest.rpartition(".")[2])
+    parents, _, leaf = rest.rpartition(".")
+    return None if parents != parents.lower() else MOVED.get(root, {}).get(leaf)  # a class's attribute is not meant
 
 
 def advice(name: str) -> str:
     """What to do about a canonical name that has no successor."""
-    known = ADVICE.get(name.rpartition(".")[2])
-    if known is None and name.startswith("fabric"):
-        known = ADVICE["Fabric"]
-    return known or "instep has nothing of that name"
+    leaf = name.rpartition(".")[2]
+    if name.startswith("fabric"):
+        return ADVICE["Fabric"]
+    if leaf.startswith("is_") and leaf.endswith("_available"):
+        return "ask torch, or importlib.util.find_spec"
+    return ADVICE.get(leaf, "instep has nothing of that name")

@@ -27,7 +27,7 @@ def migrate(source: str) -> tuple[str, list[Finding], bool]:
         'import instep\\ninstep.seed_everything(1)\\n'
     """
     plan, found = survey(source)
-    if not plan.found and not plan.findings:
+    if not plan.found:
         return source, [], False
     plan.module.visit(Uses(plan, found))
     found.decide()

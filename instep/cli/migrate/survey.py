@@ -38,7 +38,7 @@ class Plan:
         module: its syntax tree.
         new: for each place that changes, by its node: the new nodes.
         findings: for people.
-        found: canonical names that it has.
+        found: the packages that it imports, by their canonical names.
     """
 
     module: cst.Module
@@ -91,6 +91,7 @@ class Names(cst.CSTVisitor):
             name = code(alias.name)
             local = _local(alias) if alias.asname else name.split(".")[0]
             self.bound[local] = name if alias.asname else local
+            self._note_package(name)
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
@@ -98,6 +99,7 @@ class Names(cst.CSTVisitor):
         if node.module is None or node.relative:
             return False
         module = code(node.module)
+        self._note_package(module)
         if isinstance(node.names, cst.ImportStar):
             if names.canonical(module):
                 self.plan.todo(node, f"from {module} import *: name what is used, and migrate again")
@@ -105,6 +107,11 @@ class Names(cst.CSTVisitor):
         for alias in node.names:
             self.bound[_local(alias)] = f"{module}.{code(alias.name)}"
         return False
+
+    def _note_package(self, name: str) -> None:
+        package = names.canonical(name)
+        if package is not None:
+            self.plan.found.add(package)
 
     # ---- uses
 
@@ -122,16 +129,12 @@ class Names(cst.CSTVisitor):
         self._use(node, node)
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
-        inner: cst.BaseExpression = node
-        while isinstance(inner, cst.Attribute):
-            if self._successor(inner):
-                self._use(inner, _base(inner))
-                return False
+        base, inner = _base(node), node
+        while isinstance(inner, cst.Attribute) and not self._successor(inner):  # `pl.Trainer` of `pl.Trainer.fit`
             inner = inner.value
-        if not isinstance(inner, cst.Name):
-            return True
-        self._use(node, inner)
-        return False
+        if isinstance(base, cst.Name):
+            self._use(inner if self._successor(inner) else node, base)
+        return not isinstance(base, cst.Name)
 
     def visit_Annotation(self, node: cst.Annotation) -> None:
         self._annotations += 1
@@ -154,18 +157,16 @@ class Names(cst.CSTVisitor):
         name = self._canonical(node)
         return names.successor(name) if name else None
 
-    def _use(self, node: cst.Name | cst.Attribute, base: cst.CSTNode) -> None:
+    def _use(self, node: cst.BaseExpression, base: cst.Name) -> None:
         name = self._canonical(node)
-        if name is None or not isinstance(base, cst.Name):
+        if name is None:
             return
         target = names.successor(name)
         if target:
-            self.plan.found.add(name)
             self.targets[node] = target
             if node is not base:
                 self.needed[base.value].add(target.rpartition(".")[0])
         elif name not in names.MODULES:
-            self.plan.found.add(name)
             self.leftovers[name].append(node)
             self.kept.add(base.value)
 
@@ -176,7 +177,7 @@ class Names(cst.CSTVisitor):
         local, _, rest = text.partition(".")
         name = names.canonical(".".join(filter(None, (self.bound.get(local, ""), rest))))
         target = names.successor(name) if name else None
-        if target is None:
+        if name is None or target is None:
             return text
         if rest:
             self.needed[local].add(target.rpartition(".")[0])
@@ -240,7 +241,6 @@ class Names(cst.CSTVisitor):
                 lines += self._modules(local, f"from {module} import {old}")
             else:
                 stay.append(old)
-                self.plan.found.add(name)
                 if name not in self.leftovers:  # it is imported and not used
                     self.plan.todo(node, f"{code(alias.name)}: {names.advice(name)}")
         if stay:

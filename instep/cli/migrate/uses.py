@@ -117,6 +117,8 @@ class Uses(cst.CSTVisitor):
                 kind, home = self.classes.get(code(node.func.value), ""), _KINDS
                 owner = self._inside[-1] if code(node.func.value) == "self" and self._inside else kind
             function = getattr(api.load(home[owner]), method, None) if owner else None
+            if owner == "Accelerator" and method == "prepare" and "sched" in code(node):
+                self.plan.note(node, "a scheduler steps once per optimizer step, not once more for each process")
             if callable(function):
                 self._arguments(node, f"{owner}.{method}", function)
 
@@ -127,7 +129,7 @@ class Uses(cst.CSTVisitor):
         for start, text in names.ENVIRONMENT.items():
             if value.startswith(start):
                 self.plan.todo(node, f"{value}: {text}")
-        if value.endswith(".ckpt"):
+        if value.endswith(".ckpt") and value != ".ckpt":
             self.plan.note(node, f"{value}: a checkpoint is a folder; `instep checkpoint convert` makes one of a .ckpt")
 
     # ---- arguments
@@ -143,7 +145,7 @@ class Uses(cst.CSTVisitor):
                     self.plan.note(arg, f"{key}({_text(arg)}): its arguments cannot be seen from here")
                 continue
             name = arg.keyword.value
-            if name in dropped and api.refused(function, name) is not None:
+            if name in dropped and not api.has_argument(function, name):
                 self.plan.note(arg, f"{key}({name}=) is left out: {dropped[name]}")
                 self.plan.new[arg] = lambda _: cst.RemoveFromParent()
             elif key == "Accelerator" and name in names.INTO_DATALOADER_CONFIG:
@@ -158,7 +160,7 @@ class Uses(cst.CSTVisitor):
     def _argument(self, arg: cst.Arg, key: str, function: Any, renamed: dict[str, str], is_last: bool) -> None:
         assert arg.keyword is not None
         old = arg.keyword.value
-        name = renamed.get(old, old) if api.refused(function, old) is not None else old
+        name = old if api.has_argument(function, old) else renamed.get(old, old)
         value: Any = _literal(arg.value)
         values = names.VALUES.get((key, name), {})
         new_value = values.get(value) if isinstance(value, str) else None

@@ -1,0 +1,307 @@
+"""`instep migrate`: what scripts become, what is left to do, and that they run and compute the same afterwards."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import runpy
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.cli.main import main
+from instep.cli.migrate import api, names
+from instep.cli.migrate.rewrite import migrate
+from instep.trainer.settings import check_value
+from tests.helpers.spawn import run_command
+
+HERE = Path(__file__).parent
+SCRIPTS = {  # what they print when run with Lightning 2.6 and Accelerate 1.15
+    "lightning": ["-0.14000395685434341", "0.006721834652125835", "16", "32", "4"],
+    "accelerate": ["-0.5252891127020121", "40", "0.0125"],
+}
+
+
+def numbers(printed: str) -> list[float]:
+    """What a script said after RESULT."""
+    return [float(word) for word in printed.split("RESULT ")[1].splitlines()[0].split()]
+
+
+@pytest.mark.parametrize("which", SCRIPTS)
+def test_a_whole_script_computes_the_same_afterwards(
+    which: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    old = (HERE / f"{which}_script.txt").read_text()
+    script.write_text(old)
+    assert main(["migrate", str(script)]) == 0
+    assert "0 places left to do" in capsys.readouterr().out
+    assert script.read_text() == old
+    assert main(["migrate", str(script), "--write"]) == 0
+    assert "lightning" not in script.read_text().split('"""')[2].lower()
+    capsys.readouterr()
+    runpy.run_path(str(script))["main"](str(tmp_path))
+    assert numbers(capsys.readouterr().out) == pytest.approx([float(word) for word in SCRIPTS[which]], rel=1e-6)
+    assert main(["migrate", str(script)]) == 0
+    assert capsys.readouterr().out == "nothing of Lightning or Accelerate in 1 file\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", SCRIPTS)
+def test_what_the_scripts_print_before(which: str, tmp_path: Path) -> None:
+    pytest.importorskip(which)
+    script = tmp_path / "script.py"
+    script.write_text((HERE / f"{which}_script.txt").read_text())
+    done = run_command([sys.executable, str(script), str(tmp_path)], timeout_s=120.0)
+    assert numbers(done.stdout) == pytest.approx([float(word) for word in SCRIPTS[which]], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("import lightning as L\nL.LightningModule\n", "import instep\ninstep.TrainModule\n"),
+        ("import pytorch_lightning as pl\nx: 'pl.Trainer'\n", "import instep\nx: 'instep.Trainer'\n"),
+        ("import lightning.pytorch\nlightning.pytorch.Trainer\n", "import instep\ninstep.Trainer\n"),
+        ("from lightning import pytorch as pl\npl.Trainer()\n", "import instep\ninstep.Trainer()\n"),
+        (
+            "from lightning.pytorch import callbacks\ncallbacks.Timer()\n",
+            "import instep.callbacks\ninstep.callbacks.Timer()\n",
+        ),
+        ("from lightning import Trainer as T\nT()\n", "from instep import Trainer as T\nT()\n"),
+        ("import lightning, os  # both\n", "import instep\nimport os  # both\n"),
+        ("if x: import lightning\n", "if x: import instep\n"),
+        (
+            "from lightning import LightningModule\nclass TrainModule(LightningModule): ...\n",
+            "from instep import TrainModule as InstepTrainModule\nclass TrainModule(InstepTrainModule): ...\n",
+        ),
+        ("from lightning.fabric import seed_everything\n", "from instep import seed_everything\n"),
+        ("import lightning as L\nL.Trainer(gpus=2)\n", 'import instep\ninstep.Trainer(accelerator="gpu", devices=2)\n'),
+        (
+            "import lightning as L\nL.Trainer(\n    tpu_cores=8,\n    max_epochs=1,\n)\n",
+            'import instep\ninstep.Trainer(\n    accelerator="xla",\n    devices=8,\n    max_epochs=1,\n)\n',
+        ),
+        (
+            "import lightning as L\nL.Trainer(strategy='ddp_spawn', precision='transformer-engine')\n",
+            'import instep\ninstep.Trainer(strategy="ddp", precision="fp8")\n',
+        ),
+        (
+            "from lightning import Trainer\nTrainer(num_processes=f(Trainer), suggest_integrations=True)\n",
+            "from instep import Trainer\nTrainer(devices=f(Trainer))\n",
+        ),
+        (
+            "from lightning import Trainer\ntrainer = Trainer()\ntrainer.fit(m, train_dataloader=x)\n",
+            "from instep import Trainer\ntrainer = Trainer()\ntrainer.fit(m, train_dataloaders=x)\n",
+        ),
+        (
+            "import accelerate\na = accelerate.Accelerator(even_batches=False, cpu=True)\n",
+            "import instep\nimport instep.accelerator\na = instep.Accelerator("
+            "dataloader_config=instep.accelerator.DataLoaderConfiguration(even_batches=False), cpu=True)\n",
+        ),
+        ("from accelerate.utils import gather, set_seed\n", None),
+        (
+            "from accelerate import DistributedType as D\nD.NO\n",
+            "from instep.state import DistributedType as D\nD.NO\n",
+        ),
+        ("import torch\nTrainer = 1\ntrainer.fit_loop\n", "import torch\nTrainer = 1\ntrainer.fit_loop\n"),
+        ("def f(lightning): return lightning.Trainer\n", "def f(lightning): return lightning.Trainer\n"),
+    ],
+)
+def test_small_pieces(old: str, new: str | None) -> None:
+    got, findings, _ = migrate(old)
+    want = "from instep.accelerator import set_seed\nfrom instep.distributed import gather\n" if new is None else new
+    assert got == want
+    assert [finding for finding in findings if finding.kind == "todo"] == []
+    assert migrate(got)[0] == got
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "kind", "text"),
+    [
+        ("from lightning import *", 1, "todo", "name what is used"),
+        ("from lightning.pytorch.tuner import Tuner", 1, "todo", "Tuner: try learning rates"),
+        ("import lightning as L\nL.Fabric()\nL.Fabric()", 2, "todo", "(also in line 3): instep.Accelerator is for"),
+        ("import lightning as L\nL.Trainer(plugins=[])", 2, "todo", "use precision=... and strategy=..."),
+        ("import lightning as L\nL.Trainer(max_epoch=1)", 2, "todo", "did you mean max_epochs"),
+        ("import lightning as L\nL.Trainer(precision='half')", 2, "todo", "Use one of: 32-true"),
+        ("import lightning as L\nL.Trainer(gpus=0)", 2, "todo", "use accelerator='gpu'"),
+        ("import lightning as L\nL.Trainer(**x)", 2, "note", "cannot be seen"),
+        ("import lightning as L\nL.Trainer.from_argparse_args(x)", 2, "todo", "TrainerCLI"),
+        ("import lightning as L\nt = L.Trainer()\nt.fit_loop", 3, "todo", "say where a run stands"),
+        ("import lightning as L\nt = L.Trainer()\nt.teleport()", 3, "todo", "no such attribute"),
+        ("import lightning as L\nL.Trainer().fit(ckpt_path='x.ckpt')", 2, "note", "checkpoint convert"),
+        (
+            "import lightning as L\ndef f(t: L.Trainer):\n  if t.is_global_zero:\n    t.save_checkpoint('x')",
+            4,
+            "todo",
+            "call it on all",
+        ),
+        (
+            "import lightning as L\nclass A(L.LightningModule): ...\nclass B(A):\n def training_epoch_end(s, o): ...",
+            4,
+            "todo",
+            "use on_train_epoch_end",
+        ),
+        (
+            "import lightning as L\nclass A(L.LightningModule):\n def training_step(s, b, i, optimizer_idx): ...",
+            3,
+            "todo",
+            "manual optimization",
+        ),
+        (
+            "import lightning as L\nclass A(L.LightningModule):\n  def f(self): self.log('a', 1, prog=True)",
+            3,
+            "todo",
+            "it takes name, value, prog_bar",
+        ),
+        (
+            "import lightning as L\nclass A(L.LightningModule):\n  def f(self): self.to_onnx('a')",
+            3,
+            "todo",
+            "torch.onnx",
+        ),
+        ("from lightning.pytorch.loggers import Logger\nclass A(Logger): ...", 2, "todo", "its hooks are other ones"),
+        ("from lightning.pytorch.loggers import WandbLogger\nWandbLogger(log_model=True)", 2, "todo", "artifact"),
+        (
+            "from lightning.pytorch.loggers import TensorBoardLogger\nTensorBoardLogger('a', 'b', 1, True)",
+            2,
+            "todo",
+            "after number 3",
+        ),
+        ("from accelerate import Accelerator\nAccelerator(fsdp_plugin=x)", 2, "todo", "FSDPStrategy"),
+        (
+            "from accelerate import Accelerator\nAccelerator(dataloader_config=x, split_batches=True)",
+            2,
+            "todo",
+            "belong into its dataloader_config",
+        ),
+        ("from accelerate import Accelerator\na = Accelerator()\na.use_distributed", 3, "todo", "num_processes > 1"),
+        (
+            "from accelerate import Accelerator\na = Accelerator()\nif a.is_main_process:\n  a.save_state('x')",
+            4,
+            "todo",
+            "a.save_state is called on one rank only",
+        ),
+        ("from accelerate import Accelerator\na = Accelerator()\na.prepare(scheduler)", 3, "note", "steps once per"),
+        ("import accelerate, os\nos.environ['ACCELERATE_USE_FSDP'] = '1'", 2, "todo", "instep env"),
+    ],
+)
+def test_what_is_left_to_do(source: str, line: int, kind: str, text: str) -> None:
+    [finding] = [finding for finding in migrate(source)[1] if text in finding.text]
+    assert (finding.line, finding.kind) == (line, kind)
+
+
+def test_what_is_not_taken_over_keeps_its_import() -> None:
+    old = "import lightning as L\nfrom lightning.pytorch import Trainer, tuner\nL.Fabric(), L.Trainer, tuner.X()\n"
+    new = migrate(old)[0]
+    assert new.splitlines()[:4] == [
+        "import lightning as L",
+        "import instep",
+        "from lightning.pytorch import tuner",
+        "from instep import Trainer",
+    ]
+    assert new.splitlines()[4] == "L.Fabric(), instep.Trainer, tuner.X()"
+
+
+def test_many_names_are_broken_into_lines() -> None:
+    callbacks = "EarlyStopping, LambdaCallback, LearningRateMonitor, ModelCheckpoint, ModelSummary, Timer"
+    new = migrate(f"from lightning.pytorch.callbacks import {callbacks}\n")[0]
+    assert new.splitlines()[:2] == ["from instep.callbacks import (", "    EarlyStopping,"]
+    compile(new, "new", "exec")
+
+
+# ---- the tables
+
+
+def test_every_name_has_a_place() -> None:
+    for moved in names.MOVED.values():
+        for target in moved.values():
+            assert api.load(target) is not None
+
+
+def test_the_tables_are_not_older_than_the_classes() -> None:
+    homes = {target.rpartition(".")[2]: target for moved in names.MOVED.values() for target in moved.values()}
+
+    def function(key: str) -> Any:
+        owner, _, method = key.partition(".")
+        return getattr(api.load(homes[owner]), method) if method else api.load(homes[owner])
+
+    for key, arguments in names.RENAMED.items():
+        for old, new in arguments.items():
+            assert not api.has_argument(function(key), old)
+            assert api.has_argument(function(key), new)
+    for key, arguments in names.DROPPED.items():
+        for old in arguments:
+            assert not api.has_argument(function(key), old), (key, old)
+    for owner, attributes in names.ATTRIBUTES.items():
+        assert not attributes.keys() & api.attributes(api.load(homes[owner]))
+    for owner, old in names.ATTRIBUTES_RENAMED:
+        assert old not in api.attributes(api.load(homes[owner]))
+        assert names.ATTRIBUTES_RENAMED[owner, old] in api.attributes(api.load(homes[owner]))
+    for (_, argument), values in names.VALUES.items():
+        for value in values.values():
+            check_value(argument, value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning.pytorch", "accelerate"])
+def test_arguments_without_a_name_mean_the_same(package: str) -> None:
+    pytest.importorskip(package.split(".")[0])
+    root = package.split(".")[0]
+    homes = ("", ".callbacks", ".loggers", ".strategies", ".utils", ".logging", ".local_sgd")
+    for name, target in names.MOVED[root].items():
+        leaf, new = target.rpartition(".")[2], api.load(target)
+        for home in homes:
+            try:
+                old = getattr(import_module(package + home), name)
+                theirs, ours = (
+                    [n for n, p in inspect.signature(f).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+                    for f in (old, new)
+                )
+            except (ImportError, AttributeError, ValueError, TypeError):
+                continue
+            limit = names.POSITIONAL.get(leaf, len(theirs))
+            same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), len(theirs))
+            assert same >= limit or not new.__init__, (name, theirs, ours)
+
+
+# ---- the command
+
+
+def test_folders_line_ends_and_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "src" / ".venv").mkdir(parents=True)
+    script, hidden = tmp_path / "src" / "train.py", tmp_path / "src" / ".venv" / "train.py"
+    for path in (script, hidden):
+        path.write_bytes(b"import lightning\r\nlightning.Trainer(plugins=[])\r\n")
+    script.chmod(0o755)
+    link = tmp_path / "link.py"
+    link.symlink_to(script)
+    assert main(["migrate", str(link), str(tmp_path / "src"), "--write", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [(file["changed"], file["written"]) for file in report["files"]] == [(True, True)] * 2
+    assert report["todo"] == 2
+    assert report["files"][0]["findings"][0]["line"] == 2
+    assert script.read_bytes() == b"import instep\r\ninstep.Trainer(plugins=[])\r\n"
+    assert script.stat().st_mode & 0o777 == 0o755
+    assert link.is_symlink()
+    assert b"instep" not in hidden.read_bytes()
+    assert sorted(path.name for path in (tmp_path / "src").iterdir()) == [".venv", "train.py"]
+
+
+def test_a_file_that_cannot_be_read_changes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = tmp_path / "a.py", tmp_path / "b.py"
+    good.write_text("import lightning\n")
+    bad.write_text("def f(:\n")
+    assert main(["migrate", str(tmp_path), "--write"]) == 1
+    assert "b.py cannot be read as Python" in capsys.readouterr().err
+    assert good.read_text() == "import lightning\n"
+    assert main(["migrate", str(tmp_path / "c.py")]) == 1
+    assert "c.py is not there" in capsys.readouterr().err
+
+
+def test_without_libcst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    assert main(["migrate", str(tmp_path)]) == 1
+    assert "pip install 'instep[migrate]'" in capsys.readouterr().err
