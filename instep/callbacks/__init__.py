@@ -13,6 +13,7 @@ _HOME = {
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "ProgressBar": "progress",
+    "ReplicaCheck": "replica_check",
     "Timer": "timer",
     "summarize": "model_summary",
 }
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from instep.callbacks.model_summary import ModelSummary as ModelSummary
     from instep.callbacks.model_summary import summarize as summarize
     from instep.callbacks.progress import ProgressBar as ProgressBar
+    from instep.callbacks.replica_check import ReplicaCheck as ReplicaCheck
     from instep.callbacks.timer import Timer as Timer
 
 __all__ = ["Callback", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

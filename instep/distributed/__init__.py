@@ -18,15 +18,18 @@ from instep.distributed.objects import (
     raise_together,
     wait_for_everyone,
 )
+from instep.distributed.replicas import ReplicaDifference, compare_replicas
 from instep.distributed.triggers import Trigger, Triggers
 
 __all__ = [
+    "ReplicaDifference",
     "Trigger",
     "Triggers",
     "all_reduce_",
     "broadcast",
     "broadcast_object",
     "broadcast_object_list",
+    "compare_replicas",
     "concatenate",
     "control_group",
     "find_batch_size",

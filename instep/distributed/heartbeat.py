@@ -19,11 +19,12 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from instep.distributed.flight import described, recorded
+from instep.distributed.stragglers import PaceWatch
 from instep.errors import EXIT_HUNG, SettingError
 from instep.launch.beats import (
     BATCH,
@@ -119,13 +120,16 @@ class Heartbeat:
         self.enter("start")
         self.numbers[LIMIT_MS] = max(1, int(1000 * timeout_s))
         assert self._beats is not None
-        watchdog = Watchdog(self, self._beats, self._slot, timeout_s)
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(closing(Watchdog(self, self._beats, self._slot, timeout_s)))
+            if process.control_group is not None:
+                stack.enter_context(closing(PaceWatch(self.numbers, process.control_group, socket.gethostname())))
+            stack.callback(self._leave)
             yield
-        finally:
-            self.numbers[LIMIT_MS] = 0
-            self.enter("outside")
-            watchdog.close()
+
+    def _leave(self) -> None:
+        self.numbers[LIMIT_MS] = 0
+        self.enter("outside")
 
     def set_folder(self, folder: Path | None) -> None:
         """The run folder is known."""

@@ -54,7 +54,7 @@ class NodeWatch:
             given: what is set already and stays.
         """
         size, dump = "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"
-        if torch.__version__ < (2, 9):
+        if torch.__version__ < "2.9":
             size, dump = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
         recorder = {size: "2000", dump: str(self._folder / _NCCL_DUMP), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
         return {

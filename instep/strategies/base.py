@@ -166,6 +166,11 @@ class Strategy:
             )
         return nullcontext()
 
+    @property
+    def drifts(self) -> bool:
+        """Whether replicas are trained apart, and differ until `unify`."""
+        return False
+
     def unify(self) -> None:
         """Make replicas that were trained apart one: before validation and at the end of training. Collective."""
 

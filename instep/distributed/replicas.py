@@ -1,0 +1,131 @@
+"""Whether what should be the same on several ranks is the same: parameters compared by hash."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from instep.distributed.objects import gather_object
+from instep.state.book import digest_of
+
+_CHUNK = 1 << 24
+_LARGE_PRIME = 0x1000003
+
+
+@dataclass(frozen=True)
+class ReplicaDifference:
+    """A tensor that is not the same on all ranks that hold it.
+
+    Args:
+        name: the tensor's.
+        ranks: those that differ from most; all that hold it where there is no majority.
+        holders: all ranks that hold it.
+        hosts: the machine of each rank in `ranks`.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    holders: tuple[int, ...]
+    hosts: tuple[str, ...]
+
+
+def compare_replicas(tensors: Mapping[str, Tensor]) -> list[ReplicaDifference]:
+    """Compare tensors over the ranks that hold the same ones. Collective.
+
+    Each rank passes what it has, in any order; names that only one rank has are compared with nobody. Of a DTensor,
+    the ranks with the same shard are compared. Where all agree only one number per kind of shard travels.
+
+    Args:
+        tensors: name -> tensor, on any device; lazy or meta ones are left out.
+
+    Returns:
+        What differs, by name; the same list on every rank.
+
+    Example:
+        >>> compare_replicas({"weight": torch.ones(2)})  # a process alone
+        []
+    """
+    shards: dict[str, dict[str, int]] = {}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            local, shard = _local(tensor)
+            if local is not None and not local.is_meta and local.numel():
+                shards.setdefault(shard, {})[name] = digest(local)
+    told = gather_object({shard: _sum(found) for shard, found in shards.items()})
+    seen: dict[str, set[int]] = {}
+    for of in told:
+        for shard, value in of.items():
+            seen.setdefault(shard, set()).add(value)
+    if all(len(values) == 1 for values in seen.values()):
+        return []
+    doubtful = {shard: found for shard, found in shards.items() if len(seen[shard]) > 1}
+    return _differences(gather_object((socket.gethostname(), doubtful)))
+
+
+def digest(tensor: Tensor) -> int:
+    """A number of 64 bits that stands for a tensor's bytes.
+
+    On a CPU it is a hash. Elsewhere it is made there, of weighted sums over the bytes, so that only 8 bytes are copied.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.device.type == "cpu":
+        return xxhash.xxh3_64_intdigest(memoryview(data.numpy()))
+    return weigh(data)
+
+
+def weigh(data: Tensor) -> int:
+    """A number that stands for bytes, made on their device.
+
+    Args:
+        data: uint8, of one dimension.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for start in range(0, data.numel(), _CHUNK):
+        part = data[start : start + _CHUNK].to(torch.int64) + 1
+        weights = torch.arange(start + 1, start + 1 + part.numel(), device=data.device)
+        total = total * _LARGE_PRIME + (part * weights).sum() * 31 + part.sum()
+    return int(total.item())
+
+
+def _local(tensor: Tensor) -> tuple[Tensor | None, str]:
+    """What this rank holds of a tensor, and which part of it that is; None where it is a part of a sum."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return (None if torch.nn.parameter.is_lazy(tensor) else tensor), ""
+    if any(placement.is_partial() for placement in placements):
+        return None, ""
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]  # a DTensor
+    where = mesh.get_coordinate()
+    if where is None:
+        return None, ""
+    placed = zip(placements, where, strict=True)
+    at = [f"{placement} {index}" for placement, index in placed if not placement.is_replicate()]
+    return tensor.to_local(), ", ".join(at)  # type: ignore[attr-defined]
+
+
+def _sum(found: Mapping[str, int]) -> int:
+    return digest_of("\n".join(f"{name} {found[name]}" for name in sorted(found)))
+
+
+def _differences(told: list[tuple[str, dict[str, dict[str, int]]]]) -> list[ReplicaDifference]:
+    held: dict[tuple[str, str], dict[int, int]] = {}
+    for rank, (_, shards) in enumerate(told):
+        for shard, found in shards.items():
+            for name, value in found.items():
+                held.setdefault((name, shard), {})[rank] = value
+    differences = []
+    for (name, shard), by_rank in sorted(held.items()):
+        counted = Counter(by_rank.values()).most_common()
+        if len(counted) == 1:
+            continue
+        majority = counted[0][0] if counted[0][1] > counted[1][1] else None
+        odd = tuple(rank for rank, value in by_rank.items() if value != majority)
+        what = f"{name} ({shard})" if shard else name
+        differences.append(ReplicaDifference(what, odd, tuple(by_rank), tuple(told[rank][0] for rank in odd)))
+    return differences

@@ -1,0 +1,160 @@
+"""Ranks that the others wait for: how long each one works in a step, compared over all ranks.
+
+Ranks that train together all take the same time for a step, since the fast ones wait. So a thread looks twice a second
+what the training thread is doing: waiting for others (a backward pass, in which gradients are reduced, counts as that),
+for data, or working. Its share times the step's time is what the rank does by itself. Every 30 s each rank leaves that
+in torch's store, and rank 0 reports who was far above the others twice in a row. The training thread takes no part.
+
+On a GPU the host's thread says nothing of the device, so there only waiting for data counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from instep.launch.beats import PHASE, PHASES, STEP, TURN
+from instep.state import PartialState
+from instep.state.book import Book
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+PERIOD_S = 0.5
+SAMPLES = 60
+"""Of a report: a share is then known to about 0.06."""
+APART = 0.25
+"""What a straggler works longer than the median rank, as a part of the step's time."""
+
+_WAITS = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}torch{os.sep}autograd{os.sep}graph.py", "triggers.py")
+_LOADS = (f"{os.sep}instep{os.sep}data{os.sep}", f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}", "transfer.py")
+_TRAIN = PHASES.index("train")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a rank did in its steps.
+
+    Args:
+        step_s: the time of a step.
+        work_s: of that, its own work.
+        data_s: of that, waiting for data.
+        host: its machine.
+    """
+
+    step_s: float
+    work_s: float
+    data_s: float
+    host: str
+
+    @property
+    def busy_s(self) -> float:
+        """What the others may wait for."""
+        return self.work_s + self.data_s
+
+
+def activity(frame: FrameType | None) -> str:
+    """What a thread is doing: "wait", "data" or "work"."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if any(part in path for part in _WAITS):
+            return "wait"
+        if any(part in path for part in _LOADS):
+            return "data"
+        frame = frame.f_back
+    return "work"
+
+
+def find_stragglers(paces: Mapping[int, Pace]) -> list[int]:
+    """The ranks that work much longer in a step than most.
+
+    Example:
+        >>> find_stragglers({rank: Pace(0.4, 0.3 if rank == 2 else 0.1, 0.0, "a") for rank in range(4)})
+        [2]
+    """
+    if len(paces) < 2:
+        return []
+    usual_s = statistics.median_low([pace.busy_s for pace in paces.values()])
+    step_s = statistics.median([pace.step_s for pace in paces.values()])
+    return [rank for rank, pace in paces.items() if pace.busy_s - usual_s > APART * step_s]
+
+
+class PaceWatch:
+    """The thread, until `close`.
+
+    Args:
+        numbers: this process's slot of the heartbeat file.
+        group: the control group.
+        host: this machine.
+    """
+
+    def __init__(self, numbers: memoryview, group: ProcessGroup, host: str) -> None:
+        self._numbers, self._group, self._host = numbers, group, host
+        self._on_cpu = PartialState().device.type == "cpu"
+        self._watched = threading.get_ident()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="instep-pace", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._closed.set()
+        self._thread.join(PERIOD_S + 1.0)  # the store may not answer
+
+    def _run(self) -> None:
+        book = Book("pace", self._group)
+        before: list[int] = []
+        reported: set[int] = set()
+        turn = 0
+        while (pace := self._measure()) is not None:
+            try:
+                book.write(turn, json.dumps(asdict(pace)))
+                if self._group.rank() == 0 and turn:
+                    told = book.read(turn - 1, or_later=True).items()
+                    paces = {rank: Pace(**json.loads(text)) for rank, text in told}
+                    slow = find_stragglers(paces)
+                    for rank in slow:
+                        if rank in before and rank not in reported:
+                            self._say(rank, paces)
+                    reported = reported.intersection(slow) | set(before).intersection(slow)
+                    before = slow
+            except RuntimeError:  # the store is gone with its process
+                return
+            turn += 1
+
+    def _measure(self) -> Pace | None:
+        """This rank's pace over the next samples of training; None when closed."""
+        seen = {"wait": 0, "data": 0, "work": 0}
+        steps, seconds, turn = 0, 0.0, -1
+        step, at = self._numbers[STEP], time.monotonic()
+        while sum(seen.values()) < SAMPLES or not steps:
+            if self._closed.wait(PERIOD_S):
+                return None
+            now = time.monotonic()
+            if self._numbers[PHASE] == _TRAIN and self._numbers[TURN] == turn:
+                steps += self._numbers[STEP] - step
+                seconds += now - at
+                seen[activity(sys._current_frames().get(self._watched))] += 1
+            step, at, turn = self._numbers[STEP], now, self._numbers[TURN]
+        samples = sum(seen.values())
+        step_s = seconds / steps
+        work_s = step_s * seen["work"] / samples if self._on_cpu else 0.0
+        return Pace(step_s, work_s, step_s * seen["data"] / samples, self._host)
+
+    def _say(self, rank: int, paces: Mapping[int, Pace]) -> None:
+        slow = paces[rank]
+        usual_s = statistics.median_low([pace.busy_s for pace in paces.values()])
+        data = f", {slow.data_s:.3g} s of that waiting for data" if slow.data_s > slow.work_s / 4 else ""
+        text = (
+            f"rank {rank} on {slow.host} is slow: in a step of {slow.step_s:.3g} s it works {slow.busy_s:.3g} s{data}, "
+            f"and the others {usual_s:.3g} s; they wait for it."
+        )
+        os.write(2, f"instep: {text}\n".encode())
