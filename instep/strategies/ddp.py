@@ -129,9 +129,8 @@ class DDPStrategy(Strategy):
         self.find_unused_parameters = find_unused_parameters
         self.zero_redundancy_optimizer = zero_redundancy_optimizer
         self.consolidate_optimizer = consolidate_optimizer
-        self.ddp_options = dict(
-            ddp_options
-        )  # jsonargparse would follow the dict itself, and pass all of torch's defaults
+        # A copy: jsonargparse would follow the dict itself into torch's class, and pass all of its defaults.
+        self.ddp_options = dict(ddp_options)
         if static_graph:
             self.ddp_options["static_graph"] = True
         if bucket_cap_mb is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from instep import DataModule, TrainModule
 from instep.callbacks import Callback
 from instep.cli import LRSchedulerCallable, OptimizerCallable
+from instep.state import read_environment
 
 
 class Data(DataModule):
@@ -112,3 +114,22 @@ class Marks(Callback):
 
     def __init__(self, mark: int = 0) -> None:
         self.mark = mark
+
+
+class Result(Callback):
+    """Writes what tests/launch/ways.py compares.
+
+    Args:
+        out: the file.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        from tests.launch.digits_job import digest  # late: reads scikit-learn's images
+
+        if trainer.is_global_zero:
+            launcher = read_environment().launcher
+            result = {"world_size": trainer.world_size, "launcher": launcher, "step": trainer.global_step}
+            self.out.write_text(json.dumps({**result, "weights": digest(module)}))
