@@ -11,13 +11,14 @@ from typing import NoReturn
 import torch
 
 from instep.errors import SettingError
-from instep.launch.report import report_failures, under_plain_torchrun
+from instep.launch.report import AGENT_PID, report_failures, under_plain_torchrun
 from instep.state import PartialState, ProcessEnvironment, find_device_kind, read_environment
 from instep.state.device import DeviceKind, make_current, visible
 from instep.state.environment import read_number
 from instep.state.process import is_held
 from instep.state.restarts import MIN_NODES
 from instep.trainer.settings import Settings
+from instep.utils.variables import as_variables, asked
 
 TORCHRUN_GRACE_S = 25.0
 CHOSEN = "INSTEP_DEVICES"  # which devices the ranks of a launch were given
@@ -68,24 +69,27 @@ def launch(settings: Settings, count: int) -> NoReturn:
     from instep.launch.command import this_command
     from instep.launch.engine import run, spec_for_nodes
 
-    env = {}
+    env = as_variables({"grace_period_s": settings.grace_period_s})  # what `grace_period` reads there
     if isinstance(settings.devices, tuple):
-        env = {"CUDA_VISIBLE_DEVICES": visible(settings.devices), CHOSEN: ",".join(map(str, settings.devices))}
+        env |= {"CUDA_VISIBLE_DEVICES": visible(settings.devices), CHOSEN: ",".join(map(str, settings.devices))}
     sys.exit(run(spec_for_nodes(count, settings.num_nodes, this_command(), env, settings.grace_period_s)))
 
 
 def grace_period(settings: Settings, rank: int) -> float:
     """Seconds that this process has after a signal; a warning where that is less than was asked for."""
     asked_s = settings.grace_period_s
-    if not under_plain_torchrun() or asked_s <= TORCHRUN_GRACE_S:
+    if under_plain_torchrun():
+        given_s = TORCHRUN_GRACE_S
+        why = "torchrun kills its ranks 30 s after a signal. `instep launch --grace-period-s` gives them all of it"
+    elif AGENT_PID in os.environ and (told_s := asked("grace_period_s")) is not None:
+        given_s, why = told_s, f"they were launched with {told_s:g}. Give as many to `instep launch --grace-period-s`"
+    else:
+        return asked_s
+    if asked_s <= given_s:
         return asked_s
     if asked_s != Settings.grace_period_s and rank == 0:
-        warnings.warn(
-            f"grace_period_s={asked_s:g}: torchrun kills its ranks 30 s after a signal, so they have "
-            f"{TORCHRUN_GRACE_S:g} s to save. Trainer(devices=N) in a plain `python` program gives them all of it.",
-            stacklevel=2,
-        )
-    return TORCHRUN_GRACE_S
+        warnings.warn(f"grace_period_s={asked_s:g}: ranks have {given_s:g} s to save, since {why}.", stacklevel=2)
+    return given_s
 
 
 def _check_indices(devices: tuple[int, ...], kind: DeviceKind, launched: bool) -> None:

@@ -51,7 +51,7 @@ class Trainer(TrainerView):
         strategy: "auto", a name such as "ddp", or an `instep.Strategy`.
         devices: how many devices of this machine, their indices, or "auto" (one process on a CPU). With more than one
             in a plain `python train.py` the first fit, validate, test or predict starts the processes.
-        num_nodes: machines.
+        num_nodes: machines; by default as many as the launcher started processes on.
         precision: "32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true", "fp8", or a short form.
         logger: True for TensorBoard, a logger, a list of them, or False.
         callbacks: a callback or a list of them.
@@ -167,6 +167,7 @@ class Trainer(TrainerView):
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
         self._environment = read_environment()
+        given["num_nodes"] = self._environment.num_nodes if num_nodes is None else num_nodes
         self.settings = on_nodes_there(resolve(**given, **unknown), self._environment)
         self._device_count = count_devices(self.settings, self._environment)
         world_size = self._device_count * self.settings.num_nodes

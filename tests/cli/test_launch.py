@@ -137,7 +137,8 @@ def test_script_before_command_line_before_file_before_environment(tmp_path: Pat
     file = tmp_path / "instep" / "config.yaml"
     file.parent.mkdir()
     file.write_text(
-        "accelerator: cpu\ndebug: true\ndevices: 3\nstrategy: ddp\nstrategy_options: {bucket_cap_mb: 7}\nprecision: 16\n"
+        "accelerator: cpu\ndebug: true\ndevices: 3\nstrategy: ddp\nstrategy_options: {bucket_cap_mb: 7}\n"
+        "precision: 16\n"
         "grace_period_s: 9\nlog_dir: " + str(tmp_path / "logs")
     )
     environment = {

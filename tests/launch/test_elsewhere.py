@@ -10,19 +10,19 @@ from instep.launch.elsewhere import RENAMED, SWITCHES, advice, translate
 from instep.launch.settings import NAMES, check
 
 # What `accelerate launch --help` of 1.15 and torchrun's of torch 2.13 list, without what is instep's own name.
-THEIRS = (
-    "cpu multi_gpu tpu ipex mixed_precision num_processes num_machines num_cpu_threads_per_process enable_cpu_affinity "
-    "dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic use_deepspeed use_fsdp use_parallelism_config "
-    "use_megatron_lm gpu_ids same_network machine_rank main_process_ip main_process_port role rdzv_id "
-    "monitor_interval tpu_cluster tpu_use_sudo vm main_training_function downcast_bf16 deepspeed_config_file zero_stage "
-    "offload_optimizer_device gradient_accumulation_steps gradient_clipping zero3_init_flag deepspeed_hostfile "
-    "deepspeed_multinode_launcher fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_auto_wrap_policy "
-    "megatron_lm_tp_degree fp8_backend aws_access_key_id mpirun_hostfile parallelism_config_tp_size quiet nnodes "
-    "nproc_per_node standalone start_method redirects local_ranks_filter logs_specs"
-).split()
+_THEIRS = """
+cpu multi_gpu tpu ipex mixed_precision num_processes num_machines num_cpu_threads_per_process enable_cpu_affinity
+dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic use_deepspeed use_fsdp use_parallelism_config
+use_megatron_lm gpu_ids same_network machine_rank main_process_ip main_process_port role rdzv_id monitor_interval
+tpu_cluster tpu_use_sudo vm main_training_function downcast_bf16 deepspeed_config_file zero_stage
+offload_optimizer_device gradient_accumulation_steps gradient_clipping zero3_init_flag deepspeed_hostfile
+deepspeed_multinode_launcher fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_auto_wrap_policy
+megatron_lm_tp_degree fp8_backend aws_access_key_id mpirun_hostfile parallelism_config_tp_size quiet nnodes
+nproc_per_node standalone start_method redirects local_ranks_filter logs_specs
+"""
 
 
-@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("name", _THEIRS.split())
 def test_names_of_theirs_are_known(name: str) -> None:
     if name != "ipex":  # which is gone from torch
         assert name in {*NAMES, *RENAMED, *SWITCHES} or "another launcher's" in advice(name)

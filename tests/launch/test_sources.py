@@ -152,7 +152,7 @@ def test_which_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert default_file({}) == tmp_path / ".config" / "instep" / "config.yaml"
     with pytest.raises(SettingError, match=r"there is no config file .*missing.yaml"):
         find_file(str(tmp_path / "missing.yaml"), environ)
-    with pytest.raises(SettingError, match="config='fsdq' is not known.*Did you mean 'fsdp'"):
+    with pytest.raises(SettingError, match=r"config='fsdq' is not known.*Did you mean 'fsdp'"):
         find_file("fsdq", environ)
 
 

@@ -159,14 +159,19 @@ def test_another_ones_descriptor_is_left_alone() -> None:
         os.close(receiver)
 
 
-def test_under_plain_torchrun_the_grace_period_ends_before_it_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grace_period_ends_before_the_launcher_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INSTEP_AGENT_PID", raising=False)
     assert place.grace_period(resolve(grace_period_s=100), 0) == 100
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     assert place.grace_period(resolve(), 0) == 25
     assert place.grace_period(resolve(grace_period_s=10), 0) == 10
-    with pytest.warns(UserWarning, match="torchrun kills its ranks 30 s after a signal, so they have 25 s"):
+    with pytest.warns(UserWarning, match=r"=100: ranks have 25 s to save, since torchrun kills its ranks 30 s after"):
         assert place.grace_period(resolve(grace_period_s=100), 0) == 25
     assert place.grace_period(resolve(grace_period_s=100), 1) == 25
     monkeypatch.setenv("INSTEP_AGENT_PID", "1")
     assert place.grace_period(resolve(grace_period_s=100), 0) == 100
+    monkeypatch.setenv("INSTEP_GRACE_PERIOD_S", "40")
+    assert place.grace_period(resolve(), 0) == 40
+    assert place.grace_period(resolve(grace_period_s=10), 0) == 10
+    with pytest.warns(UserWarning, match=r"=100: ranks have 40 s to save, since they were launched with 40"):
+        assert place.grace_period(resolve(grace_period_s=100), 0) == 40

@@ -73,3 +73,12 @@ def test_the_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
     PartialState._reset_state()
     monkeypatch.setenv("INSTEP_ACCELERATOR", "cpu")
     assert PartialState().device.type == "cpu"
+
+
+def test_the_number_of_machines_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
+    for name, text in {**place, "GROUP_RANK": "1"}.items():
+        monkeypatch.setenv(name, text)
+    assert (quiet().num_nodes, quiet().world_size) == (2, 2)
+    with pytest.raises(SettingError, match="set num_nodes=2"):
+        quiet(num_nodes=1)
