@@ -75,7 +75,7 @@ def digest(tensor: Tensor) -> int:
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.device.type == "cpu":
-        return xxhash.xxh3_64_intdigest(memoryview(data.numpy()))
+        return xxhash.xxh3_64_intdigest(data.numpy().data)
     return weigh(data)
 
 

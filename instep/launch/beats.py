@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,12 +76,18 @@ class Beats:
 
     Args:
         path: of a file that `make` made.
+
+    Attributes:
+        fileno: of the open file, for `faulthandler` to write to.
+        count: how many ranks it is for.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = open(path, "r+b", buffering=0)  # noqa: SIM115  (open as long as it is mapped)
-        self.count = os.fstat(self._file.fileno()).st_size // (_SLOT + _STACKS)
-        self._map = mmap.mmap(self._file.fileno(), self.count * _SLOT)
+        self.path = path
+        self.fileno = os.open(path, os.O_RDWR)
+        weakref.finalize(self, os.close, self.fileno)
+        self.count = os.fstat(self.fileno).st_size // (_SLOT + _STACKS)
+        self._map = mmap.mmap(self.fileno, self.count * _SLOT)
 
     @staticmethod
     def make(path: str | os.PathLike[str], count: int) -> Beats:
@@ -88,11 +95,6 @@ class Beats:
         with open(path, "wb") as file:
             file.truncate(count * (_SLOT + _STACKS))
         return Beats(path)
-
-    @property
-    def fileno(self) -> int:
-        """Of the open file, for `faulthandler` to write to."""
-        return self._file.fileno()
 
     def close(self) -> None:
         """Let go of the file."""
@@ -103,7 +105,7 @@ class Beats:
         """Forget everything: other ranks begin."""
         self._map[:] = bytes(len(self._map))
         for local_rank in range(self.count):
-            os.pwrite(self._file.fileno(), b"\0", self.stacks_at(local_rank))
+            os.pwrite(self.fileno, b"\0", self.stacks_at(local_rank))
 
     def numbers(self, local_rank: int) -> memoryview:
         """A rank's numbers, for itself to write: `numbers[STEP] = 3`."""
@@ -146,7 +148,7 @@ class Beats:
 
     def stacks(self, local_rank: int) -> str:
         """The stacks that `faulthandler` wrote, if it did."""
-        text = os.pread(self._file.fileno(), _STACKS, self.stacks_at(local_rank))
+        text = os.pread(self.fileno, _STACKS, self.stacks_at(local_rank))
         return text[: text.index(0) if 0 in text else None].decode(errors="replace")
 
     def _set(self, local_rank: int, start: int, end: int, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 import socket
 import threading
@@ -106,8 +107,8 @@ def report(beats: Beats, nccl_dumps: Path | None = None) -> str:
     text = _text(beats, found)
     if folder is None:
         return text
-    written = _in_time(lambda: _write(beats, found, folder, text, nccl_dumps))
-    return f"{text}\nStacks of all threads: {folder}" + ("" if written else " (it could not be written in time)")
+    problem = _in_time(lambda: _write(beats, found, folder, text, nccl_dumps))
+    return f"{text}\nStacks of all threads: {folder}" + (f" (it could not be written: {problem})" if problem else "")
 
 
 def state_of(pid: int) -> str:
@@ -146,7 +147,7 @@ def _who(begun: list[Beat]) -> str:
     last = min((beat.position for beat in begun), default=None)
     behind = [beat.rank for beat in begun if beat.position == last]
     if len(behind) < len(begun):
-        return f"{_ranks(behind)} behind the others, which wait."
+        return f"{_ranks(behind)} {'are' if len(behind) > 1 else 'is'} behind the others, which wait."
     return "All ranks of this node are at the same step: the stacks tell them apart, or the cause is on another node."
 
 
@@ -190,12 +191,20 @@ def _wait(there: Callable[[], bool], seconds: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _in_time(work: Callable[[], None]) -> bool:
-    done = threading.Event()
+def _in_time(work: Callable[[], None]) -> str:
+    """Do it in a thread; why it was not done, or nothing."""
+    problems: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def run() -> None:
-        work()
-        done.set()
+        try:
+            work()
+        except (OSError, ValueError) as error:
+            problems.put(f"{type(error).__name__}: {error}")
+        else:
+            problems.put("")
 
     threading.Thread(target=run, name="instep-report", daemon=True).start()
-    return done.wait(_TO_WRITE_S)
+    try:
+        return problems.get(timeout=_TO_WRITE_S)
+    except queue.Empty:
+        return f"the disk did not answer within {_TO_WRITE_S:g} s"
