@@ -35,7 +35,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, SettingError
+from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, InstepError, SettingError
 from instep.launch.affinity import share_cores
 from instep.launch.blame import RankEnd, find_cause
 from instep.launch.forked import Failure, Forked, ForkedRank
@@ -103,8 +103,14 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
             monitor_interval=0.1,
         )
         agent = _Agent(workers, _logs(spec, folder), forked, rendezvous, watch, spec.shutdown_s, handlers_before)
-        with contextlib.suppress(SignalException):  # the ranks have been told, waited for and counted
+        try:
             agent.run()
+        except SignalException:  # the ranks have been told, waited for and counted
+            pass
+        except InstepError as error:
+            if not agent.has_begun:
+                raise
+            _say(str(error))
     return agent.exit_code
 
 
@@ -228,6 +234,7 @@ class _Agent(LocalElasticAgent):
         self._first_restart = int(os.environ[RESTART])
         self._peers: Peers | None = None
         self._round = Round(0, "", 0)
+        self.has_begun = False
         self.exit_code = EXIT_FAILED
 
     # --- the agent's own steps ---------------------------------------------------------------------------------------
@@ -245,6 +252,7 @@ class _Agent(LocalElasticAgent):
         os.environ[JOB_ID] = self._round.job
         os.environ[RESTART] = str(self._first_restart + self._round.number)
         count_waiting = self._nodes.count_waiting if self._nodes.elastic else None
+        self.has_begun = True
         self._peers = Peers(talk, self._round, node, nodes, self._nodes.patience_s, count_waiting)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -522,7 +530,7 @@ class _Agent(LocalElasticAgent):
                 _say(f"{end.title} ended with {end.how}: {end.message}")
         mine = cause is not None and cause in ends
         if lost:
-            _say(f"{lost}: its ranks are lost, and the others cannot go on without them")
+            _say(f"{lost}: its ranks are lost")
         elif cause is not None and not mine:
             said = f": {cause.message}" if cause.message else ""
             _say(f"{cause.title} failed with {cause.how}{said}; the output of its node has more")

@@ -99,7 +99,7 @@ class Beats:
     def close(self) -> None:
         """Let go of the file."""
         self._map.close()
-        self._file.close()
+        os.close(self.fileno)
 
     def clear(self) -> None:
         """Forget everything: other ranks begin."""
