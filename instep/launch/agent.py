@@ -90,8 +90,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="instep-agent-") as folder,
         _environment(_rank_environment(spec)),
         _signals_restored() as handlers_before,
-        contextlib.closing((watch := NodeWatch(Path(folder), spec.nproc)).beats),
-        _environment(watch.environment(os.environ)),
+        _environment((watch := NodeWatch(Path(folder), spec.nproc)).environment(os.environ)),
     ):
         workers = WorkerSpec(
             role="rank",

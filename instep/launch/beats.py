@@ -96,11 +96,6 @@ class Beats:
             file.truncate(count * (_SLOT + _STACKS))
         return Beats(path)
 
-    def close(self) -> None:
-        """Let go of the file."""
-        self._map.close()
-        os.close(self.fileno)
-
     def clear(self) -> None:
         """Forget everything: other ranks begin."""
         self._map[:] = bytes(len(self._map))
