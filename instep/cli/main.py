@@ -26,33 +26,34 @@ Command = tuple[str, ...]
 COMMANDS: dict[Command, str] = {
     ("fit",): "train a module as a configuration says",
     ("validate",): "run a module over its validation data",
+    ("test",): "check a set-up; with --module, run a module over its test data",
     ("predict",): "run a module's predict_step over data",
     ("launch",): "run a script as several processes, on one machine or many",
+    ("slurm",): "submit a script to SLURM; saved and requeued at the time limit",
+    ("config",): "ask, and write the config file that launches use",
     ("config", "default"): "write the config file without questions",
     ("config", "update"): "change settings of it",
     ("config", "show"): "every setting, its value and where that comes from",
     ("config", "validate"): "check config files",
     ("config", "templates"): "config files that come with instep",
-    ("config",): "ask, and write the config file that launches use",
     ("env",): "versions, devices, free memory, settings and their sources",
+    ("merge-weights",): "plain safetensors of any sharded checkpoint",
     ("checkpoint", "ls"): "what lies in a folder of checkpoints, a run, or all runs",
     ("checkpoint", "verify"): "hold every byte against its checksum",
     ("checkpoint", "show"): "what is inside a checkpoint",
     ("checkpoint", "diff"): "how two checkpoints differ",
     ("checkpoint", "convert"): "to and from safetensors, Lightning and Accelerate",
-    ("slurm",): "submit a script to SLURM; saved and requeued at the time limit",
-    ("merge-weights",): "plain safetensors of any sharded checkpoint",
-    ("test",): "check a set-up: collectives, a tiny training, a checkpoint",
     ("replay",): "repeat the steps after a checkpoint, bit for bit",
     ("migrate",): "bring Lightning and Accelerate scripts to instep",
     ("completion",): "let the shell complete commands and options",
 }
 GROUPS = {"checkpoint": "look into checkpoints, check, compare and convert them"}
 _EXAMPLES = (
-    "  instep launch --devices 2 train.py",
+    "  instep fit --config run.yaml --trainer.max_epochs 3",
+    "  instep launch --devices 2 train.py --lr 0.1",
+    "  instep test --devices 2",
     "  instep checkpoint ls .",
     "  instep checkpoint verify instep_runs/version_0",
-    "  instep replay instep_runs/version_0 --steps 3",
 )
 EXIT_CODES = "Exit codes: 0 all is well; 1 problems were found, or an error; 2 wrong arguments."
 _ALL_EXIT_CODES = (
@@ -158,7 +159,7 @@ def _overview(words: Sequence[str]) -> int:
     rest = words[len(group) :]
     known = {name: text for name, text in COMMANDS.items() if name[: len(group)] == tuple(group)}
     lines = [
-        f"usage: {' '.join(['instep', *group])} COMMAND ... [--json] [--help]",
+        f"usage: {' '.join(['instep', *group])} COMMAND ... [--help]",
         "",
         *_columns(known if group else _top()),
         "",

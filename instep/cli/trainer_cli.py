@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 import warnings
 from argparse import SUPPRESS
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from instep import __version__
 from instep.callbacks import Callback
+from instep.cli.completion import complete_subcommand
 from instep.cli.optimizer_config import LRSchedulerOptions, instantiate_class, with_class_path, with_length
 from instep.cli.save_config import SaveConfigCallback
 from instep.cli.trainer_parser import AUTOMATIC, TrainerArgumentParser, import_named
@@ -218,6 +220,8 @@ class TrainerCLI:
 
     def parse_arguments(self, parser: TrainerArgumentParser, args: Any) -> None:
         """Parse into `self.config`."""
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow, and gets an answer before anything is parsed
+            complete_subcommand(self._parsers)
         if isinstance(args, Mapping | Namespace):
             self.config = parser.parse_object(args if isinstance(args, Namespace) else dict(args), env=True)
         else:

@@ -20,6 +20,8 @@ ASKED = {
     "instep config sh": "show",
     "instep migrate scr": "script.py",
     "instep completion z": "zsh",
+    "instep merge-weights --js": "--json",
+    "instep fit --ckpt": "--ckpt_path",
 }
 BASH = """
 eval "$(instep completion bash)"
@@ -51,6 +53,19 @@ def test_bash(tmp_path: Path, environment: dict[str, str]) -> None:
     *found, all_of_them = [line.strip() for line in done.stdout.splitlines()]
     assert found == list(ASKED.values()), done.stderr
     assert {"checkpoint", "migrate", "completion"} <= set(all_of_them.split())
+
+
+def test_the_options_of_a_trainer(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Of `instep fit`, and of a program with a TrainerCLI; they are known to torch only."""
+    program = tmp_path / "bin" / "train.py"
+    program.write_text(f"#!{sys.executable}\nfrom instep.cli import TrainerCLI\nTrainerCLI()\n")
+    program.chmod(0o755)
+    line = "fit --trainer.max_ep"
+    shell = {**environment, "PYTHONPATH": str(Path.cwd()), "COMP_TYPE": "9", "_ARGCOMPLETE": "1"}
+    for name in ("instep", "train.py"):
+        point = {"COMP_LINE": f"{name} {line}", "COMP_POINT": str(len(name) + 1 + len(line))}
+        done = run_command(["bash", "-c", f"{name} 8>&1 >&2"], env={**shell, **point}, timeout_s=100.0)
+        assert done.stdout.strip() == "--trainer.max_epochs", done.stderr
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
