@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,24 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
             for line in code.splitlines()[1:]:  # the first has a path of its own
                 assert line in printed
     assert {language for language, _ in blocks} == {"python", "sh", "text"}
+
+
+@pytest.mark.filterwarnings("ignore:the configured optimizer takes the place")
+def test_config_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    text = (DOCS / "config_trainer.md").read_text()
+    for language, code in re.findall(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language == "sh":
+            for line in code.splitlines():
+                assert main(line.split()[1:]) == 0, line
+        else:
+            Path(code.split()[1]).write_text(code)
+    assert len(list(tmp_path.glob("instep_runs/version_*/config.yaml"))) == 5
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--data.batch_size=16", "--stop.patience=5", "--note=own"])
+    runpy.run_path("train.py", run_name="__main__")
+    assert "own 0.16" in capsys.readouterr().out
 
 
 def test_strategies() -> None:

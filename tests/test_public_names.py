@@ -62,6 +62,16 @@ PUBLIC = {
         "synchronize_rng_states",
         "tqdm",
     ],
+    "instep.cli": [
+        "ArgsType",
+        "LRSchedulerCallable",
+        "LRSchedulerOptions",
+        "OptimizerCallable",
+        "SaveConfigCallback",
+        "TrainerArgumentParser",
+        "TrainerCLI",
+        "instantiate_class",
+    ],
     "instep.data": [
         "BatchSource",
         "CombinedLoader",

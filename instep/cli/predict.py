@@ -6,7 +6,7 @@ for the module and the callbacks to write (`on_predict_batch_end`).
 Exit codes: 0 done; 1 it failed; 2 wrong arguments; 130 interrupted.
 
 Examples:
-  instep predict --config instep_runs/version_0/config.yaml --ckpt_path instep_runs/version_0
+  instep predict --config instep_runs/version_0/config.yaml --ckpt_path best
   instep predict -c run.yaml --ckpt_path best --trainer.callbacks+=pkg.WriteToDisk --return_predictions false
 """
 

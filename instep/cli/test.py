@@ -10,7 +10,7 @@ Examples:
   instep test --devices 2
   instep test --config fsdp --timeout 30
   srun instep test
-  instep test --config instep_runs/version_0/config.yaml --ckpt_path instep_runs/version_0
+  instep test --config instep_runs/version_0/config.yaml --ckpt_path best
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ that nobody gave are those that the checkpoint of --ckpt_path was saved with.
 Exit codes: 0 done; 1 it failed; 2 wrong arguments; 130 interrupted.
 
 Examples:
-  instep validate --config instep_runs/version_0/config.yaml --ckpt_path instep_runs/version_0
-  instep validate --module pkg:Model --data pkg:Data --ckpt_path instep_runs/version_0 --trainer.limit_val_batches 10
+  instep validate --config instep_runs/version_0/config.yaml --ckpt_path best
+  instep validate --module pkg:Model --data pkg:Data --ckpt_path runs/step-00001200-1 --trainer.limit_val_batches 10
 """
 
 from __future__ import annotations
