@@ -52,6 +52,7 @@ _TOGETHER_S = 1.5  # from the first rank's report to the last one's
 _AT_ONCE_S = 5.0  # if the report hangs in turn: a disk
 _CALLS = 12
 _RECORDS = 5
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
 class Heartbeat:
@@ -105,16 +106,23 @@ class Heartbeat:
         """
         process = PartialState()
         timeout_s = None if timeout_s == float("inf") else timeout_s
-        mine = (timeout_s, process.node_index, self._offer(timeout_s), time.strftime("%Y%m%d-%H%M%S"))
-        ranks = exchange(mine, process.control_group, "the heartbeat")
-        if any(other[0] != timeout_s for other in ranks):
-            given = ", ".join(f"rank {rank}: {other[0]}" for rank, other in enumerate(ranks))
-            raise SettingError(f"hang_timeout_s differs between ranks: {given}", field="hang_timeout_s", got=timeout_s)
+        offer = self._offer(timeout_s)
+        try:
+            mine = (timeout_s, process.node_index, offer, time.strftime("%Y%m%d-%H%M%S"))
+            ranks = exchange(mine, process.control_group, "the heartbeat")
+            if any(other[0] != timeout_s for other in ranks):
+                given = ", ".join(f"rank {rank}: {other[0]}" for rank, other in enumerate(ranks))
+                raise SettingError(f"hang_timeout_s differs between ranks: {given}", field="hang_timeout_s")
+            if timeout_s is not None and self._beats is None:
+                offers = [other[2] for other in ranks if other[1] == process.node_index]
+                self._use(Beats(next(path for path in offers if path is not None)), self._local_rank)
+                process.wait_for_everyone("mapping the heartbeat file")
+        finally:
+            if offer is not None:
+                os.unlink(offer)  # all have it open: nothing is left of it when they have ended
         if timeout_s is None:
             yield
             return
-        if self._beats is None:
-            self._join([other[2] for other in ranks if other[1] == process.node_index])
         self._name = f"hang-{ranks[0][3]}"
         self.set_folder(folder)
         self.enter("start")
@@ -145,13 +153,11 @@ class Heartbeat:
         Beats.make(path, read_environment().local_world_size)
         return path
 
-    def _join(self, offers: list[str | None]) -> None:
-        path = next((offer for offer in offers if offer is not None), None)
-        assert path is not None
-        self._use(Beats(path), self._local_rank)
-        PartialState().wait_for_everyone("mapping the heartbeat file")
-        if self._local_rank == 0:
-            os.unlink(path)  # all have it open: nothing is left of it when they have ended
+
+def _is_deep(path: str) -> bool:
+    """Whether a file is torch's or Python's own, where it matters less who waits than who called."""
+    packages = f"{os.sep}site-packages{os.sep}"
+    return f"{packages}torch{os.sep}" in path or (path.startswith(_PYTHON) and packages not in path)
 
 
 _one: Heartbeat | None = None
@@ -185,6 +191,7 @@ class Watchdog:
         self._own = beats.count > 1 or heart.by_agent
         self._out = os.dup(beats.fileno if self._own else 2)
         self._closed = threading.Event()
+        self._note_compiler()
         self._thread = threading.Thread(target=self._run, name="instep-watchdog", daemon=True)
         self._thread.start()
 
@@ -243,7 +250,8 @@ class Watchdog:
         records: list[dict[str, Any]] = []
         with suppress(Exception):  # torch's own form, which may change: it is said without
             records = recorded()
-        innermost = f"{Path(calls[-1].filename).name}:{calls[-1].lineno} in {calls[-1].name}" if calls else "not known"
+        near = next((call for call in reversed(calls) if not _is_deep(call.filename)), calls[-1] if calls else None)
+        innermost = "not known" if near is None else f"{Path(near.filename).name}:{near.lineno} in {near.name}"
         last = f"; last collective {described(records[-1])}" if records else ""
         self._beats.set_where(self._slot, f"{innermost}{last}\n{''.join(traceback.format_list(calls))}")
         try:

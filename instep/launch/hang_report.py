@@ -148,6 +148,8 @@ def _who(begun: list[Beat]) -> str:
     behind = [beat.rank for beat in begun if beat.position == last]
     if len(behind) < len(begun):
         return f"{_ranks(behind)} {'are' if len(behind) > 1 else 'is'} behind the others, which wait."
+    if len(begun) == 1:
+        return "Its stack says where it is."
     return "All ranks of this node are at the same step: the stacks tell them apart, or the cause is on another node."
 
 
