@@ -130,9 +130,15 @@ def make_parser(command: Command, module: ModuleType) -> argparse.ArgumentParser
         prog=" ".join(("instep", *command)),
         description=about.strip(),
         epilog=f"examples:\n{examples.rstrip()}{codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30),
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # who reads this has found it
     module.arguments(parser)
+    if parser.usage is None and parser.format_usage().count("\n") > 2:  # the options are listed below anyway
+        short = parser._get_formatter()
+        short.add_usage(None, parser._get_positional_actions(), (), prefix="")
+        parser.usage = short.format_help().strip().replace(parser.prog, f"{parser.prog} [OPTIONS]", 1)
     return parser
 
 

@@ -1,14 +1,11 @@
 """Check the set-up that `instep launch` would use: every collective, triggers, a tiny training, a checkpoint.
 
 The training must have the losses of one process, and go on from its checkpoint bit for bit. Prints each check's time,
-that of the slowest rank, and the bandwidth of what a rank sends or writes. In a rank that something else started (srun,
-torchrun, mpirun) it checks that job. Several nodes must share the folder that it is started in.
-
-With a module, or the configuration of a run, it tests that instead: its options are those of `instep fit --help`.
+that of the slowest rank, and the bandwidth. Under srun, torchrun or mpirun it checks that job. Several nodes must share
+the folder that it is started in. With a module, or a run's configuration, it tests that instead: see `instep fit`.
 
 Examples:
-  instep test --devices 2
-  instep test --config fsdp --timeout 30
+  instep test --config fsdp --devices 2
   srun instep test
   instep test --config instep_runs/version_0/config.yaml --ckpt_path best
 """
