@@ -27,6 +27,8 @@ from instep.cli.save_config import SaveConfigCallback
 from instep.cli.trainer_parser import AUTOMATIC, TrainerArgumentParser, import_named
 from instep.data import DataModule
 from instep.errors import CheckpointError, UsageError
+from instep.launch.engine import is_worker
+from instep.launch.report import report_failures
 from instep.state import read_environment
 from instep.trainer import Trainer, TrainModule
 from instep.trainer.configured import configured_arguments
@@ -111,6 +113,8 @@ class TrainerCLI:
         self.auto_configure_optimizers = auto_configure_optimizers
         self.load_from_checkpoint_support = load_from_checkpoint_support
 
+        if is_worker():
+            report_failures()  # of the user's constructors too, which run before the Trainer does it
         words: Any = sys.argv[1:] if args is None else args
         self.setup_parser(run, dict(parser_kwargs or {}), words)
         import_named(words, str(self.parser.env_prefix))
@@ -246,12 +250,11 @@ class TrainerCLI:
 
     def _start_ranks(self) -> None:
         """Where the program starts its ranks itself: become their agent now, without a module in memory."""
-        environment = read_environment()
-        if self.subcommand is None or self.trainer_class is not Trainer or environment.launcher != "none":
+        if self.subcommand is None or self.trainer_class is not Trainer or is_worker():
             return
         given = self._get(self.config, "trainer")
         settings = resolve(**{name: given[name] for name in _PLACE if given.get(name) is not None})
-        count = count_devices(settings, environment)
+        count = count_devices(settings, read_environment())
         if count * settings.num_nodes > 1:
             launch(settings, count)
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from instep.errors import SettingError
+from instep.errors import EXIT_FAILED, InstepError, SettingError
 
 _CLASSES = ("--module", "--model", "--data")
 _HELP = ("-h", "--help")
@@ -50,8 +50,15 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
         sys.path.insert(0, os.getcwd())
     words = dotted(words)
     from instep.cli.trainer_cli import TrainerCLI  # late: loads torch and jsonargparse
+    from instep.launch.engine import is_worker
 
-    TrainerCLI(args=[name, *words], parser_kwargs={"prog": "instep"})
+    try:
+        TrainerCLI(args=[name, *words], parser_kwargs={"prog": "instep"})
+    except (InstepError, OSError) as error:
+        if not is_worker():
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)  # the agent says it once, with rank and host
+        return EXIT_FAILED
     return 0
 
 
