@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from instep.launch.elsewhere import RENAMED, SWITCHES, advice
-from instep.launch.settings import DICTS, NAMES, about, pairs
+from instep.launch.settings import DICTS, NAMES, about, choices, pairs
 from instep.launch.settings import SWITCHES as OWN_SWITCHES
 
 _CONFIG = "settings in YAML, or the name of a template (default: ~/.config/instep/config.yaml)"
@@ -58,7 +58,9 @@ def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] = NAMES, 
             _add(parser, name, shown, const={name: True}, nargs=0)
             _add(parser, f"no_{name}", argparse.SUPPRESS, const={name: False}, nargs=0)
         else:
-            _add(parser, name, shown, metavar=_METAVARS.get(name, "N"))
+            action = _add(parser, name, shown, metavar=_METAVARS.get(name, "N"))
+            if choices(name):  # what the shell completes
+                action.completer = lambda *_, name=name, **__: choices(name)  # pyright: ignore[reportAttributeAccessIssue]
         for other in (other for other, mine in RENAMED.items() if mine == name):
             kind = {"const": {name: True}, "nargs": 0} if name in OWN_SWITCHES else {}
             _add(parser, other, argparse.SUPPRESS, dest=name, **kind)
@@ -67,12 +69,13 @@ def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] = NAMES, 
             _add(parser, other, argparse.SUPPRESS, const=means, nargs=0)
 
 
-def _add(parser: argparse.ArgumentParser, name: str, shown: str, **kind: Any) -> None:
+def _add(parser: argparse.ArgumentParser, name: str, shown: str, **kind: Any) -> argparse.Action:
     hyphened = name.replace("_", "-")
-    parser.add_argument(f"--{hyphened}", action=_Say, help=shown.replace("%", "%%"), **kind)
+    action = parser.add_argument(f"--{hyphened}", action=_Say, help=shown.replace("%", "%%"), **kind)
     if hyphened != name:
         kind.setdefault("dest", name)
         parser.add_argument(f"--{name}", action=_Say, help=argparse.SUPPRESS, **kind)
+    return action
 
 
 def _with_advice(error: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:

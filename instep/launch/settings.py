@@ -139,6 +139,8 @@ def check(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, An
         >>> check({"devices": "0,1", "precision": 16, "env": "A=1"}, {})
         {'devices': [0, 1], 'precision': '16', 'env': {'A': '1'}}
     """
+    if not values:
+        return {}
     from pydantic import ValidationError  # late: a tenth of a second
 
     problems: dict[str, SettingError] = {}

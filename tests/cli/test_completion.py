@@ -18,6 +18,8 @@ ASKED = {
     "instep checkpoint convert --j": "--json",
     "instep checkpoint convert a b --to acc": "accelerate",
     "instep config sh": "show",
+    "instep launch --precision bf16-t": "bf16-true",
+    "instep launch --max": "--max-restarts",
     "instep migrate scr": "script.py",
     "instep completion z": "zsh",
     "instep merge-weights --js": "--json",

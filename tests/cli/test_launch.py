@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from instep.cli.main import main
+from instep.cli import launch
+from instep.cli.main import main, make_parser
 from tests.helpers.spawn import run_command
 from tests.launch.ways import REPO, UNLAUNCHED, job, same_weights
 
@@ -125,6 +127,14 @@ def test_wrong_words_end_with_2(words: str, expected: str, capsys: pytest.Captur
         code = end.code
     assert code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_the_guide_names_options_that_are_there() -> None:
+    guide = (REPO / "docs" / "launching.md").read_text()
+    section = guide.partition("## Options of other launchers")[2].partition("```")[0]
+    named = set(re.findall(r"`(--[a-z_-]+)", section))
+    assert len(named) > 15
+    assert named <= make_parser(("launch",), launch)._option_string_actions.keys()
 
 
 def test_the_digits_have_the_same_weights(tmp_path: Path) -> None:
