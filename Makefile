@@ -57,13 +57,14 @@ $(XLA_VENV)/.ready: constraints-xla.txt scripts/cuda_stand_ins.py
 	$(XLA_VENV)/bin/python scripts/cuda_stand_ins.py
 	@touch $@
 
-bench: $(VENV)/.bench  ## microseconds per step, import time, memory, saving, triggers, strategies
+bench: $(VENV)/.bench  ## microseconds per step, import time, memory, saving, triggers, strategies, launching
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/triggers.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/strategies.py
+	$(BIN)/python benchmarks/launch.py
 
 soak-short: $(VENV)/.dev  ## kill a training 100 times at random instants; 4.5 minutes, more on a busy machine
 	$(BIN)/python benchmarks/soak.py --kills 100 --name soak_short

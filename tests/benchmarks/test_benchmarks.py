@@ -125,3 +125,14 @@ def test_strategies(tmp_path: Path) -> None:
     assert step["step_ms"]["median"] > 0
     assert 0.2 < step["step_ratio"]["median"] < 5
     assert memory["instep_mb"]["median"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_launch(tmp_path: Path) -> None:
+    result = run("launch.py", tmp_path, "--quick", "--ways", "instep launch, instep")
+    assert list(result["results"]) == ["torchrun, by hand", "instep launch, instep"]
+    for way in result["results"].values():
+        parts = sum(way[phase]["median"] for phase in ("command", "imports", "set up"))
+        assert 0 < parts == pytest.approx(way["first step"]["median"], abs=0.02)
+        assert way["all"]["median"] > way["first step"]["median"]
