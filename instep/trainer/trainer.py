@@ -473,6 +473,11 @@ class Trainer(TrainerView):
         """In a plain script that asked for several devices: become the agent of the ranks."""
         if self._session is not None:
             raise UsageError("this Trainer is running already; make another one for a run inside a run")
+        if self._environment.launcher == "none" != read_environment().launcher:
+            raise UsageError(
+                "this Trainer was made before the ranks were started and takes this one for a process alone: make it "
+                "inside the function that is launched"
+            )
         if self.world_size > 1 and self._environment.launcher == "none":
             launch(self.settings, self._device_count)
         replay.silence(self)

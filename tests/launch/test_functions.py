@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from instep import PartialState
+from instep import PartialState, Trainer, TrainModule
 from instep.errors import SettingError, UsageError
 from instep.launch import functions
 from instep.launch.functions import debug_launcher, notebook_launcher
@@ -88,8 +88,6 @@ def test_what_a_failed_rank_leaves(tmp_path: Path) -> None:
             state = PartialState()
             if state.process_index == 0:
                 gather_object(0)  # the others do not come
-            elif how == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-                os._exit(75)
             elif how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             else:
@@ -98,21 +96,28 @@ def test_what_a_failed_rank_leaves(tmp_path: Path) -> None:
         def preempted():
             sys.exit(75)
 
-        for how in ("kill",):
-            try:
-                debug_launcher(fail, (how,))
-            except DistributedError as error:
-                print(type(error).__name__, error)
+        def restarted():
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                raise ValueError("the first time")
+            return "the second time"
+
+        try:
+            debug_launcher(fail, ("kill",))
+        except DistributedError as error:
+            print(type(error).__name__, error)
         try:
             debug_launcher(preempted)
         except Preempted as error:
             print(error.code, error)
         sys.stdout.flush()
+        print(debug_launcher(restarted, max_restarts=1), flush=True)
         debug_launcher(fail, ("raise",))
         """,
     )
     assert done.returncode == 1
-    killed, preempted = done.stdout.splitlines()
+    killed, preempted, restarted = done.stdout.splitlines()
+    assert restarted == "['the second time', 'the second time']"
+    assert "ValueError: the first time" in done.stderr
     assert killed.startswith("DistributedError debug_launcher: rank 1 failed with SIGKILL"), done.stdout
     assert preempted.startswith("75 debug_launcher: the ranks were asked to stop"), done.stdout
     assert done.stderr.rstrip().endswith("ValueError: only here"), done.stderr
@@ -213,3 +218,12 @@ def test_outside_of_a_notebook_no_cell_is_named() -> None:
     PartialState(cpu=True)
     with pytest.raises(UsageError, match=r"cannot use it then\. Restart"):
         debug_launcher(print)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_trainer_that_was_made_before_the_ranks_is_refused(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(accelerator="cpu", devices=devices)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"made before the ranks were started .* inside the function"):
+        trainer.fit(TrainModule(), [])
