@@ -1,0 +1,103 @@
+"""How much memory training takes in each process, by strategy, precision and number of processes.
+
+WHAT is a TrainModule or a function that makes one (package.module:Name), a folder or file with a model's configuration
+for transformers, or safetensors files. Two steps run on tensors that have sizes and no values, so nothing is downloaded
+or computed, and the machine need not have the memory. A step needs a batch: --input, --data, or for transformers
+--batch-size and --sequence-length; without one, and for files, activations are not counted. On a GPU its context and
+NCCL (0.5 to 1.5 GB) and what its allocator cannot use come on top.
+
+Examples:
+  instep estimate-memory train.py:Model --input 32x3x224x224 --input 32:int64
+  instep estimate-memory train:Model --data train:Data --strategy fsdp --devices 2 8
+  instep estimate-memory llama/config.json --batch-size 4 --precision bf16-mixed --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from instep.cli import output
+from instep.errors import SettingError
+
+_STRATEGIES = ("single_device", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3")
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add = parser.add_argument
+    add("what", metavar="WHAT", help="an import path, a configuration of transformers, or safetensors files")
+    add("--args", metavar="JSON", default="{}", help="the module's arguments")
+    add(
+        "--input",
+        metavar="SIZES[:DTYPE]",
+        action="append",
+        default=[],
+        help="a tensor of the batch; NAME=... for a dict",
+    )
+    add("--data", metavar="PATH", help="import path of a DataModule, or a function that gives a loader or a batch")
+    add("--data-args", metavar="JSON", default="{}", help="its arguments")
+    add("--batch-size", type=int, default=1, help="for transformers (default: 1)")
+    add("--sequence-length", type=int, default=512, help="for transformers (default: 512)")
+    add("--optimizer", metavar="NAME", help="of torch.optim (default: the module's own; AdamW for the others)")
+    add("--strategy", nargs="+", default=list(_STRATEGIES), help=f"(default: {' '.join(_STRATEGIES)})")
+    add("--precision", nargs="+", default=list(_PRECISIONS), help=f"(default: {' '.join(_PRECISIONS)})")
+    add("--devices", nargs="+", type=int, default=[8], help="numbers of processes (default: 8)")
+    add("--accumulate", type=int, default=1, help="batches of an optimizer step (default: 1)")
+    add("--accelerator", choices=("gpu", "cpu"), default="gpu", help="where it will train (default: gpu)")
+    add("--weights-only", action="store_true", help="leave the step out")
+    add("--json", action="store_true", help="for programs; bytes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Estimate every row, and print the table."""
+    from instep.cli.memory.estimate import Setup, estimate  # late: loads torch
+    from instep.cli.memory.subject import find_subject
+
+    subject = find_subject(
+        args.what,
+        arguments=_json("args", args.args),
+        inputs=args.input,
+        data=args.data,
+        data_arguments=_json("data_args", args.data_args),
+        optimizer=args.optimizer,
+        batch_size=args.batch_size,
+        sequence=args.sequence_length,
+        weights_only=args.weights_only,
+    )
+    setups = [
+        Setup(strategy, precision, devices, args.accumulate, args.accelerator == "gpu")
+        for precision in args.precision
+        for strategy in args.strategy
+        for devices in ([1] if strategy == "single_device" else args.devices)
+    ]
+    rows = [{**asdict(setup), **asdict(estimate(subject, setup))} for setup in setups]
+    if args.json:
+        output.say_json({"subject": subject.name, "rows": rows})
+        return 0
+    output.say(f"{subject.name}: memory of each process")
+    columns = ("weights", "gradients", "optimizer", "activations", "peak")
+    cells = [
+        (row["precision"], row["strategy"], row["devices"], *(_size(row[column]) for column in columns)) for row in rows
+    ]
+    output.table(("precision", "strategy", "devices", *columns), cells, right=("devices", *columns))
+    if subject.batch is None:
+        output.say("activations are not counted: give a batch by --input or --data")
+    return 0
+
+
+def _json(field: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SettingError(f"{field}={text!r} is no JSON: {error}", field=field, got=text) from None
+    if not isinstance(value, dict):
+        raise SettingError(f"{field}={text!r} must be a JSON object of arguments", field=field, got=text)
+    return value
+
+
+def _size(count: int | None) -> str:
+    return "?" if count is None else output.size(count)

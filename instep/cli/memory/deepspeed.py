@@ -1,0 +1,63 @@
+"""What DeepSpeed's ZeRO takes, as a sum of its buffers: its engine wants real tensors, and a simulation has none.
+
+Of a simulation of one process come the sizes of gradients, optimizer state and activations; the rest is what the
+engine's source says, with the bucket sizes that `DeepSpeedStrategy` sets, and was held against measured peaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from instep.cli.memory.simulate import Estimate, Setup, simulate
+from instep.cli.memory.subject import Subject
+from instep.errors import one_of
+
+_STAGES = {"deepspeed": 2, **{f"deepspeed_stage_{stage}": stage for stage in range(4)}}
+_BUCKET = 500_000_000  # elements, at most
+_LIVE = 1_000_000_000  # elements of gathered parameters, of stage 3
+
+
+def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
+    """The memory of a rank.
+
+    Raises:
+        SettingError: another strategy of DeepSpeed than a stage without offloading.
+    """
+    if setup.strategy not in _STAGES:
+        raise one_of("strategy", setup.strategy, tuple(_STAGES))
+    stage, ranks = _STAGES[setup.strategy], setup.devices
+    lower = setup.precision.startswith("bf16")
+    inner = setup.precision if not lower else "bf16-mixed" if stage == 0 else "bf16-true"
+    alone = simulate(subject, replace(setup, strategy="single_device", precision=inner, devices=1, on_gpu=False))
+    steps = simulate(
+        replace(subject, batch=None),
+        Setup("single_device", "32-true"),
+    )
+    # What the optimizer needs for a while, for each byte that it steps at a time.
+    whole = steps.weights + steps.gradients + steps.optimizer
+    ratio = max(0, steps.peak - whole) / (4 * max(1, steps.largest))
+    width = 2 if lower and stage else 4
+    elements = steps.gradients // 4
+    weights, exact, state = alone.weights, 4 * elements, steps.optimizer
+    gradients = width * elements
+    bucket = width * min(elements, _BUCKET)
+    part = exact // ranks
+    layer = 2 * width * alone.largest
+    activations = alone.activations or 0
+    if stage == 0:
+        kept = weights + state
+        most = (kept + activations + gradients + layer, kept + 2 * gradients, kept + gradients + ratio * layer / 2)
+        shown = (weights, gradients, state)
+    elif stage in (1, 2):
+        kept = weights + part + state // ranks
+        own = gradients // ranks  # with stage 1 too: the others' are let go once they are reduced
+        most = (kept + activations + bucket + own + layer, kept + part * (1 + ratio))
+        shown = (weights, own, part + state // ranks)
+    else:
+        own = gradients // ranks
+        kept = weights // ranks + part + state // ranks + own
+        gathered = min(gradients, width * _LIVE)
+        most = (kept + activations + gathered + bucket + own + layer, kept + part * (2 + ratio))
+        shown = (weights // ranks, own, part + state // ranks)
+    peak = max(map(int, most))
+    return Estimate(*shown, alone.activations, peak, alone.largest)

@@ -1,0 +1,250 @@
+"""Two training steps on tensors without values, under a strategy, with the bytes counted.
+
+Strategies of one process and of FSDP run as they are, in a process group that exists in name only. What DDP holds
+beside the module is made by code that wants real tensors: its buckets are added to a simulation of one process.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.optim import Optimizer
+
+from instep.cli.memory.bytes import Bytes
+from instep.cli.memory.subject import Subject
+from instep.errors import HookError, SettingError, UsageError
+from instep.state import PartialState
+from instep.strategies import Precision, Strategy, resolve_strategy
+from instep.strategies.fsdp import FSDPStrategy
+from instep.trainer.module import TrainModule
+from instep.trainer.optimizers import configure
+
+_CPU = torch.device("cpu")
+_STEPS = 2  # the first one makes the optimizer's state
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a row of the table is about.
+
+    Args:
+        strategy: its name.
+        precision: its name.
+        devices: processes.
+        accumulate: batches of an optimizer step.
+        on_gpu: the module is built in the host's memory, and the optimizer works on many tensors at a time.
+    """
+
+    strategy: str
+    precision: str
+    devices: int = 1
+    accumulate: int = 1
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one process.
+
+    Args:
+        weights: parameters and buffers, between steps.
+        gradients: after a backward; with DDP also the buckets in which they travel.
+        optimizer: its state, and weights that it keeps in another precision.
+        activations: what a forward leaves for its backward; with FSDP also the weights that stay gathered. None where
+            the step is not known.
+        peak: the most at a time, from the building of the module to the end of the second step: more than the sum where
+            a backward or the optimizer needs more for a while.
+        largest: elements of the largest parameter.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int | None
+    peak: int
+    largest: int = 0
+
+
+def simulate(subject: Subject, setup: Setup) -> Estimate:
+    """Train for two steps and count.
+
+    Raises:
+        SettingError: the strategy cannot be simulated, or does not go with this number of processes.
+        UsageError: the step cannot run without values.
+    """
+    ddp = setup.strategy.startswith("ddp")
+    strategy = Strategy() if ddp else resolve_strategy(setup.strategy, setup.devices)
+    kinds = {Strategy, FSDPStrategy, *([_mesh_strategy()] if hasattr(strategy, "sizes") else [])}
+    if type(strategy) not in kinds or any(getattr(strategy, "sizes", {}).get(dim, 1) > 1 for dim in ("cp", "pp")):
+        raise SettingError(
+            f"the memory of strategy={setup.strategy!r} is not estimated: ddp, fsdp, hsdp, tp, deepspeed_stage_<n> and "
+            "single_device are",
+            field="strategy",
+            got=setup.strategy,
+        )
+    PartialState(cpu=True)  # before the group: this process is alone
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the run itself will say it
+        Strategy.connect(strategy, _CPU, Precision(setup.precision, _CPU))
+        if isinstance(strategy, FSDPStrategy):
+            stack.enter_context(_group(setup.devices))
+            copies = 2 if strategy.dp_replicate == "auto" else int(strategy.dp_replicate)
+            strategy._world = dist.group.WORLD
+            strategy.mesh = strategy.make_mesh({"dp_replicate": copies, "dp_shard": setup.devices // copies})
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_converting())
+        count = stack.enter_context(Bytes())
+        if isinstance(strategy, FSDPStrategy):
+            stack.enter_context(_shapes_aside(count))
+        try:
+            return _train(subject, setup, strategy, count, ddp)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise UsageError(
+                f"a step of {subject.name} asks for a tensor's value ({error.func}: .item(), an if over a tensor, a "
+                "mask as index ...), and here tensors have none. Leave the step out with --weights-only."
+            ) from error
+
+
+def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp: bool) -> Estimate:
+    module = subject.make()
+    largest = max((p.numel() for p in module.parameters()), default=0)
+    _attach(module)
+    strategy.place(module)
+    gc.collect()
+    weights = count.now
+    if setup.on_gpu:
+        count.peak = weights
+    optimizer = _optimizer(subject, module, setup.on_gpu)
+    strategy.setup(module, [optimizer])
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    buckets = [torch.empty_like(p) for p in trained] if ddp else []
+    step = strategy.step_function("training_step")
+    batch = None if subject.batch is None else subject.batch()
+    convert = strategy.precision.input_converter()
+    batch = batch if convert is None else convert(batch)
+    fixed = count.now
+    state = grads = left = 0
+    for _ in range(_STEPS):
+        for p in trained if batch is None else ():
+            p.grad = torch.zeros_like(p)
+        for micro in range(0 if batch is None else setup.accumulate):
+            last = micro == setup.accumulate - 1
+            with nullcontext() if last else strategy.no_sync():
+                with strategy.precision.context() or nullcontext():
+                    loss = _loss_of(step(batch, 0), subject)
+                if micro == 0:
+                    left = count.now - fixed - state - grads
+                    optimizer.zero_grad()  # here, as in the Trainer: the last step's gradients live in the forward
+                strategy.backward(loss)
+                del loss
+        grads = count.now - fixed - state
+        strategy.optimizer_step(optimizer)
+        state = count.now - fixed - grads
+    grads += sum(it.untyped_storage().nbytes() for it in buckets)
+    return Estimate(weights, grads, state, None if batch is None else left, count.peak, largest)
+
+
+def _attach(module: nn.Module) -> None:
+    """What a step and `configure_optimizers` may ask of a Trainer."""
+    if getattr(module, "automatic_optimization", True) is False:
+        raise UsageError(
+            f"{type(module).__name__} optimizes by hand, which needs a Trainer. Leave the step out with "
+            "--weights-only --optimizer NAME."
+        )
+    if isinstance(module, TrainModule):
+        asked = {"estimated_stepping_batches": 1000, "num_training_batches": 1000, "max_epochs": 1, "max_steps": 1000}
+        state = {"current_epoch": 0, "global_step": 0, "global_rank": 0, "world_size": 1, "is_global_zero": True}
+        stand_in: Any = SimpleNamespace(**asked, **state, training=True)
+        module._log_buffer = []
+        module._trainer = stand_in
+
+
+def _optimizer(subject: Subject, module: nn.Module, on_gpu: bool) -> Optimizer:
+    if subject.optimizer is not None:
+        optimizer = subject.optimizer([p for p in module.parameters() if p.requires_grad])
+    else:
+        found = configure(module.configure_optimizers(), module).optimizers  # pyright: ignore[reportCallIssue]
+        if not found:
+            raise HookError(f"{subject.name} has no optimizer. Name one with --optimizer.")
+        optimizer = found[0]
+    for group in optimizer.param_groups:
+        if on_gpu and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+    return optimizer
+
+
+def _loss_of(output: Any, subject: Subject) -> Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise HookError(f"{subject.name}.training_step returned {type(output).__name__}, not a loss")
+    return loss
+
+
+@contextmanager
+def _converting() -> Iterator[None]:
+    """Let `Module.to` change parameters in place: torch exchanges those without values, where it can."""
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        for tensor in (*self._parameters.values(), *self._buffers.values()):
+            if tensor is not None:
+                tensor.data = fn(tensor.data)
+        return self
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _shapes_aside(count: Bytes) -> Iterator[None]:
+    """Leave out the whole tensors on which DTensor tries its operators, to know the shapes of results."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # late, with the group
+
+    name = "_propagate_tensor_meta_non_cached"
+    original = getattr(ShardingPropagator, name)
+
+    def propagate(*args: Any, **kwargs: Any) -> Any:
+        with count.aside():
+            return original(*args, **kwargs)
+
+    setattr(ShardingPropagator, name, propagate)
+    try:
+        yield
+    finally:
+        setattr(ShardingPropagator, name, original)
+
+
+def _mesh_strategy() -> type[Strategy]:
+    from instep.strategies.mesh import MeshStrategy  # late: tensor parallelism, for who asks for it
+
+    return MeshStrategy
+
+
+@contextmanager
+def _group(size: int) -> Iterator[None]:
+    """A process group of so many processes, of which this one is there."""
+    # Late: half a second. The first gives older torch the sizes of what collectives return.
+    import torch.distributed._tools.fake_collectives  # noqa: F401
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
