@@ -37,6 +37,7 @@ COMMANDS: dict[Command, str] = {
     ("config", "validate"): "check config files",
     ("config", "templates"): "config files that come with instep",
     ("env",): "versions, devices, free memory, settings and their sources",
+    ("estimate-memory",): "how much memory training takes, by strategy and precision",
     ("merge-weights",): "plain safetensors of any sharded checkpoint",
     ("checkpoint", "ls"): "what lies in a folder of checkpoints, a run, or all runs",
     ("checkpoint", "verify"): "hold every byte against its checksum",
