@@ -1,0 +1,45 @@
+"""mpirun: two real processes, and a preempted job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.spawn import finish, run_command, start_command
+from tests.launch.ways import UNLAUNCHED, job, same_weights
+
+pytestmark = [pytest.mark.mpi, pytest.mark.dist]
+
+MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable]
+ENV = {**UNLAUNCHED, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def test_mpirun_starts_ranks(tmp_path: Path) -> None:
+    done = run_command([*MPIRUN, *job(tmp_path / "out.json")], timeout_s=120, env=ENV, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = same_weights(tmp_path / "out.json")
+    assert (result["launcher"], result["world_size"], result["num_nodes"]) == ("openmpi", 2, 1)
+
+
+def test_an_mpi_job_that_is_asked_to_stop_saves_ends_its_hooks_and_goes_on(tmp_path: Path) -> None:
+    """For mpirun kills the other ranks once the first one has ended with a code other than 0."""
+    held = tmp_path / "held"
+    words = [*MPIRUN, str(Path(__file__).with_name("held_job.py")), *map(str, (tmp_path / "out.json", tmp_path, held))]
+    with start_command(words, env={**ENV, "SLOW_S": "1.5"}, cwd=tmp_path) as process:
+        deadline = time.monotonic() + 100.0
+        while len(os.listdir(held) if held.exists() else []) < 2 and process.poll() is None:
+            assert time.monotonic() < deadline, "the ranks did not come to the step"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        stopped = finish(process, 60)
+    assert stopped.returncode == 75, stopped.stderr
+    assert "rank 0 ended in step" in stopped.stdout
+    done = run_command(words, timeout_s=120, env=ENV, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Resuming from" in done.stdout
+    same_weights(tmp_path / "out.json")
