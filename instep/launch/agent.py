@@ -282,9 +282,7 @@ class _Agent(LocalElasticAgent):
         if not self._hung and self._watch.hangs(says_so=EXIT_HUNG in codes.values()):
             self._hung = True
             _say(self._watch.report())
-            self._kill()
-            codes = self._codes()
-        if self._received or any(codes.values()) or peers.alarm or peers.waiting or peers.cut_off:
+        if self._hung or self._received or any(codes.values()) or peers.alarm or peers.waiting or peers.cut_off:
             if EXIT_PREEMPTED in codes.values():
                 peers.refresh()  # the ranks may have been asked to make room for another node
             self._settle()
@@ -312,7 +310,15 @@ class _Agent(LocalElasticAgent):
                 else:
                     self._settle(end_with=signal.SIGTERM)
             super()._shutdown(signal.SIGKILL)
+            self._close_logs()
         self._close_peers()
+
+    def _close_logs(self) -> None:
+        handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
+        for handler in handlers.values():
+            for file in (handler._stdout, handler._stderr):
+                if file is not None:
+                    file.close()
 
     def _close_peers(self) -> None:
         if self._peers is not None:
@@ -329,13 +335,15 @@ class _Agent(LocalElasticAgent):
         """
         peers = self._peers
         assert peers is not None
-        self._first: list[int] = []
+        self._first: list[int] = [EXIT_HUNG] if self._hung else []
         self._by_itself: set[int] | None = None  # ranks that had ended before any was sent a signal
         self._killed = self._early = False
         deadline = term_at = float("inf")
         told = 0
         failed = growing = False
-        if end_with is not None:
+        if self._hung:
+            deadline = time.monotonic()  # who could say where it is has ended
+        elif end_with is not None:
             self._send(end_with)
             deadline = time.monotonic() + _AFTER_FAILURE_S
         elif peers.waiting and not peers.alarm:
@@ -346,11 +354,11 @@ class _Agent(LocalElasticAgent):
             bad = [code for code in codes.values() if code]
             failing = any(code != EXIT_PREEMPTED for code in bad)
             alarm = peers.alarm
-            if bad and not self._first and (failing or told == 0) and not growing:
-                self._first = [EXIT_HUNG, *bad] if self._hung else bad
+            if bad and not self._first and (failing or told == 0) and not (failed or growing):
+                self._first = bad
                 self._early = now - self._started < _STARTING_S
                 deadline = min(deadline, now + self._shutdown_s)
-            if failing and alarm is None and end_with is None:
+            if (failing or self._hung) and alarm is None and end_with is None:
                 peers.raise_alarm("failed")
             if not failed and (failing or peers.cut_off or (alarm is not None and alarm.kind != "grow")):
                 failed = True
@@ -529,7 +537,7 @@ class _Agent(LocalElasticAgent):
                 _say(f"{end.title} ended with {end.how}: {end.message}")
         mine = cause is not None and cause in ends
         if lost:
-            _say(f"{lost}: its ranks are lost")
+            _say(f"{lost}; its ranks are lost")
         elif cause is not None and not mine:
             said = f": {cause.message}" if cause.message else ""
             _say(f"{cause.title} failed with {cause.how}{said}; the output of its node has more")

@@ -19,6 +19,11 @@ __all__ = ["LaunchSpec", "is_worker", "run", "spec_for_nodes", "this_command"]
 
 SHUTDOWN_MARGIN_S = 5.0  # over the ranks' grace period, at whose end they end themselves and say where they were
 
+_RDZV_CONF = (
+    *("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout"),
+    *("keep_alive_interval", "keep_alive_max_attempt", "is_host"),
+)
+
 
 @dataclass(frozen=True)
 class LaunchSpec:
@@ -110,6 +115,12 @@ class LaunchSpec:
                 raise SettingError(f'{name} needs rdzv_backend="c10d"', field=name, got=getattr(self, name))
 
     def _check_elastic(self) -> None:
+        for name, value in self.rdzv_conf.items():
+            if name not in _RDZV_CONF:
+                raise one_of("rdzv_conf", name, _RDZV_CONF)
+            if not value.isdecimal():
+                what = f"rdzv_conf: {name}={value!r} must be a whole number (seconds, attempts, or 0 and 1)"
+                raise SettingError(what, field="rdzv_conf", got=value)
         if self.min_nodes is not None and not 1 <= self.min_nodes <= self.num_nodes:
             raise SettingError(
                 f"min_nodes={self.min_nodes} must be 1 to num_nodes={self.num_nodes}",

@@ -125,8 +125,8 @@ class Peers:
         if self._thread is None:
             return ""
         silent_s = time.monotonic() - self._heard
-        if silent_s > self._patience_s:
-            return f"the agents' store did not answer for {silent_s:.0f} s"
+        if silent_s > self._patience_s and not self._broken:
+            self._broken = f"this node is cut off: the agents' store did not answer for {silent_s:.0f} s"
         return self._broken
 
     def raise_alarm(self, kind: Literal["failed", "lost", "grow"], text: str = "") -> None:
@@ -203,7 +203,7 @@ class Peers:
                     self._look()
                 self._heard = time.monotonic()
         except (RuntimeError, InstepError) as error:
-            self._broken = f"the agents' store is gone ({str(error).splitlines()[0]})"
+            self._broken = f"the agents' store has gone with its host ({str(error).splitlines()[0]})"
 
     def _look(self) -> None:
         store = self._store

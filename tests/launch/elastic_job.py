@@ -1,6 +1,8 @@
 """An agent whose ranks train a little and are killed at random steps; run as a program, one on each node.
 
-    python -m tests.launch.elastic_job FOLDER '{"nproc": 4, "max_restarts": 10}' [--kills 10] [--steps 40] [--slow S]
+    python -m tests.launch.elastic_job FOLDER '{"nproc": 4, "max_restarts": 10}' [--kills 10] [--steps 40]
+
+`--slow SECONDS` makes each step longer; at the step `--hold` a rank waits for the file `FOLDER/go`.
 
 The ranks are forked from the agent, which has loaded torch by then. They write one line for each step into
 `FOLDER/steps-<restart>-<rank>`: the step, the epoch and the samples' numbers. Rank 0 writes `FOLDER/result.json`.
@@ -36,16 +38,20 @@ SAMPLES, GLOBAL_BATCH = 96, 12
 class Net(TrainModule):
     """Has dropout, momentum and a schedule, so that whatever is not restored shows."""
 
-    def __init__(self, log: Path, slow_s: float) -> None:
+    def __init__(self, log: Path, slow_s: float, hold_at: int) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
-        self._log, self._slow_s = log, slow_s
+        self._log, self._slow_s, self._hold_at = log, slow_s, hold_at
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, numbers = batch
         with open(self._log, "a") as file:
             file.write(json.dumps([self.trainer.global_step, self.trainer.current_epoch, numbers.tolist()]) + "\n")
         time.sleep(self._slow_s)
+        deadline = time.monotonic() + 60
+        while self.trainer.global_step == self._hold_at and not (self._log.parent / "go").exists():
+            assert time.monotonic() < deadline, "nobody let it go on"
+            time.sleep(0.02)
         return (self.net(x) - x.sum(1, keepdim=True)).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -70,16 +76,16 @@ class Kill(Callback):
         victim = rng.randrange(world) if restart < self._kills else None
         self._at = trainer.global_step + rng.randint(1, 6) if victim == int(os.environ["RANK"]) else -1
 
-    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         if trainer.global_step + 1 == self._at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: Path, steps: int, kills: int, slow_s: float, num_nodes: int) -> None:
+def train(folder: Path, num_nodes: int, steps: int, kills: int, slow_s: float, hold_at: int) -> None:
     """What each rank does."""
     seed_everything(3)
     rank, restart = os.environ["RANK"], os.environ["INSTEP_RESTART"]
-    net = Net(folder / f"steps-{restart}-{rank}", slow_s)
+    net = Net(folder / f"steps-{restart}-{rank}", slow_s, hold_at)
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -115,10 +121,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--slow", type=float, default=0.0)
+    parser.add_argument("--hold", type=int, default=-1)
     args = parser.parse_args()
     spec = LaunchSpec(command=("forked",), **args.spec)
     torch.set_num_threads(1)
-    forked = Forked(train, (args.folder, args.steps, args.kills, args.slow, spec.num_nodes), args.folder)
+    how = (args.folder, spec.num_nodes, args.steps, args.kills, args.slow, args.hold)
+    forked = Forked(train, how, args.folder)
     return run_agent(spec, forked)
 
 

@@ -370,6 +370,99 @@ def test_two_agents_form_one_job_and_restart_together(tmp_path: Path) -> None:
     ]
 
 
+def _together(folder: Path, code: str, merged: Path, **spec: Any) -> tuple[list[int], str]:
+    """Two agents of one rank each that write to one file, as on a terminal; their exit codes and the file."""
+    both = {"num_nodes": 2, "master_port": free_port(), "run_id": "job", **spec}
+    with ExitStack() as stack:
+        nodes = []
+        for node in (0, 1):
+            command = _agent(folder, code, nproc=1, node_rank=node, **both)
+            words = ["sh", "-c", 'out=$1; shift; exec "$@" >>"$out" 2>&1', "sh", str(merged), *command]
+            nodes.append(stack.enter_context(start_command(words, env=LAUNCHED)))
+        return [finish(process, 60).returncode for process in nodes], merged.read_text()
+
+
+def test_a_failure_ends_the_ranks_of_all_nodes_and_its_traceback_comes_last_and_once(tmp_path: Path) -> None:
+    code = """
+        import pathlib
+        from instep.launch.report import report_failures
+        report_failures()
+        note = lambda name: pathlib.Path(os.environ["NOTES"], name).touch()
+        while rank == 0:
+            note("alive")
+            wait(0.05)
+        while not os.path.exists(os.path.join(os.environ["NOTES"], "alive")):
+            wait(0.01)
+        note("failed")
+        raise ValueError("only here")
+    """
+    codes, said = _together(tmp_path, code, tmp_path / "said", env={"NOTES": str(tmp_path)})
+    assert codes == [1, 1], said
+    failed, alive = ((tmp_path / name).stat().st_mtime for name in ("failed", "alive"))
+    assert alive - failed < 5.0
+    assert said.rstrip().endswith("ValueError: only here"), said
+    assert said.count("Traceback") == 1, said
+    assert said.count(f"rank 1 (host {HOST}) failed with exit code 1: ValueError: only here; the output of") == 1, said
+
+
+def test_agents_count_restarts_together(tmp_path: Path) -> None:
+    code = """
+        say("start", *map(os.environ.get, ("INSTEP_RESTART", "TORCHELASTIC_RESTART_COUNT", "INSTEP_JOB_ID")))
+        wait(0.5)
+        sys.exit(1) if int(os.environ["INSTEP_RESTART"]) % 2 == rank else wait(60)
+    """
+    codes, said = _together(tmp_path, code, tmp_path / "said", max_restarts=1)
+    assert codes == [1, 1], said
+    starts = [line.split() for line in said.splitlines() if line.startswith("start")]
+    assert sorted(start[1:3] for start in starts) == [["0", "0"]] * 2 + [["1", "1"]] * 2, said
+    assert len({start[3] for start in starts}) == 1, said
+
+
+# --- output, cores, programs ------------------------------------------------------------------------------------------
+
+
+def test_output_goes_to_files_and_with_tee_to_the_console_too(job: Job, tmp_path: Path) -> None:
+    done = job(
+        """
+        say("out", rank, os.environ["INSTEP_RESTART"])
+        os.write(2, f"err {rank}\\n".encode())
+        sys.exit(os.environ["INSTEP_RESTART"] == "0" and rank == 1)
+        """,
+        log_dir=tmp_path / "logs",
+        tee=(1,),
+        run_id="job",
+        max_restarts=1,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[rank 1]: out 1 0", "[rank 1]: out 1 1"]
+    assert done.stderr.count("[rank 1]: err 1") == 2
+    assert "err 0" not in done.stderr
+    (run_folder,) = (tmp_path / "logs").glob("job_*")
+    for restart in (0, 1):
+        for rank in (0, 1):
+            files = run_folder / f"attempt_{restart}/{rank}"
+            assert (files / "stdout.log").read_text() == f"out {rank} {restart}\n"
+            assert (files / "stderr.log").read_text() == f"err {rank}\n"
+    assert re.search(r"rank 1 .* failed with exit code 1; what it said is in .*attempt_0/1/stderr.log", done.stderr)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pinning is Linux's")
+def test_each_rank_gets_its_share_of_the_cores(job: Job) -> None:
+    mine = os.sched_getaffinity(0)
+    done = job("say(*sorted(os.sched_getaffinity(0)))", cpu_affinity=True)
+    shares = [set(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(shares) == 2
+    assert set.union(*shares) <= mine
+    assert len(mine) < 2 or all(len(share) < len(mine) for share in shares)
+
+
+def test_a_program_that_is_not_python(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(LaunchSpec(2, ("-c", 'echo "$RANK of $WORLD_SIZE"'), executable="sh", python=False)) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0 of 2", "1 of 2"]
+    with pytest.raises(SettingError, match="executable='no-such-program' is not a program"):
+        run(LaunchSpec(1, (), executable="no-such-program", python=False))
+
+
 # --- settings ------------------------------------------------------------------------------
 
 
@@ -392,6 +485,14 @@ def test_a_rank_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ("master_port", {"num_nodes": 2}),
         ("max_restarts", {"max_restarts": -1}),
         ("command", {"command": ()}),
+        ("rdzv_backend", {"rdzv_backend": "etcd"}),
+        ("min_nodes", {"min_nodes": 1}),
+        ("min_nodes", {"min_nodes": 3, "num_nodes": 2, "rdzv_backend": "c10d", "rdzv_endpoint": "h:1", "run_id": "r"}),
+        ("rdzv_endpoint", {"num_nodes": 2, "rdzv_backend": "c10d"}),
+        ("rdzv_conf", {"rdzv_backend": "c10d", "rdzv_conf": {"join_timeuot": "3"}}),
+        ("rdzv_conf", {"rdzv_backend": "c10d", "rdzv_conf": {"join_timeout": "soon"}}),
+        ("tee", {"tee": True}),
+        ("hang_timeout_s", {"hang_timeout_s": 0.0}),
     ],
 )
 def test_wrong_settings_are_named(field: str, settings: dict[str, Any]) -> None:
