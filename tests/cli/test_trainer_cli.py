@@ -376,6 +376,24 @@ def test_print_config_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert said in capsys.readouterr().out, words
 
 
+def test_the_agent_of_its_ranks_builds_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def make() -> Net:
+        made.append(1)
+        return Net()
+
+    def become_agent(settings: Any, count: int) -> None:
+        raise SystemExit(f"agent of {count}, {settings.grace_period_s:g} s")
+
+    monkeypatch.setattr("instep.cli.trainer_cli.launch", become_agent)
+    words = ["fit", "--trainer.devices=3", "--trainer.grace_period_s=7"]
+    with pytest.raises(SystemExit, match=r"agent of 3, 7 s"):
+        TrainerCLI(make, Data, trainer_defaults=QUIET, args=words)
+    assert not made
+    assert TrainerCLI(make, Data, trainer_defaults={**QUIET, "devices": 3}, args=[], run=False).trainer.world_size == 3
+
+
 def test_a_configuration_as_a_dict() -> None:
     built = TrainerCLI(Net, Data, args={"model": {"lr": 0.5}, "trainer": QUIET}, run=False)
     assert built.model.hparams.lr == 0.5
