@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -82,9 +81,14 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[int]:
     """
     if len(paces) < 2:
         return []
-    usual_s = statistics.median_low([pace.busy_s for pace in paces.values()])
-    step_s = statistics.median([pace.step_s for pace in paces.values()])
+    usual_s, step_s = _median(pace.busy_s for pace in paces.values()), _median(pace.step_s for pace in paces.values())
     return [rank for rank, pace in paces.items() if pace.busy_s - usual_s > APART * step_s]
+
+
+def _median(values: Iterable[float]) -> float:
+    """The lower one of two."""
+    found = sorted(values)
+    return found[(len(found) - 1) // 2]
 
 
 class PaceWatch:
@@ -151,7 +155,7 @@ class PaceWatch:
 
     def _say(self, rank: int, paces: Mapping[int, Pace]) -> None:
         slow = paces[rank]
-        usual_s = statistics.median_low([pace.busy_s for pace in paces.values()])
+        usual_s = _median(pace.busy_s for pace in paces.values())
         data = f", {slow.data_s:.3g} s of that waiting for data" if slow.data_s > slow.work_s / 4 else ""
         text = (
             f"rank {rank} on {slow.host} is slow: in a step of {slow.step_s:.3g} s it works {slow.busy_s:.3g} s{data}, "

@@ -1,4 +1,4 @@
-"""A training of two ranks in which one hangs, in one way or another."""
+"""A training whose last rank hangs, in one way or another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ class Model(instep.TrainModule):
         again = os.environ.get("INSTEP_RESTART", "0") != "0"
         if again and not (self.folder / "restarted").exists():
             (self.folder / "restarted").write_text(str(time.time()))
-        if self.trainer.global_rank == 1 and self.trainer.global_step == self.at and not again:
+        if (
+            self.trainer.global_rank == self.trainer.world_size - 1
+            and self.trainer.global_step == self.at
+            and not again
+        ):
             (self.folder / "hung").write_text(str(time.time()))
             if self.how == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -48,7 +52,6 @@ class Model(instep.TrainModule):
 def train(folder: Path, how: str, hang_timeout_s: float, at: int = 3) -> None:
     trainer = instep.Trainer(
         accelerator="cpu",
-        devices=2,
         max_steps=10,
         hang_timeout_s=hang_timeout_s,
         logger=False,

@@ -77,6 +77,16 @@ def test_a_rank_that_hangs_in_code_shows_where(server: JobServer, tmp_path: Path
     assert (status["status"], status["exit_code"], status["global_step"]) == ("hung", EXIT_HUNG, 3)
 
 
+def test_a_stopped_rank_alone_is_found_by_the_agent(server: JobServer, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    job = server.start(train, tmp_path, "stopped", TIMEOUT_S, nproc=1, log=log)
+    try:
+        assert job.wait(60.0) == EXIT_HUNG, log.read_text()
+    finally:
+        job.kill("job")
+    assert re.search(r"rank 0 \(pid \d+\) is stopped by a signal", log.read_text())
+
+
 def test_without_an_agent_the_others_name_the_stopped_rank(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=r"rank 0 ended with exit code 76") as failed:
         run_ranks(train, 2, tmp_path, "stopped", TIMEOUT_S)
