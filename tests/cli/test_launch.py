@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from instep.cli import launch
 from instep.cli.main import main, make_parser
-from tests.helpers.spawn import run_command
+from tests.helpers.spawn import finish, free_port, run_command, start_command
 from tests.launch.ways import REPO, UNLAUNCHED, job, same_weights
 
 pytestmark = pytest.mark.dist
@@ -140,6 +141,30 @@ def test_the_guide_names_options_that_are_there() -> None:
 def test_the_digits_have_the_same_weights(tmp_path: Path) -> None:
     assert main(["launch", "--cpu", "--devices", "2", *job(tmp_path / "out.json")]) == 0
     assert same_weights(tmp_path / "out.json")["world_size"] == 2
+
+
+def test_two_machines_train_the_digits_to_the_same_weights(tmp_path: Path) -> None:
+    launch = [
+        sys.executable,
+        "-m",
+        "instep",
+        "launch",
+        "--cpu",
+        "--devices=1",
+        "--num-nodes=2",
+        "--master-addr=127.0.0.1",
+    ]
+    words = [*launch, f"--master-port={free_port()}"]
+    with ExitStack() as stack:
+        agents = [
+            stack.enter_context(start_command([*words, f"--node-rank={node}", *job(tmp_path / "out.json")]))
+            for node in (0, 1)
+        ]
+        for agent in agents:
+            done = finish(agent, 120)
+            assert done.returncode == 0, done.stderr
+    result = same_weights(tmp_path / "out.json")
+    assert (result["world_size"], result["num_nodes"]) == (2, 2)
 
 
 def test_script_before_command_line_before_file_before_environment(tmp_path: Path) -> None:
