@@ -171,9 +171,11 @@ def _cells(pattern: str) -> str:
     """Which of the notebook's cells match, for a person; nothing outside of a notebook."""
     cells: list[str] = getattr(sys.modules["__main__"], "In", [])
     found = [
-        f"cell [{number}]: {line.strip()}"
+        (number, line)
         for number, cell in enumerate(cells[:-1])
         for line in cell.splitlines()
         if re.search(pattern, line)
     ]
-    return f" It was probably {'; or '.join(found[:3])}." if found else ""
+    outer = [(number, line) for number, line in found if not line[:1].isspace()]  # no function's body
+    named = [f"cell [{number}]: {line.strip()}" for number, line in (outer or found)[:3]]
+    return f" It was probably {'; or '.join(named)}." if named else ""

@@ -194,7 +194,13 @@ def test_the_arguments_are_checked(launcher: Callable[..., Any]) -> None:
 
 @pytest.fixture
 def _notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = ["", "import torch", "model = Net()\nmodel.to('cuda')", "trainer.fit(model)", "notebook_launcher(fit)"]
+    cells = [
+        "",
+        "def make():\n    return PartialState()",
+        "model = Net()\nmodel.to('cuda')",
+        "trainer.fit(model)",
+        "notebook_launcher(fit)",
+    ]
     monkeypatch.setattr(sys.modules["__main__"], "In", cells, raising=False)
 
 
