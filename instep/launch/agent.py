@@ -293,10 +293,9 @@ class _Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
 
     def _exit_barrier(self) -> None:
-        """The agents' store must not go before all others have read there that everybody is done."""
+        """The agents' store must not go before all others have read there what they need."""
         assert self._peers is not None
-        if self._peers.nodes > 1:
-            self._peers.exchange("left", True, _AFTER_FAILURE_S)
+        self._peers.exchange("left", True, _AFTER_FAILURE_S)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         # Ranks still run here after an error in the agent, or when a signal came between a start and `_take_signals`.
@@ -391,8 +390,6 @@ class _Agent(LocalElasticAgent):
         peers = self._peers
         assert peers is not None
         self._stop_tails()
-        if not (peers.alarm or peers.cut_off) and peers.nodes > 1:
-            peers.exchange("saved", True, self._shutdown_s)  # node 0's store must not go before the last rank has saved
         ends = self._bad_ends(worker_group)
         mine = {
             "first": self._first,
@@ -402,11 +399,8 @@ class _Agent(LocalElasticAgent):
             "stop": bool(self._received),
             "ends": [end.as_json() for end in ends],
         }
-        told = {peers.node: mine}
-        alarm = peers.alarm
-        if alarm is not None:
-            patience_s = self._shutdown_s if alarm.kind == "grow" else _AFTER_FAILURE_S
-            told = peers.exchange("end", mine, patience_s + _UNTIL_TERM_S)
+        told = self._exchange(mine)
+        alarm, cut_off = peers.alarm, peers.cut_off if len(told) < peers.nodes else ""
         code = job_code(
             [code for of in told.values() for code in of["first"]],
             [code for of in told.values() for code in of["last"]],
@@ -414,15 +408,13 @@ class _Agent(LocalElasticAgent):
             any(of["early"] for of in told.values()),
         )
         grown = alarm is not None and alarm.kind == "grow" and code in (0, EXIT_PREEMPTED)
-        lost = peers.cut_off or self._lost(alarm, told)
+        lost = cut_off or self._lost(alarm, told)
         if lost and code != EXIT_HUNG:
             code = EXIT_FAILED
         self.exit_code = code
         if code == 0 and not grown:
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._codes()))
-        stop = (
-            any(of["stop"] for of in told.values()) or bool(peers.cut_off) or (bool(lost) and not self._nodes.elastic)
-        )
+        stop = any(of["stop"] for of in told.values()) or bool(cut_off) or (bool(lost) and not self._nodes.elastic)
         if grown and not stop:
             self._nodes.renew = True
             return RunResult(state=WorkerState.HEALTHY)
@@ -433,10 +425,25 @@ class _Agent(LocalElasticAgent):
             self._say_failures(ends, others, lost, last=not again)
         if again:
             _say(f"starting all ranks again (restart {restart} of {worker_group.spec.max_restarts})")
-        if peers.cut_off:
+        elif not cut_off:
+            self._exit_barrier()
+        if cut_off:
             _unfinished.append(self._nodes)
         self._remaining_restarts = worker_group.spec.max_restarts - restart + 1 if again else 0
         return RunResult(state=WorkerState.FAILED, failures=self._failures())
+
+    def _exchange(self, mine: dict[str, Any]) -> dict[int, Any]:
+        """What became of every node, by its number: of those that say so in time."""
+        peers = self._peers
+        assert peers is not None
+        if not (peers.alarm or peers.cut_off):
+            told = peers.exchange("saved", mine, self._shutdown_s)
+            if not peers.alarm:
+                return told
+        if peers.alarm is None:
+            return {peers.node: mine}
+        patience_s = self._shutdown_s if peers.alarm.kind == "grow" else _AFTER_FAILURE_S
+        return peers.exchange("end", mine, patience_s + _UNTIL_TERM_S)
 
     @staticmethod
     def _lost(alarm: Alarm | None, told: Mapping[int, Any]) -> str:
