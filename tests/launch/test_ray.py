@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from instep.cli.main import main
 from instep.errors import SettingError, UsageError
 from instep.launch.engine import LaunchSpec
 from instep.launch.ray import RayLauncher
@@ -59,6 +60,7 @@ def _wait_for(true: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 @pytest.mark.ray
 @pytest.mark.dist
+@pytest.mark.timeout(300)
 def test_two_actors_on_two_nodes_train_to_the_same_weights(cluster: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert RayLauncher(cluster, placement="STRICT_SPREAD").run(LaunchSpec(2, job(out))) == 0
@@ -67,12 +69,14 @@ def test_two_actors_on_two_nodes_train_to_the_same_weights(cluster: str, tmp_pat
 
 @pytest.mark.ray
 @pytest.mark.dist
+@pytest.mark.timeout(300)
 def test_jobs_on_one_node(cluster: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import ray  # an optional package
 
     ray.init(cluster, log_to_driver=False)  # a connection that is there already is used, and left
     try:
-        _check_places(tmp_path, capfd)
+        _check_places(capfd)
+        _check_command(cluster, tmp_path, capfd)
         _check_failure(capfd)
         _check_signal(tmp_path)
         _check_lost_actor(ray, tmp_path, capfd)
@@ -87,7 +91,7 @@ def _run(code: str, **settings: object) -> int:
     return RayLauncher(placement="STRICT_PACK").run(LaunchSpec(2, (*QUICK, code), **settings))  # type: ignore[arg-type]
 
 
-def _check_places(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def _check_places(capfd: pytest.CaptureFixture[str]) -> None:
     os.environ["INSTEP_SOMETHING"] = "travels"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "INSTEP_SOMETHING", "MORE")
     code = f"import os; os.write(1, (' '.join(os.environ[n] for n in {names}) + ' ' + os.getcwd() + '\\n').encode())"
@@ -97,6 +101,13 @@ def _check_places(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
         del os.environ["INSTEP_SOMETHING"]
     printed = sorted(capfd.readouterr().out.splitlines())
     assert printed == [f"{rank} {rank} 2 2 1 travels more {os.getcwd()}" for rank in range(2)]
+
+
+def _check_command(cluster: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = folder / "say.py"
+    script.write_text("import os, sys; os.write(1, f'{os.environ[\"RANK\"]} {sys.argv[1:]}\\n'.encode()); sys.exit(75)")
+    assert main(["launch", "--ray", cluster, "--devices", "2", str(script), "--lr", "0.1"]) == 75
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0 ['--lr', '0.1']", "1 ['--lr', '0.1']"]
 
 
 def _check_failure(capfd: pytest.CaptureFixture[str]) -> None:
