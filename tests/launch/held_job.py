@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent))
 from digits_job import train
 
 STEP = 10
-WAITS_S = 100.0
+WAITS_S = 900.0  # who starts it ends it
 
 
 class Held(Callback):
