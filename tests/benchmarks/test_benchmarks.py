@@ -87,6 +87,7 @@ def test_import_time(tmp_path: Path) -> None:
     result = run("import_time.py", tmp_path, "--rounds", "1", "--contenders", "instep")
     assert result["results"]["instep"]["in_one_process_s"]["median"] > 0
     assert result["import_instep_loads_torch"] is False
+    assert 0 < result["help_s"]["instep"]["median"] < result["help_s"]["torchrun"]["median"]
 
 
 @pytest.mark.slow
