@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
         SettingError: settings contradict each other, or there are no such devices here.
     """
     settings = launch.settings
-    node = None if launch.sources.keys() & {"node_rank", "master_addr"} else started_node()
+    node = None if "node_rank" in launch.sources else started_node()
     num_nodes = settings.most_nodes if node is None or "num_nodes" in launch.sources else node.num_nodes
     if node is not None and num_nodes != node.num_nodes:
         raise SettingError(
@@ -37,8 +38,12 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
             got=settings.num_nodes,
         )
     c10d = settings.rdzv_backend == "c10d" or (settings.rdzv_backend is None and settings.least_nodes is not None)
-    master_addr = settings.master_addr if node is None else node.master_addr
-    master_port = settings.master_port if node is None else node.master_port
+    # What is in MASTER_ADDR and MASTER_PORT of a machine that is alone is some other job's.
+    master_addr = "127.0.0.1" if num_nodes == 1 else settings.master_addr
+    master_port = None if num_nodes == 1 else settings.master_port
+    if node is not None:
+        master_addr = settings.master_addr if "master_addr" in launch.sources else node.master_addr
+        master_port = settings.master_port if "master_port" in launch.sources else node.master_port
     endpoint = settings.rdzv_endpoint
     if c10d and endpoint is None and master_port is not None:
         endpoint = f"{master_addr}:{master_port}"
@@ -78,6 +83,8 @@ def rank_environment(launch: Launch) -> dict[str, str]:
     launch.check()
     added = as_variables({name: value for name, value in given.items() if name in VARIABLES})
     added[variable_of("grace_period_s")] = str(settings.grace_period_s)  # always: the agent kills by it
+    if "strategy" in given and not settings.strategy_options and variable_of("strategy_options") in os.environ:
+        added[variable_of("strategy_options")] = ""  # those are of another strategy
     if launch.file is not None:
         added[FILE_VARIABLE] = str(launch.file.resolve())
     if settings.cpu_threads is not None:

@@ -66,9 +66,9 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Any:
         ("-- train.py", {"command": ["train.py"]}),
         ("--cpu --num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip h --main_process_port 5 t.py",
          {"nproc": 2, "num_nodes": 2, "node_rank": 1, "master_addr": "h", "master_port": 5, "rdzv_backend": "static"}),
-        ("--nproc_per_node=2 --nnodes=1:3 --rdzv-endpoint=h:5 --rdzv-conf a=1,b=2 --rdzv-id x t.py",
+        ("--nproc_per_node=2 --nnodes=1:3 --rdzv-endpoint=h:5 --rdzv-conf join_timeout=9,is_host=1 --rdzv-id x t.py",
          {"nproc": 2, "num_nodes": 3, "min_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "h:5", "run_id": "x",
-          "rdzv_conf": {"a": "1", "b": "2"}}),
+          "rdzv_conf": {"join_timeout": "9", "is_host": "1"}}),
         ("--num-nodes 2 --rdzv-backend c10d --master-addr h --master-port 5 t.py",
          {"min_nodes": None, "rdzv_backend": "c10d", "rdzv_endpoint": "h:5", "run_id": "instep-h:5"}),
         ("--log-dir logs --tee 0,1 --cpu-affinity --max-restarts 3 --hang-timeout-s 9 --grace-period-s 7 t.py",
@@ -99,6 +99,25 @@ def test_what_the_ranks_are_told(words: str, expected: dict[str, str], planned: 
     told = planned(*words.split(), "--env", "A=1,2", "--env", "B=", "--cpu-threads", "3", "t.py")["env"]
     expected = {f"INSTEP_{name}": value for name, value in {**expected, "GRACE_PERIOD_S": "30.0"}.items()}
     assert told == {**expected, "A": "1,2", "B": "", "OMP_NUM_THREADS": "3"}
+
+
+def test_what_stands_in_the_environment_is_of_others(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSTEP_STRATEGY", "ddp")
+    monkeypatch.setenv("INSTEP_STRATEGY_OPTIONS", '{"bucket_cap_mb": 5}')
+    assert planned("t.py")["env"]["INSTEP_STRATEGY_OPTIONS"] == '{"bucket_cap_mb": 5}'
+    assert planned("--strategy", "fsdp", "t.py")["env"]["INSTEP_STRATEGY_OPTIONS"] == ""
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert (planned("t.py")["master_addr"], planned("t.py")["master_port"]) == ("127.0.0.1", None)
+    assert planned("--num-nodes", "2", "t.py")["master_addr"] == "elsewhere"
+    step = {"JOB_ID": 7, "STEP_ID": 0, "STEP_NUM_TASKS": 2, "STEP_NUM_NODES": 2, "PROCID": 1, "LOCALID": 0, "NODEID": 1}
+    for name, value in {**step, "STEP_NODELIST": "gpu[1-2]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    spec = planned("--devices", "4", "t.py")
+    assert (spec["nproc"], spec["num_nodes"], spec["node_rank"], spec["master_addr"]) == (4, 2, 1, "elsewhere")
+    monkeypatch.delenv("MASTER_ADDR")
+    assert planned("t.py")["master_addr"] == "gpu1"
+    assert main(["launch", "--num-nodes", "3", "t.py"]) == 2
 
 
 @pytest.mark.parametrize(
