@@ -21,7 +21,7 @@ _TO_SAY_S = (
     2.5  # what ranks that can run get to write their reports; a stack of C code comes a second later than others
 )
 _TO_WRITE_S = 5.0
-_TO_END_S = 0.5
+_TO_END_S = 1.0
 _POLL_S = 0.05
 _STATES = {
     "T": "stopped by a signal (SIGCONT continues it)",
@@ -149,7 +149,7 @@ def _who(begun: list[Beat]) -> str:
     if len(behind) < len(begun):
         return f"{_ranks(behind)} {'are' if len(behind) > 1 else 'is'} behind the others, which wait."
     if len(begun) == 1:
-        return "Its stack says where it is."
+        return "Its stack says where it is, if the cause is not on another node."
     return "All ranks of this node are at the same step: the stacks tell them apart, or the cause is on another node."
 
 
