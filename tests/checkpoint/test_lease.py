@@ -115,6 +115,30 @@ def test_a_living_process_keeps_it_and_a_killed_one_loses_it_at_once(tmp_path: P
         mine.release()
 
 
+def test_a_job_that_was_started_again_takes_it_from_its_earlier_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def be(job: str, restart: int) -> None:
+        monkeypatch.setenv("INSTEP_JOB_ID", job)
+        monkeypatch.setenv("INSTEP_RESTART", str(restart))
+
+    be("job", 1)
+    first = Lease.take(tmp_path, "run")
+    of_another_host = {"id": "x", "owner": "other_12345678-9-abcdef01", "interval_s": 1000.0}
+    first.path.write_text(json.dumps({**content(first), **of_another_host}))
+    be("job", 2)
+    second = Lease.take(tmp_path, "run")  # at once: the host of the first one cannot be asked
+    assert second.number == 2
+    with pytest.raises(LeaseLostError):
+        first.check()
+    for job, restart in (("other job", 3), ("job", 2)):
+        be(job, restart)
+        with pytest.raises(FolderInUseError):
+            Lease.take(tmp_path, "other run")
+    second.release()
+    first.release()
+
+
 def test_only_one_of_many_takers_gets_it(tmp_path: Path) -> None:
     start, got = threading.Barrier(8), []
 

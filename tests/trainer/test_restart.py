@@ -1,0 +1,88 @@
+"""A program that its launcher started again goes on by itself: each of its fits from its own newest checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep import Callback, Trainer
+from instep.callbacks import ModelCheckpoint
+from instep.trainer import restart
+from tests.trainer.toys import Toy, loader, quiet
+
+
+class Ends(Callback):
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self._at:
+            raise RuntimeError("the node is lost")
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Be a new process of a job, in its n-th restart."""
+
+    def begin(number: int, job: str = "job") -> None:
+        monkeypatch.setenv("INSTEP_JOB_ID", job)
+        monkeypatch.setenv("INSTEP_RESTART", str(number))
+        monkeypatch.setattr(restart, "_fits", itertools.count(1))
+
+    return begin
+
+
+def fit(root: Path, steps: int, ends: int = -1, **how: Any) -> Trainer:
+    saving = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+    trainer = quiet(default_root_dir=root, enable_checkpointing=True, max_steps=steps, max_epochs=-1, callbacks=[saving, Ends(ends)])
+    trainer.fit(Toy(), loader(), **how)
+    return trainer
+
+
+def folder(trainer: Trainer) -> str:
+    assert trainer.log_dir is not None
+    return Path(trainer.log_dir).name
+
+
+def test_each_fit_goes_on_from_its_own(tmp_path: Path, begin: Any) -> None:
+    begin(0)
+    first = fit(tmp_path, 6)
+    with pytest.raises(RuntimeError, match="the node is lost"):
+        fit(tmp_path, 6, ends=3)
+    begin(1)
+    again = fit(tmp_path, 6)
+    assert again.resume_report is not None
+    assert (again.resume_report.path.name, folder(again)) == ("step-00000006-1", folder(first))
+    second = fit(tmp_path, 6)
+    assert second.resume_report is not None
+    assert (second.resume_report.path.name, folder(second)) == ("step-00000002-1", "version_1")
+    third = fit(tmp_path, 2)
+    assert (third.resume_report, folder(third)) == (None, "version_2")
+
+
+def test_without_a_checkpoint_of_its_own_it_does_what_it_did_at_first(tmp_path: Path, begin: Any) -> None:
+    begin(0, "another job")
+    old = fit(tmp_path, 4)
+    newest = old.checkpoint_callback.last_model_path or str(Path(old.log_dir, "checkpoints/step-00000004-1"))
+    begin(0)
+    with pytest.raises(RuntimeError, match="the node is lost"):
+        fit(tmp_path, 9, ends=5, ckpt_path=newest)
+    begin(1)
+    again = fit(tmp_path, 9, ckpt_path=newest)
+    assert again.resume_report is not None
+    assert str(again.resume_report.path) == newest
+
+
+def test_one_that_does_not_verify_is_passed_over(tmp_path: Path, begin: Any) -> None:
+    begin(0)
+    before = fit(tmp_path, 4)
+    weights = Path(before.log_dir or "", "checkpoints/step-00000004-1/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    begin(1)
+    with pytest.warns(UserWarning, match="step-00000004-1 is passed over"):
+        again = fit(tmp_path, 4)
+    assert again.resume_report is not None
+    assert again.resume_report.path.name == "step-00000002-1"
