@@ -3,7 +3,7 @@
     python -m tests.strategies.parity_table      # writes docs/parity.md
 
 `test_parity.py` runs the first table and a part of the second. XLA has torch and an environment of its own
-(`make venv-xla`), in which this file runs a second time, with `--xla FOLDER`.
+(`make venv-xla`), in which this file runs a second time, with `--xla`.
 """
 
 from __future__ import annotations
@@ -139,9 +139,8 @@ def load(names: Iterable[str], sources: Iterable[str], folder: str) -> dict[tupl
     return losses
 
 
-def answer_for_xla(folder: str) -> None:
-    """In XLA's environment: its losses, and those after every checkpoint of a folder, as JSON."""
-    sources = [name for name in CASES if checkpoint(folder, name).exists()]
+def answer_for_xla(folder: str, *sources: str) -> None:
+    """In XLA's environment: its losses, and those after each case's checkpoint, as JSON."""
     losses = losses_of([XLA], folder)[XLA]
     loaded = {source: values for (source, _), values in load([XLA], [*sources, XLA], folder).items()}
     print(json.dumps({"losses": losses, "loaded": loaded}))
@@ -205,12 +204,12 @@ def matrix_rows(losses: dict[tuple[str, str], list[float]], alone: list[float]) 
     return rows
 
 
-def on_xla(folder: str) -> tuple[dict[str, list[float]], dict[tuple[str, str], list[float]]]:
+def on_xla(folder: str, sources: Iterable[str]) -> tuple[dict[str, list[float]], dict[tuple[str, str], list[float]]]:
     """Losses on one XLA device and after each checkpoint; both empty where XLA's environment is not there."""
     python = ROOT / ".venv-xla" / "bin" / "python"
     if not python.exists():
         return {}, {}
-    command = [str(python), "-m", "tests.strategies.parity_table", "--xla", folder]
+    command = [str(python), "-m", "tests.strategies.parity_table", "--xla", folder, *sources]
     done = run_command(command, timeout_s=900.0, cwd=ROOT, env={"PJRT_DEVICE": "CPU"})
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout.splitlines()[-1])
@@ -220,12 +219,12 @@ def on_xla(folder: str) -> tuple[dict[str, list[float]], dict[tuple[str, str], l
 def main() -> None:
     """Run everything and keep the tables."""
     if sys.argv[1:2] == ["--xla"]:
-        answer_for_xla(sys.argv[2])
+        answer_for_xla(*sys.argv[2:])
         return
     names = [name for name, case in CASES.items() if not case.missing]
     with tempfile.TemporaryDirectory() as folder:
         losses = by_ranks(names, losses_of, folder)
-        xla, loaded = on_xla(folder)
+        xla, loaded = on_xla(folder, names)
         losses |= xla
         loaded |= by_ranks(names, load, list(losses), folder)
     keep(losses, loaded)
