@@ -40,9 +40,9 @@ def refused(function: Any, argument: str) -> str | None:
     """Why a function or class does not take an argument; None where it does.
 
     Example:
-        >>> import textwrap
-        >>> refused(textwrap.fill, "length")
-        'it takes text, width'
+        >>> import shutil
+        >>> refused(shutil.which, "folder")
+        'it takes cmd, mode, path'
     """
     if has_argument(function, argument):
         return None
