@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
 import time
 import traceback
@@ -59,32 +60,49 @@ def under_plain_torchrun() -> bool:
 
 
 def report_failures() -> None:
-    """In a rank: report an uncaught exception to the agent. Anywhere else, and the second time, it does nothing.
+    """In a rank: report an uncaught exception to the agent, or say which rank it was. The second time it does nothing.
 
-    Under instep's own agent the rank does not print the traceback, because the agent does; under plain torchrun it
-    appears in torchrun's report as well. A `SystemExit` or an interrupt is not a failure.
+    Under instep's own agent the rank does not print the traceback, because the agent does. Elsewhere it does, below a
+    line with its rank, host and step, and torchrun's own report has it as well; a rank that only lost its connection
+    to another one says so in one line. A `SystemExit` or an interrupt is not a failure.
     """
-    path = os.environ.get(_ERROR_FILE)
-    if not path or isinstance(sys.excepthook, _ReportingHook):
-        return
-    sys.excepthook = _ReportingHook(Path(path))
+    if not isinstance(sys.excepthook, _ReportingHook):
+        sys.excepthook = _ReportingHook(os.environ.get(_ERROR_FILE))
 
 
 class _ReportingHook:
     """An excepthook that writes the report, then leaves the rest to the hook that was there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | None) -> None:
         self._path = path
         self._pid = os.getpid()
         self._previous = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        reported = False
         if os.getpid() == self._pid and not issubclass(kind, KeyboardInterrupt):
-            reported = write_report(self._path, error)
-        if reported and self._previous is sys.__excepthook__ and _agent_lives():
-            return
+            reported = bool(self._path) and write_report(str(self._path), error)
+            if self._previous is sys.__excepthook__:
+                if reported and _agent_lives():
+                    return
+                if not _agent_lives():
+                    lost = isinstance(error, RuntimeError) and _is_remote(error)
+                    sys.stderr.write(f"instep: {_who()} {'ended: ' if lost else 'failed:'}")
+                    sys.stderr.write(f"{kind.__name__}: {str(error).partition(chr(10))[0]}\n" if lost else "\n")
+                    if lost:
+                        return
         self._previous(kind, error, trace)
+
+
+def _who() -> str:
+    from instep.state import read_environment  # late: only a rank that fails asks
+
+    step = getattr(_trainer and _trainer(), "global_step", None)
+    return f"rank {read_environment().rank} (host {socket.gethostname()}{'' if step is None else f', step {step}'})"
+
+
+def _is_remote(error: BaseException) -> bool:
+    """Whether an error only says that another rank failed, or that the connection to one broke."""
+    return isinstance(error, RemoteError) or _BROKEN.search(str(error)) is not None
 
 
 def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
@@ -94,7 +112,7 @@ def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
         "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         "timestamp": str(int(time.time())),
         "time_ns": time.monotonic_ns(),
-        "remote": isinstance(error, RemoteError) or _BROKEN.search(str(error)) is not None,
+        "remote": _is_remote(error),
         "step": getattr(_trainer and _trainer(), "global_step", None),
     }
     try:

@@ -231,12 +231,33 @@ def test_a_rank_without_a_report_prints_for_itself(job: Job) -> None:
     assert f"rank 0 (host {HOST}) failed with exit code 1; what it said stands above" in done.stderr
 
 
-def test_a_report_without_an_agent_is_still_printed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("ValueError('mine')", ["instep: rank 1 (host HOST, step 7) failed:", "Traceback", "ValueError: mine"]),
+        (
+            "RuntimeError('pair.cc: Connection closed by peer')",
+            ["instep: rank 1 (host HOST, step 7) ended: RuntimeError: pair.cc: Connection closed by peer"],
+        ),
+        ("ConnectionError('Connection refused')", ["instep: rank 1 (host HOST, step 7) failed:", "Traceback", "Conn"]),
+    ],
+)
+def test_without_an_agent_a_rank_says_who_it_is(tmp_path: Path, error: str, said: list[str]) -> None:
+    code = f"""
+        from types import SimpleNamespace
+        from instep.launch.report import report_failures, tell_trainer
+        trainer = SimpleNamespace(global_step=7)
+        report_failures()
+        tell_trainer(lambda: trainer)
+        raise {error}
+    """
     file = tmp_path / "error.json"
-    code = "from instep.launch.report import report_failures; report_failures(); 1 / 0"
-    done = run_command([sys.executable, "-c", code], env={"TORCHELASTIC_ERROR_FILE": str(file)})
-    assert "ZeroDivisionError" in done.stderr
-    assert "ZeroDivisionError" in file.read_text()
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(file)}
+    done = run_command([sys.executable, "-c", textwrap.dedent(code)], env=env)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("  ")]
+    assert len(lines) == len(said), done.stderr
+    assert all(line.startswith(start.replace("HOST", HOST)) for line, start in zip(lines, said, strict=True)), lines
+    assert error.split("'")[1] in file.read_text()
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
