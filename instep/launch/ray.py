@@ -21,6 +21,7 @@ from typing import Any
 from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, SettingError, UsageError, one_of
 from instep.launch.engine import LaunchSpec
 from instep.launch.ray_place import Place
+from instep.state.restarts import JOB_ID, RESTART
 from instep.utils.imports import require
 
 _PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -95,15 +96,17 @@ class RayLauncher:
         with ExitStack() as stack:
             stack.enter_context(self._connected(ray))
             received = stack.enter_context(_signals())
-            for restarts_left in range(spec.max_restarts, -1, -1):
+            for times in range(spec.max_restarts + 1):
+                # More than the agents can have counted before: it is the same job, started again.
+                job = {JOB_ID: str(spec.run_id), RESTART: str(times * (spec.max_restarts + 1))}
                 with self._placed(ray, spec.nproc * spec.num_nodes, received) as places:
-                    agents = _agents(ray, spec, places, self.runtime_env)
+                    agents = _agents(ray, spec, places, job, self.runtime_env)
                     code = _watch(ray, agents, received, spec)
                 if code is not None:
                     return code
-                if received or not restarts_left:
+                if received or times == spec.max_restarts:
                     break
-                _say(f"placing all ranks anew ({restarts_left} of {spec.max_restarts} restarts are left)")
+                _say(f"placing all ranks anew (restart {times + 1} of {spec.max_restarts})")
         return EXIT_FAILED
 
     @contextmanager
@@ -169,7 +172,9 @@ class _Agent:
     name: str
 
 
-def _agents(ray: Any, spec: LaunchSpec, places: list[Any], runtime_env: Mapping[str, Any] | None) -> list[_Agent]:
+def _agents(
+    ray: Any, spec: LaunchSpec, places: list[Any], job: Mapping[str, str], runtime_env: Mapping[str, Any] | None
+) -> list[_Agent]:
     """Start an agent on each node that has places."""
     found = ray.get([place.where.remote() for place in places])
     nodes: dict[str, list[int]] = {}
@@ -178,7 +183,7 @@ def _agents(ray: Any, spec: LaunchSpec, places: list[Any], runtime_env: Mapping[
     first = places[0]
     address = found[0][1]
     port = ray.get(first.free_port.remote())
-    travels = {name: value for name, value in os.environ.items() if name.startswith("INSTEP_")}
+    travels = {**{name: value for name, value in os.environ.items() if name.startswith("INSTEP_")}, **job}
     folder = None if "working_dir" in (runtime_env or {}) else os.getcwd()
     agents: list[_Agent] = []
     for number, indices in enumerate(nodes.values()):

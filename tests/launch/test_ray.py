@@ -153,6 +153,8 @@ def _check_lost_actor(ray: object, folder: Path, capfd: pytest.CaptureFixture[st
     code = f"""
 import os, pathlib, signal
 started = pathlib.Path({str(folder)!r}, "pid-" + os.environ["RANK"])
+with open({str(folder)!r} + "/jobs", "a") as jobs:
+    jobs.write(os.environ["INSTEP_JOB_ID"] + " " + os.environ["INSTEP_RESTART"] + "\\n")
 if not started.exists():
     started.write_text(str(os.getpid()))
     signal.pause()
@@ -168,6 +170,9 @@ if not started.exists():
     assert _run(code, max_restarts=1) == 0
     killer.join()
     assert "is lost" in capfd.readouterr().err
+    jobs = (folder / "jobs").read_text().split()
+    assert len(set(jobs[::2])) == 1
+    assert [number > "0" for number in jobs[1::2]] == [False, False, True, True]
     for rank in range(2):
         assert not Path("/proc", (folder / f"pid-{rank}").read_text()).exists()
 

@@ -51,13 +51,19 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
     elif stage in (1, 2):
         kept = weights + part + state // ranks
         own = gradients // ranks  # with stage 1 too: the others' are let go once they are reduced
-        most = (kept + activations + bucket + own + layer, kept + part * (1 + ratio))
+        during = _backward(activations, bucket + own, setup.on_gpu)
+        most = (kept + during + layer, kept + part * (1 + ratio))
         shown = (weights, own, part + state // ranks)
     else:
-        own = gradients // ranks
-        kept = weights // ranks + part + state // ranks + own
+        own = part  # of float32, whatever the precision
+        kept = weights // ranks + part + state // ranks + own + bucket
         gathered = min(gradients, width * _LIVE)
-        most = (kept + activations + gathered + bucket + own + layer, kept + part * (2 + ratio))
+        most = (kept + gathered + activations + gradients // ranks + layer, kept - bucket + part * (2 + ratio))
         shown = (weights // ranks, own, part + state // ranks)
     peak = max(map(int, most))
     return Estimate(*shown, alone.activations, peak, alone.largest)
+
+
+def _backward(activations: int, buckets: int, on_gpu: bool) -> int:
+    """The most of both at a time: a GPU's buckets are there at once, a host's as they fill while activations go."""
+    return activations + buckets if on_gpu else max(activations, buckets)
