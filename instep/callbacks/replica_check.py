@@ -17,8 +17,8 @@ class ReplicaCheck(Callback):
     """Compare the parameters of all ranks that hold the same ones, and name the ranks whose differ.
 
     Replicas drift apart when a rank skips an update, when memory or a device is faulty, or when a program changes
-    weights on one rank only. The losses show it late or never. Each look hashes all parameters that this rank has: about
-    a second for 5 GB on a CPU. Of shards, those that several ranks hold are compared.
+    weights on one rank only. The losses show it late or never. Each look hashes all parameters that this rank
+    has, on a CPU several GB in a second. Of shards, those that several ranks hold are compared.
 
     Args:
         every_n_steps: optimizer steps between two looks; the end of training is one too.

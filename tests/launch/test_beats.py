@@ -95,6 +95,7 @@ def test_nobody_watches_ranks_that_are_outside_or_have_not_begun(node: Node) -> 
     node.ranks[0][LIMIT_MS] = 0
     node.ranks[0][STEP] -= 1  # behind: the others wait for it
     assert not node.hangs_after(1000)
+    node.ranks[0][LIMIT_MS] = 1000
     node.beats.clear()
     assert not node.hangs_after(1000)
 
