@@ -191,16 +191,17 @@ def save(
         weights_only: leave out all that only a resumed run needs.
         info: what the manifest says beside: monitor, mode, score; or another kind.
     """
-    _prepare(run, store, weights_only)
-    snapshot = _collect(run, weights_only)
-    path = store.save(
-        run.position.global_step,
-        snapshot.write,
-        info=_about(run, weights_only, info),
-        name=name,
-        run_id=run.trainer.run_id,
-    )
-    _tell(run, path)
+    with run.heart.within("save"):
+        _prepare(run, store, weights_only)
+        snapshot = _collect(run, weights_only)
+        path = store.save(
+            run.position.global_step,
+            snapshot.write,
+            info=_about(run, weights_only, info),
+            name=name,
+            run_id=run.trainer.run_id,
+        )
+        _tell(run, path)
     return path
 
 
@@ -226,8 +227,9 @@ def save_later(
     from instep.checkpoint.background import BackgroundSaver  # late: only who saves so pays for it
 
     saver = run.saver = run.saver or BackgroundSaver()
-    _prepare(run, store, weights_only)
-    recorder = _collect(run, weights_only, lambda snapshot: saver.record(snapshot.write))
+    with run.heart.within("save"):
+        _prepare(run, store, weights_only)
+        recorder = _collect(run, weights_only, lambda snapshot: saver.record(snapshot.write))
     return saver.start(
         store,
         run.position.global_step,
@@ -250,8 +252,9 @@ def finish(run: Session, pending: PendingSave) -> Path:
     """
     from instep.checkpoint.together import Peers  # late, as above
 
-    path = pending.outcome(Peers())
-    _tell(run, path)
+    with run.heart.within("save"):
+        path = pending.outcome(Peers())
+        _tell(run, path)
     return path
 
 
