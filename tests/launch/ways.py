@@ -66,7 +66,8 @@ def reference(world: int = 2) -> dict[str, Any]:
 def _run(world: int) -> str:
     with tempfile.TemporaryDirectory(prefix="instep-digits-") as folder:
         out = Path(folder, "out.json")
-        done = run_command([sys.executable, "-c", _OURS, str(world), *job(out)], env=UNLAUNCHED, cwd=folder)
+        command = [sys.executable, "-c", _OURS, str(world), *job(out)]
+        done = run_command(command, env=UNLAUNCHED, cwd=folder, timeout_s=120)  # on a busy machine
         assert done.returncode == 0, done.stderr
         result = json.loads(out.read_text())
         assert result["world_size"] == world, result
