@@ -16,7 +16,7 @@ from instep.cli import LRSchedulerCallable, OptimizerCallable
 from instep.state import read_environment
 
 
-class Data(DataModule):
+class LineData(DataModule):
     """Points of a line.
 
     Args:
@@ -37,7 +37,7 @@ class Data(DataModule):
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
 
 
-class Net(TrainModule):
+class LineNet(TrainModule):
     """A linear layer.
 
     Args:
@@ -83,7 +83,7 @@ class Net(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
 
-class Deep(Net):
+class DeepLineNet(LineNet):
     """A subclass with an argument of its own and no default for it."""
 
     def __init__(self, depth: int, **kwargs: Any) -> None:
@@ -91,7 +91,7 @@ class Deep(Net):
         self.depth = depth
 
 
-class Injected(Net):
+class InjectedNet(LineNet):
     """Gets its optimizer and schedule as arguments."""
 
     def __init__(

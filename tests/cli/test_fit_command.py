@@ -84,15 +84,15 @@ def test_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_errors_end_with_their_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPO)
     with pytest.raises(SystemExit) as end:
-        main(["fit", "--module", "tests/cli/configured.py:Net", "--model.lr=fast"])
+        main(["fit", "--module", "tests/cli/configured.py:LineNet", "--model.lr=fast"])
     assert end.value.code == 2
-    assert capsys.readouterr().err == "instep fit: model.lr=fast: expected a number, for tests.cli.configured.Net\n"
-    assert main(["fit", "--module", "tests.cli.configured:Net", "--trainer.accelerator=cpus"]) == 1
+    assert capsys.readouterr().err == "instep fit: model.lr=fast: expected a number, for tests.cli.configured.LineNet\n"
+    assert main(["fit", "--module", "tests.cli.configured:LineNet", "--trainer.accelerator=cpus"]) == 1
     assert "accelerator='cpus' is not known" in capsys.readouterr().err
     seen = []
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append((kind, trace is not None)))
-    assert main(["fit", "--module", "tests.cli.configured:Net", "--trainer.accelerator=cpus"]) == 1
+    assert main(["fit", "--module", "tests.cli.configured:LineNet", "--trainer.accelerator=cpus"]) == 1
     assert seen == [(SettingError, True)], "a rank leaves it to the agent, which has its traceback"
     assert capsys.readouterr().err == ""

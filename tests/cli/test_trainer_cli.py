@@ -14,7 +14,7 @@ from torch import nn
 from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from instep.cli import SaveConfigCallback, TrainerArgumentParser, TrainerCLI, instantiate_class
 from instep.errors import CheckpointError, SettingError, UsageError
-from tests.cli.configured import Data, Deep, Injected, Marks, Net
+from tests.cli.configured import DeepLineNet, InjectedNet, LineData, LineNet, Marks
 
 QUIET = {
     "accelerator": "cpu",
@@ -24,7 +24,7 @@ QUIET = {
     "enable_checkpointing": False,
     "max_epochs": 1,
 }
-ANY = ["--model", "tests.cli.configured.Net", "--data", "tests.cli.configured.Data"]
+ANY = ["--model", "tests.cli.configured.LineNet", "--data", "tests.cli.configured.LineData"]
 
 
 @pytest.fixture(autouse=True)
@@ -50,29 +50,29 @@ def written(path: str, content: Any) -> str:
 
 def test_any_class_is_chosen_by_path_or_name_with_its_arguments() -> None:
     built = cli(*ANY, "--model.lr", "0.5", "--data.batch_size=2", "--trainer.max_epochs", "3")
-    assert type(built.model) is Net
+    assert type(built.model) is LineNet
     assert (built.model.hparams.lr, built.datamodule.batch_size, built.trainer.max_epochs) == (0.5, 2, 3)
-    deep = cli("--model=Deep", "--model.depth=2", "--model.lr=0.5", "--data=Data")
-    assert isinstance(deep.model, Deep)
+    deep = cli("--model=DeepLineNet", "--model.depth=2", "--model.lr=0.5", "--data=LineData")
+    assert isinstance(deep.model, DeepLineNet)
     assert (deep.model.depth, deep.model.hparams.lr) == (2, 0.5)
     assert deep.subcommand is None
 
 
 def test_fixed_classes_and_functions() -> None:
-    def make(lr: float, depth: int = 7) -> Deep:
-        return Deep(depth, lr=lr)
+    def make(lr: float, depth: int = 7) -> DeepLineNet:
+        return DeepLineNet(depth, lr=lr)
 
-    built = cli("--model.lr=0.5", "--data.samples=8", model_class=make, datamodule_class=Data)
-    assert isinstance(built.model, Deep)
+    built = cli("--model.lr=0.5", "--data.samples=8", model_class=make, datamodule_class=LineData)
+    assert isinstance(built.model, DeepLineNet)
     assert (built.model.depth, built.datamodule.samples) == (7, 8)
-    chosen = cli("--model=Deep", "--model.depth=1", model_class=Net, subclass_mode_model=True)
-    assert type(chosen.model) is Deep
+    chosen = cli("--model=DeepLineNet", "--model.depth=1", model_class=LineNet, subclass_mode_model=True)
+    assert type(chosen.model) is DeepLineNet
     assert chosen.datamodule is None
 
 
 def test_what_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     first = written(
-        "first.yaml", {"model": {"class_path": "Net", "init_args": {"lr": 0.2, "width": 5}}, "data": "Data"}
+        "first.yaml", {"model": {"class_path": "LineNet", "init_args": {"lr": 0.2, "width": 5}}, "data": "LineData"}
     )
     second = written("second.yaml", {"model": {"init_args": {"lr": 0.3}}, "trainer": {"max_epochs": 4}})
     monkeypatch.setenv("INSTEP_TRAINER__MAX_EPOCHS", "8")
@@ -110,7 +110,7 @@ def test_links_defaults_and_arguments_of_ones_own() -> None:
             parser.add_argument("--note", default="none")
 
     args = ["--data.batch_size=8", "--stop.patience=5", "--note=x"]
-    built = Own(Net, Data, trainer_defaults=QUIET, args=args, run=False)
+    built = Own(LineNet, LineData, trainer_defaults=QUIET, args=args, run=False)
     assert (built.model.hparams.batch_size, built.model.hparams.width) == (8, 3)
     [stop] = [c for c in built.trainer.callbacks if isinstance(c, EarlyStopping)]
     assert (stop.monitor, stop.patience) == ("val_loss", 5)
@@ -136,16 +136,16 @@ def test_commands_and_hooks_in_order() -> None:
         def validate(self, **arguments: Any) -> None:
             calls.append(" ".join(sorted(arguments)))
 
-    Own(Net, Data, trainer_defaults=QUIET, args=["fit", "--model.lr=0.5"])
+    Own(LineNet, LineData, trainer_defaults=QUIET, args=["fit", "--model.lr=0.5"])
     assert calls == ["configured 0.5", "Trainer", "before", "after 4"]
     calls.clear()
     with pytest.raises(AttributeError):
-        Own(Net, Data, trainer_defaults=QUIET, args=["validate"])  # its first hook reads fit's settings
+        Own(LineNet, LineData, trainer_defaults=QUIET, args=["validate"])  # its first hook reads fit's settings
 
     class Evaluating(Own):
         def before_instantiate_classes(self) -> None: ...
 
-    Evaluating(Net, Data, trainer_defaults=QUIET, args=["validate", "--verbose=false"])
+    Evaluating(LineNet, LineData, trainer_defaults=QUIET, args=["validate", "--verbose=false"])
     assert calls[-1] == "ckpt_path datamodule model verbose"
     assert "test_loss" in cli("test", *ANY, "--verbose=false").trainer.callback_metrics
     assert cli("predict", *ANY).trainer.state.status == "finished"
@@ -153,7 +153,7 @@ def test_commands_and_hooks_in_order() -> None:
 
 def test_optimizer_and_schedule_from_the_configuration() -> None:
     words = ["--optimizer=Adam", "--optimizer.lr=0.01", "--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=0.01"]
-    with pytest.warns(UserWarning, match=r"takes the place of Net\.configure_optimizers"):
+    with pytest.warns(UserWarning, match=r"takes the place of LineNet\.configure_optimizers"):
         built = cli("fit", *ANY, *words, "--trainer.max_epochs=2")
     [optimizer], [schedule] = built.trainer.optimizers, built.trainer.lr_scheduler_configs
     assert type(optimizer) is torch.optim.Adam
@@ -183,7 +183,7 @@ def test_an_optimizer_of_a_fixed_class_and_one_that_is_linked() -> None:
 
     with pytest.warns(UserWarning, match="takes the place"):
         built = Fixed(
-            Net, Data, trainer_defaults=QUIET, args=["fit", "--optimizer.lr=0.5", "--lr_scheduler.step_size=2"]
+            LineNet, LineData, trainer_defaults=QUIET, args=["fit", "--optimizer.lr=0.5", "--lr_scheduler.step_size=2"]
         )
     assert (type(built.trainer.optimizers[0]).__name__, built.trainer.lr_scheduler_configs[0].frequency) == ("AdamW", 3)
 
@@ -191,16 +191,16 @@ def test_an_optimizer_of_a_fixed_class_and_one_that_is_linked() -> None:
         def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
             parser.add_optimizer_args(torch.optim.AdamW, "first", link_to="model.init_args.init")
 
-    words = ["--model=Injected", "--data=Data", "--first.lr=0.5"]
+    words = ["--model=InjectedNet", "--data=LineData", "--first.lr=0.5"]
     model = Linked(trainer_defaults=QUIET, args=words, run=False).model
-    assert isinstance(model, Injected)
+    assert isinstance(model, InjectedNet)
     assert instantiate_class(nn.Linear(1, 1).parameters(), dict(model.init)).defaults["lr"] == 0.5
 
 
 def test_callables_as_arguments() -> None:
-    words = ["--model=Injected", "--model.optimizer=Adam", "--model.optimizer.lr=0.3"]
+    words = ["--model=InjectedNet", "--model.optimizer=Adam", "--model.optimizer.lr=0.3"]
     words += ["--model.scheduler=torch.optim.lr_scheduler.StepLR", "--model.scheduler.step_size=4"]
-    built = cli("fit", *words, "--data=Data")
+    built = cli("fit", *words, "--data=LineData")
     assert built.trainer.optimizers[0].defaults["lr"] == 0.3
     assert built.trainer.lr_scheduler_configs[0].scheduler.step_size == 4
 
@@ -263,15 +263,15 @@ def test_a_module_is_built_again_from_its_checkpoint(folder: Path) -> None:
     first = cli("fit", *words, trainer_defaults=SAVING).model
     assert first.hparams.loss == {"class_path": "torch.nn.HuberLoss", "init_args": {"delta": 0.5, "reduction": "mean"}}
     [run] = folder.glob("instep_runs/version_0/checkpoints/step-*")
-    for cls in (Net, type(first).__mro__[1]):  # TrainModule finds the class that was configured
+    for cls in (LineNet, type(first).__mro__[1]):  # TrainModule finds the class that was configured
         loaded: Any = cls.load_from_checkpoint(run)
-        assert type(loaded) is Net
+        assert type(loaded) is LineNet
         assert torch.equal(loaded.layer.weight, first.layer.weight)
         assert isinstance(loaded.loss, nn.HuberLoss)
         assert (loaded.loss.delta, loaded.sizes, loaded.folder) == (0.5, (3, 4, 5), Path("some/where"))
         assert loaded.hparams == first.hparams
     with pytest.warns(UserWarning, match="keeps the modules loss"):  # this one is not known by its configuration
-        assert isinstance(Net.load_from_checkpoint(run, loss=nn.L1Loss()).loss, nn.L1Loss)
+        assert isinstance(LineNet.load_from_checkpoint(run, loss=nn.L1Loss()).loss, nn.L1Loss)
     # What nobody gives on the command line is the checkpoint's; what is given wins.
     words = ["validate", *ANY, "--ckpt_path", str(run), "--model.sizes=[9]"]
     later: Any = cli(*words).model
@@ -286,7 +286,7 @@ def test_a_checkpoint_builds_no_other_objects(folder: Path) -> None:
     def tampered(**values: Any) -> None:
         from instep.trainer.configured import build_configured
 
-        build_configured(Net, {"_class_path": "tests.cli.configured.Net", **values}, {})
+        build_configured(LineNet, {"_class_path": "tests.cli.configured.LineNet", **values}, {})
 
     assert "_class_path" in path.read_text()
     with pytest.raises(CheckpointError, match=r"loss is a subprocess\.Popen\. Only modules"):
@@ -303,8 +303,11 @@ def test_a_checkpoint_builds_no_other_objects(folder: Path) -> None:
         (["--trainer.max_epochs=x"], "trainer.max_epochs=x: expected an integer or null"),
         (["--trainer.gpus=2"], "use accelerator='gpu', devices="),
         (["--trainer.max_epoch=2"], "did you mean max_epochs"),
-        (["--model.lrr=2"], "model.lrr: tests.cli.configured.Net has no such argument. Did you mean lr? It takes lr, "),
-        (["--model.lr=fast"], "model.lr=fast: expected a number, for tests.cli.configured.Net"),
+        (
+            ["--model.lrr=2"],
+            "model.lrr: tests.cli.configured.LineNet has no such argument. Did you mean lr? It takes lr, ",
+        ),
+        (["--model.lr=fast"], "model.lr=fast: expected a number, for tests.cli.configured.LineNet"),
         (
             ["--trainer.callbacks+=EarlyStop"],
             "trainer.callbacks=EarlyStop: there is no class of this name. Did you mean Ear",
@@ -321,7 +324,7 @@ def test_a_checkpoint_builds_no_other_objects(folder: Path) -> None:
 )
 def test_mistakes_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     written("gpus.yaml", {"trainer": {"gpus": 2}})
-    written("lrr.yaml", {"model": {"class_path": "Net", "init_args": {"lrr": 2}}})
+    written("lrr.yaml", {"model": {"class_path": "LineNet", "init_args": {"lrr": 2}}})
     written("trainr.yaml", {"trainr": {"max_epochs": 2}})
     Path("broken.yaml").write_text("trainer: [\n")
     with pytest.raises(SystemExit) as end:
@@ -379,9 +382,9 @@ def test_print_config_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_agent_of_its_ranks_builds_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    def make() -> Net:
+    def make() -> LineNet:
         made.append(1)
-        return Net()
+        return LineNet()
 
     def become_agent(settings: Any, count: int) -> None:
         raise SystemExit(f"agent of {count}, {settings.grace_period_s:g} s")
@@ -389,12 +392,14 @@ def test_the_agent_of_its_ranks_builds_no_module(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("instep.cli.trainer_cli.launch", become_agent)
     words = ["fit", "--trainer.devices=3", "--trainer.grace_period_s=7"]
     with pytest.raises(SystemExit, match=r"agent of 3, 7 s"):
-        TrainerCLI(make, Data, trainer_defaults=QUIET, args=words)
+        TrainerCLI(make, LineData, trainer_defaults=QUIET, args=words)
     assert not made
-    assert TrainerCLI(make, Data, trainer_defaults={**QUIET, "devices": 3}, args=[], run=False).trainer.world_size == 3
+    assert (
+        TrainerCLI(make, LineData, trainer_defaults={**QUIET, "devices": 3}, args=[], run=False).trainer.world_size == 3
+    )
 
 
 def test_a_configuration_as_a_dict() -> None:
-    built = TrainerCLI(Net, Data, args={"model": {"lr": 0.5}, "trainer": QUIET}, run=False)
+    built = TrainerCLI(LineNet, LineData, args={"model": {"lr": 0.5}, "trainer": QUIET}, run=False)
     assert built.model.hparams.lr == 0.5
     assert json.dumps(dict(built.model.hparams))
