@@ -1,4 +1,4 @@
-"""mpirun: two real processes, and a preempted job."""
+"""mpirun: two real processes, which are preempted and go on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.spawn import finish, run_command, start_command
-from tests.launch.ways import UNLAUNCHED, job, same_weights
+from tests.launch.ways import UNLAUNCHED, same_weights
 
 pytestmark = [pytest.mark.mpi, pytest.mark.dist]
 
@@ -19,14 +19,7 @@ MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.execu
 ENV = {**UNLAUNCHED, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def test_mpirun_starts_ranks(tmp_path: Path) -> None:
-    done = run_command([*MPIRUN, *job(tmp_path / "out.json")], timeout_s=120, env=ENV, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    result = same_weights(tmp_path / "out.json")
-    assert (result["launcher"], result["world_size"], result["num_nodes"]) == ("openmpi", 2, 1)
-
-
-def test_an_mpi_job_that_is_asked_to_stop_saves_ends_its_hooks_and_goes_on(tmp_path: Path) -> None:
+def test_ranks_of_mpirun_that_are_asked_to_stop_save_end_their_hooks_and_go_on(tmp_path: Path) -> None:
     """For mpirun kills the other ranks once the first one has ended with a code other than 0."""
     held = tmp_path / "held"
     words = [*MPIRUN, str(Path(__file__).with_name("held_job.py")), *map(str, (tmp_path / "out.json", tmp_path, held))]
@@ -42,4 +35,5 @@ def test_an_mpi_job_that_is_asked_to_stop_saves_ends_its_hooks_and_goes_on(tmp_p
     done = run_command(words, timeout_s=120, env=ENV, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Resuming from" in done.stdout
-    same_weights(tmp_path / "out.json")
+    result = same_weights(tmp_path / "out.json")
+    assert (result["launcher"], result["world_size"], result["num_nodes"]) == ("openmpi", 2, 1)
