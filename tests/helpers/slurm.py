@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -160,7 +161,13 @@ _MUNGE = (
 def _daemon(argv: list[str], env: Mapping[str, str], folder: Path) -> Iterator[None]:
     with open(folder / f"{argv[0]}-{argv[-1]}.out.log".replace("/", "_"), "ab") as log:
         process = subprocess.Popen(
-            argv, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            argv,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0),  # end with this process
         )
     try:
         yield
