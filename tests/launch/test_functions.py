@@ -41,7 +41,8 @@ def program(folder: Path, code: str) -> list[str]:
 
 
 def run(folder: Path, code: str) -> Finished:
-    return run_command(program(folder, code), env={**UNLAUNCHED, "OMP_NUM_THREADS": None, "PYTHONPATH": str(REPO)})
+    env = {**UNLAUNCHED, "OMP_NUM_THREADS": None, "PYTHONPATH": str(REPO)}
+    return run_command(program(folder, code), env=env, timeout_s=120.0)
 
 
 @pytest.mark.dist

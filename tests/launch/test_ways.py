@@ -19,7 +19,7 @@ def test_the_same_weights(way: str, tmp_path: Path) -> None:
     command = job(tmp_path / "out.json", *(["--devices", "2"] if way == "its own start" else []))
     if way == "torchrun":
         command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *command)
-    done = run_command([sys.executable, *command], env=UNLAUNCHED, cwd=tmp_path)
+    done = run_command([sys.executable, *command], env=UNLAUNCHED, cwd=tmp_path, timeout_s=120.0)
     assert done.returncode == 0, done.stderr
     assert same_weights(tmp_path / "out.json")["world_size"] == 2
 
