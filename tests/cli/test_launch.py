@@ -162,22 +162,18 @@ def test_the_digits_have_the_same_weights(tmp_path: Path) -> None:
     assert same_weights(tmp_path / "out.json")["world_size"] == 2
 
 
-def test_two_machines_train_the_digits_to_the_same_weights(tmp_path: Path) -> None:
-    launch = [
-        sys.executable,
-        "-m",
-        "instep",
-        "launch",
-        "--cpu",
-        "--devices=1",
-        "--num-nodes=2",
-        "--master-addr=127.0.0.1",
-    ]
-    words = [*launch, f"--master-port={free_port()}"]
+@pytest.mark.parametrize("meeting", ["static", "c10d"])
+def test_two_machines_train_the_digits_to_the_same_weights(meeting: str, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "instep", "launch", "--cpu", "--devices=1"]
+    port = free_port()
+    where = {
+        "static": ["--num-nodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"],
+        "c10d": ["--num-nodes=2:3", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=1"],
+    }[meeting]
+    ranks = [[f"--node-rank={node}"] if meeting == "static" else [] for node in (0, 1)]
     with ExitStack() as stack:
         agents = [
-            stack.enter_context(start_command([*words, f"--node-rank={node}", *job(tmp_path / "out.json")]))
-            for node in (0, 1)
+            stack.enter_context(start_command([*launch, *where, *rank, *job(tmp_path / "out.json")])) for rank in ranks
         ]
         for agent in agents:
             done = finish(agent, 120)

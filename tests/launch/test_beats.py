@@ -135,13 +135,22 @@ def test_the_report_says_who_is_behind_and_what_could_not_be_written(node: Node,
     assert "NotADirectoryError" in text
 
 
-def test_an_agent_believes_the_exit_code_of_a_hang_only_with_a_report(tmp_path: Path) -> None:
+def test_an_agent_believes_a_hangs_exit_code_only_with_a_report_and_collects_dumps(tmp_path: Path) -> None:
     watch = NodeWatch(tmp_path, 1)
     watch.begin()
     assert not watch.hangs(says_so=True)  # a program of its own that ends with 76
     watch.beats.numbers(0)[SAID] = 1
     assert watch.hangs(says_so=True)
     assert not watch.hangs(says_so=False)
+    (tmp_path / "nccl_trace_rank_0").write_text("what NCCL's flight recorder writes")
+    watch.beats.numbers(0)[PID] = os.getpid()
+    watch.beats.set_folder(0, str(tmp_path / "run" / "hang"))
+    report(watch.beats, tmp_path)
+    assert (tmp_path / "run" / "hang" / "nccl_trace_rank_0").read_text().startswith("what NCCL")
+    environment = watch.environment({})
+    assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert f"{tmp_path / 'nccl_trace_rank_'}" in environment.values()
+    assert "2000" in environment.values()
     environment = watch.environment({"TORCH_FR_BUFFER_SIZE": "7"})
     assert "TORCH_FR_BUFFER_SIZE" not in environment
     assert Path(environment["INSTEP_HEARTBEAT_FILE"]).parent == tmp_path

@@ -46,7 +46,7 @@ def run(folder: Path, code: str) -> Finished:
 
 
 @pytest.mark.dist
-def test_functions_run_as_two_ranks_one_after_another_and_one_of_them_trains(tmp_path: Path) -> None:
+def test_functions_run_as_two_ranks_one_after_another_and_train_to_the_same_weights(tmp_path: Path) -> None:
     done = run(
         tmp_path,
         """
@@ -63,18 +63,19 @@ def test_functions_run_as_two_ranks_one_after_another_and_one_of_them_trains(tmp
         print(notebook_launcher(lambda: os.getpid(), num_processes=1) == [os.getpid()])
         results = notebook_launcher(train, ("out.json", 2), num_processes=2)
         print(results[0] == results[1])
+        print(debug_launcher(train, ("debug.json",)) == results)
         """
-        .replace("out.json", str(tmp_path / "out.json")),
+        .replace("out.json", str(tmp_path / "out.json")).replace("debug.json", str(tmp_path / "debug.json")),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "[('hello', 0, [0, 1], 'cpu'), ('hello', 1, [0, 1], 'cpu')]",
         "[('again', 0), ('again', 1)]",
         "True",
-        "fit ended at step 24: max_steps=24 reached.",
-        "True",
+        *["fit ended at step 24: max_steps=24 reached.", "True"] * 2,
     ]
-    assert same_weights(tmp_path / "out.json")["launcher"] == "torchrun"
+    for name in ("out.json", "debug.json"):
+        assert same_weights(tmp_path / name)["launcher"] == "torchrun"
 
 
 @pytest.mark.dist
