@@ -176,7 +176,8 @@ class Session:
             lambda: self._finish(first),
             self._detach,
             lambda: self._end_together(first),
-            lambda: self._stack.__exit__(type(first) if first else None, first, None),
+            # Its generators leave the error with the traceback that they are given.
+            lambda: self._stack.__exit__(type(first) if first else None, first, first.__traceback__ if first else None),
         ]
         if error is not None:
             undo.insert(0, self._abandon)
