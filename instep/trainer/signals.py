@@ -28,7 +28,7 @@ class SignalGuard:
     SIGUSR2 are not: they would kill a program whose training is done.
 
     Does nothing outside the main thread, where Python delivers no signals. Processes forked from this one, such as a
-    loader's workers, inherit the handler: in them SIGTERM ends, and the others do nothing, since this process ends them.
+    loader's workers, inherit the handler: in them SIGTERM ends, and the others do nothing, as this process ends them.
 
     Args:
         triggers: where `preempted` is set.

@@ -37,7 +37,9 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def fit(root: Path, steps: int, ends: int = -1, **how: Any) -> Trainer:
     saving = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
-    trainer = quiet(default_root_dir=root, enable_checkpointing=True, max_steps=steps, max_epochs=-1, callbacks=[saving, Ends(ends)])
+    trainer = quiet(
+        default_root_dir=root, enable_checkpointing=True, max_steps=steps, max_epochs=-1, callbacks=[saving, Ends(ends)]
+    )
     trainer.fit(Toy(), loader(), **how)
     return trainer
 
