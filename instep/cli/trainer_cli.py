@@ -241,7 +241,7 @@ class TrainerCLI:
         path = chosen.get("class_path") if self.subclass_mode_model else saved.get(CLASS_PATH)
         if CLASS_PATH not in saved or path != saved[CLASS_PATH]:
             return
-        values = configured_arguments(saved, {})
+        values = configured_arguments(_returned(self.model_class), saved, {})
         defaults = {"class_path": path, "init_args": values} if self.subclass_mode_model else values
         self._parser().set_defaults({"model": defaults})
         self.parse_arguments(self.parser, words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,26 @@ class LineData(DataModule):
         return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=self.batch_size)
 
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
+
+
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+class CalledNet(nn.Module):
+    """Has a function, a text, and what may be anything.
+
+    Args:
+        function: what it calls.
+        text: what it says.
+        open: what it has.
+    """
+
+    def __init__(self, function: Callable[..., Any] = double, text: str = "", open: Any = None) -> None:
+        super().__init__()
+        self.function = function
+        self.text = text
+        self.open = open
 
 
 class LineNet(TrainModule):

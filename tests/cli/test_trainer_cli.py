@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import nn
 from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from instep.cli import SaveConfigCallback, TrainerArgumentParser, TrainerCLI, instantiate_class
 from instep.errors import CheckpointError, SettingError, UsageError
-from tests.cli.configured import DeepLineNet, InjectedNet, LineData, LineNet, Marks
+from instep.trainer.configured import build_configured
+from tests.cli.configured import CalledNet, DeepLineNet, InjectedNet, LineData, LineNet, Marks, double
 
 QUIET = {
     "accelerator": "cpu",
@@ -283,16 +285,28 @@ def test_a_checkpoint_builds_no_other_objects(folder: Path) -> None:
     run = folder / "instep_runs/version_0"
     [path] = run.rglob("trainer.json")
 
-    def tampered(**values: Any) -> None:
-        from instep.trainer.configured import build_configured
-
-        build_configured(LineNet, {"_class_path": "tests.cli.configured.LineNet", **values}, {})
+    def tampered(cls: type = LineNet, **values: Any) -> Any:
+        return build_configured(cls, {"_class_path": f"tests.cli.configured.{cls.__name__}", **values}, {})
 
     assert "_class_path" in path.read_text()
+    popen = {"class_path": "subprocess.Popen", "init_args": {"args": ["touch", "x"]}}
     with pytest.raises(CheckpointError, match=r"loss is a subprocess\.Popen\. Only modules"):
-        tampered(loss={"class_path": "subprocess.Popen", "init_args": {"args": ["touch", "x"]}})
+        tampered(loss=popen)
     with pytest.raises(CheckpointError, match="which this program has not imported"):
         tampered(loss={"class_path": "antigravity.Loss"})
+    # Texts, in which jsonargparse would find the same.
+    named = ("antigravity.Loss", "['antigravity.Loss']", "{class_path: antigravity.Loss}", json.dumps(popen))
+    sizes = {"d_model": 2, "nhead": 1, "activation": "os.system"}
+    inner = {"class_path": "torch.nn.TransformerEncoderLayer", "init_args": sizes}
+    refused = {"loss": (*named, inner), "function": (*named, "os.system", "torch.load"), "open": named[2:]}
+    for key, values in refused.items():
+        for value in values:
+            with pytest.raises(CheckpointError, match=rf"the checkpoint's {key}.* is a "):
+                tampered(LineNet if key == "loss" else CalledNet, **{key: value})
+    assert "antigravity" not in sys.modules
+    for name, function in (("torch.relu", torch.relu), ("tests.cli.configured.double", double)):
+        kept = tampered(CalledNet, function=name, text="os.system", open="data.csv")
+        assert (kept.function, kept.text, kept.open) == (function, "os.system", "data.csv")
     with pytest.raises(CheckpointError, match=r"lr: Expected a <class 'float'>|lr"):
         tampered(lr="fast")
 
