@@ -30,6 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-python", action="store_true", help="SCRIPT is a command of its own")
     parser.add_argument("--no_python", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="print what would run, as JSON")
+    parser.add_argument("-q", "--quiet", action="store_true", help="do not say which config file was found")
     add_settings(parser)
     parser.set_defaults(fail=parser.error)
 
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     # Late: load torch and pydantic.
     from instep.launch.engine import run as run_job
     from instep.launch.plan import make_spec
-    from instep.launch.sources import resolve
+    from instep.launch.sources import default_file, resolve
 
     try:
         launch = resolve(args.said, args.config)
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     except SettingError as error:
         sys.stderr.write(f"instep: {error}\n")
         return _USAGE
+    if not args.quiet and args.config is None and launch.file == default_file() and spec.node_rank == 0:
+        sys.stderr.write(f"instep: settings of {launch.file} hold; --quiet leaves this line out\n")
     if args.dry_run:
         output.say_json({"spec": vars(spec), "sources": launch.sources, "ray": launch.settings.ray})
         return 0

@@ -70,7 +70,7 @@ def is_run(words: Sequence[str]) -> bool:
             return True
         if option in ("-c", "--config"):
             path = Path(value if equals else words[index + 1] if index + 1 < len(words) else "")
-            if path.is_file() and _RUN_KEYS.search(path.read_text()):
+            if path.is_file() and _RUN_KEYS.search(path.read_text(errors="replace")):
                 return True
     return False
 

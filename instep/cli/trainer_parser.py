@@ -162,7 +162,7 @@ def import_named(args: Any, env_prefix: str) -> None:
     texts = [str(args), *(value for name, value in os.environ.items() if name.startswith(f"{env_prefix}_"))]
     if not isinstance(args, Mapping) and not hasattr(args, "as_dict"):
         paths = [Path(word.partition("=")[2] if word.startswith("-") else word) for word in args]
-        texts += [path.read_text() for path in paths if path.suffix in _FILES and path.is_file()]
+        texts += [path.read_text(errors="replace") for path in paths if path.suffix in _FILES and path.is_file()]
     words = set(re.findall(r"\w+", " ".join(texts)))
     for room in ROOMS:
         for name in words.intersection(room.__all__):

@@ -38,7 +38,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "use_fsdp": {"strategy": "fsdp"},
     "use_deepspeed": {"strategy": "deepspeed"},
     "standalone": {"num_nodes": 1},
-    "quiet": {},
     "same_network": {},
 }
 """What a switch of theirs stands for."""

@@ -6,10 +6,12 @@ plain, so that `--help` need not load pydantic.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import IO, Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 
@@ -247,14 +249,42 @@ def pairs(name: str, text: str) -> dict[str, Any]:
     """
     import yaml  # late: only those who need it pay for it
 
-    if text.startswith("{"):
-        value = yaml.safe_load(text)
-        if isinstance(value, dict):
-            return value
-    parts = [part.partition("=") for part in ([text] if name == "env" else text.split(",")) if part]
-    if any(not sign or not key for key, sign, _ in parts):
-        raise ValueError("NAME=VALUE")
-    return {key.strip(): yaml.safe_load(value) if name == "strategy_options" else value for key, _, value in parts}
+    try:
+        if text.startswith("{"):
+            value = _object(text)
+            if isinstance(value, dict):
+                return value
+        parts = [part.partition("=") for part in ([text] if name == "env" else text.split(",")) if part]
+        if any(not sign or not key for key, sign, _ in parts):
+            raise ValueError("NAME=VALUE")
+        return {key.strip(): load_yaml(value) if name == "strategy_options" else value for key, _, value in parts}
+    except yaml.YAMLError:
+        raise ValueError("JSON, or NAME=VALUE with a value as in YAML") from None
+
+
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return load_yaml(text)  # which needs fewer quotes
+
+
+def load_yaml(source: str | IO[str]) -> Any:
+    """Plain values of YAML, where 1e-5 is a number, as in JSON and YAML 1.2."""
+    import yaml  # late, as above
+
+    return yaml.load(source, _loader())
+
+
+@cache
+def _loader() -> Any:
+    import yaml  # late, as above
+
+    loader = type("_Loader", (yaml.SafeLoader,), {})
+    loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
+    return loader
 
 
 def schema() -> dict[str, Any]:

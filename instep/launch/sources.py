@@ -14,7 +14,7 @@ from typing import Any
 
 from instep.errors import SettingError, one_of
 from instep.launch.elsewhere import advice
-from instep.launch.settings import DICTS, NAMES, LaunchSettings, check
+from instep.launch.settings import DICTS, NAMES, LaunchSettings, check, load_yaml
 from instep.utils.variables import variable_of
 
 TEMPLATES = Path(__file__).parent.parent / "configs"
@@ -105,8 +105,8 @@ def _put(layer: dict[str, Any], where: dict[str, str], values: dict[str, Any], s
 def default_file(environ: Mapping[str, str] | None = None) -> Path:
     """Where the config file lies unless something else is said: `$XDG_CONFIG_HOME/instep/config.yaml`."""
     environ = os.environ if environ is None else environ
-    home = environ.get("XDG_CONFIG_HOME", "")
-    return (Path(home) if home else Path.home() / ".config") / "instep" / "config.yaml"
+    home = environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(home) / "instep" / "config.yaml"
 
 
 def templates() -> dict[str, str]:
@@ -127,14 +127,16 @@ def find_file(config: str | None, environ: Mapping[str, str] | None = None) -> P
         return None
     if config is None:
         return default_file(environ) if default_file(environ).is_file() else None
-    path = Path(config).expanduser()
+    path = Path(os.path.expanduser(config))  # Path's own raises where there is no home
     if path.is_file():
         return path
     template = TEMPLATES / f"{config}.yaml"
     if template.is_file():
         return template
     if path.name != config or path.suffix:
-        raise SettingError(f"there is no config file {path}; `instep config default {path}` writes one", field="config")
+        raise SettingError(
+            f"there is no config file {path}; `instep config default --config {path}` writes one", field="config"
+        )
     raise one_of("config", config, (NO_FILE, *templates()))
 
 
@@ -154,7 +156,7 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
         with path.open(encoding="utf-8") as file:
             node = yaml.compose(file, Loader=yaml.SafeLoader)
             file.seek(0)
-            values = yaml.safe_load(file)
+            values = load_yaml(file)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingError(f"{path} is no YAML: {error}", field="config") from error
     if values is None:

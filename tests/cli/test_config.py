@@ -80,6 +80,28 @@ def test_wrong_words(words: list[str], expected: str, file: Path, capsys: pytest
     assert not file.exists()
 
 
+def test_none_is_no_file_to_write(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(file.parent.parent)
+    monkeypatch.setenv("INSTEP_CONFIG_FILE", "none")
+    assert "'none' means no config file" in instep(capsys, "config", "default", code=1)
+    assert not list(file.parent.parent.iterdir())
+
+
+def test_a_launch_names_the_file_that_it_found(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> bool:
+        return f"instep: settings of {file} hold" in instep(capsys, "launch", *words, "--dry-run", "train.py")
+
+    assert not said()
+    instep(capsys, "config", "default", "max_restarts=2")
+    assert said()
+    others = ("--num-nodes", "2", "--master-addr", "host0", "--master-port", "29500", "--node-rank")
+    assert said(*others, "0")
+    for words in ((*others, "1"), ("--quiet",), ("--config", str(file)), ("--config", "none")):
+        assert not said(*words)
+
+
 def test_a_file_of_accelerate_is_taken_over(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = tmp_path / "default_config.yaml"
     theirs.write_text(

@@ -129,11 +129,28 @@ def test_every_wrong_value_is_told() -> None:
         ({"tee": "1"}, [1]), ({"tee": True}, True), ({"precision": 16}, "16"), ({"precision": False}, "no"),
         ({"num_nodes": "2:4"}, "2:4"), ({"num_nodes": "2"}, 2), ({"debug": "on"}, True),
         ({"env": {"A": 1.5}}, {"A": "1.5"}), ({"rdzv_conf": "a=1,b=2"}, {"a": "1", "b": "2"}),
+        ({"strategy_options": "a=1e-5,b=true"}, {"a": 1e-5, "b": True}),
+        ({"env": '{"A": "\\ud83d\\ude00"}'}, {"A": "😀"}),
+        ({"strategy_options": '{"a": 1e-5}'}, {"a": 1e-5}), ({"strategy_options": "{a: 2E5}"}, {"a": 2e5}),
     ],
 )  # fmt: skip
 def test_what_texts_and_yaml_mean(given: dict[str, Any], value: Any) -> None:
     (name,) = given
     assert check(given, {}) == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("strategy_options", '{"a": 1'), ("strategy_options", "a=[1"), ("env", "{A")]
+)
+def test_broken_members(name: str, text: str) -> None:
+    with pytest.raises(SettingError, match=rf"{name}=.*: expected .*NAME=VALUE"):
+        check({name: text}, {})
+
+
+def test_numbers_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("strategy: ddp\nstrategy_options: {a: 1e-5, b: 1e, c: 3}\n")
+    options = resolve(config=str(tmp_path / "run.yaml"), environ={}).settings.strategy_options
+    assert options == {"a": 1e-5, "b": "1e", "c": 3}
 
 
 def test_which_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +169,8 @@ def test_which_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert default_file({}) == tmp_path / ".config" / "instep" / "config.yaml"
     with pytest.raises(SettingError, match=r"there is no config file .*missing.yaml"):
         find_file(str(tmp_path / "missing.yaml"), environ)
+    with pytest.raises(SettingError, match=r"there is no config file ~nobody-has-this-name/run.yaml"):
+        find_file("~nobody-has-this-name/run.yaml", environ)
     with pytest.raises(SettingError, match=r"config='fsdq' is not known.*Did you mean 'fsdp'"):
         find_file("fsdq", environ)
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from instep.errors import SettingError
+from instep.errors import SettingError, UsageError
 from instep.launch.elsewhere import advice
 from instep.launch.settings import NAMES, check
-from instep.launch.sources import FILE_VARIABLE, default_file
+from instep.launch.sources import FILE_VARIABLE, NO_FILE, default_file
 
 CONFIG_HELP = "the file (default: INSTEP_CONFIG_FILE, else ~/.config/instep/config.yaml)"
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
@@ -26,7 +26,9 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def target(config: str | None) -> Path:
     """The file that a command writes."""
     config = config or os.environ.get(FILE_VARIABLE, "").strip()
-    return Path(config).expanduser() if config else default_file()
+    if config == NO_FILE:
+        raise UsageError(f"{NO_FILE!r} means no config file: name one by --config FILE")
+    return Path(os.path.expanduser(config)) if config else default_file()  # no error where there is no home
 
 
 def use(path: Path) -> str:
