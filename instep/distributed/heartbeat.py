@@ -135,6 +135,10 @@ class Heartbeat:
             stack.callback(self._leave)
             yield
 
+    def end(self) -> None:
+        """An error ends this rank's run: its cleanup may take long, and the others wait for it: it counts as behind."""
+        self.numbers[BATCH], self.numbers[PHASE] = -1, PHASES.index("end")
+
     def _leave(self) -> None:
         self.numbers[LIMIT_MS] = 0
         self.enter("outside")

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LAST_SAVE_S = 30.0  # what a background save gets to end after an error
+_TOGETHER_S = 86400.0  # without a limit to the grace period: torch takes no infinite one
 
 
 class Session:
@@ -200,13 +201,15 @@ class Session:
         """
         if isinstance(error, Preempted) and self.world_size > 1:
             with suppress(RuntimeError):  # one is gone, or takes too long: this one has saved, and can end
-                timeout = timedelta(seconds=self.settings.grace_period_s)
-                dist.monitored_barrier(PartialState().control_group, timeout)
+                seconds = min(self.settings.grace_period_s, _TOGETHER_S)
+                dist.monitored_barrier(PartialState().control_group, timedelta(seconds=seconds))
 
     def _abandon(self) -> None:
         """Wait for nobody from here on: the other ranks may never come."""
         if hasattr(self, "triggers"):  # not yet, if the processes never met
             self.triggers.abandon()
+        if hasattr(self, "heart"):
+            self.heart.end()
         if self.trainer._book is not None:
             self.trainer._book.buffer.clear()  # what raised is not collected a second time
 

@@ -153,6 +153,28 @@ def test_a_process_alone_ends_itself(tmp_path: Path) -> None:
         run_ranks(_alone, 1, tmp_path, "hangs")
 
 
+class CleansUpSlowly(instep.Callback):
+    def on_exception(self, *_: Any) -> None:
+        threading.Event().wait(1.5)
+
+
+def _fails(folder: Path) -> None:
+    def in_step(model: Model) -> None:
+        if PartialState().process_index == 1 and model.trainer.global_step == 3:
+            raise ValueError("the cause")
+
+    callbacks = [CleansUpSlowly()] if PartialState(cpu=True).process_index == 1 else []
+    settings: dict[str, Any] = {"devices": 2, "max_steps": 5, "callbacks": callbacks}
+    _trainer(folder, hang_timeout_s=0.5, **settings).fit(Model(in_step), _loader())
+
+
+@pytest.mark.dist
+def test_a_rank_that_cleans_up_after_an_error_does_not_hang(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="ValueError: the cause") as failed:
+        run_ranks(_fails, 2, tmp_path)
+    assert "code 76" not in str(failed.value)
+
+
 def _two(folder: Path) -> dict[str, Any]:
     rank = PartialState(cpu=True).process_index
     found: dict[str, Any] = {}

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from instep import Callback
 from instep.checkpoint import LocalFiles
 from instep.errors import Preempted
+from instep.trainer import session
 from tests.helpers.spawn import run_ranks
 from tests.trainer.resuming import Case, Net, Plain, Result, assert_same, make_trainer, seed, train_loader
 
@@ -149,3 +151,11 @@ def test_any_rank_or_all(tmp_path: Path) -> None:
     first, second = run_ranks(stop_and_go_on, 2, tmp_path, cases, timeout_s=150)
     assert [batches for batches, _ in first] == [batches for batches, _ in second], "left at the same batch"
     assert first[3][0] % 5 == 2
+
+
+def test_without_a_limit_to_the_grace_period_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(session.dist, "monitored_barrier", lambda group, timeout: waited.append(timeout))
+    run = SimpleNamespace(world_size=2, settings=SimpleNamespace(grace_period_s=float("inf")))
+    session.Session._end_together(run, Preempted("stopped"))  # type: ignore[arg-type]
+    assert len(waited) == 1
