@@ -88,7 +88,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
     rendezvous = make_rendezvous(spec)
     with (
         tempfile.TemporaryDirectory(prefix="instep-agent-") as folder,
-        _environment(_rank_environment(spec)),
+        _environment(_rank_environment(spec, again=forked is None)),
         _signals_restored() as handlers_before,
         _environment((watch := NodeWatch(Path(folder), spec.nproc)).environment(os.environ)),
     ):
@@ -152,8 +152,16 @@ class _Logs(DefaultLogsSpecs):
         return logs
 
 
-def _rank_environment(spec: LaunchSpec) -> dict[str, str]:
-    job, restart = read_job() or (uuid.uuid4().hex, 0)
+def _rank_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
+    """Variables for the ranks.
+
+    Args:
+        spec: the job.
+        again: whether whoever started this agent may start it again; a notebook does not.
+    """
+    # Nor does SLURM with what is typed into a shell, and all that comes from one shell is of one step.
+    known = read_job() if again and (JOB_ID in os.environ or not os.isatty(0)) else None
+    job, restart = known or (uuid.uuid4().hex, 0)
     added = {AGENT_PID: str(os.getpid()), JOB_ID: job, RESTART: str(restart), **spec.env}
     if spec.min_nodes is not None:
         added[MIN_NODES] = str(spec.min_nodes)

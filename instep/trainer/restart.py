@@ -1,6 +1,6 @@
 """A job that was started again goes on by itself.
 
-Checkpoints say of which job they are, and of which fit of its program: the first, the second. In a rank that its
+Checkpoints say of which job they are, and of which fit of which program: the first, the second. In a rank that its
 launcher started again, each fit goes on from the newest of its own that verifies; where there is none it does what it
 did at the first start.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,8 @@ def take_over(run: Session) -> None:
     job = read_job()
     if job is None:
         return
-    run.fit_of_job = f"{job.id}/{number}"
+    program = Path(sys.argv[0]).name  # a step of SLURM may run several, one after the other
+    run.fit_of_job = f"{job.id}/{program}/{number}"
     if job.restart == 0:
         return
     found = _newest(run, job.id)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from instep.errors import SettingError, UsageError
-from instep.launch.agent import job_code
+from instep.launch.agent import _rank_environment, job_code
 from instep.launch.engine import LaunchSpec, is_worker, run
 from tests.helpers.spawn import Finished, finish, free_port, run_command, start_command
 
@@ -485,6 +485,22 @@ def test_a_program_that_is_not_python(job: Job, capfd: pytest.CaptureFixture[str
 
 
 # --- settings ------------------------------------------------------------------------------
+
+
+def test_only_what_slurm_starts_again_has_slurms_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INSTEP_JOB_ID", raising=False)
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+    def named(again: bool, terminal: bool) -> tuple[str, str]:
+        monkeypatch.setattr(os, "isatty", lambda file: terminal)
+        environment = _rank_environment(LaunchSpec(1, ("t.py",)), again)
+        return environment["INSTEP_JOB_ID"], environment["INSTEP_RESTART"]
+
+    assert named(again=True, terminal=False) == ("slurm-7-0", "2")
+    for again, terminal in ((True, True), (False, False)):
+        name, restart = named(again, terminal)
+        assert (restart, name != "slurm-7-0", name != named(again, terminal)[0]) == ("0", True, True)
 
 
 def test_a_rank_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:

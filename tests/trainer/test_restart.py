@@ -88,3 +88,14 @@ def test_one_that_does_not_verify_is_passed_over(tmp_path: Path, begin: Any) -> 
         again = fit(tmp_path, 4)
     assert again.resume_report is not None
     assert again.resume_report.path.name == "step-00000002-1"
+
+
+def test_another_program_of_the_job_is_not_gone_on_with(
+    tmp_path: Path, begin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(0)
+    fit(tmp_path, 4)
+    begin(1)
+    with monkeypatch.context() as other:
+        other.setattr("sys.argv", ["/programs/another.py"])
+        assert fit(tmp_path, 2).resume_report is None
