@@ -92,13 +92,14 @@ class RayLauncher:
             UsageError: there is no such cluster, or it has no room for the ranks.
         """
         ray: Any = require("ray", extra="ray", purpose="starting ranks on a Ray cluster")
-        spec = replace(spec, run_id=spec.run_id or f"instep-{uuid.uuid4().hex}")
+        name = uuid.uuid4().hex  # of this job alone, which a run_id need not be
+        spec = replace(spec, run_id=spec.run_id or f"instep-{name}")
         with ExitStack() as stack:
             stack.enter_context(self._connected(ray))
             received = stack.enter_context(_signals())
             for times in range(spec.max_restarts + 1):
                 # More than the agents can have counted before: it is the same job, started again.
-                job = {JOB_ID: str(spec.run_id), RESTART: str(times * (spec.max_restarts + 1))}
+                job = {JOB_ID: name, RESTART: str(times * (spec.max_restarts + 1))}
                 with self._placed(ray, spec.nproc * spec.num_nodes, received) as places:
                     agents = _agents(ray, spec, places, job, self.runtime_env)
                     code = _watch(ray, agents, received, spec)

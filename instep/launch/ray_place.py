@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +27,7 @@ class Place:
     def __init__(self) -> None:
         self._agent: subprocess.Popen[bytes] | None = None
         self._pumps: list[threading.Thread] = []
-        self._printed: list[tuple[str, bytes]] = []
+        self._printed: deque[tuple[str, bytes]] = deque()
 
     def where(self) -> tuple[str, str, list[str]]:
         """The node's id and address, and the numbers of the GPUs that this place has."""
@@ -79,8 +80,7 @@ class Place:
         if code is not None:
             for pump in self._pumps:
                 pump.join(5.0)  # a process that a rank has left behind may hold the other end
-        printed, self._printed = self._printed, []
-        return code, printed
+        return code, [self._printed.popleft() for _ in range(len(self._printed))]
 
     def signal(self, number: int) -> None:
         """Send a signal to the agent."""
@@ -96,7 +96,8 @@ def _own(spec: Mapping[str, Any]) -> dict[str, str]:
 def main(argv: Sequence[str]) -> int:
     """Be a node's agent. Its `LaunchSpec` comes on stdin; it ends with the process whose id is the argument."""
     # Late: an actor needs none of it.
-    from instep.launch.engine import LaunchSpec, run
+    from instep.launch.agent import run_agent
+    from instep.launch.engine import LaunchSpec
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -108,7 +109,8 @@ def main(argv: Sequence[str]) -> int:
     fields["log_dir"] = None if fields["log_dir"] is None else Path(fields["log_dir"])
     with contextlib.suppress(OSError), open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    return run(LaunchSpec(**fields))
+    # Not `engine.run`: the variables of the srun that started Ray here would make this a rank.
+    return run_agent(LaunchSpec(**fields))
 
 
 if __name__ == "__main__":
