@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,8 +48,14 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
     endpoint = settings.rdzv_endpoint
     if c10d and endpoint is None and master_port is not None:
         endpoint = f"{master_addr}:{master_port}"
+    if c10d and settings.ray is not None:
+        endpoint = settings.ray  # until Ray has found the machines
+    _warn_of_unused(launch, num_nodes, c10d)
+    nproc = count_ranks(launch, num_nodes)
+    if settings.ray is not None and not c10d:
+        nproc, num_nodes = nproc * num_nodes, 1  # Ray finds the places, and where they meet
     return LaunchSpec(
-        count_ranks(launch, num_nodes),
+        nproc,
         tuple(("-m", *program) if module else program if python else program[1:]),
         num_nodes=num_nodes,
         min_nodes=settings.least_nodes,
@@ -71,6 +78,21 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
         executable=sys.executable if python else program[0],
         python=python,
     )
+
+
+def _warn_of_unused(launch: Launch, num_nodes: int, c10d: bool) -> None:
+    places = ("master_addr", "master_port", "rdzv_endpoint", "local_addr")
+    unused: dict[str, tuple[str, ...]] = {
+        "Ray finds the machines": (*places, "node_rank") if launch.settings.ray is not None else (),
+        "there is one machine": (*places, "rdzv_conf") if num_nodes == 1 else (),
+        "c10d numbers the machines itself": ("node_rank",) if c10d else (),
+    }
+    for why, names in unused.items():
+        given = [f"{name} ({launch.sources[name]})" for name in names if name in launch.sources]
+        given = [text for text in given if "(environment" not in text]  # which is of other jobs too
+        if given:
+            warnings.warn(f"without effect, since {why}: {', '.join(given)}", stacklevel=3)
+            return
 
 
 def rank_environment(launch: Launch) -> dict[str, str]:
