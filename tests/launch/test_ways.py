@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.spawn import free_port, run_command
+from tests.helpers.spawn import finish, free_port, run_command, start_command
 from tests.launch.ways import UNLAUNCHED, job, reference, same_weights
 
 pytestmark = pytest.mark.dist
@@ -22,6 +23,29 @@ def test_the_same_weights(way: str, tmp_path: Path) -> None:
     done = run_command([sys.executable, *command], env=UNLAUNCHED, cwd=tmp_path, timeout_s=120.0)
     assert done.returncode == 0, done.stderr
     assert same_weights(tmp_path / "out.json")["world_size"] == 2
+
+
+@pytest.mark.timeout(300)
+def test_pods_of_a_kubernetes_operator(tmp_path: Path) -> None:
+    """Kubeflow's sets torchrun's options as PET_ variables, and those of one rank for each pod."""
+    port = str(free_port())
+    shared = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+    shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "torch.distributed.run", *job(tmp_path / "out.json")]
+    with ExitStack() as stack:
+        pods = [
+            stack.enter_context(
+                start_command(
+                    command, env={**UNLAUNCHED, **shared, "PET_NODE_RANK": str(pod), "RANK": str(pod)}, cwd=tmp_path
+                )
+            )
+            for pod in (0, 1)
+        ]
+        for pod in pods:
+            done = finish(pod, 120.0)
+            assert done.returncode == 0, done.stderr
+    result = same_weights(tmp_path / "out.json")
+    assert (result["world_size"], result["num_nodes"]) == (2, 2)
 
 
 def test_other_weights_are_found(tmp_path: Path) -> None:
