@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.spawn import finish, run_command, start_command
 from tests.launch.ways import UNLAUNCHED, same_weights
 
-pytestmark = [pytest.mark.mpi, pytest.mark.dist]
+pytestmark = [pytest.mark.mpi, pytest.mark.dist, pytest.mark.timeout(300)]
 
 MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable]
 ENV = {**UNLAUNCHED, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

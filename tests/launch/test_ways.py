@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.spawn import finish, free_port, run_command, start_command
 from tests.launch.ways import UNLAUNCHED, job, reference, same_weights
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("way", ["its own start", "torchrun"])
@@ -25,7 +25,6 @@ def test_the_same_weights(way: str, tmp_path: Path) -> None:
     assert same_weights(tmp_path / "out.json")["world_size"] == 2
 
 
-@pytest.mark.timeout(300)
 def test_pods_of_a_kubernetes_operator(tmp_path: Path) -> None:
     """Kubeflow's sets torchrun's options as PET_ variables, and those of one rank for each pod."""
     port = str(free_port())
