@@ -17,6 +17,7 @@ _VALUE = re.compile(r"(?:Given|Got) value: (.*)\Z", re.DOTALL)
 _NAME = re.compile(r"Expected a dot import path string: (\S+)")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)':\n((?:\s{6,}.*\n?)+)")
 _EXPECTED = re.compile(r"Expected an? (?:<class '([^']+)'>|(.+?))(?:\. Got value|\n|$)")
+_SUBCLASS = re.compile(r"does not correspond to a subclass of (\w+)")
 _NO_OPTION = re.compile(r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'")
 _GROUP = re.compile(r"Group '(\w+)' does not")
 _REQUIRED = re.compile(r"the following arguments are required: (.*)")
@@ -90,8 +91,9 @@ def _of_class(path: str, cls: str, text: str, value: str) -> str:
 
 def _expected(message: str) -> str:
     """What a value may be."""
-    kinds = dict.fromkeys(_kind(name or other) for name, other in _EXPECTED.findall(message))
-    kinds.pop("path but", None)
+    kinds = dict.fromkeys(f"a subclass of {name}" for name in _SUBCLASS.findall(message))
+    kinds |= dict.fromkeys(_kind(name or other) for name, other in _EXPECTED.findall(message))
+    kinds = [kind for kind in kinds if not kind.startswith("path but")]
     return f"expected {' or '.join(kinds)}" if kinds else ""
 
 

@@ -19,6 +19,8 @@ from instep.cli import launch
 from instep.cli.options import add_settings
 from instep.cli.trainer_command import is_run, run_trainer
 
+_LONGEST_S = 86400
+
 
 def main(words: Sequence[str]) -> int | None:
     """`Trainer.test` where the words are for it."""
@@ -42,5 +44,7 @@ def run(args: argparse.Namespace) -> int:
         from instep.cli import setup_check  # late: the same
 
         return setup_check.run(args.timeout, args.json)
+    if not 0 < args.timeout < _LONGEST_S:
+        args.fail(f"--timeout {args.timeout:g}: expected seconds above 0 and up to {_LONGEST_S}")
     args.program = ["instep", "test", f"--timeout={args.timeout:g}", *(["--json"] if args.json else [])]
     return launch.run(args)

@@ -226,10 +226,13 @@ class TrainerCLI:
         """Parse into `self.config`."""
         if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow, and gets an answer before anything is parsed
             complete_subcommand(self._parsers)
-        if isinstance(args, Mapping | Namespace):
-            self.config = parser.parse_object(args if isinstance(args, Namespace) else dict(args), env=True)
-        else:
-            self.config = parser.parse_args(args, env=True)
+        try:
+            if isinstance(args, Mapping | Namespace):
+                self.config = parser.parse_object(args if isinstance(args, Namespace) else dict(args), env=True)
+            else:
+                self.config = parser.parse_args(args, env=True)
+        except UnicodeDecodeError as error:
+            parser.error(f"a configuration file is no text: {error}")
 
     def _defaults_of_checkpoint(self, words: Any) -> None:
         """Where `--ckpt_path` names a checkpoint, its hyperparameters are the defaults of the module's arguments."""

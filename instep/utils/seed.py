@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from instep.errors import SettingError
+
 _others: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {}
 
 
@@ -60,16 +62,18 @@ def seed_everything(seed: int = 0, workers: bool = True) -> int:
         The seed.
 
     Raises:
-        ValueError: the seed is out of range, or `workers` is False.
+        SettingError: the seed is out of range, or `workers` is False.
 
     Example:
         >>> seed_everything(7)
         7
     """
     if not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed} is out of range: give an integer from 0 to 2**63 - 1")
+        raise SettingError(f"seed={seed} is out of range: give an integer from 0 to 2**63 - 1", field="seed", got=seed)
     if not workers:
-        raise ValueError("workers=False: instep seeds loader workers in any case; leave the argument out")
+        raise SettingError(
+            "workers=False: instep seeds loader workers in any case; leave the argument out", field="workers"
+        )
     import numpy  # noqa: F401  the user's code may load it later: seed it now
 
     seed_process(seed)

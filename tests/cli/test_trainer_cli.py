@@ -334,6 +334,8 @@ def test_a_checkpoint_builds_no_other_objects(folder: Path) -> None:
         (["--config=lrr.yaml"], "Did you mean lr?"),
         (["--config=trainr.yaml"], "trainr.max_epochs: there is no such setting. Did you mean trainer?"),
         (["--config=broken.yaml"], "Problems parsing config"),
+        (["--config=binary.yaml"], "a configuration file is no text"),
+        (["--model=tests.cli.configured.LineData"], "LineData: expected a subclass of TrainModule"),
     ],
 )
 def test_mistakes_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,6 +343,7 @@ def test_mistakes_are_named(words: list[str], said: str, capsys: pytest.CaptureF
     written("lrr.yaml", {"model": {"class_path": "LineNet", "init_args": {"lrr": 2}}})
     written("trainr.yaml", {"trainr": {"max_epochs": 2}})
     Path("broken.yaml").write_text("trainer: [\n")
+    Path("binary.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(SystemExit) as end:
         cli("fit", *ANY, *words)
     assert end.value.code == 2
