@@ -57,6 +57,10 @@ def run(args: argparse.Namespace) -> int:
     from instep.cli.memory.estimate import Setup, estimate  # late: loads torch
     from instep.cli.memory.subject import find_subject
 
+    counts = {"devices": min(args.devices), "accumulate": args.accumulate, "batch_size": args.batch_size}
+    for name, count in {**counts, "sequence_length": args.sequence_length}.items():
+        if count < 1:
+            raise SettingError(f"{name}={count} must be at least 1", field=name, got=count)
     subject = find_subject(
         args.what,
         arguments=_json("args", args.args),
