@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from instep.trainer.log import EpochMetric, StepMetrics
+from instep.trainer.log import EpochMetric, LogBook, StepMetrics
 
 if TYPE_CHECKING:
     from instep.trainer.trainer import Trainer
@@ -38,6 +38,10 @@ class Metrics:
             if metrics and self._trainer.settings.log_every_n_steps:
                 self.logged.update(metrics)
                 self._send({**metrics, "epoch": float(self._trainer.current_epoch)}, step)
+
+    def keep(self, book: LogBook) -> None:
+        """Take the step values as they stand, of a book that others give way to: callbacks may watch them."""
+        self.callback.update({name: float(value) for name, value in book.step_values.items()})
 
     def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
         """Take epoch values; the final ones go to the loggers."""

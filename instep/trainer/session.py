@@ -212,6 +212,7 @@ class Session:
             self.heart.end()
         if self.trainer._book is not None:
             self.trainer._book.buffer.clear()  # what raised is not collected a second time
+            self.trainer._book.step_values.clear()  # nor is a device asked that may have failed
 
     def _close_saver(self, error: BaseException | None) -> None:
         """Let the save that is under way end; not for long after an error, since other ranks may be gone."""
@@ -462,6 +463,8 @@ class Session:
         """Let `self.log` write into a book (None: nowhere), and return the one before."""
         before = self.trainer._book
         self.trainer._book = book
+        if before is not None and before.stage == "train":
+            self.trainer.metrics.keep(before)
         if self.settings.barebones:
             self.module._log_buffer = NullBuffer()
         else:

@@ -95,6 +95,24 @@ def test_both_levels_get_names_of_their_own(tmp_path: Any):
     assert (metrics["x"], metrics["x_epoch"], metrics["x_step"]) == (1.5, 1.5, 3.0)
 
 
+def test_step_values_stay_after_a_fit_that_logged_none_of_them(tmp_path: Any):
+    seen: list[float] = []
+
+    class Model(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", float(batch_idx))
+            return super().training_step(batch, batch_idx)
+
+        def on_validation_end(self) -> None:
+            seen.append(float(self.trainer.callback_metrics["x"]))
+
+    trainer, logger = run(tmp_path, Model(), val=loader(6, 3), num_sanity_val_steps=0, log_every_n_steps=50)
+    assert logger.of("x") == []
+    assert trainer.logged_metrics == {}
+    assert seen == [3.0]
+    assert trainer.callback_metrics == {"x": 3.0}
+
+
 def test_by_epoch_only(tmp_path: Any):
     _, logger = run(tmp_path, logging_in("training_step", on_step=False, on_epoch=True), max_epochs=2)
     assert logger.of("x") == [(4, 1.5), (8, 5.5)]
