@@ -31,7 +31,7 @@ def explain(message: str, classes: Iterable[str] = (), known: Iterable[str] = ()
     Args:
         message: its text.
         classes: what may be named without a package.
-        known: the settings' first names.
+        known: the settings' names, such as data.batch_size.
     """
     key = _KEY.search(message)
     if key is None:
@@ -68,7 +68,8 @@ def _without_key(message: str, known: Iterable[str]) -> str:
             reject_unknown({name.split(".")[0]: None})
         except SettingError as error:
             return f"{path}: {error}"
-    return f"{path}: there is no such setting.{_hint(first, known)}"
+    firsts = {it.partition(".")[0] for it in known}
+    return f"{path}: there is no such setting.{_hint(path, known) if first in firsts else _hint(first, firsts)}"
 
 
 def _of_class(path: str, cls: str, text: str, value: str) -> str:

@@ -13,6 +13,7 @@ import sys
 import warnings
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -277,6 +278,14 @@ class TrainerCLI:
         self.model: TrainModule = self._get(self.config_init, "model")
         self._configure_optimizers_of(self.model)
         self.trainer = self.instantiate_trainer()
+        self.trainer.run_folder.given = self._config_folders()
+
+    def _config_folders(self) -> list[Path]:
+        """Where the `--config` files lie, the last one first: one may be a run's own."""
+        given = [*(self.config.get("config") or ())]
+        if self.subcommand is not None:
+            given += self._get(self.config, "config") or ()
+        return [Path(file.absolute).parent for file in reversed(given) if hasattr(file, "absolute")]
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer.
@@ -332,7 +341,8 @@ class TrainerCLI:
             if scheduler is not None:
                 raise UsageError(f"{schedulers[0]} is configured without an optimizer: give {optimizers[0]} too")
             return
-        if is_overridden(module, "configure_optimizers", TrainModule) and read_environment().rank == 0:
+        trains = self.subcommand not in ("validate", "test", "predict")
+        if trains and is_overridden(module, "configure_optimizers", TrainModule) and read_environment().rank == 0:
             warnings.warn(
                 f"the configured {optimizers[0]} takes the place of {type(module).__name__}.configure_optimizers",
                 stacklevel=2,

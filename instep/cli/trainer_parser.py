@@ -139,7 +139,7 @@ class TrainerArgumentParser(ArgumentParser):
             super().error(message, ex)
         if read_environment().rank == 0:
             parsers = [self, *getattr(self._subcommands_action, "choices", {}).values()]
-            known = {action.dest.split(".")[0] for parser in parsers for action in parser._actions}
+            known = {action.dest for parser in parsers for action in parser._actions}
             classes = {name for room in ROOMS for name in room.__all__ if name[0].isupper()}
             classes |= {cls.__name__ for base in (Optimizer, LRScheduler) for cls in base.__subclasses__()}
             sys.stderr.write(f"{self.prog}: {explain(message, classes, known)}\n")

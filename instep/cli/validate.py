@@ -1,7 +1,8 @@
 """Run a module over its validation data as a configuration and the command line say.
 
 The settings are those of `instep fit --help`: that command's config.yaml can be given as it is. Arguments of the module
-that nobody gave are those that the checkpoint of --ckpt_path was saved with.
+that nobody gave are those that the checkpoint of --ckpt_path was saved with. With that config.yaml the checkpoints best
+and last are those of its run.
 
 Exit codes: 0 done; 1 it failed; 2 wrong arguments; 130 interrupted.
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ class RunFolder:
     def __init__(self, root: Path) -> None:
         self.base = root / "instep_runs"
         self.path: Path | None = None
+        self.given: Sequence[Path] = ()  # folders of configurations; the first that is a run's is where to look
 
     @property
     def checkpoints(self) -> Path | None:
@@ -81,7 +83,9 @@ class RunFolder:
             found = CheckpointStore(callback.dirpath).resolve(ckpt_path, kind=kind, monitor=monitor)
             return found or self._none(run, callback.dirpath)
         broken: CorruptCheckpointError | None = None
-        versions = [self.path] if self.path else run.on_rank_zero(self._versions, f"looking for runs in {self.base}")
+        only = ckpt_path != "auto"
+        look = f"looking for runs in {self.base}"
+        versions = [self.path] if self.path else run.on_rank_zero(lambda: self._candidates(only), look)
         for version in versions:
             store = CheckpointStore(version / "checkpoints")
             goes_on = self.path is None and ckpt_path == "auto" and run.fn == "fit"
@@ -102,7 +106,7 @@ class RunFolder:
             return store.resolve("best", kind=kind, monitor=monitor) if ckpt_path == "best" else found
         if broken is not None:
             raise broken
-        folder = self.path or self.base.absolute()
+        folder = self.path or (versions[0] if only and len(versions) == 1 else self.base.absolute())
         if ckpt_path == "auto":
             return self._none(run, folder)
         raise CheckpointNotFoundError(
@@ -156,6 +160,13 @@ class RunFolder:
                 ) from error
             else:
                 return path.absolute()
+
+    def _candidates(self, only: bool) -> list[Path]:
+        """The run whose configuration was given, and unless `only` it is meant all others, the newest first."""
+        for folder in self.given:
+            if folder.parent.name == self.base.name or (folder / "status.json").is_file():
+                return [folder, *(() if only else self._versions())]
+        return self._versions()
 
     def _versions(self) -> list[Path]:
         """The run folders, the newest first."""

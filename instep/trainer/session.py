@@ -319,6 +319,8 @@ class Session:
         self.strategy.place(module)
         if path is not None:
             load_weights(self, path, self.resumed)
+            if self.fn != "fit" and self.ckpt_path in ("last", "best", "auto"):
+                trainer.print(f"{self.fn}: ckpt_path={self.ckpt_path!r} is {path}")
 
     def _take_folder_back(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """A resume that was refused leaves no empty run folder; the lease has been given back by now."""

@@ -368,7 +368,7 @@ class Trainer(TrainerView):
         Args:
             model: by default the one of the last fit, with its best checkpoint's weights where there is one.
             dataloaders: a loader, a list of them, or a DataModule; by default the model's.
-            ckpt_path: load weights from a path, "last" or "best" first.
+            ckpt_path: load weights from a path, "last" or "best" first; which one those are is printed.
             verbose: print the result on the main process.
             datamodule: in place of loaders.
 
@@ -451,7 +451,10 @@ class Trainer(TrainerView):
     def _need_loaders(self, sources: list[Any], fn: str) -> None:
         limit = getattr(self.settings, f"limit_{'val' if fn == 'validate' else fn}_batches")
         if not sources and limit != 0:
-            raise UsageError(f"{fn} needs data: pass dataloaders or a datamodule, or give the module a loader method.")
+            raise UsageError(
+                f"{fn} needs data: pass dataloaders or a datamodule (--data PKG:CLASS on the command line), or give "
+                "the module a loader method."
+            )
 
     def _model_for_evaluation(
         self, model: TrainModule | None, ckpt_path: Location | None

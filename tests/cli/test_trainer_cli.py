@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from instep.cli import SaveConfigCallback, TrainerArgumentParser, TrainerCLI, instantiate_class
-from instep.errors import CheckpointError, SettingError, UsageError
+from instep.errors import CheckpointError, HookError, SettingError, UsageError
 from instep.trainer.configured import build_configured
 from tests.cli.configured import CalledNet, DeepLineNet, InjectedNet, LineData, LineNet, Marks, double
 
@@ -170,6 +171,7 @@ def test_optimizer_and_schedule_from_the_configuration() -> None:
         built = cli("fit", *ANY, *words)
     [schedule] = built.trainer.lr_scheduler_configs
     assert (schedule.monitor, schedule.frequency, schedule.interval) == ("val_loss", 2, "epoch")
+    cli("test", *ANY, "--optimizer=Adam", "--optimizer.lr=0.01")  # trains nothing, so nothing is said of it
     with pytest.raises(UsageError, match="without an optimizer"):
         cli(*ANY, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1")
 
@@ -231,6 +233,37 @@ def test_the_configuration_is_saved_and_repeats_the_run(folder: Path) -> None:
     # The same file serves the other commands.
     cli("validate", "--config", str(saved), "--ckpt_path=last", trainer_defaults=SAVING)
     assert not list(folder.rglob("*@*")), "a temporary file is left"
+
+
+def test_named_checkpoints_are_those_of_the_run_whose_configuration_is_given(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = cli("fit", *ANY, trainer_defaults=SAVING)
+    cli("fit", *ANY, "--model.lr=0.01", "--trainer.max_epochs=2", trainer_defaults=SAVING)
+    runs = folder / "instep_runs"
+    shutil.copytree(runs / "version_0", folder / "kept")
+    Path("other.yaml").write_text((runs / "version_0/config.yaml").read_text())
+    for config, step in (
+        (runs / "version_0/config.yaml", "kept of version_0"),
+        (folder / "kept/config.yaml", "kept elsewhere"),
+        (runs / "version_1/config.yaml", "the newest"),
+        (folder / "other.yaml", "the newest"),
+    ):
+        for name in ("best", "last"):
+            capsys.readouterr()
+            built = cli("test", "-c", str(config), f"--ckpt_path={name}", trainer_defaults=SAVING)
+            newest = step == "the newest"
+            at = runs / "version_1" if newest else config.parent
+            [line] = [it for it in capsys.readouterr().out.splitlines() if "ckpt_path" in it]
+            assert line.startswith(f"test: ckpt_path='{name}' is {at}/checkpoints/step-0000000{8 if newest else 4}-")
+            assert torch.equal(built.model.layer.weight, first.model.layer.weight) is not newest
+    cli("fit", "-c", "kept/config.yaml", "--ckpt_path=auto", "--trainer.max_epochs=3", trainer_defaults=SAVING)
+    assert len(list(Path("kept/checkpoints").glob("step-00000012-*"))) == 1
+    shutil.rmtree(runs / "version_0/checkpoints")
+    words = ["-c", str(runs / "version_0/config.yaml"), "--model.lr=0.01", "--trainer.max_epochs=2"]
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in \S*version_0\."):
+        cli("test", *words, "--ckpt_path=best", trainer_defaults=SAVING)
+    assert cli("fit", *words, "--ckpt_path=auto", trainer_defaults=SAVING).trainer.run_folder.path == runs / "version_1"
 
 
 def test_a_resumed_run_overwrites_no_configuration(folder: Path) -> None:
@@ -359,6 +392,11 @@ def test_what_is_needed_and_what_the_trainer_refuses(
         with pytest.raises(SystemExit):
             TrainerCLI(args=words)
         assert said in capsys.readouterr().err
+    with pytest.raises(HookError, match="--data"):
+        cli("fit", *ANY[:2])
+    with pytest.raises(SystemExit):
+        cli("fit", "--data.batch_siz=4", model_class=LineNet, datamodule_class=LineData)
+    assert "Did you mean data.batch_size?" in capsys.readouterr().err
     with pytest.raises(SettingError, match="accelerator='cpus' is not known"):
         cli("fit", *ANY, "--trainer.accelerator=cpus")
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
