@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from instep.cli.memory.bytes import Bytes
 from instep.cli.memory.subject import Subject
+from instep.cli.memory.users_code import users_code
 from instep.errors import HookError, SettingError, UsageError
 from instep.state import PartialState
 from instep.strategies import Precision, Strategy, resolve_strategy
@@ -30,6 +31,7 @@ from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import configure
 
 _CPU = torch.device("cpu")
+_INPUT = "Give the batch that it needs by --input SIZES[:DTYPE] for each tensor, or by --data."
 _STEPS = 2  # the first one makes the optimizer's state
 
 
@@ -117,7 +119,8 @@ def simulate(subject: Subject, setup: Setup) -> Estimate:
 
 
 def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp: bool) -> Estimate:
-    module = subject.make()
+    with users_code(f"making {subject.name}", "Give its arguments by --args."):
+        module = subject.make()
     largest = max((p.numel() for p in module.parameters()), default=0)
     _attach(module)
     strategy.place(module)
@@ -142,7 +145,10 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
             last = micro == setup.accumulate - 1
             with nullcontext() if last else strategy.no_sync():
                 with strategy.precision.context() or nullcontext():
-                    loss = _loss_of(step(batch, 0), subject)
+                    with users_code(f"a step of {subject.name}", _INPUT, batch):
+                        output = step(batch, 0)
+                    loss = _loss_of(output, subject)
+                    del output
                 if micro == 0:
                     left = count.now - fixed - state - grads
                     optimizer.zero_grad()  # here, as in the Trainer: the last step's gradients live in the forward

@@ -62,6 +62,8 @@ def find_subject(
     path = Path(what)
     batch = _batch_of(inputs) if inputs else _batch_from(data, data_arguments) if data is not None else None
     if path.exists():
+        if path.suffix == ".py":
+            raise SettingError(f"{path} is a program: name the class in it, as {path}:Model", field="what", got=what)
         files = _weight_files(path)
         if files is None:
             name, make, own = _transformers_model(path, batch_size, sequence)

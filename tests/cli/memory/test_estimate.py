@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,26 @@ def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureF
     assert fsdp["weights"] < 0.6 * single["weights"]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["Net", "--input", "8x5", "--input", "8:int64"],
+            r"on a batch of \(8x5:float32, 8:int64\): .*models\.py:\d+: ",
+        ),
+        (["Net", "--input", "8x64"], r"ValueError: .*models\.py:\d+: "),
+        (["Net", "--args", '{"no": 1}'], r"making \S+ failed: TypeError: .*'no'"),
+    ],
+)
+def test_what_fails_in_the_users_code_is_one_message(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["estimate-memory", f"tests.cli.memory.models:{words[0]}", *words[1:]]) == 1
+    out, err = capsys.readouterr()
+    assert re.search(said, err), err
+    assert (out, err.count("\n"), caplog.records) == ("", 1, [])
+
+
 def test_what_cannot_be_estimated_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match=r"Net asks for a tensor's value .*_local_scalar_dense"):
         estimate(subject(make=models.Looks), Setup("single_device", "32-true"))
@@ -149,10 +170,11 @@ def test_what_cannot_be_estimated_is_said(capsys: pytest.CaptureFixture[str]) ->
         estimate(subject(), Setup("single_device", "fp8"))
     for words, part in (
         (["nothing"], "'nothing' is neither there"),
+        ([models.__file__], "models.py:Model"),
         (["tests.cli.memory.models:None_"], "None_"),
         (["tests.cli.memory.models:Net", "--args", "[1]"], "must be a JSON object"),
         (["tests.cli.memory.models:Net", "--input", "8by8"], "'8by8' is no tensor"),
         (["tests.cli.memory.models:Net", "--optimizer", "Adamm"], "Adam"),
     ):
-        assert main(["estimate-memory", *words]) == 1
+        assert main(["estimate-memory", *words]) != 0
         assert part in capsys.readouterr().err
