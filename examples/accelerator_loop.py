@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 examples/accelerator_loop.py --resume  # go on from the newest state
     python examples/accelerator_loop.py --evaluate runs/accelerator/checkpoints/step-...   # the same counts again
 
-The 297 test images are no multiple of any batch: some processes get fewer in the end, and `gather_for_metrics` knows.
+The images ship with scikit-learn: `pip install 'instep[examples]'`. The 297 test images are no multiple of any batch:
+some processes get fewer in the end, and `gather_for_metrics` knows.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     python examples/digits.py --resume                 # go on after Ctrl-C, SIGTERM or a crash
     python examples/digits.py --evaluate runs/digits/.../step-...   # test one checkpoint, exact counts
 
-The images ship with scikit-learn, so nothing is downloaded. Training, validation and test images are fixed; `--seed`
-changes the weights, the order and the dropout only.
+The images ship with scikit-learn (`pip install 'instep[examples]'`), so nothing is downloaded. Training, validation and
+test images are fixed; `--seed` changes the weights, the order and the dropout only.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small net on images of handwritten digits.")
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (default: what this machine has)")
-    parser.add_argument("--devices", default="1", help="number of processes, or auto (default: 1)")
+    parser.add_argument("--devices", default="auto", help="number of processes (default: the launcher's, or one for each accelerator)")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, ... (default: 32-true)")
     parser.add_argument("--max-epochs", type=int, default=15, metavar="N", help="(default: 15)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint under --root, if any")

@@ -50,6 +50,13 @@ def run(args: argparse.Namespace) -> int:
 
     out = Path(args.out)
     is_file = out.suffix == ".safetensors"
+    if not is_file and re.match(r"\.[A-Za-z]", out.suffix) and not args.out.endswith("/") and not out.is_dir():
+        raise SettingError(
+            f"{out} looks like a file of another kind: give a name that ends with .safetensors, or a folder, with a / "
+            "at its end where its name has a dot",
+            field="out",
+            got=args.out,
+        )
     if is_file and args.max_shard_size is not None:
         raise SettingError(
             f"--max-shard-size makes several files, and {out} is one: give a folder as OUT", field="max_shard_size"

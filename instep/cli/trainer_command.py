@@ -41,11 +41,15 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    if not words or all(word in _HELP for word in words):
+    if all(word in _HELP for word in words):
         # Late: `main` loads this file.
-        from instep.cli.main import load, make_parser
+        from instep.cli.main import EXIT_USAGE, load, make_parser
 
-        make_parser((name,), load((name,))).parse_args(["--help"])
+        parser = make_parser((name,), load((name,)))
+        if not words:
+            parser.print_help(sys.stderr)
+            return EXIT_USAGE
+        parser.parse_args(["--help"])
     if os.getcwd() not in sys.path:  # as `python -m` has it: the user's modules lie here
         sys.path.insert(0, os.getcwd())
     words = dotted(words)

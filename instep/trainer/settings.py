@@ -215,7 +215,7 @@ def reject_unknown(given: Mapping[str, Any]) -> None:
             problems[name] = f"not an argument of instep's Trainer; {NOT_TAKEN_OVER[name]}"
         elif name not in _CHECKS:
             near = get_close_matches(name, _CHECKS, n=1)
-            problems[name] = f"unknown{f'; did you mean {near[0]}?' if near else ''}"
+            problems[name] = f"unknown{f' (did you mean {near[0]}?)' if near else ''}"
     if problems:
         listed = ". ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise SettingError(f"Trainer got arguments that it does not take. {listed}.", field=next(iter(problems)))

@@ -83,6 +83,9 @@ def test_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_errors_end_with_their_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPO)
+    assert main(["fit"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err[:16]) == ("", "usage: instep fi")
     with pytest.raises(SystemExit) as end:
         main(["fit", "--module", "tests/cli/configured.py:LineNet", "--model.lr=fast"])
     assert end.value.code == 2

@@ -89,9 +89,13 @@ def test_a_folder_of_several_files_has_an_index(tmp_path: Path, capsys: pytest.C
     assert main([*words, str(tmp_path / "one")]) == 0
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["model.safetensors"]
     assert main([*words, str(tmp_path / "one")]) == 1
-    assert main([*words, str(tmp_path / "y.safetensors"), "--max-shard-size", "50"]) == 1
-    assert main([*words, str(tmp_path / "z"), "--max-shard-size", "many"]) == 1
+    assert main([*words, str(tmp_path / "y.safetensors"), "--max-shard-size", "50"]) != 0
+    assert main([*words, str(tmp_path / "z"), "--max-shard-size", "many"]) != 0
     assert "max_shard_size='many'" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "out.bin")]) != 0
+    assert "out.bin looks like a file of another kind" in capsys.readouterr().err
+    assert not (tmp_path / "out.bin").exists()
+    assert main([*words, str(tmp_path / "a-1.5")]) == main([*words, f"{tmp_path}/a.b/"]) == 0
 
 
 def test_of_a_folder_of_torch_nothing_runs(tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ def test_a_clipping_algorithm_without_a_value_warns():
 
 
 def test_unknown_arguments_are_named_with_the_nearest_or_the_replacement():
-    with pytest.raises(SettingError, match="max_epoch: unknown; did you mean max_epochs"):
+    with pytest.raises(SettingError, match=r"max_epoch: unknown \(did you mean max_epochs\?\)"):
         resolve(max_epoch=3)
     with pytest.raises(SettingError) as caught:
         reject_unknown({"profiler": None, "zebra": 1, "max_steps": 2})
