@@ -2,7 +2,8 @@
 
     python examples/digits.py                          # train and test; a few seconds
     python examples/digits.py --devices 2              # the same global batch on two processes
-    torchrun --nproc-per-node 2 examples/digits.py --devices 2
+    instep launch --devices 2 examples/digits.py
+    torchrun --nproc-per-node 2 examples/digits.py
     python examples/digits.py --resume                 # go on after Ctrl-C, SIGTERM or a crash
     python examples/digits.py --evaluate runs/digits/.../step-...   # test one checkpoint, exact counts
 
@@ -167,7 +168,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small net on images of handwritten digits.")
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (default: what this machine has)")
-    parser.add_argument("--devices", default="auto", help="number of processes (default: the launcher's, or one for each accelerator)")
+    parser.add_argument("--devices", default="auto", help="number of processes (default: auto)")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, ... (default: 32-true)")
     parser.add_argument("--max-epochs", type=int, default=15, metavar="N", help="(default: 15)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint under --root, if any")

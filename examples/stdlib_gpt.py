@@ -2,7 +2,8 @@
 
     python examples/stdlib_gpt.py                      # a minute or two on two cores
     python examples/stdlib_gpt.py --devices 2          # the same global batch on two processes
-    torchrun --nproc-per-node 2 examples/stdlib_gpt.py --devices 2
+    instep launch --devices 2 examples/stdlib_gpt.py
+    torchrun --nproc-per-node 2 examples/stdlib_gpt.py
     python examples/stdlib_gpt.py --devices 2 --strategy fsdp    # or hsdp, tp, cp, pp, deepspeed_stage_2 ...
     python examples/stdlib_gpt.py --resume             # go on after Ctrl-C, SIGTERM or a crash
 
@@ -239,7 +240,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small byte-level GPT on Python's standard library.")
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (default: what this machine has)")
-    parser.add_argument("--devices", default="1", help="number of processes, or auto (default: 1)")
+    parser.add_argument("--devices", default="auto", help="number of processes (default: auto)")
     parser.add_argument("--strategy", default="auto", help="ddp, fsdp, hsdp, tp, cp, pp, deepspeed_stage_2, ...")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, ... (default: 32-true)")
     parser.add_argument("--max-steps", type=int, default=1000, metavar="N", help="optimizer steps (default: 1000)")
