@@ -104,10 +104,10 @@ def _check_places(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def _check_command(cluster: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script = folder / "say.py"
-    script.write_text("import os, sys; os.write(1, f'{os.environ[\"RANK\"]} {sys.argv[1:]}\\n'.encode()); sys.exit(75)")
-    assert main(["launch", "--ray", cluster, "--devices", "2", str(script), "--lr", "0.1"]) == 75
-    assert sorted(capfd.readouterr().out.splitlines()) == ["0 ['--lr', '0.1']", "1 ['--lr', '0.1']"]
+    out = folder / "out.json"
+    assert main(["launch", "--ray", cluster, "--devices", "2", *job(out)]) == 0
+    assert same_weights(out)["num_nodes"] == 1
+    capfd.readouterr()
 
 
 def _check_failure(capfd: pytest.CaptureFixture[str]) -> None:
