@@ -18,6 +18,7 @@ import sys
 from instep.cli import output
 from instep.cli.options import add_settings
 from instep.errors import SettingError
+from instep.utils.variables import misspelt_variables
 
 _USAGE = 2
 
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.module and args.no_python:
         args.fail("-m names a module of Python, --no-python a command without it: give one of them")
     # Late: load torch and pydantic.
+    from instep.launch.command import check_program
     from instep.launch.engine import run as run_job
     from instep.launch.plan import make_spec
     from instep.launch.sources import default_file, resolve
@@ -50,13 +52,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         launch = resolve(args.said, args.config)
         spec = make_spec(launch, program, module=args.module, python=not args.no_python)
+        if launch.settings.ray is None and not spec.env.keys() & {"PATH", "PYTHONPATH"}:  # found elsewhere
+            check_program(program, module=args.module, python=not args.no_python)
     except SettingError as error:
         sys.stderr.write(f"instep: {error}\n")
         return _USAGE
     if not args.quiet and args.config is None and launch.file == default_file() and spec.node_rank == 0:
         sys.stderr.write(f"instep: settings of {launch.file} hold; --quiet leaves this line out\n")
+    if spec.node_rank == 0 and (misspelt := misspelt_variables()):
+        sys.stderr.write(f"instep: {misspelt}\n")
     if args.dry_run:
-        output.say_json({"spec": vars(spec), "sources": launch.sources, "ray": launch.settings.ray})
+        output.say_json({"spec": vars(spec), "sources": launch.sources, "ray": launch.settings.ray}, indent=1)
         return 0
     if launch.settings.ray is not None:
         from instep.launch.ray import RayLauncher  # late: most need none

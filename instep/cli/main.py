@@ -15,11 +15,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
 
 from instep import __version__
-from instep.errors import EXIT_FAILED, InstepError
+from instep.errors import EXIT_FAILED, InstepError, SettingError
 
 Command = tuple[str, ...]
 
@@ -56,6 +57,7 @@ _EXAMPLES = (
     "  instep checkpoint ls .",
     "  instep checkpoint verify instep_runs/version_0",
 )
+_WITH_INNER = {name for name in COMMANDS if any(len(other) > 1 and other[:1] == name for other in COMMANDS)}
 EXIT_CODES = "Exit codes: 0 all is well; 1 problems were found, or an error; 2 wrong arguments."
 _ALL_EXIT_CODES = (
     "exit codes:",
@@ -86,10 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     words = list(sys.argv[1:] if argv is None else argv)
     command = find(words)
-    if command is None:
+    rest = words[len(command) :] if command else words
+    if command is None or (command in _WITH_INNER and rest and not rest[0].startswith("-")):
         return _overview(words)
     try:
-        code = _run(command, words[len(command) :])
+        code = _run(command, rest)
         sys.stdout.flush()  # here, where a closed pipe is understood
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -154,7 +157,11 @@ def _run(command: Command, words: list[str]) -> int:
     args = parser.parse_args(words[:after])
     if after < len(words):
         args.after = words[after + 1 :]
-    return module.run(args)
+    try:
+        return module.run(args)
+    except SettingError as error:
+        _complain(str(error))
+        return EXIT_USAGE
 
 
 def _overview(words: Sequence[str]) -> int:
@@ -162,7 +169,7 @@ def _overview(words: Sequence[str]) -> int:
     if words == ["--version"]:
         sys.stdout.write(f"instep {__version__}\n")
         return 0
-    group = words[:1] if words and words[0] in GROUPS else []
+    group = words[:1] if words and (words[0] in GROUPS or tuple(words[:1]) in _WITH_INNER) else []
     rest = words[len(group) :]
     known = {name: text for name, text in COMMANDS.items() if name[: len(group)] == tuple(group)}
     lines = [
@@ -181,7 +188,11 @@ def _overview(words: Sequence[str]) -> int:
         sys.stdout.write("\n".join(lines) + "\n")
         return 0
     sys.stderr.write(f"{lines[0]}\n")
-    _complain(f"{' '.join(words)!r} is no command; the commands are {', '.join(' '.join(name) for name in known)}")
+    names = [" ".join(name[len(group) :]) for name in known if len(name) > len(group)]
+    wrong = " ".join(words[: len(group) + 1])
+    near = get_close_matches(rest[0], names, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(names)}"
+    _complain(f"{wrong!r} is no command{hint}")
     return EXIT_USAGE
 
 

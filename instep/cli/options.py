@@ -7,7 +7,7 @@ that have no setting are refused with what takes their place.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -38,19 +38,25 @@ class _Say(argparse.Action):
         namespace.said = said
 
 
-def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] = NAMES, hidden: bool = False) -> None:
+def add_settings(
+    parser: argparse.ArgumentParser,
+    names: Iterable[str] = NAMES,
+    hidden: bool = False,
+    instead: Mapping[str, str] | None = None,
+) -> None:
     """Add options for settings to a command, and `--config`; `args.said` is what they say, for `resolve`.
 
     Args:
         parser: the command's.
         names: the settings.
         hidden: leave them out of the help.
+        instead: settings that are options of another name here.
     """
     parser.allow_abbrev = False  # `--num` would be ambiguous, also where it is the program's own
     parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118)
-    parser.error = _with_advice(parser.error)  # pyright: ignore[reportAttributeAccessIssue]
+    parser.error = _with_advice(parser.error, instead or {})  # pyright: ignore[reportAttributeAccessIssue]
     parser.set_defaults(said={})
-    parser.add_argument("--config", metavar="FILE", help=_CONFIG)
+    parser.add_argument("--config", metavar="FILE", help=_CONFIG).completer = complete_config  # pyright: ignore[reportAttributeAccessIssue]
     parser.add_argument("--config-file", "--config_file", dest="config", help=argparse.SUPPRESS)
     for name in names:
         shown = argparse.SUPPRESS if hidden or about(name).rare else about(name).text
@@ -78,10 +84,24 @@ def _add(parser: argparse.ArgumentParser, name: str, shown: str, **kind: Any) ->
     return action
 
 
-def _with_advice(error: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:
+def complete_config(prefix: str, **_: Any) -> list[str]:
+    """What a shell offers for `--config`: templates and files."""
+    from argcomplete.completers import FilesCompleter  # late: only a shell that completes needs it
+
+    from instep.launch.sources import templates
+
+    return [*templates(), *FilesCompleter()(prefix)]
+
+
+def _with_advice(error: Callable[[str], NoReturn], instead: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    def say(word: str) -> str:
+        name = word.lstrip("-").replace("-", "_").partition("=")[0]
+        other = instead.get(RENAMED.get(name, name))
+        return f"{name} is called {other} here" if other else advice(word, "--{}")
+
     def explain(message: str) -> NoReturn:
         _, found, words = message.partition("unrecognized arguments: ")
-        known = [advice(word, "--{}") for word in words.split() if word.startswith("--")] if found else []
+        known = [say(word) for word in words.split() if word.startswith("--")] if found else []
         error("; ".join((message, *known)))
 
     return explain

@@ -20,9 +20,9 @@ def say(text: str = "") -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def say_json(value: Any) -> None:
-    """A value as strict JSON."""
-    say(json.dumps(plain(value), indent=1 if sys.stdout.isatty() else None, allow_nan=False))
+def say_json(value: Any, indent: int | None = None) -> None:
+    """A value as strict JSON; on a terminal, or with `indent`, on several lines."""
+    say(json.dumps(plain(value), indent=1 if sys.stdout.isatty() else indent, allow_nan=False))
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[str] = ()) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from instep.cli import output
 from instep.cli.options import add_settings
+from instep.launch.command import check_program
 from instep.launch.slurm import BatchJob, check_time, submit
 
 _OF_LAUNCH = (
@@ -43,13 +44,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="FILE", default="slurm-%j.out", help="(default: slurm-JOB.out)")
     add("--sbatch", action="append", default=[], metavar="WORD", help="another option of sbatch; repeatable")
     add("--setup", action="append", default=[], metavar="LINE", help="shell to run before; repeatable")
-    add("--print", action="store_true", help="print the batch script; submit nothing")
+    add("--print", "--dry-run", action="store_true", help="print the batch script; submit nothing")
     add("--test-only", action="store_true", help="ask when it would start; submit nothing")
     add("--json", action="store_true", help="for programs")
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     add("script", metavar="SCRIPT", help="what to run, with its arguments")
     add("args", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
-    add_settings(parser, _OF_LAUNCH, hidden=True)
+    add_settings(parser, _OF_LAUNCH, True, {"devices": "--nproc", "num_processes": "--nproc", "num_nodes": "--nodes"})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if args.print:
         sys.stdout.write(job.script())
         return 0
+    if not (args.setup or any("chdir" in option for option in args.sbatch)):  # which may change what is found
+        check_program((args.script,), module=args.module)
     answer = submit(job, args.test_only)
     if args.test_only:
         output.say(answer)

@@ -504,6 +504,7 @@ class _Agent(LocalElasticAgent):
         files = self._pcontext.error_files
         local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
         node, host = worker_group.group_rank or 0, socket.gethostname()
+        steps = self._watch.beats.read()
         alone = self._note_ends()  # who was killed may become known after those whose connections broke
         return [
             RankEnd(
@@ -513,6 +514,7 @@ class _Agent(LocalElasticAgent):
                 code,
                 code in self._first or (code < 0 and rank in alone),
                 read_report(files[local[rank]]),
+                step if (step := steps[local[rank]].step) > 0 else None,
             )
             for rank, code in self._codes().items()
             if code
@@ -576,7 +578,7 @@ class _Agent(LocalElasticAgent):
         assert self._pcontext is not None
         local = next(worker.local_rank for worker in self._worker_group.workers if worker.global_rank == end.rank)
         file = self._pcontext.stderrs[local]
-        return f"what it said is in {file}" if file else "what it said stands above"
+        return f"what it said is in {file}" if file else "anything it said stands above"
 
 
 def _say(text: str) -> None:

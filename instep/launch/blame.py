@@ -22,6 +22,7 @@ class RankEnd:
         code: its exit code, negative for a signal.
         first: whether it was among the first on its node to end so.
         report: what it wrote down, if it could.
+        steps: optimizer steps that its heartbeat counted; None outside of a training.
     """
 
     rank: int
@@ -30,12 +31,13 @@ class RankEnd:
     code: int
     first: bool
     report: FailureReport | None = None
+    steps: int | None = None
 
     @property
     def title(self) -> str:
         """Who it is: the rank, its host and the steps it had done."""
-        step = "" if self.report is None or self.report.step is None else f", step {self.report.step}"
-        return f"rank {self.rank} (host {self.host}{step})"
+        step = self.steps if self.report is None else self.report.step
+        return f"rank {self.rank} (host {self.host}{'' if step is None else f', step {step}'})"
 
     @property
     def how(self) -> str:

@@ -1,14 +1,18 @@
-"""How to run this program again."""
+"""How to run this program again, and whether one can be run."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
-from instep.errors import UsageError
+from instep.errors import SettingError, UsageError
 
 
 def this_command() -> tuple[str, ...]:
@@ -44,6 +48,43 @@ def this_command() -> tuple[str, ...]:
     if spec is not None:  # a folder or a zip file with a __main__.py
         return (*flags, os.path.abspath(sys.argv[0]), *_arguments_after(os.path.basename(sys.argv[0])))
     return (*flags, os.path.abspath(file), *_arguments_after(os.path.basename(file)))
+
+
+def check_program(program: Sequence[str], *, module: bool = False, python: bool = True) -> None:
+    """Refuse a program that cannot be started, before its ranks are.
+
+    Args:
+        program: a script and its arguments.
+        module: the script is the name of a module, as for `python -m`, which is looked up and not imported.
+        python: run it by this Python; else it is a command of its own.
+
+    Raises:
+        SettingError: there is no such script, module or command.
+    """
+    name = program[0]
+    if not python:
+        kind, there = "command", shutil.which(name) is not None
+    elif module:
+        kind, there = "module", _has_module(name)
+    else:
+        kind, there = "script", name.startswith("-") or os.path.exists(name)
+    if not there:
+        more = "; -m MODULE runs a module" if kind == "script" and not name.endswith(".py") else ""
+        raise SettingError(f"there is no {kind} {name} (looked from {os.getcwd()}){more}", field="program", got=name)
+
+
+def _has_module(name: str) -> bool:
+    first, *inner = name.split(".")
+    try:
+        spec = PathFinder.find_spec(first, [os.getcwd()]) or find_spec(first)
+    except ValueError:  # a module without a spec, such as __main__
+        return True
+    places: Iterable[str] | None = None
+    for part in inner:
+        if spec is None or (places := spec.submodule_search_locations) is None:
+            break
+        spec = PathFinder.find_spec(part, list(places))
+    return spec is not None and (not inner or places is not None)
 
 
 def _arguments_after(program: str) -> tuple[str, ...]:

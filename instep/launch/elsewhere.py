@@ -110,7 +110,7 @@ def advice(name: str, spelled: str = "{}") -> str:
     instead = next((text for start, text in _INSTEAD.items() if name.startswith(start)), None)
     if instead is not None:
         return f"{name} is another launcher's: {instead}"
-    near = get_close_matches(name, NAMES, n=1)
+    near = get_close_matches(name, NAMES, n=1, cutoff=0.7)
     return f"{name} is no setting{f'; did you mean {_spell(near[0], spelled)}?' if near else ''}"
 
 

@@ -43,7 +43,7 @@ _Count = Annotated[int, Ge(1)]
 _Natural = Annotated[int, Ge(0)]
 _Port = Annotated[int, Ge(1), Le(65535)]
 _Seconds = Annotated[float, Gt(0)]
-_DEVICES = "a number, 'auto', -1 for all, or indices such as 0,1"
+_DEVICES = "'auto', -1 for all, or indices such as 0,1"
 _NODES = "a number, or MIN:MAX for a job that goes on with less"
 _TEE = "true, false, or the ranks on a machine, such as 0,1"
 
@@ -53,9 +53,10 @@ class LaunchSettings:
     """The settings of a launch, in their resolved form. `about` says what each is."""
 
     accelerator: Annotated[Accelerators, About("kind of device: cpu, gpu, cuda, xpu, hpu, npu, mps, xla")] = "auto"
-    devices: Annotated[int | Literal["auto"] | list[int], About(f"processes per machine: {_DEVICES}", _DEVICES)] = (
-        "auto"
-    )
+    devices: Annotated[
+        int | Literal["auto"] | list[int],
+        About(f"processes per machine: a number, {_DEVICES}", f"at least 1, {_DEVICES}"),
+    ] = "auto"
     num_processes: Annotated[_Count | None, About("processes over all machines, instead of devices", rare=True)] = None
     num_nodes: Annotated[_Count | str, About(f"machines: {_NODES}", _NODES)] = 1
     node_rank: Annotated[_Natural, About("this machine's number, from 0")] = 0

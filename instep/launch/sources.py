@@ -20,6 +20,7 @@ from instep.utils.variables import variable_of
 TEMPLATES = Path(__file__).parent.parent / "configs"
 FILE_VARIABLE = "INSTEP_CONFIG_FILE"
 NO_FILE = "none"
+_OF_FIT = {"model", "data", "trainer", "ckpt_path", "seed_everything"}
 _ALSO = {"node_rank": "NODE_RANK", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}  # torchrun's
 
 Layer = Mapping[str, tuple[Any, str]]
@@ -77,12 +78,22 @@ def resolve(
     for layer in said:
         source = {name: where for name, (_, where) in layer.items()}
         checked = check({name: value for name, (value, _) in layer.items()}, source)
-        _put(checked, source, values, sources)
+        put(checked, source, values, sources)
     return Launch(LaunchSettings(**values), {name: sources[name] for name in NAMES if name in sources}, file)
 
 
-def _put(layer: dict[str, Any], where: dict[str, str], values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Lay what a source says over what lower ones say."""
+def put(layer: Mapping[str, Any], where: Mapping[str, str], values: dict[str, Any], sources: dict[str, str]) -> None:
+    """Lay what a source says over what lower ones say.
+
+    Args:
+        layer: checked values.
+        where: the place of each.
+        values: of the lower ones; changed.
+        sources: their places; changed.
+
+    Raises:
+        SettingError: the source names both counts of processes.
+    """
     if "devices" in layer and "num_processes" in layer:
         raise SettingError(
             f"devices ({where['devices']}) counts the processes of a machine and num_processes "
@@ -137,7 +148,9 @@ def find_file(config: str | None, environ: Mapping[str, str] | None = None) -> P
         raise SettingError(
             f"there is no config file {path}; `instep config default --config {path}` writes one", field="config"
         )
-    raise one_of("config", config, (NO_FILE, *templates()))
+    raise SettingError(
+        f"{one_of('config', config, (NO_FILE, *templates()))} Or give the path of a file.", field="config"
+    )
 
 
 def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]]:
@@ -148,7 +161,7 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
         check_names: refuse names that are no settings.
 
     Raises:
-        SettingError: it is no YAML, no mapping, or has unknown or repeated names.
+        SettingError: it is no YAML, no mapping, or has unknown or repeated names; then wrong values are told as well.
     """
     import yaml  # late: not needed where there is no file
 
@@ -163,6 +176,8 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
         return {}
     if not isinstance(node, yaml.MappingNode):
         raise SettingError(f"{path}: expected settings, one `name: value` on each line, got {values!r}", field="config")
+    if check_names and any(key.value in _OF_FIT for key, _ in node.value):
+        raise SettingError(f"{path} is a configuration of `instep fit`: instep fit --config {path}", field="config")
     said: dict[str, tuple[Any, str]] = {}
     problems: list[str] = []
     for key, _ in node.value:
@@ -175,6 +190,11 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
         if values.get(key.value) is not None:  # `name:` alone leaves it open
             said[name] = values[key.value], where
     if problems:
+        known = {name: it for name, it in said.items() if name in NAMES}
+        try:
+            check({name: it[0] for name, it in known.items()}, {name: it[1] for name, it in known.items()})
+        except SettingError as error:
+            problems.append(str(error))
         raise SettingError("\n".join(problems), field="config")
     return said
 

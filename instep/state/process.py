@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -15,7 +17,7 @@ from instep.state.device import DeviceKind, DistributedType, device_of, find_dev
 from instep.state.environment import ProcessEnvironment
 from instep.state.launchers import MPI, read_environment
 from instep.utils.variables import asked as asked_by_launcher
-from instep.utils.variables import variable_of
+from instep.utils.variables import misspelt_variables, variable_of
 
 _OPTIONS = ("backend", "timeout", "pg_options", "device_id")
 
@@ -55,6 +57,9 @@ def ensure(cpu: bool | None, debug: bool | None, xla: bool | None, kwargs: dict[
     if _process is None or not _is_whole(_process):
         _process = None
         _process = _build(asked)
+        alone = "INSTEP_AGENT_PID" not in os.environ  # else the launch has said it
+        if alone and _process.environment.rank == 0 and (misspelt := misspelt_variables()):
+            warnings.warn(misspelt, stacklevel=4)
     else:
         _compare(asked, _process)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from instep.errors import SettingError
@@ -40,6 +41,32 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], str]] = {
     "hang_timeout_s": (float, "a number of seconds"),
     "debug": (_switch, "1 or 0"),
 }
+
+
+# The others: settings that only a launch reads, and what agents, the config file and `instep replay` use.
+_MORE = (
+    "devices", "num_processes", "num_nodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint",
+    "rdzv_conf", "run_id", "local_addr", "max_restarts", "log_dir", "tee", "cpu_affinity", "cpu_threads", "env", "ray",
+    "config_file", "agent_pid", "heartbeat_file", "job_id", "restart", "min_nodes", "replay",
+)  # fmt: skip
+_OF_PARSERS = ("config", "subcommand")  # and what has "__" in it: jsonargparse's, of `instep fit`
+
+
+def misspelt_variables(environ: Mapping[str, str] | None = None) -> str:
+    """One line about variables that nobody reads and that are nearly called as ours; empty where there are none.
+
+    Example:
+        >>> misspelt_variables({"INSTEP_PRECISON": "bf16", "INSTEP_OF_MY_OWN": "1"})
+        'nobody reads INSTEP_PRECISON (did you mean INSTEP_PRECISION?)'
+    """
+    known = (*VARIABLES, *_MORE)
+    said: list[str] = []
+    for variable in sorted(os.environ if environ is None else environ):
+        name = variable.removeprefix("INSTEP_").lower()
+        if variable.startswith("INSTEP_") and name not in (*known, *_OF_PARSERS) and "__" not in name:
+            near = get_close_matches(name, known, n=1, cutoff=0.75)
+            said += [f"{variable} (did you mean {variable_of(other)}?)" for other in near]
+    return f"nobody reads {', '.join(said)}" if said else ""
 
 
 def variable_of(setting: str) -> str:

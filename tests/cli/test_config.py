@@ -57,16 +57,23 @@ def test_default_update_show_and_validate(file: Path, tmp_path: Path, capsys: py
     file.write_text("strategy_options: {a: 1}\n")
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("precision: bf61\nmax_restart: 1\n")
-    said = instep(capsys, "config", "validate", "fsdp", str(file), str(wrong), "--config", "none.yaml", code=1)
+    run = tmp_path / "run.yaml"
+    run.write_text("trainer: {}\n")
+    said = instep(
+        capsys, "config", "validate", "fsdp", str(run), str(file), str(wrong), "--config", "none.yaml", code=1
+    )
     assert "ok  fsdp, 4 settings" in said
     assert "arguments of a strategy, and none is chosen" in said
     assert f"{wrong}:2: max_restart is no setting; did you mean max_restarts?" in said
+    assert f"{wrong}:1: precision='bf61' is not known" in said
+    assert "run.yaml is a configuration of `instep fit`" in said
     assert "there is no config file none.yaml" in said
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (["default", "precision.x=1"], "precision has no members; rdzv_conf, strategy_options, env have"),
         (["default", "precision"], "'precision': expected NAME=VALUE"),
         (["default", "num_machines=2"], "num_machines is called num_nodes here"),
         (["default", "precision=x"], "precision='x' is not known"),
@@ -76,8 +83,25 @@ def test_default_update_show_and_validate(file: Path, tmp_path: Path, capsys: py
     ],
 )
 def test_wrong_words(words: list[str], expected: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert expected in instep(capsys, "config", *words, code=1)
+    assert expected in instep(capsys, "config", *words, code=2)
     assert not file.exists()
+
+
+def test_members_are_put_together(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    instep(capsys, "config", "default", "env=NCCL_DEBUG=WARN", "num_processes=2")
+    assert "precision='x'" in instep(capsys, "config", "default", "precision=x", code=2), "before the file is there"
+    words = ("env=A=1", "env.B=1,2", "strategy=fsdp", "strategy_options.cpu_offload=true")
+    instep(capsys, "config", "update", *words)
+    assert yaml.safe_load(file.read_text()) == {
+        "accelerator": KIND, "num_processes": 2, "strategy": "fsdp", "strategy_options": {"cpu_offload": True},
+        "env": {"NCCL_DEBUG": "WARN", "A": "1", "B": "1,2"},
+    }  # fmt: skip
+    assert "strategy_options is gone" in instep(capsys, "config", "update", "strategy=ddp", "--unset", "env.A")
+    assert yaml.safe_load(file.read_text())["env"] == {"NCCL_DEBUG": "WARN", "B": "1,2"}
+    with pytest.raises(SystemExit):
+        main(["config", "update"])
+    assert "nothing to change: give NAME=VALUE" in capsys.readouterr().err
+    assert instep(capsys, "config", "show", "--config", "none").splitlines()[0] == "config file: none"
 
 
 def test_none_is_no_file_to_write(
@@ -91,7 +115,7 @@ def test_none_is_no_file_to_write(
 
 def test_a_launch_names_the_file_that_it_found(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*words: str) -> bool:
-        return f"instep: settings of {file} hold" in instep(capsys, "launch", *words, "--dry-run", "train.py")
+        return f"instep: settings of {file} hold" in instep(capsys, "launch", *words, "--dry-run", __file__)
 
     assert not said()
     instep(capsys, "config", "default", "max_restarts=2")
@@ -139,8 +163,13 @@ def test_questions(
     assert first == {
         "accelerator": KIND, "num_nodes": 1, "strategy": "auto", "precision": "32-true", "accumulate_grad_batches": 1,
     }  # fmt: skip
-    answer(monkeypatch, "n")
+    answer(monkeypatch, "")
     instep(capsys, "config")
+    instep(capsys, "config", "update", "precision=bf16", "env.A=1", "strategy=ddp", "strategy_options.bucket_cap_mb=5")
+    changed = file.read_text()
+    answer(monkeypatch, "y", *[""] * 9)
+    instep(capsys, "config")
+    assert file.read_text() == changed, "its values are the defaults"
     answer(
         monkeypatch, "cpu", "3", "2", "1", "", "host", "", "5", "fsdq", "fsdp", "meta_init=true", "bf16", "4", "60", "l"
     )

@@ -43,6 +43,10 @@ def by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [*UNLAUNCHED, *(name for name in os.environ if name.startswith("INSTEP_"))]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pack").mkdir()
+    for name in ("t.py", "train.py", "run.sh", "pack/train.py"):
+        (tmp_path / name).touch(0o755)
 
 
 @pytest.fixture
@@ -128,6 +132,15 @@ def test_what_stands_in_the_environment_is_of_others(planned: Any, monkeypatch: 
         ("--fsdp_sharding_strategy 1 t.py", "another launcher's: use --strategy fsdp --strategy-options"),
         ("--zero_stage 2 t.py", "use --strategy deepspeed_stage_2"),
         ("--max-restart 1 t.py", "did you mean --max-restarts?"),
+        ("--version t.py", "version is no setting\n"),
+        ("nope.py", "there is no script nope.py"),
+        ("--dry-run train", "there is no script train (looked from"),
+        ("-m pack.nope", "there is no module pack.nope"),
+        ("-m nope.train", "there is no module nope.train"),
+        ("-m t.inner", "there is no module t.inner"),
+        ("--no-python ./nope", "there is no command ./nope"),
+        ("--devices 0 t.py", "devices='0': expected at least 1, 'auto'"),
+        ("--config nope t.py", "Or give the path of a file"),
         ("--precision bf61 t.py", "--precision: precision='bf61' is not known. Use one of: 32-true"),
         ("--mixed_precision bf61 t.py", "--mixed_precision: precision='bf61'"),
         ("--env A t.py", "argument --env: expected NAME=VALUE, got 'A'"),
@@ -147,6 +160,15 @@ def test_wrong_words_end_with_2(words: str, expected: str, capsys: pytest.Captur
         code = end.code
     assert code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("INSTEP_PRECISON", "bf16")
+    monkeypatch.setenv("INSTEP_OF_MY_OWN", "1")
+    assert main(["launch", "--dry-run", "t.py"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "instep: nobody reads INSTEP_PRECISON (did you mean INSTEP_PRECISION?)\n"
+    assert '\n "spec": {\n' in said.out, "for people"
 
 
 def test_the_guide_names_options_that_are_there() -> None:

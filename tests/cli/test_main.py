@@ -11,6 +11,7 @@ import pytest
 
 from instep.cli import main as cli
 from instep.cli.main import COMMANDS, main
+from instep.errors import SettingError
 from tests.helpers.spawn import run_command
 
 LINES, COLUMNS = 40, 120  # of a screen
@@ -58,7 +59,20 @@ def test_wrong_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert "usage: instep" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("error", "code"), [(OSError("disk"), 1), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("lanch", "'lanch' is no command; did you mean launch?"),
+        ("checkpoint verfy", "'checkpoint verfy' is no command; did you mean verify?"),
+        ("config frobnicate", "; the commands are default, update, show, validate, templates"),
+    ],
+)
+def test_the_nearest_command_is_named(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(OSError("disk"), 1), (SettingError("x"), 2), (KeyboardInterrupt(), 130)])
 def test_errors_without_traceback(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> int:
         raise error

@@ -228,7 +228,7 @@ def test_a_rank_without_a_report_prints_for_itself(job: Job) -> None:
     done = job("raise ValueError('plain')", nproc=1)
     assert done.returncode == 1
     assert done.stderr.count("ValueError: plain") == 1
-    assert f"rank 0 (host {HOST}) failed with exit code 1; what it said stands above" in done.stderr
+    assert f"rank 0 (host {HOST}) failed with exit code 1; anything it said stands above" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,27 @@ def test_the_command_prints_the_script_and_passes_options_of_launch_on(capsys: p
     assert options(script)[-3:] == ["--job-name=train", "--time=1-0", "--partition=long"]
     given = '--precision=bf16-mixed --strategy=fsdp \'--strategy-options={"cpu_offload": true}\' \'--env={"A": "b c"}\''
     assert f"--devices=4 {given} --no-debug runs/train.py --precision 'of the script'\n" in script
+    assert main(["slurm", *words, "--dry-run", "runs/train.py", "--precision", "of the script"]) == 0
+    assert capsys.readouterr().out == script
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--devices 2 train.py", "devices is called --nproc here"),
+        ("--num_machines 2 train.py", "num_machines is called --nodes here"),
+        ("--time abc train.py", "time='abc' is no time limit"),
+        ("--nodes 0 train.py", "nodes=0 must be at least 1"),
+        ("nope.py", "there is no script nope.py"),
+    ],
+)
+def test_wrong_words_end_with_2(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["slurm", *words.split()])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_the_scripts_own_lines_are_those_of_a_shell(tmp_path: Path) -> None:
@@ -182,6 +203,7 @@ def test_srun_starts_an_agent_on_each_node(cluster: Cluster, tmp_path: Path) -> 
 
 @pytest.mark.slurm
 def test_sbatch_accepts_the_script_and_refuses_what_it_cannot_run(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
     words = ["--nodes=2", "--time=1-0", "--sbatch", "comment=a 'b c", "--test-only", "train.py"]
     assert "to start at" in instep_slurm(cluster, tmp_path, *words)
     command = [sys.executable, "-m", "instep", "slurm", "--sbatch", "partition=none", "train.py"]

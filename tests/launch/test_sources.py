@@ -13,9 +13,11 @@ from instep.launch.sources import NO_FILE, default_file, find_file, resolve, tem
 from instep.strategies import PRECISIONS, strategy_names
 from instep.strategies.precision import precision_name
 from instep.trainer.checks import ACCELERATORS
+from instep.utils.variables import misspelt_variables, variable_of
 
 
 def test_the_names_are_those_of_the_trainer() -> None:
+    assert not misspelt_variables({variable_of(name): "1" for name in (*NAMES, "config_file", "of_my_own")})
     assert set(choices("accelerator")) == set(ACCELERATORS)
     assert {precision_name("precision", name) for name in choices("precision")} == set(PRECISIONS)
     assert set(strategy_names()) <= set(schema()["properties"]["strategy"]["examples"])
@@ -87,7 +89,7 @@ def test_one_count_hides_the_other(tmp_path: Path) -> None:
     [
         ("precision: bf61", r":1: precision='bf61' is not known\. Use one of: 32-true, .*Did you mean 'bf16'"),
         ("strategy: fsdpp", r":1: strategy='fsdpp' is not known\. Use one of: auto, .*Did you mean 'fsdp'"),
-        ("\ndevices: 0", r":2: devices=0: expected a number, 'auto', -1 for all, or indices"),
+        ("\ndevices: 0", r":2: devices=0: expected at least 1, 'auto', -1 for all, or indices"),
         ("devices: [0, 0]", r"devices=\[0, 0\]: expected"),
         ("devices: yes", r"devices=True: expected"),
         ("max_restarts: -1", r"max_restarts=-1: expected greater than or equal to 0"),

@@ -11,8 +11,8 @@ from typing import Any
 
 from instep.errors import SettingError, UsageError
 from instep.launch.elsewhere import advice
-from instep.launch.settings import NAMES, check
-from instep.launch.sources import FILE_VARIABLE, NO_FILE, default_file
+from instep.launch.settings import DICTS, NAMES, check, choices
+from instep.launch.sources import FILE_VARIABLE, NO_FILE, default_file, put, read_file
 
 CONFIG_HELP = "the file (default: INSTEP_CONFIG_FILE, else ~/.config/instep/config.yaml)"
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
@@ -41,21 +41,62 @@ def use(path: Path) -> str:
 
 
 def assignments(words: Iterable[str]) -> dict[str, Any]:
-    """Settings as `NAME=VALUE` words, checked.
+    """Settings as `NAME=VALUE` words, checked; `NAME.MEMBER=VALUE` for a member of one that is a mapping.
 
     Raises:
         SettingError: a word is none, or its value is wrong.
+
+    Example:
+        >>> assignments(["env.A=1", "env=B=2", "max_restarts=3"])
+        {'env': {'A': '1', 'B': '2'}, 'max_restarts': 3}
     """
     values: dict[str, Any] = {}
     for word in words:
-        name, sign, value = word.partition("=")
-        name = name.replace("-", "_")
-        if not sign or name not in NAMES:
-            raise SettingError(
-                f"{word!r}: {advice(name) if sign else 'expected NAME=VALUE'}", field="setting", got=word
-            )
-        values[name] = value
-    return check(values, {})
+        path, sign, value = word.partition("=")
+        name, member = split(path)
+        if not sign:
+            raise SettingError(f"{word!r}: expected NAME=VALUE", field="setting", got=word)
+        given = value if not member else {member: value} if "," in value else f"{member}={value}"
+        checked = check({name: given}, {})[name]
+        values[name] = {**values.get(name, {}), **checked} if name in DICTS else checked
+    return values
+
+
+def split(path: str) -> tuple[str, str]:
+    """A setting's name, and that of its member or nothing.
+
+    Raises:
+        SettingError: there is none of this name, or it has no members.
+    """
+    name, _, member = path.partition(".")
+    name = name.replace("-", "_")
+    if name not in NAMES or (member and name not in DICTS):
+        problem = f"{name} has no members; {', '.join(DICTS)} have" if name in NAMES else advice(name)
+        raise SettingError(f"{path!r}: {problem}", field="setting", got=path)
+    return name, member
+
+
+def laid_over(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others laid over them, as a launch lays its sources over one another."""
+    merged = dict(values)
+    put(new, dict.fromkeys(new, "here"), merged, dict.fromkeys(merged, "there"))
+    return merged
+
+
+def complete_setting(prefix: str, **_: Any) -> list[str]:
+    """What a shell offers for NAME=VALUE."""
+    name, sign = prefix.partition("=")[:2]
+    return [f"{name}={value}" for value in choices(name)] if sign else [f"{name}=" for name in NAMES]
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """What a config file says, checked.
+
+    Raises:
+        SettingError: as `read_file` and `check` do.
+    """
+    said = read_file(path)
+    return check({name: value for name, (value, _) in said.items()}, {name: where for name, (_, where) in said.items()})
 
 
 def write_file(path: Path, values: Mapping[str, Any]) -> None:

@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.say_json({"file": launch.file, "settings": as_json(launch)})
         return 0
-    output.say(f"config file: {launch.file or f'none ({default_file()} does not exist)'}")
+    missing = "" if default_file().is_file() else f" ({default_file()} does not exist)"
+    output.say(f"config file: {launch.file or f'none{missing}'}")
     print_settings(launch)
     return 0
 

@@ -18,7 +18,8 @@ from instep.launch.sources import TEMPLATES, templates
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("name", nargs="?", help="print this one")
+    name = parser.add_argument("name", nargs="?", help="print this one")
+    name.completer = lambda **_: list(templates())  # pyright: ignore[reportAttributeAccessIssue]
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
