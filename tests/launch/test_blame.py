@@ -42,3 +42,7 @@ def test_an_end_tells_who_and_how_and_travels_without_its_traceback() -> None:
     assert end(0, -11).how == "SIGSEGV"
     assert "out of memory" in end(0, -9).how
     assert end(0, -99).how == "signal 99"
+
+
+def test_a_killed_rank_is_told_with_the_step_of_its_heartbeat() -> None:
+    assert RankEnd(1, 0, "host", -9, True, steps=3).title == "rank 1 (host host, step 3)"
