@@ -55,6 +55,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Estimate every row, and print the table."""
     from instep.cli.memory.estimate import Setup, estimate  # late: loads torch
+    from instep.cli.memory.simulate import process_counts
     from instep.cli.memory.subject import find_subject
 
     counts = {"devices": min(args.devices), "accumulate": args.accumulate, "batch_size": args.batch_size}
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         Setup(strategy, precision, devices, args.accumulate, args.accelerator == "gpu")
         for precision in args.precision
         for strategy in args.strategy
-        for devices in ([1] if strategy == "single_device" else args.devices)
+        for devices in process_counts(strategy, args.devices)
     ]
     rows = [{**asdict(setup), **asdict(estimate(subject, setup))} for setup in setups]
     if args.json:

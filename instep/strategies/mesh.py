@@ -91,7 +91,8 @@ class MeshStrategy(PipelinedStrategy):
             )
         if cp_attention not in _ATTENTION:
             raise one_of("cp_attention", cp_attention, _ATTENTION)
-        pipeline = Pipeline(pp_schedule, pp_microbatches, tuple(pp_split), pp_stages_per_rank)
+        split = pp_split if isinstance(pp_split, str) else tuple(pp_split)  # the former is refused
+        pipeline = Pipeline(pp_schedule, pp_microbatches, split, pp_stages_per_rank)
         for dim, options in (
             ("tp", {"loss_parallel": loss_parallel is not False}),
             ("cp", {"cp_attention": cp_attention != "all_to_all"}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -75,6 +75,11 @@ class Estimate:
     activations: int | None
     peak: int
     largest: int = 0
+
+
+def process_counts(strategy: str, counts: Sequence[int]) -> Sequence[int]:
+    """Those of the numbers of processes that a strategy, by its name, is estimated for."""
+    return [1] if strategy == "single_device" else counts
 
 
 def simulate(subject: Subject, setup: Setup) -> Estimate:
