@@ -101,7 +101,7 @@ def instep(marks: Marks) -> None:
 
 def accelerate(marks: Marks) -> None:
     """Hugging Face Accelerate's loop."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]  # of the bench extra
 
     marks.imported()
     accelerator = Accelerator(cpu=True)
@@ -118,7 +118,7 @@ def accelerate(marks: Marks) -> None:
 
 def lightning(marks: Marks) -> None:
     """Lightning's Trainer."""
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer  # pyright: ignore[reportMissingImports]  # as above
 
     marks.imported()
 
