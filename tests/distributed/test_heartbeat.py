@@ -155,7 +155,7 @@ def test_a_process_alone_ends_itself(tmp_path: Path) -> None:
 
 class CleansUpSlowly(instep.Callback):
     def on_exception(self, *_: Any) -> None:
-        threading.Event().wait(1.5)
+        threading.Event().wait(4.0)
 
 
 def _fails(folder: Path) -> None:
@@ -165,7 +165,7 @@ def _fails(folder: Path) -> None:
 
     callbacks = [CleansUpSlowly()] if PartialState(cpu=True).process_index == 1 else []
     settings: dict[str, Any] = {"devices": 2, "max_steps": 5, "callbacks": callbacks}
-    _trainer(folder, hang_timeout_s=0.5, **settings).fit(Model(in_step), _loader())
+    _trainer(folder, hang_timeout_s=2.0, **settings).fit(Model(in_step), _loader())
 
 
 @pytest.mark.dist
