@@ -18,7 +18,6 @@ from pathlib import PurePath
 from types import BuiltinFunctionType, NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-import yaml
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -122,6 +121,8 @@ def _check(value: Any, key: str, hint: Any, owner: type) -> None:
 def _check_text(text: str, key: str, hint: Any, owner: type) -> None:
     if hint is not Any and not _may_name(hint):
         return
+    import yaml  # late: only what a configuration made needs it
+
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
