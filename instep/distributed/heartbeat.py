@@ -196,6 +196,7 @@ class Watchdog:
         self._out = os.dup(beats.fileno if self._own else 2)
         self._closed = threading.Event()
         self._note_compiler()
+        self._set_alarm()  # before the thread gets its first turn a step may take Python's lock for good
         self._thread = threading.Thread(target=self._run, name="instep-watchdog", daemon=True)
         self._thread.start()
 
