@@ -136,7 +136,13 @@ class Heartbeat:
             yield
 
     def end(self) -> None:
-        """An error ends this rank's run: its cleanup may take long, and the others wait for it: it counts as behind."""
+        """An error ends this rank's run: its cleanup may take long, and the others wait for it: it counts as behind.
+
+        It does not return where the watchdog is about to end the process: that another rank has gone, or a broken
+        connection, then comes of the hang, and must not replace it in `status.json`.
+        """
+        if self.numbers[SAID]:
+            threading.Event().wait(_AT_ONCE_S)
         self.numbers[BATCH], self.numbers[PHASE] = -1, PHASES.index("end")
 
     def _leave(self) -> None:
