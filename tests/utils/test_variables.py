@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import instep
 from instep import Accelerator, PartialState
 from instep.errors import SettingError
+from instep.launch.settings import NAMES
 from instep.strategies import DDPStrategy, Strategy
-from instep.utils.variables import VARIABLES, as_variables, asked
+from instep.utils.variables import _MORE, VARIABLES, as_variables, asked
 from tests.trainer.toys import quiet
+
+
+def test_every_variable_of_ours_is_known() -> None:
+    files = Path(str(instep.__file__)).parent.rglob("*.py")
+    lines = [line for file in files for line in file.read_text().splitlines() if ">>>" not in line]
+    named = re.findall(r'"INSTEP_([A-Z_]+)"', "\n".join(lines))
+    assert {*VARIABLES, *_MORE} == {*NAMES, *map(str.lower, named)}
 
 
 def test_what_is_written_is_read() -> None:
