@@ -70,6 +70,7 @@ _INSTEAD = {
     "dynamo": "compile the model in the program: module.compile()",
     "fp8": "use --precision fp8; for other recipes torchao's own call in configure_model",
     "downcast_bf16": "use --precision bf16-true",
+    "no_tpu": "it is the default; leave it out",
     "tpu": "start the program on each host of the pod; docs/launching.md says how",
     "vm": "start the program on each host of the pod; docs/launching.md says how",
     "mpirun": "use `mpirun -n N python train.py`: instep reads its variables",
