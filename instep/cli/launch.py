@@ -16,6 +16,7 @@ import argparse
 import sys
 
 from instep.cli import output
+from instep.cli.config.files import shown
 from instep.cli.options import add_settings
 from instep.errors import SettingError
 from instep.utils.variables import misspelt_variables
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if spec.node_rank == 0 and (misspelt := misspelt_variables()):
         sys.stderr.write(f"instep: {misspelt}\n")
     if args.dry_run:
-        output.say_json({"spec": vars(spec), "sources": launch.sources, "ray": launch.settings.ray}, indent=1)
+        output.say_json({"spec": shown(vars(spec)), "sources": launch.sources, "ray": launch.settings.ray}, indent=1)
         return 0
     if launch.settings.ray is not None:
         from instep.launch.ray import RayLauncher  # late: most need none

@@ -11,7 +11,7 @@ from pathlib import Path
 from instep.errors import SettingError
 from instep.launch.engine import SHUTDOWN_MARGIN_S, LaunchSpec
 from instep.launch.nodes import started_node
-from instep.launch.sources import FILE_VARIABLE, Launch
+from instep.launch.sources import FILE_VARIABLE, NO_FILE, Launch
 from instep.state.device import find_device_kind, visible
 from instep.utils.variables import VARIABLES, as_variables, variable_of
 
@@ -107,8 +107,8 @@ def rank_environment(launch: Launch) -> dict[str, str]:
     added[variable_of("grace_period_s")] = str(settings.grace_period_s)  # always: the agent kills by it
     if "strategy" in given and not settings.strategy_options and variable_of("strategy_options") in os.environ:
         added[variable_of("strategy_options")] = ""  # those are of another strategy
-    if launch.file is not None:
-        added[FILE_VARIABLE] = str(launch.file.resolve())
+    # What a rank launches itself has the same settings: those of a file that was declined are not found again.
+    added[FILE_VARIABLE] = NO_FILE if launch.file is None else str(launch.file.resolve())
     if settings.cpu_threads is not None:
         added["OMP_NUM_THREADS"] = str(settings.cpu_threads)
     if isinstance(settings.devices, list):

@@ -200,7 +200,7 @@ def test_env(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert 0 < told["devices"][0]["free_bytes"] < told["devices"][0]["memory_bytes"]
     assert told["variables"]["NCCL_DEBUG"] == "INFO"
     assert told["settings"]["precision"] == {"value": "bf16", "source": "environment INSTEP_PRECISION"}
-    assert told["settings"]["env"] == {"value": {"WANDB_API_KEY": "(hidden)", "A": "b"}, "source": f"{file}:1"}
+    assert told["settings"]["env"] == {"value": {"WANDB_API_KEY": "***", "A": "b"}, "source": f"{file}:1"}
     shown = instep(capsys, "env")
     assert "abc123" not in shown
     assert "environment INSTEP_PRECISION" in shown

@@ -68,6 +68,7 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Any:
         ("--no-python ./run.sh -m", {"executable": "./run.sh", "command": ["-m"], "python": False}),
         ("--no_python ./run.sh", {"executable": "./run.sh", "command": [], "python": False}),
         ("-- train.py", {"command": ["train.py"]}),
+        ("--same_network --quiet -q train.py", {"nproc": 1, "command": ["train.py"]}),
         ("--cpu --num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip h --main_process_port 5 t.py",
          {"nproc": 2, "num_nodes": 2, "node_rank": 1, "master_addr": "h", "master_port": 5, "rdzv_backend": "static"}),
         ("--nproc_per_node=2 --nnodes=1:3 --rdzv-endpoint=h:5 --rdzv-conf join_timeout=9,is_host=1 --rdzv-id x t.py",
@@ -100,9 +101,21 @@ def test_what_options_mean(words: str, expected: dict[str, Any], planned: Any) -
     ],
 )  # fmt: skip
 def test_what_the_ranks_are_told(words: str, expected: dict[str, str], planned: Any) -> None:
-    told = planned(*words.split(), "--env", "A=1,2", "--env", "B=", "--cpu-threads", "3", "t.py")["env"]
-    expected = {f"INSTEP_{name}": value for name, value in {**expected, "GRACE_PERIOD_S": "30.0"}.items()}
-    assert told == {**expected, "A": "1,2", "B": "", "OMP_NUM_THREADS": "3"}
+    env = ["--env", "A=1,2", "--env", "B=", "--env", "A_TOKEN=x"]
+    told = planned(*words.split(), *env, "--cpu-threads", "3", "t.py")["env"]
+    always = {"GRACE_PERIOD_S": "30.0", "CONFIG_FILE": "none"}
+    expected = {f"INSTEP_{name}": value for name, value in {**expected, **always}.items()}
+    assert told == {**expected, "A": "1,2", "B": "", "A_TOKEN": "***", "OMP_NUM_THREADS": "3"}
+
+
+def test_a_file_that_was_declined_is_not_found_by_the_ranks(
+    planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("max_restarts: 1\n")
+    monkeypatch.setenv("INSTEP_CONFIG_FILE", str(file))
+    assert planned("t.py")["env"]["INSTEP_CONFIG_FILE"] == str(file)
+    assert planned("--config", "none", "t.py")["env"]["INSTEP_CONFIG_FILE"] == "none"
 
 
 def test_what_stands_in_the_environment_is_of_others(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:

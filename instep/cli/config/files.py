@@ -120,5 +120,5 @@ def write_file(path: Path, values: Mapping[str, Any]) -> None:
 def shown(value: Any) -> Any:
     """A setting's value without secrets: what people copy into reports."""
     if isinstance(value, Mapping):
-        return {name: "(hidden)" if _SECRET.search(name) else shown(inner) for name, inner in value.items()}
+        return {name: "***" if _SECRET.search(name) else shown(inner) for name, inner in value.items()}
     return value
