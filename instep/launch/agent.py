@@ -15,35 +15,30 @@ Where torch's `LocalElasticAgent` is changed, and why:
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
-from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, InstepError, SettingError
-from instep.launch.affinity import share_cores
+from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, InstepError
 from instep.launch.blame import RankEnd, find_cause
-from instep.launch.forked import Failure, Forked, ForkedRank
+from instep.launch.forked import Failure, Forked
 from instep.launch.hang_report import NodeWatch
 from instep.launch.peers import Alarm, Peers, Round, open_round
+from instep.launch.prepare import entrypoint, environment, logs, rank_environment, signals_restored
+from instep.launch.ranks import Ranks
 from instep.launch.rendezvous import Nodes, make_rendezvous
-from instep.launch.report import AGENT_PID, read_report
-from instep.state.restarts import JOB_ID, MIN_NODES, RESTART, read_job
+from instep.state.restarts import JOB_ID, RESTART
 
 if TYPE_CHECKING:
     from instep.launch.engine import LaunchSpec
@@ -63,17 +58,6 @@ _UNTIL_TERM_S = 1.0  # first the other ranks may end by themselves, each with it
 _POLL_S = 0.02
 _SAID_S = 1.0  # the agent of the rank to blame lets the others speak first, for so long
 
-# Runs before the program, which then takes its place in the same process: the kernel keeps the parent-death signal and
-# the cores over exec. Set in the rank and re-checked, because the agent may have died before it was set.
-_BOOT = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
-if os.getppid() != int(sys.argv[1]):
-    os._exit(1)
-if sys.argv[2]:
-    os.sched_setaffinity(0, map(int, sys.argv[2].split(";")[int(sys.argv[3])].split(",")))
-os.execv(sys.argv[4], sys.argv[4:])
-"""
 _unfinished: list[Nodes] = []  # of nodes that were cut off: their threads wait for an answer, and are not waited for
 
 
@@ -84,24 +68,24 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         spec: what to run.
         forked: a function that the ranks run, forked from this process, in place of the command.
     """
-    entrypoint, args = (forked.run, ()) if forked else _entrypoint(spec)
+    program, args = (forked.run, ()) if forked else entrypoint(spec)
     rendezvous = make_rendezvous(spec)
     with (
         tempfile.TemporaryDirectory(prefix="instep-agent-") as folder,
-        _environment(_rank_environment(spec, again=forked is None)),
-        _signals_restored() as handlers_before,
-        _environment((watch := NodeWatch(Path(folder), spec.nproc)).environment(os.environ)),
+        environment(rank_environment(spec, again=forked is None)),
+        signals_restored(_ALL_SIGNALS) as handlers_before,
+        environment((watch := NodeWatch(Path(folder), spec.nproc)).environment(os.environ)),
     ):
         workers = WorkerSpec(
             role="rank",
             local_world_size=spec.nproc,
-            entrypoint=entrypoint,
+            entrypoint=program,
             args=args,
             rdzv_handler=rendezvous,
             max_restarts=spec.max_restarts,
             monitor_interval=0.1,
         )
-        agent = _Agent(workers, _logs(spec, folder), forked, rendezvous, watch, spec.shutdown_s, handlers_before)
+        agent = _Agent(workers, logs(spec, folder), forked, rendezvous, watch, spec.shutdown_s, handlers_before)
         try:
             agent.run()
         except SignalException:  # the ranks have been told, waited for and counted
@@ -111,93 +95,6 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
                 raise
             _say(str(error))
     return agent.exit_code
-
-
-def _entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:
-    program = shutil.which(spec.executable)
-    if program is None:
-        raise SettingError(
-            f"executable={spec.executable!r} is not a program that can be run here: give its path, or put its folder "
-            "into PATH",
-            field="executable",
-            got=spec.executable,
-        )
-    # The agent's class takes arguments for templates.
-    command = tuple(word.replace("$", "$$") for word in (program, *spec.command))
-    if sys.platform != "linux":
-        if spec.cpu_affinity:
-            raise SettingError("cpu_affinity works on Linux only: leave it out", field="cpu_affinity", got=True)
-        return program, command[1:]
-    cores = ";".join(",".join(map(str, share)) for share in share_cores(spec.nproc)) if spec.cpu_affinity else ""
-    return sys.executable, ("-I", "-S", "-c", _BOOT, str(os.getpid()), cores, "${local_rank}", *command)
-
-
-def _logs(spec: LaunchSpec, folder: str) -> DefaultLogsSpecs:
-    if spec.log_dir is None:
-        return _Logs(folder)
-    tee = Std.ALL if spec.tee is True else dict.fromkeys(spec.tee or (), Std.ALL)
-    if tee and hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines appear when they are printed
-    return _Logs(str(spec.log_dir), redirects=Std.ALL, tee=tee)
-
-
-class _Logs(DefaultLogsSpecs):
-    """A folder for every start: torch's own removes what a start left that was not counted as a restart."""
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        counted = {rank: {**env, "TORCHELASTIC_RESTART_COUNT": os.environ[RESTART]} for rank, env in envs.items()}
-        logs = super().reify(counted)
-        for rank, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = counted[rank]["TORCHELASTIC_ERROR_FILE"]
-        return logs
-
-
-def _rank_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
-    """Variables for the ranks.
-
-    Args:
-        spec: the job.
-        again: whether whoever started this agent may start it again; a notebook does not.
-    """
-    # Nor does SLURM with what is typed into a shell, and all that comes from one shell is of one step.
-    known = read_job() if again and (JOB_ID in os.environ or not os.isatty(0)) else None
-    job, restart = known or (uuid.uuid4().hex, 0)
-    added = {AGENT_PID: str(os.getpid()), JOB_ID: job, RESTART: str(restart), **spec.env}
-    if spec.min_nodes is not None:
-        added[MIN_NODES] = str(spec.min_nodes)
-    if spec.hang_timeout_s is not None:
-        added["INSTEP_HANG_TIMEOUT_S"] = f"{spec.hang_timeout_s:g}"
-    if "OMP_NUM_THREADS" not in {**os.environ, **added}:
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        added["OMP_NUM_THREADS"] = str(max(1, cores // spec.nproc))
-    return added
-
-
-@contextlib.contextmanager
-def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """The agent's class gives its own environment to the ranks and has no other way in."""
-    before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _signals_restored() -> Iterator[dict[signal.Signals, Any]]:
-    before = {signum: signal.getsignal(signum) for signum in _ALL_SIGNALS}
-    try:
-        yield before
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for signum, handler in before.items():
-                if handler is not None:
-                    signal.signal(signum, handler)
 
 
 def job_code(first: list[int], last: list[int], killed: bool, early: bool = False) -> int:
@@ -240,9 +137,17 @@ class _Agent(LocalElasticAgent):
         self._received: list[signal.Signals] = []
         self._first_restart = int(os.environ[RESTART])
         self._peers: Peers | None = None
+        self._known: Ranks | None = None
         self._round = Round(0, "", 0)
         self.has_begun = False
         self.exit_code = EXIT_FAILED
+
+    @property
+    def _ranks(self) -> Ranks:
+        """Those of the latest start, also of one that a signal has cut short."""
+        if self._known is None or self._known.context is not self._pcontext:
+            self._known = Ranks(self._pcontext, self._worker_group, self._forked is not None, _say)
+        return self._known
 
     # --- the agent's own steps ---------------------------------------------------------------------------------------
 
@@ -286,7 +191,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
         peers = self._peers
         assert peers is not None
-        codes = self._codes()
+        codes = self._ranks.codes()
         if not self._hung and self._watch.hangs(says_so=EXIT_HUNG in codes.values()):
             self._hung = True
             _say(self._watch.report())
@@ -308,24 +213,17 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         # Ranks still run here after an error in the agent, or when a signal came between a start and `_take_signals`.
         if self._pcontext is not None:
-            if None in self._codes().values():
+            if self._ranks.running():
                 if isinstance(sys.exc_info()[1], SignalException):
                     self._take_signals()
                     self._received.append(death_sig)
                     self._settle()
-                    self.exit_code = job_code(self._first, self._ended(), self._killed)
+                    self.exit_code = job_code(self._first, self._ranks.ended(), self._ranks.killed)
                 else:
                     self._settle(end_with=signal.SIGTERM)
             super()._shutdown(signal.SIGKILL)
-            self._close_logs()
+            self._ranks.close_logs()
         self._close_peers()
-
-    def _close_logs(self) -> None:
-        handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
-        for handler in handlers.values():
-            for file in (handler._stdout, handler._stderr):
-                if file is not None:
-                    file.close()
 
     def _close_peers(self) -> None:
         if self._peers is not None:
@@ -340,24 +238,23 @@ class _Agent(LocalElasticAgent):
             end_with: end the ranks of a round that is over anyway; else the reason is a code, a signal received, or
                 what another agent said.
         """
-        peers = self._peers
+        peers, ranks = self._peers, self._ranks
         assert peers is not None
         self._first: list[int] = [EXIT_HUNG] if self._hung else []
-        self._by_itself: set[int] | None = None  # ranks that had ended before any was sent a signal
-        self._killed = self._early = False
+        self._early = False
         deadline = term_at = float("inf")
         told = 0
         failed = growing = False
         if self._hung:
             deadline = time.monotonic()  # who could say where it is has ended
         elif end_with is not None:
-            self._send(end_with)
+            ranks.send(end_with)
             deadline = time.monotonic() + _AFTER_FAILURE_S
         elif peers.waiting and not peers.alarm:
             peers.raise_alarm("grow")
         while True:
             now = time.monotonic()
-            codes = self._codes()
+            codes = ranks.codes()
             bad = [code for code in codes.values() if code]
             failing = any(code != EXIT_PREEMPTED for code in bad)
             alarm = peers.alarm
@@ -377,32 +274,32 @@ class _Agent(LocalElasticAgent):
                 growing = True
                 deadline = min(deadline, now + self._shutdown_s)
                 _say("another node has come: the ranks save, and start again with it")
-                self._send(signal.SIGTERM)
+                ranks.send(signal.SIGTERM)
             while told < len(self._received):
                 signum = self._received[told]
                 patience_s = _AFTER_FAILURE_S if told else self._shutdown_s
                 told += 1
                 deadline = min(deadline, now + patience_s)
                 self._say_signal(signum, patience_s, told)
-                self._send(_PASSED_ON.get(signum, signal.SIGTERM))
+                ranks.send(_PASSED_ON.get(signum, signal.SIGTERM))
             if now >= term_at:
                 term_at = float("inf")
-                self._send(signal.SIGTERM)
+                ranks.send(signal.SIGTERM)
             if now >= deadline:
-                self._kill()
+                ranks.kill()
                 return
             time.sleep(_POLL_S)
 
     def _verdict(self, worker_group: WorkerGroup) -> RunResult:
         """How the round ended, and whether there is another one; all agents come to the same answer."""
-        peers = self._peers
+        peers, ranks = self._peers, self._ranks
         assert peers is not None
-        self._stop_tails()
-        ends = self._bad_ends(worker_group)
+        ranks.stop_tails()
+        ends = ranks.bad_ends(self._first, self._watch.beats)
         mine = {
             "first": self._first,
-            "last": self._ended(),
-            "killed": self._killed,
+            "last": ranks.ended(),
+            "killed": ranks.killed,
             "early": self._early,
             "stop": bool(self._received),
             "ends": [end.as_json() for end in ends],
@@ -421,7 +318,7 @@ class _Agent(LocalElasticAgent):
             code = EXIT_FAILED
         self.exit_code = code
         if code == 0 and not grown:
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._codes()))
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.codes()))
         stop = any(of["stop"] for of in told.values()) or bool(cut_off) or (bool(lost) and not self._nodes.elastic)
         if grown and not stop:
             self._nodes.renew = True
@@ -438,7 +335,7 @@ class _Agent(LocalElasticAgent):
         if cut_off:
             _unfinished.append(self._nodes)
         self._remaining_restarts = worker_group.spec.max_restarts - restart + 1 if again else 0
-        return RunResult(state=WorkerState.FAILED, failures=self._failures())
+        return RunResult(state=WorkerState.FAILED, failures=ranks.failures())
 
     def _exchange(self, mine: dict[str, Any]) -> dict[int, Any]:
         """What became of every node, by its number: of those that say so in time."""
@@ -461,83 +358,7 @@ class _Agent(LocalElasticAgent):
         silent = [] if alarm is None else [str(node) for node in range(alarm.nodes) if node not in told]
         return f"node {', '.join(silent)} has gone, or is cut off" if silent else ""
 
-    # --- the ranks' processes ----------------------------------------------------------------------------------------
-
-    def _processes(self) -> dict[int, Any]:
-        """The ranks' processes by global rank, as `subprocess.Popen` or alike."""
-        context: Any = self._pcontext
-        local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
-        if self._forked is not None:
-            return {rank: ForkedRank(context._pc.processes[index]) for rank, index in local.items()}
-        return {rank: context.subprocess_handlers[index].proc for rank, index in local.items()}
-
-    def _codes(self) -> dict[int, int | None]:
-        return {rank: process.poll() for rank, process in self._processes().items()}
-
-    def _ended(self) -> list[int]:
-        return [code for code in self._codes().values() if code is not None]
-
-    def _note_ends(self) -> set[int]:
-        if self._by_itself is None:
-            self._by_itself = {rank for rank, code in self._codes().items() if code is not None}
-        return self._by_itself
-
-    def _send(self, signum: signal.Signals) -> None:
-        self._note_ends()
-        for process in self._processes().values():
-            process.send_signal(signum)
-
-    def _kill(self) -> None:
-        """SIGKILL to the ranks that still run, with all they started: each leads a session of its own."""
-        self._note_ends()
-        running = [(rank, process) for rank, process in self._processes().items() if process.poll() is None]
-        for rank, process in running:
-            self._killed = True
-            _say(f"rank {rank} (pid {process.pid}) did not end in its time and is killed")
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for _, process in running:
-            process.wait()
-
-    def _bad_ends(self, worker_group: WorkerGroup) -> list[RankEnd]:
-        assert self._pcontext is not None
-        files = self._pcontext.error_files
-        local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
-        node, host = worker_group.group_rank or 0, socket.gethostname()
-        steps = self._watch.beats.read()
-        alone = self._note_ends()  # who was killed may become known after those whose connections broke
-        return [
-            RankEnd(
-                rank,
-                node,
-                host,
-                code,
-                code in self._first or (code < 0 and rank in alone),
-                read_report(files[local[rank]]),
-                step if (step := steps[local[rank]].step) > 0 else None,
-            )
-            for rank, code in self._codes().items()
-            if code
-        ]
-
-    def _failures(self) -> dict[int, ProcessFailure]:
-        assert self._pcontext is not None
-        files = self._pcontext.error_files
-        local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
-        return {
-            rank: ProcessFailure(local[rank], process.pid, process.returncode, files[local[rank]])
-            for rank, process in self._processes().items()
-            if process.returncode
-        }
-
     # --- what is said ------------------------------------------------------------------------------------------------
-
-    def _stop_tails(self) -> None:
-        """What the ranks have printed comes before what is said of them."""
-        context: Any = self._pcontext
-        for tail in context._tail_logs:
-            tail.stop()
-        sys.stdout.flush()
 
     def _say_signal(self, signum: signal.Signals, patience_s: float, count: int) -> None:
         name = signum.name
@@ -565,7 +386,9 @@ class _Agent(LocalElasticAgent):
         if self._forked is not None and last:
             self._forked.failure = Failure(cause.rank, cause.how, cause.report)  # its caller raises it
         elif cause.report is None:
-            _say(f"{cause.title} failed with {cause.how}; {self._where_it_spoke(cause)}")
+            file = self._ranks.stderr_of(cause.rank)
+            spoke = f"what it said is in {file}" if file else "anything it said stands above"
+            _say(f"{cause.title} failed with {cause.how}; {spoke}")
         else:
             _say(f"{cause.title} failed with {cause.how}:\n{cause.report.traceback.rstrip()}")
 
@@ -573,12 +396,6 @@ class _Agent(LocalElasticAgent):
         """Where several nodes write to one terminal the cause comes last: wait until the other agents have spoken."""
         assert self._peers is not None
         self._peers.exchange("said", True, _SAID_S if last else 0.0)
-
-    def _where_it_spoke(self, end: RankEnd) -> str:
-        assert self._pcontext is not None
-        local = next(worker.local_rank for worker in self._worker_group.workers if worker.global_rank == end.rank)
-        file = self._pcontext.stderrs[local]
-        return f"what it said is in {file}" if file else "anything it said stands above"
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,128 @@
+"""What an agent's ranks start from: their command, environment and files, and signals that are put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+
+from instep.errors import SettingError
+from instep.launch.affinity import share_cores
+from instep.launch.report import AGENT_PID
+from instep.state.restarts import JOB_ID, MIN_NODES, RESTART, read_job
+from instep.utils.variables import as_variables
+
+if TYPE_CHECKING:
+    from instep.launch.engine import LaunchSpec
+
+# Runs before the program, which then takes its place in the same process: the kernel keeps the parent-death signal and
+# the cores over exec. Set in the rank and re-checked, because the agent may have died before it was set.
+_BOOT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+if sys.argv[2]:
+    os.sched_setaffinity(0, map(int, sys.argv[2].split(";")[int(sys.argv[3])].split(",")))
+os.execv(sys.argv[4], sys.argv[4:])
+"""
+
+
+def entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:
+    """The program that a rank is started as, and its arguments, which torch's agent takes for templates.
+
+    Raises:
+        SettingError: there is no such program, or the system cannot pin ranks to cores.
+    """
+    program = shutil.which(spec.executable)
+    if program is None:
+        raise SettingError(
+            f"executable={spec.executable!r} is not a program that can be run here: give its path, or put its folder "
+            "into PATH",
+            field="executable",
+            got=spec.executable,
+        )
+    command = tuple(word.replace("$", "$$") for word in (program, *spec.command))
+    if sys.platform != "linux":
+        if spec.cpu_affinity:
+            raise SettingError("cpu_affinity works on Linux only: leave it out", field="cpu_affinity", got=True)
+        return program, command[1:]
+    cores = ";".join(",".join(map(str, share)) for share in share_cores(spec.nproc)) if spec.cpu_affinity else ""
+    return sys.executable, ("-I", "-S", "-c", _BOOT, str(os.getpid()), cores, "${local_rank}", *command)
+
+
+def logs(spec: LaunchSpec, folder: str) -> DefaultLogsSpecs:
+    """Where ranks print, and a folder for what they report where the user wants no files."""
+    if spec.log_dir is None:
+        return _Logs(folder)
+    tee = Std.ALL if spec.tee is True else dict.fromkeys(spec.tee or (), Std.ALL)
+    if tee and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines appear when they are printed
+    return _Logs(str(spec.log_dir), redirects=Std.ALL, tee=tee)
+
+
+class _Logs(DefaultLogsSpecs):
+    """A folder for every start: torch's own removes what a start left that was not counted as a restart."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        counted = {rank: {**env, "TORCHELASTIC_RESTART_COUNT": os.environ[RESTART]} for rank, env in envs.items()}
+        logs = super().reify(counted)
+        for rank, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = counted[rank]["TORCHELASTIC_ERROR_FILE"]
+        return logs
+
+
+def rank_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
+    """Variables for the ranks.
+
+    Args:
+        spec: the job.
+        again: whether whoever started this agent may start it again; a notebook does not.
+    """
+    # Nor does SLURM with what is typed into a shell, and all that comes from one shell is of one step.
+    known = read_job() if again and (JOB_ID in os.environ or not os.isatty(0)) else None
+    job, restart = known or (uuid.uuid4().hex, 0)
+    added = {AGENT_PID: str(os.getpid()), JOB_ID: job, RESTART: str(restart), **spec.env}
+    if spec.min_nodes is not None:
+        added[MIN_NODES] = str(spec.min_nodes)
+    added |= as_variables({"hang_timeout_s": spec.hang_timeout_s})
+    if "OMP_NUM_THREADS" not in {**os.environ, **added}:
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        added["OMP_NUM_THREADS"] = str(max(1, cores // spec.nproc))
+    return added
+
+
+@contextlib.contextmanager
+def environment(added: Mapping[str, str]) -> Iterator[None]:
+    """The agent's class gives its own environment to the ranks and has no other way in."""
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def signals_restored(signals: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Any]]:
+    """The handlers of these signals, which hold again in the end."""
+    before = {signum: signal.getsignal(signum) for signum in signals}
+    try:
+        yield before
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for signum, handler in before.items():
+                if handler is not None:
+                    signal.signal(signum, handler)
