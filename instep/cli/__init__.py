@@ -27,4 +27,4 @@ if TYPE_CHECKING:
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
-__getattr__ = loads(__name__, _HOME)
+__getattr__, __dir__ = loads(__name__, _HOME)

@@ -47,8 +47,4 @@ if TYPE_CHECKING:
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
-__getattr__ = loads(__name__, _HOME)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = loads(__name__, _HOME)

@@ -45,4 +45,4 @@ __all__ = [
     "strategy_names",
 ]
 
-__getattr__ = loads(__name__, _HOME)
+__getattr__, __dir__ = loads(__name__, _HOME)

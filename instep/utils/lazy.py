@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import Any
 
 
-def loads(package: str, home: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__` that imports a name from its file, once.
+def loads(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A module's `__getattr__` that imports a name from its file, once, and its `__dir__`.
 
     Args:
         package: the package's `__name__`.
@@ -18,7 +18,7 @@ def loads(package: str, home: Mapping[str, str]) -> Callable[[str], Any]:
     Example:
         In a package's `__init__.py`::
 
-            __getattr__ = loads(__name__, {"Timer": "timer"})
+            __getattr__, __dir__ = loads(__name__, {"Timer": "timer"})
     """
 
     def load(name: str) -> Any:
@@ -29,4 +29,4 @@ def loads(package: str, home: Mapping[str, str]) -> Callable[[str], Any]:
         setattr(sys.modules[package], name, value)
         return value
 
-    return load
+    return load, lambda: sorted(sys.modules[package].__all__)
