@@ -147,7 +147,8 @@ class Heartbeat:
 
     def _leave(self) -> None:
         self.numbers[LIMIT_MS] = 0
-        self.enter("outside")
+        if PHASES[self.numbers[PHASE]] != "end":  # after an error it stays behind: the others wait for its connections
+            self.enter("outside")
 
     def set_folder(self, folder: Path | None) -> None:
         """The run folder is known."""

@@ -23,6 +23,7 @@ from instep.errors import SettingError
 from instep.launch.beats import COMPILES, LIMIT_MS, PHASE, PHASES
 from instep.state import PartialState
 from tests.helpers.spawn import RanksFailed, run_ranks
+from tests.trainer.toys import quiet
 
 
 class Model(instep.TrainModule):
@@ -50,8 +51,7 @@ def _loader(batches: int = 6) -> DataLoader[Any]:
 
 
 def _trainer(folder: Path, **settings: Any) -> instep.Trainer:
-    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    return instep.Trainer(accelerator="cpu", default_root_dir=folder, **{**quiet, "max_steps": 12, **settings})
+    return quiet(**{"default_root_dir": folder, "enable_checkpointing": True, "max_steps": 12, **settings})
 
 
 def test_phases_and_steps_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +83,9 @@ def test_phases_and_steps_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("instep-watch")]
     trainer.predict(dataloaders=_loader(1))
     assert phases[-4:-2] == ["predict", "predict"]
+    phases.clear()
+    _trainer(tmp_path, max_epochs=3, max_steps=5).fit(Model(), _loader(1), ckpt_path="auto")
+    assert phases[: phases.index("epoch")] == ["load"]
 
 
 def test_nobody_watches_by_default(tmp_path: Path) -> None:
@@ -155,7 +158,7 @@ def test_a_process_alone_ends_itself(tmp_path: Path) -> None:
 
 class CleansUpSlowly(instep.Callback):
     def on_exception(self, *_: Any) -> None:
-        threading.Event().wait(4.0)
+        threading.Event().wait(1.5)
 
 
 def _fails(folder: Path) -> None:
@@ -165,7 +168,10 @@ def _fails(folder: Path) -> None:
 
     callbacks = [CleansUpSlowly()] if PartialState(cpu=True).process_index == 1 else []
     settings: dict[str, Any] = {"devices": 2, "max_steps": 5, "callbacks": callbacks}
-    _trainer(folder, hang_timeout_s=2.0, **settings).fit(Model(in_step), _loader())
+    try:
+        _trainer(folder, hang_timeout_s=1.0, **settings).fit(Model(in_step), _loader())
+    finally:
+        threading.Event().wait(1.0 if callbacks else 0.0)  # a program has things to end, too
 
 
 @pytest.mark.dist
