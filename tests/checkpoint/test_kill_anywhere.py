@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -131,37 +132,28 @@ def start(root: Path, way: Way, plans: Sequence[FaultPlan]) -> list[int]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
-    def rank(number: int) -> int:
-        pid = os.fork()
-        if pid == 0:
-            place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": len(plans), "LOCAL_WORLD_SIZE": len(plans)}
-            os.environ.update({name: str(value) for name, value in place.items()})
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            code = 1
-            try:
-                with plans[number].everywhere(), open(root / f"said-{number}", "w") as said:
-                    os.dup2(said.fileno(), 2)
-                    train(root, way)
-                code = 0
-            finally:
-                os._exit(code)
-        return pid
+    def rank(number: int) -> None:
+        place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": len(plans), "LOCAL_WORLD_SIZE": len(plans)}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        with plans[number].everywhere(), open(root / f"said-{number}", "w") as said:
+            os.dup2(said.fileno(), 2)
+            train(root, way)
 
-    pids = [rank(number) for number in range(len(plans))]
-    ends: list[int | None] = [None] * len(pids)
-    deadline = float("inf")
-    while None in ends:
-        for number, pid in enumerate(pids):
-            if ends[number] is None and (done := os.waitpid(pid, os.WNOHANG))[0]:
-                ends[number] = os.waitstatus_to_exitcode(done[1])
-                if ends[number] != 0:
-                    deadline = min(deadline, time.monotonic() + 5.0)
-        if time.monotonic() > deadline:  # what an agent does to those that wait for a dead rank
-            for number, pid in enumerate(pids):
-                if ends[number] is None:
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    return [end for end in ends if end is not None]
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=rank, args=(number,)) for number in range(len(plans))]
+    for process in processes:
+        process.start()
+    running = {process.sentinel: process for process in processes}
+    timeout_s = None
+    while running:
+        ended = wait(list(running), timeout_s)
+        for process in [running.pop(sentinel) for sentinel in ended]:
+            process.join()
+            timeout_s = 5.0 if process.exitcode else timeout_s
+        for process in running.values() if not ended else ():  # what an agent does to those that wait for a dead rank
+            process.kill()
+    return [process.exitcode or 0 for process in processes]
 
 
 def kill_ranks_everywhere(folder: str, way: Way, every: int) -> int:

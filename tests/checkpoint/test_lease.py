@@ -62,6 +62,12 @@ def as_if_elsewhere(held: Lease, **changes: Any) -> None:
     held.path.write_text(json.dumps(told))
 
 
+def end_unnoticed(process: Any) -> None:
+    """SIGKILL, and wait for the end without asking how it was: the process stays in the table of processes."""
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
 def wait_for(condition: Any) -> None:
     deadline = time.monotonic() + 20
     while not condition():
@@ -108,8 +114,7 @@ def test_a_living_process_keeps_it_and_a_killed_one_loses_it_at_once(tmp_path: P
                 Lease.take(tmp_path, "mine")
             assert str(tmp_path / ".lease-00000001") in str(caught.value)
             assert caught.value.path == tmp_path
-        process.kill()  # and not waited for: it stays in the table of processes
-        wait_for(lambda: owner._state(process.pid) == "Z")
+        end_unnoticed(process)
         mine = Lease.take(tmp_path, "mine")
         assert mine.number == 2
         mine.release()
@@ -202,8 +207,7 @@ def test_on_an_object_store(bucket: Bucket) -> None:
         wait_for(lambda: json.loads(bucket.get("run/.lease-00000001"))["counter"] > 2)
         with pytest.raises(FolderInUseError, match=rf"run another run \(host .*, pid {process.pid}: "):
             mine.own("mine")
-        process.kill()
-        wait_for(lambda: owner._state(process.pid) == "Z")
+        end_unnoticed(process)
         mine.own("mine")
     assert bucket.keys() == ["run/.lease-00000002"]
     mine.save(1, writes(1.0))
@@ -290,6 +294,26 @@ def test_the_counter_goes_on_after_a_fault(tmp_path: Path) -> None:
     assert content(held)["released"] is True
 
 
+def test_a_lease_that_cannot_be_renewed_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    enough = threading.Event()
+
+    class Full(LocalFiles):
+        faults = 0
+
+        def replace(self, path: Path, data: bytes) -> None:
+            self.faults += 1
+            if self.faults > 7:
+                enough.set()
+            raise OSError(28, "No space left on device", str(path))
+
+    held = Lease.take(tmp_path, "run", Full(), interval_s=TICK_S)
+    assert enough.wait(20)
+    held.release()
+    said = capfd.readouterr().err
+    assert said.count("could not be renewed") == 1
+    assert "No space left on device" in said
+
+
 def test_the_counter_goes_on_after_the_folder_was_away(tmp_path: Path) -> None:
     looked = threading.Event()
 
@@ -305,7 +329,7 @@ def test_the_counter_goes_on_after_the_folder_was_away(tmp_path: Path) -> None:
     files = Away()
     held = Lease.take(tmp_path, "run", files, interval_s=TICK_S)
     files.away = True
-    wait_for(looked.is_set)
+    assert looked.wait(20)
     files.away = False
     before = content(held)["counter"]
     wait_for(lambda: content(held)["counter"] > before + 1)

@@ -19,6 +19,7 @@ from instep.distributed.replicas import digest, weigh
 from instep.errors import DistributedError, SettingError
 from instep.state import PartialState
 from tests.helpers.spawn import run_ranks
+from tests.trainer.toys import quiet
 
 
 class Drifting(instep.TrainModule):
@@ -40,17 +41,7 @@ class Drifting(instep.TrainModule):
 
 
 def _fit(check: ReplicaCheck, at: int, **settings: Any) -> str:
-    trainer = instep.Trainer(
-        accelerator="cpu",
-        devices=3,
-        max_steps=6,
-        callbacks=check,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
+    trainer = quiet(devices=3, max_steps=6, callbacks=check, **settings)
     try:
         with warnings.catch_warnings(record=True) as said:
             trainer.fit(Drifting(at), DataLoader(TensorDataset(torch.ones(40, 4)), 2))

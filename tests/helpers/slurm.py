@@ -104,7 +104,7 @@ class Cluster:
         while not done(told := self.job(job_id)):
             if time.monotonic() > deadline:
                 raise AssertionError(f"after {timeout_s} s job {job_id} is {told}\n{self.logs()}")
-            time.sleep(0.2)
+            time.sleep(0.2)  # SLURM tells nobody of a change: it is asked
         return told
 
     def logs(self) -> str:
@@ -141,7 +141,7 @@ def serve() -> Iterator[Cluster]:
         deadline = time.monotonic() + 30.0
         while (states := cluster.run(["sinfo", "-h", "-N", "-o", "%t"], 20.0).stdout.split()) != ["idle"] * NODES:
             assert time.monotonic() < deadline, f"the nodes are {states}\n{cluster.logs()}"
-            time.sleep(0.2)
+            time.sleep(0.2)  # as above
         try:
             yield cluster
         finally:

@@ -38,11 +38,11 @@ class Held(Callback):
         deadline = time.monotonic() + WAITS_S
         while not trainer._session.triggers.pending:  # type: ignore[union-attr]
             assert time.monotonic() < deadline, "no signal came"
-            time.sleep(0.02)
+            time.sleep(0.02)  # a handler sets it, and a signal's other event, the wake-up fd, is the Trainer's
 
     def teardown(self, trainer: Trainer, *args: Any) -> None:
         if trainer.is_global_zero and "SLOW_S" in os.environ:
-            time.sleep(float(os.environ["SLOW_S"]))
+            time.sleep(float(os.environ["SLOW_S"]))  # what is tested: that the others wait for it
             print(f"rank 0 ended in step {trainer.global_step}", flush=True)
 
 

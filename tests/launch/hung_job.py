@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
+from tests.trainer.toys import quiet
 
 
 def stuck_here() -> None:
@@ -50,13 +51,5 @@ class Model(instep.TrainModule):
 
 
 def train(folder: Path, how: str, hang_timeout_s: float, at: int = 3) -> None:
-    trainer = instep.Trainer(
-        accelerator="cpu",
-        max_steps=10,
-        hang_timeout_s=hang_timeout_s,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    trainer = quiet(max_steps=10, hang_timeout_s=hang_timeout_s, enable_checkpointing=True, default_root_dir=folder)
     trainer.fit(Model(folder, how, at), DataLoader(TensorDataset(torch.ones(80, 4)), 4))
