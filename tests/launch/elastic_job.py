@@ -2,7 +2,7 @@
 
     python -m tests.launch.elastic_job FOLDER '{"nproc": 4, "max_restarts": 10}' [--kills 10] [--steps 40]
 
-`--slow SECONDS` makes each step longer; at the step `--hold` a rank waits for the file `FOLDER/go`.
+`--hold 12=go` makes a rank wait at step 12 for the file `FOLDER/go`.
 
 The ranks are forked from the agent, which has loaded torch by then. They write one line for each step into
 `FOLDER/steps-<restart>-<rank>`: the step, the epoch and the samples' numbers. Rank 0 writes `FOLDER/result.json`.
@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep import Trainer, TrainModule, seed_everything
+from instep import TrainModule, seed_everything
 from instep.callbacks import Callback, ModelCheckpoint
 from instep.launch.agent import run_agent
 from instep.launch.engine import LaunchSpec
 from instep.launch.forked import Forked
+from tests.trainer.toys import quiet
 
 SAMPLES, GLOBAL_BATCH = 96, 12
 
@@ -38,20 +39,20 @@ SAMPLES, GLOBAL_BATCH = 96, 12
 class Net(TrainModule):
     """Has dropout, momentum and a schedule, so that whatever is not restored shows."""
 
-    def __init__(self, log: Path, slow_s: float, hold_at: int) -> None:
+    def __init__(self, log: Path, holds: dict[int, str]) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
-        self._log, self._slow_s, self._hold_at = log, slow_s, hold_at
+        self._log, self._holds = log, holds
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, numbers = batch
         with open(self._log, "a") as file:
             file.write(json.dumps([self.trainer.global_step, self.trainer.current_epoch, numbers.tolist()]) + "\n")
-        time.sleep(self._slow_s)
+        held = self._log.parent / self._holds.get(self.trainer.global_step, ".")
         deadline = time.monotonic() + 60
-        while self.trainer.global_step == self._hold_at and not (self._log.parent / "go").exists():
-            assert time.monotonic() < deadline, "nobody let it go on"
-            time.sleep(0.02)
+        while not held.exists():
+            assert time.monotonic() < deadline, f"nobody made {held}"
+            time.sleep(0.02)  # another process's file: there is nothing to wait on
         return (self.net(x) - x.sum(1, keepdim=True)).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -81,22 +82,19 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: Path, num_nodes: int, steps: int, kills: int, slow_s: float, hold_at: int) -> None:
+def train(folder: Path, num_nodes: int, steps: int, kills: int, holds: dict[int, str]) -> None:
     """What each rank does."""
     seed_everything(3)
     rank, restart = os.environ["RANK"], os.environ["INSTEP_RESTART"]
-    net = Net(folder / f"steps-{restart}-{rank}", slow_s, hold_at)
-    trainer = Trainer(
-        accelerator="cpu",
+    net = Net(folder / f"steps-{restart}-{rank}", holds)
+    trainer = quiet(
+        enable_checkpointing=True,
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=num_nodes,
         max_steps=steps,
         global_batch_size=GLOBAL_BATCH,
         default_root_dir=folder,
         callbacks=[ModelCheckpoint(every_n_train_steps=3), Kill(kills, folder)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(net)
     if trainer.is_global_zero:
@@ -120,12 +118,12 @@ def main() -> int:
     parser.add_argument("spec", type=json.loads)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--slow", type=float, default=0.0)
-    parser.add_argument("--hold", type=int, default=-1)
+    parser.add_argument("--hold", action="append", default=[], metavar="STEP=FILE")
     args = parser.parse_args()
     spec = LaunchSpec(command=("forked",), **args.spec)
     torch.set_num_threads(1)
-    how = (args.folder, spec.num_nodes, args.steps, args.kills, args.slow, args.hold)
+    holds = {int(step): file for step, _, file in (hold.partition("=") for hold in args.hold)}
+    how = (args.folder, spec.num_nodes, args.steps, args.kills, holds)
     forked = Forked(train, how, args.folder)
     return run_agent(spec, forked)
 

@@ -89,7 +89,7 @@ def test_one_of_four_ranks_is_killed_ten_times_and_nothing_is_lost(tmp_path: Pat
 
 def test_a_node_comes_and_another_is_lost(tmp_path: Path) -> None:
     spec = {**NODES, "rdzv_endpoint": f"localhost:{free_port()}", "rdzv_conf": QUICK}
-    how = ("--steps", "48", "--slow", "0.03", "--hold", "12")
+    how = ("--steps", "48", "--hold", "12=go", "--hold", "20=lost")
     with _agent(tmp_path / "a", spec, *how) as first:
         _until(lambda: len(_lines(tmp_path, "steps-0-0")) > 3, first, "step of a job of one node")
         with _agent(tmp_path / "b", spec, *how) as second:
@@ -97,6 +97,7 @@ def test_a_node_comes_and_another_is_lost(tmp_path: Path) -> None:
             (tmp_path / "go").touch()
             _until(lambda: len(_lines(tmp_path, "steps-1-1")) > 4, first, "step of a job of two nodes")
             second.kill()
+            (tmp_path / "lost").touch()
             assert finish(first, LIMIT_S).returncode == 0, (tmp_path / "a/out").read_text()
     said = (tmp_path / "a/out").read_text()
     assert "node 1 has gone" in said, said
@@ -140,7 +141,7 @@ def _ip(*words: str) -> None:
 
 def test_a_host_that_is_cut_off_stops_and_the_other_goes_on(tmp_path: Path, two_hosts: tuple[str, str]) -> None:
     spec = {**NODES, "rdzv_endpoint": "10.77.0.1:29400", "rdzv_conf": {**QUICK, "last_call_timeout": "8"}}
-    how = ("--steps", "60", "--slow", "0.05", "--hold", "20")
+    how = ("--steps", "60", "--hold", "20=go")
     with contextlib.ExitStack() as stack:
         hosts = []
         for folder, name in zip("ab", two_hosts, strict=True):
