@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ from instep.cli.optimizer_config import with_class_path
 from instep.cli.parse_errors import EXIT_USAGE, explain
 from instep.data import DataModule
 from instep.errors import UsageError
+from instep.launch.sources import repeated_keys
 from instep.state import read_environment
 from instep.trainer import Trainer, TrainModule
 
@@ -132,6 +134,18 @@ class TrainerArgumentParser(ArgumentParser):
                 self.link_arguments(key, link_to)
             else:
                 self.link_arguments(key, link_to, compute_fn=partial(_plain_class_path, cls))
+
+    def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Any:
+        """As jsonargparse's; a key that stands twice is an error."""
+        import yaml  # late: only where there is a configuration file
+
+        if self.parser_mode == "yaml":
+            with suppress(yaml.YAMLError):  # which is told below
+                if repeated := repeated_keys(
+                    yaml.compose(content, Loader=yaml.SafeLoader), path or "the configuration"
+                ):
+                    self.error("\n".join(repeated))
+        return super().parse_string(content, path, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Say what is wrong and exit with 2; with `exit_on_error=False` raise as jsonargparse does."""

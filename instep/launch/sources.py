@@ -179,12 +179,10 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
     if check_names and any(key.value in _OF_FIT for key, _ in node.value):
         raise SettingError(f"{path} is a configuration of `instep fit`: instep fit --config {path}", field="config")
     said: dict[str, tuple[Any, str]] = {}
-    problems: list[str] = []
+    problems = repeated_keys(node, path)
     for key, _ in node.value:
         where = f"{path}:{key.start_mark.line + 1}"
         name = str(key.value)
-        if name in said:
-            problems.append(f"{where}: {name} stands there twice (also in line {said[name][1].rpartition(':')[2]})")
         if check_names and name not in NAMES:
             problems.append(f"{where}: {advice(name)}")
         if values.get(key.value) is not None:  # `name:` alone leaves it open
@@ -196,6 +194,32 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
         except SettingError as error:
             problems.append(str(error))
         raise SettingError("\n".join(problems), field="config")
+    return said
+
+
+def repeated_keys(root: Any, path: object) -> list[str]:
+    """What to say of keys that stand twice in a mapping of YAML, at any depth, of which the last would hold.
+
+    Args:
+        root: what `yaml.compose` returns.
+        path: of the file.
+    """
+    said: list[str] = []
+    nodes = [] if root is None else [("", root)]
+    seen: set[int] = set()  # an alias is a node that was there before
+    for above, node in nodes:  # grows
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.id == "sequence":
+            nodes += [(above, inner) for inner in node.value]
+        lines: dict[str, int] = {}
+        for key, inner in node.value if node.id == "mapping" else ():
+            name, line = f"{above}{key.value}", key.start_mark.line + 1
+            if name in lines:
+                said.append(f"{path}:{line}: {name} stands there twice (also in line {lines[name]})")
+            lines[name] = line
+            nodes.append((f"{name}.", inner))
     return said
 
 

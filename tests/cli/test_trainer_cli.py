@@ -385,6 +385,15 @@ def test_mistakes_are_named(words: list[str], said: str, capsys: pytest.CaptureF
     assert len(shown.err.splitlines()) <= 3, shown.err
 
 
+def test_a_key_that_stands_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text("trainer: &a\n  max_epochs: 1\n  callbacks: [{x: *a}]\n  max_epochs: 2\n")
+    for words in (["fit", *ANY, "-c", "run.yaml"], [*ANY, "-c", "run.yaml"]):
+        with pytest.raises(SystemExit) as end:
+            cli(*words)
+        assert end.value.code == 2
+        assert "run.yaml:4: trainer.max_epochs stands there twice (also in line 2)\n" in capsys.readouterr().err
+
+
 def test_what_is_needed_and_what_the_trainer_refuses(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
