@@ -279,6 +279,7 @@ class TrainerCLI:
         self._configure_optimizers_of(self.model)
         self.trainer = self.instantiate_trainer()
         self.trainer.run_folder.given = self._config_folders()
+        self.trainer.how_to_give_data = "give --data package.Class, or data: in a --config file"
 
     def _config_folders(self) -> list[Path]:
         """Where the `--config` files lie, the last one first: one may be a run's own."""

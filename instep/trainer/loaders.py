@@ -64,8 +64,8 @@ class Loaders:
         raw = self._raw("train")
         if raw is None:
             raise HookError(
-                "fit needs training data: pass train_dataloaders or datamodule to trainer.fit (--data PKG:CLASS on the "
-                f"command line), or give {type(run.module).__name__} a train_dataloader method."
+                f"fit needs training data: {run.trainer.how_to_give_data}, or give {type(run.module).__name__} a "
+                "train_dataloader method."
             )
         micro_batch = None
         if settings.global_batch_size is not None:

@@ -184,6 +184,7 @@ class Trainer(TrainerView):
         self.state = TrainerState()
         self.run_folder = RunFolder(self.settings.default_root_dir)
         self.run_id = uuid.uuid4().hex[:16]
+        self.how_to_give_data = "pass loaders or a datamodule"  # for errors; a command line has another way
         self._seed: int | None = None
         self.model: TrainModule | None = None
         self.resume_report: ResumeReport | None = None
@@ -451,10 +452,7 @@ class Trainer(TrainerView):
     def _need_loaders(self, sources: list[Any], fn: str) -> None:
         limit = getattr(self.settings, f"limit_{'val' if fn == 'validate' else fn}_batches")
         if not sources and limit != 0:
-            raise UsageError(
-                f"{fn} needs data: pass dataloaders or a datamodule (--data PKG:CLASS on the command line), or give "
-                "the module a loader method."
-            )
+            raise UsageError(f"{fn} needs data: {self.how_to_give_data}, or give the module a loader method.")
 
     def _model_for_evaluation(
         self, model: TrainModule | None, ckpt_path: Location | None

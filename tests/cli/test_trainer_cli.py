@@ -401,8 +401,9 @@ def test_what_is_needed_and_what_the_trainer_refuses(
         with pytest.raises(SystemExit):
             TrainerCLI(args=words)
         assert said in capsys.readouterr().err
-    with pytest.raises(HookError, match="--data"):
-        cli("fit", *ANY[:2])
+    for fn, kind in (("fit", HookError), ("test", UsageError)):
+        with pytest.raises(kind, match="give --data"):
+            cli(fn, *ANY[:2])
     with pytest.raises(SystemExit):
         cli("fit", "--data.batch_siz=4", model_class=LineNet, datamodule_class=LineData)
     assert "Did you mean data.batch_size?" in capsys.readouterr().err

@@ -152,7 +152,7 @@ def test_unsized_evaluation_data():
 
 def test_evaluation_needs_data():
     for fn in ("validate", "test", "predict"):
-        with pytest.raises(UsageError, match=f"{fn} needs data"):
+        with pytest.raises(UsageError, match=f"{fn} needs data: pass loaders"):
             getattr(quiet(), fn)(Toy())
 
 

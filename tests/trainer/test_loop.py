@@ -344,7 +344,7 @@ def test_estimated_stepping_batches_is_known_in_configure_optimizers():
 
 def test_clear_errors_for_what_is_missing():
     module = Toy()
-    with pytest.raises(HookError, match="fit needs training data"):
+    with pytest.raises(HookError, match="fit needs training data: pass loaders"):
         quiet(max_epochs=1).fit(module)
     with pytest.raises(UsageError, match=r"must be an instep\.TrainModule"):
         quiet(max_epochs=1).fit(nn.Linear(1, 1), loader())  # pyright: ignore[reportArgumentType]
