@@ -36,6 +36,14 @@ def has_argument(function: Any, argument: str) -> bool:
     return found is not None and found.kind is not found.VAR_KEYWORD
 
 
+def count_positional(function: Any) -> float:
+    """How many arguments a function or class takes without a name; infinity for `*args`."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return float("inf")
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
 def refused(function: Any, argument: str) -> str | None:
     """Why a function or class does not take an argument; None where it does.
 

@@ -210,6 +210,15 @@ POSITIONAL = {
     "ProgressBar": 0,
     "Trainer": 0,
     "Accelerator": 0,
+    "DDPStrategy": 0,
+    "DeepSpeedStrategy": 0,
+    "FSDPStrategy": 0,
+    "XLAStrategy": 0,
+    "DataLoaderConfiguration": 3,
+    "DistributedDataParallelKwargs": 0,
+    "InitProcessGroupKwargs": 1,
+    "reduce": 2,
+    "send_to_device": 3,
 }
 """How many arguments without a name mean the same, where not all of them do."""
 
