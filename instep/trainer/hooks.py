@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
-from instep.errors import HookError
 
 if TYPE_CHECKING:
     from instep.trainer.log import LogBook
@@ -214,32 +213,6 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
         return True
     mine = getattr(type(owner), name, None)
     return mine is not None and mine is not getattr(base, name, None)
-
-
-GONE = {
-    "training_epoch_end": "on_train_epoch_end",
-    "validation_epoch_end": "on_validation_epoch_end",
-    "test_epoch_end": "on_test_epoch_end",
-    "predict_epoch_end": "on_predict_epoch_end",
-    "training_step_end": "training_step",
-    "validation_step_end": "validation_step",
-    "test_step_end": "test_step",
-}
-"""Hooks of Lightning 1.x, and what took their place."""
-
-
-def refuse_old_hooks(module: object) -> None:
-    """Raise for hooks of Lightning 1.x, which nothing would call.
-
-    Raises:
-        HookError: the module has one; the text names its successor.
-    """
-    for name, successor in GONE.items():
-        if callable(getattr(module, name, None)):
-            raise HookError(
-                f"{type(module).__name__}.{name} is not called by instep (nor by Lightning 2). Use {successor}; "
-                "what the steps returned can be kept in an attribute."
-            )
 
 
 class HookTable:

@@ -26,13 +26,15 @@ from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
 from instep.distributed import Trigger, Triggers, broadcast_object
 from instep.distributed.heartbeat import heartbeat
-from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, HookError, InstepError, Preempted, UsageError
+from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
 from instep.launch.report import tell_trainer
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
 from instep.strategies.precision import float32_products
 from instep.trainer import restart, restore
-from instep.trainer.hooks import Hook, HookTable, ModuleHooks, is_overridden, refuse_old_hooks
+from instep.trainer.flags import torch_flags
+from instep.trainer.hook_checks import check_hooks
+from instep.trainer.hooks import Hook, HookTable, ModuleHooks, is_overridden
 from instep.trainer.loaders import Loaders
 from instep.trainer.log import LogBook, NullBuffer
 from instep.trainer.module import TrainModule, accepted_arguments
@@ -144,7 +146,7 @@ class Session:
         self._stack.callback(pop_run, self.state)
         self.heart = heartbeat()
         self._stack.enter_context(self.heart.watched(self.settings.hang_timeout_s, trainer.run_folder.base))
-        self._stack.enter_context(_torch_flags(trainer))
+        self._stack.enter_context(torch_flags(self.settings))
         self._stack.enter_context(float32_products(self.settings.tf32, self.device))
         trainer._session = self
         trainer.state.begin(self.fn)
@@ -284,7 +286,7 @@ class Session:
         trainer, module = self.trainer, self.module
         self.callbacks = trainer.callbacks = with_own_callbacks(trainer.callbacks, module)
         self.hooks = HookTable(trainer, module, self.callbacks)
-        self._check_hooks()
+        check_hooks(self)
         if self.fn == "fit":
             restart.take_over(self)
         folder = trainer.run_folder.path
@@ -358,29 +360,6 @@ class Session:
         lease = self.leases.pop(folder, None)
         if lease is not None:
             lease.release()
-
-    def _check_hooks(self) -> None:
-        refuse_old_hooks(self.module)
-        needed = {
-            "fit": ("training_step", "configure_optimizers"),
-            "validate": ("validation_step",),
-            "test": ("test_step",),
-        }
-        for name in needed.get(self.fn, ()):
-            if not is_overridden(self.module, name, TrainModule):
-                raise HookError(f"{type(self.module).__name__} has no {name}; trainer.{self.fn} needs it")
-        if self.fn == "fit" and not self.module.automatic_optimization:
-            for name in ("gradient_clip_val", "global_batch_size"):
-                if getattr(self.settings, name) is not None:
-                    raise UsageError(
-                        f"Trainer({name}=...) has no effect in manual optimization, where training_step does it: "
-                        "leave it out, and use self.clip_gradients or your own accumulation there."
-                    )
-            if self.accumulate != 1:
-                raise UsageError(
-                    "Trainer(accumulate_grad_batches=...) has no effect in manual optimization: leave it out and step "
-                    "every N batches in training_step."
-                )
 
     def _prepare_data(self) -> None:
         process = PartialState()
@@ -493,32 +472,3 @@ def _status(error: BaseException | None) -> str:
     if error is None:
         return "finished"
     return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
-
-
-class _torch_flags:
-    """The Trainer's switches of torch, set for a run and put back after it."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._settings = trainer.settings
-
-    def __enter__(self) -> None:
-        settings = self._settings
-        self._deterministic = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        self._benchmark = torch.backends.cudnn.benchmark
-        self._anomaly = torch.is_anomaly_enabled()
-        if settings.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=settings.deterministic == "warn")
-        if settings.benchmark is not None:
-            torch.backends.cudnn.benchmark = settings.benchmark
-        if settings.detect_anomaly:
-            torch.autograd.set_detect_anomaly(True)
-        self._grad = torch.is_grad_enabled()
-
-    def __exit__(self, *_: object) -> None:
-        torch.use_deterministic_algorithms(self._deterministic[0], warn_only=self._deterministic[1])
-        torch.backends.cudnn.benchmark = self._benchmark
-        torch.autograd.set_detect_anomaly(self._anomaly)
-        torch.set_grad_enabled(self._grad)

@@ -61,7 +61,7 @@ class Uses(cst.CSTVisitor):
         self._own.pop()
 
     def _method(self, kind: str, method: cst.FunctionDef) -> None:
-        from instep.trainer.hooks import GONE
+        from instep.trainer.hook_checks import GONE
 
         name, known = method.name.value, api.attributes(api.load(_KINDS[kind]))
         if kind == "TrainModule" and name in GONE:
@@ -152,8 +152,9 @@ class Uses(cst.CSTVisitor):
                 into.append(arg)
             else:
                 self._argument(arg, key, function, renamed, arg is node.args[-1])
-        if unnamed > names.POSITIONAL.get(key, unnamed):
-            self.plan.todo(node, f"{key}: name the arguments after number {names.POSITIONAL[key]}; instep's differ")
+        limit = min(names.POSITIONAL.get(key, unnamed), api.count_positional(function))
+        if unnamed > limit:
+            self.plan.todo(node, f"{key}: name the arguments after number {limit}; instep's differ")
         if into:
             self._into_config(node, into)
 
