@@ -10,7 +10,8 @@ without waiting.
   suspended for hours finds a higher one and must not write.
 - `check` is called right before every commit and deletion. Between it and the rename a process can still be suspended;
   the new holder's sweep has then removed the folder that it would rename.
-- A beat that fails is made up for by the next one. The thread ends with the process, and never keeps it alive.
+- A beat that fails is made up for by the next one; when as many fail as a taker watches, it is said. The thread ends
+  with the process, and never keeps it alive.
 """
 
 from __future__ import annotations
@@ -184,6 +185,7 @@ class Lease:
         return "" if there.get("id") == self._id else f"{_describe(there)} has taken it over"
 
     def _beat(self) -> None:
+        missed = 0
         while not self._stop.wait(self._interval_s):
             with self._writing:
                 try:
@@ -193,8 +195,14 @@ class Lease:
                         continue  # a folder that has vanished may come back
                     self._counter += 1
                     self._files.replace(self.path, self._content())
-                except Exception:  # noqa: BLE001  a short fault; the next beat comes soon
-                    continue
+                    missed = 0
+                except Exception as error:  # noqa: BLE001  an object store's too; the next beat comes soon
+                    missed += 1
+                    if missed == _WATCHED:
+                        sys.stderr.write(
+                            f"instep: the lease {self.path} could not be renewed for {missed * self._interval_s:g} s "
+                            f"({type(error).__name__}: {error}); another host may take the folder over\n"
+                        )
 
 
 def check_seen(path: Path, files: Files, rank: int) -> None:
