@@ -6,7 +6,6 @@ Every rank runs every check, and all exchange what went wrong before the next on
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import tempfile
 import time
@@ -18,22 +17,19 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
 from instep import distributed
-from instep.callbacks import Callback
 from instep.cli import output
+from instep.cli.setup_training import BATCHES, EPOCHS, QUIET, Watch, fit, losses_of_one_process
 from instep.distributed import Triggers
 from instep.errors import RemoteError
 from instep.state import PartialState, read_environment
-from instep.trainer import Trainer, TrainModule
+from instep.trainer import Trainer
 
 _LARGE_BYTES = {"cpu": 4 << 20}  # per rank in the checks of bandwidth
 _LARGE_ELSEWHERE_BYTES = 64 << 20
 _REPEATS = 5
-_FEATURES, _HIDDEN = 64, 16384  # 1,081,345 parameters: enough bytes for a checkpoint's bandwidth
-_BATCHES, _PER_RANK, _EPOCHS = 4, 8, 3
 _TOLERANCE = {"32-true": 1e-5, "64-true": 1e-5}  # relative, of an epoch's mean loss
 _TOLERANCE_OF_16_BITS = 5e-2
 
@@ -67,7 +63,7 @@ def run(timeout_s: float, as_json: bool) -> int:
     Returns:
         The exit code: 1 where something is wrong.
     """
-    asked = Trainer(**_QUIET, num_nodes=read_environment().num_nodes)  # has what the environment asks for
+    asked = Trainer(**QUIET, num_nodes=read_environment().num_nodes)  # has what the environment asks for
     state = PartialState(timeout=timedelta(seconds=timeout_s))
     results = list(_all_checks(state, asked))
     bad = [result for result in results if result.problems]
@@ -201,86 +197,24 @@ def _triggers(state: PartialState) -> str:
 
 # ---- training
 
-_QUIET: dict[str, Any] = {
-    "max_epochs": _EPOCHS,
-    "num_sanity_val_steps": 0,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-
-class _Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(_FEATURES, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, 1))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.log("loss", loss, on_step=False, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return _optimizer(self.net)
-
-
-def _optimizer(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
-
-
-def _data(world: int) -> TensorDataset:
-    x = torch.randn(_BATCHES * _PER_RANK * world, _FEATURES, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x, x.mean(dim=1, keepdim=True))
-
-
-class _Watch(Callback):
-    """Notes the epochs' losses, and saves after the last but one."""
-
-    def __init__(self, save_to: Path | None = None) -> None:
-        self.losses: list[float] = []
-        self.saved: Path | None = None
-        self.save_s = 0.0
-        self.first_step = 0
-        self._save_to = save_to
-
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self.first_step = trainer.global_step
-
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self.losses.append(float(trainer.callback_metrics["loss"]))
-        if self._save_to is not None and trainer.current_epoch == _EPOCHS - 2:
-            started = time.perf_counter()
-            self.saved = trainer.save_checkpoint(self._save_to)
-            self.save_s = time.perf_counter() - started
-
-
-def _fit(state: PartialState, root: Path, watch: _Watch, ckpt_path: Path | None = None) -> None:
-    settings = {**_QUIET, "default_root_dir": root, "callbacks": [watch]}
-    world = state.num_processes
-    trainer = Trainer(**settings, num_nodes=state.num_nodes, global_batch_size=_PER_RANK * world)
-    with contextlib.redirect_stdout(io.StringIO()):  # how each fit ended is of no interest
-        trainer.fit(_Net(), DataLoader(_data(world), _PER_RANK * world), ckpt_path=ckpt_path)
-
 
 def _training(state: PartialState, asked: Trainer) -> Iterator[Result]:
     """Train, save on the way, hold the losses against a loop without any Trainer, then go on from what was saved."""
     tolerance = _TOLERANCE.get(asked.settings.precision, _TOLERANCE_OF_16_BITS)
     with _folder(state) as root:
-        first, second = _Watch(root / "step"), _Watch()
+        first, second = Watch(root / "step"), Watch()
 
         def train() -> str:
-            _fit(state, root, first)
-            expected = _losses_of_one_process(state.num_processes)
+            fit(state, root, first)
+            expected = losses_of_one_process(state.num_processes)
             off = max(abs(got / want - 1) for got, want in zip(first.losses, expected, strict=True))
             return "" if off <= tolerance else f"losses {first.losses}, one process has {expected}: off by {off:.1e}"
 
         def resume() -> str:
-            _fit(state, root, second, first.saved)
+            fit(state, root, second, first.saved)
             last = first.losses[-1:]
             found = second.losses[-1:]  # the hook in which it was saved comes once more
-            if second.first_step != _BATCHES * (_EPOCHS - 1):
+            if second.first_step != BATCHES * (EPOCHS - 1):
                 return f"it went on from step {second.first_step}"
             return "" if found == last else f"loss {found} after the checkpoint, {last} without it"
 
@@ -292,23 +226,6 @@ def _training(state: PartialState, asked: Trainer) -> Iterator[Result]:
         saved = sum(path.stat().st_size for path in first.saved.rglob("*") if path.is_file())
         yield Result("checkpoint, save", first.save_s, saved / first.save_s, note=output.size(saved))
         yield _checked(state, "checkpoint, resume", resume, note="bit-identical")
-
-
-def _losses_of_one_process(world: int) -> list[float]:
-    """Each epoch's mean loss, of a loop by hand on the CPU with the whole global batch."""
-    net = _Net().net
-    optimizer = _optimizer(net)
-    losses = []
-    for _ in range(_EPOCHS):
-        of_epoch = []
-        for x, y in DataLoader(_data(world), _PER_RANK * world):
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(net(x), y)
-            loss.backward()
-            optimizer.step()
-            of_epoch.append(float(loss.detach()))
-        losses.append(sum(of_epoch) / len(of_epoch))
-    return losses
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ def test_what_is_wrong_is_said_and_the_rest_is_checked(
     )
     monkeypatch.setattr(distributed, "gather_ragged", refuse)
     monkeypatch.setattr(distributed.Triggers, "tick", lambda *_: ())
-    monkeypatch.setattr(setup_check, "_losses_of_one_process", lambda _: [1.0, 1.0, 1.0])
+    monkeypatch.setattr(setup_check, "losses_of_one_process", lambda _: [1.0, 1.0, 1.0])
     assert main(["test"]) == 1
     said = capsys.readouterr().out
     assert "reduce, sum (cpu), rank 0: got [3.0], expected 1.0" in said
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_said_and_the_rest_is_checked(
 def test_a_checkpoint_that_does_not_bring_everything_back_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit = setup_check._fit
+    fit = setup_check.fit
 
     def from_scratch(state: Any, root: Path, watch: Any, ckpt_path: Path | None = None) -> None:
         fit(state, root, watch)
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_does_not_bring_everything_back_is_found(
             watch.losses[-1] = 1.0
 
     for broken, problem in ((from_scratch, "it went on from step 0"), (spoil, "loss [1.0] after the checkpoint, [")):
-        monkeypatch.setattr(setup_check, "_fit", broken)
+        monkeypatch.setattr(setup_check, "fit", broken)
         assert main(["test"]) == 1
         said = capsys.readouterr().out
         assert f"checkpoint, resume, rank 0: {problem}" in said
