@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.spawn import finish, run_command, start_command
-from tests.launch.ways import UNLAUNCHED, same_weights
+from tests.launch.ways import RAISES, REPO, UNLAUNCHED, check_error_was_told, same_weights
 
 pytestmark = [pytest.mark.mpi, pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -37,3 +37,8 @@ def test_ranks_of_mpirun_that_are_asked_to_stop_save_end_their_hooks_and_go_on(t
     assert "Resuming from" in done.stdout
     result = same_weights(tmp_path / "out.json")
     assert (result["launcher"], result["world_size"], result["num_nodes"]) == ("openmpi", 2, 1)
+
+
+def test_an_error_of_a_rank_of_mpirun_is_told_and_ends_all(tmp_path: Path) -> None:
+    done = run_command([*MPIRUN, *RAISES, str(tmp_path)], env={**ENV, "PYTHONPATH": str(REPO)}, cwd=tmp_path)
+    check_error_was_told(done, tmp_path)

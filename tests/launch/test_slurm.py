@@ -17,7 +17,7 @@ from instep.errors import SettingError, UsageError
 from instep.launch.slurm import BatchJob, check_time, submit
 from tests.helpers import slurm
 from tests.helpers.slurm import Cluster
-from tests.launch.ways import UNLAUNCHED, job, same_weights
+from tests.launch.ways import RAISES, REPO, UNLAUNCHED, check_error_was_told, job, same_weights
 
 HELD = Path(__file__).with_name("held_job.py")
 
@@ -186,6 +186,14 @@ def test_srun_alone_starts_ranks(cluster: Cluster, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = same_weights(tmp_path / "out.json")
     assert (result["launcher"], result["world_size"], result["num_nodes"]) == ("slurm", 2, 1)
+
+
+@pytest.mark.slurm
+@pytest.mark.dist
+def test_an_error_of_a_rank_of_srun_is_told_and_ends_all(cluster: Cluster, tmp_path: Path) -> None:
+    command = ["srun", "-N1", "-n2", sys.executable, *RAISES, str(tmp_path)]
+    done = cluster.run(command, 60.0, tmp_path, {**UNLAUNCHED, "PYTHONPATH": str(REPO)})
+    check_error_was_told(done, tmp_path)
 
 
 @pytest.mark.slurm

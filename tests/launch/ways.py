@@ -14,15 +14,18 @@ import fcntl
 import functools
 import json
 import os
+import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.spawn import run_command
+from tests.helpers.spawn import Finished, run_command
 
 REPO = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("digits_job.py")
+RAISES = (str(REPO / "tests/trainer/program.py"), "--do", "raise", "--rank", "1", "--root")
 # What a rank or a test has in its environment and a program that a person starts has not.
 UNLAUNCHED: dict[str, str | None] = dict.fromkeys(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
@@ -45,6 +48,18 @@ def same_weights(out: Path) -> dict[str, Any]:
     expected = reference(result["world_size"])
     assert (result["step"], result["weights"]) == (expected["step"], expected["weights"]), result
     return result
+
+
+def check_error_was_told(done: Finished, root: Path) -> None:
+    """Make sure that a job of `RAISES` under `root`, which has just ended, did so in 5 s and told its error once."""
+    took_s = time.time() - (root / "raised").stat().st_mtime
+    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # others run here too
+    told = done.stderr
+    assert done.returncode == 1, told
+    assert re.search(r"rank 1 \(host .+, step 4\) failed( with exit code 1)?:\n(\[rank1\]: )?Traceback", told), told
+    assert told.count("Traceback (most recent call last)") == 1, told
+    assert 'raise ValueError("boom on purpose")' in told, "where it was raised"
+    assert took_s < 5.0 * busy, f"it ended {took_s:.1f} s after the error"
 
 
 @functools.cache

@@ -31,6 +31,7 @@ class Event(Callback):
         if trainer.global_step != self.step or trainer.global_rank != self.rank:
             return
         if self.what == "raise":
+            (Path(trainer.default_root_dir) / "raised").touch()
             raise ValueError("boom on purpose")
         if self.what.startswith("group-"):
             os.killpg(os.getpgrp(), signal.Signals[self.what.removeprefix("group-")])
