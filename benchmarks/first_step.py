@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
-from workload import FEATURES, loss_of, make_net, make_optimizer
+from workload import FEATURES, loss_of, make_net, make_optimizer, regression
 
 STEPS = 3
 
@@ -78,25 +78,7 @@ def instep(marks: Marks) -> None:
     from instep import Trainer, TrainModule
 
     marks.imported()
-
-    class Regression(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = make_net()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return loss_of(self.net, batch)
-
-        def configure_optimizers(self) -> Any:
-            return make_optimizer(self.net)
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            marks.stepped()
-
-        def on_train_end(self) -> None:
-            marks.write()
-
-    Trainer(**trainer_settings(marks)).fit(Regression(), DataLoader(data(), 8))
+    fit(marks, Trainer, TrainModule)
 
 
 def accelerate(marks: Marks) -> None:
@@ -121,39 +103,30 @@ def lightning(marks: Marks) -> None:
     from lightning.pytorch import LightningModule, Trainer  # pyright: ignore[reportMissingImports]  # as above
 
     marks.imported()
+    fit(marks, Trainer, LightningModule, strategy="ddp")
 
-    class Regression(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = make_net()
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return loss_of(self.net, batch)
+def fit(marks: Marks, trainer: Any, base: Any, **settings: Any) -> None:
+    """Train with a Trainer and a module of its framework: nothing but the training."""
 
-        def configure_optimizers(self) -> Any:
-            return make_optimizer(self.net)
-
+    class Marked(regression(base)):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             marks.stepped()
 
         def on_train_end(self) -> None:
             marks.write()
 
-    Trainer(**trainer_settings(marks), strategy="ddp").fit(Regression(), DataLoader(data(), 8))
-
-
-def trainer_settings(marks: Marks) -> dict[str, Any]:
-    """What both Trainers get: nothing but the training."""
-    return {
-        "accelerator": "cpu",
-        "devices": 2,
-        "max_epochs": 1,
-        "default_root_dir": marks.folder,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    trainer(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        default_root_dir=marks.folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    ).fit(Marked(), DataLoader(data(), 8))
 
 
 if __name__ == "__main__":

@@ -113,3 +113,27 @@ def loss_of(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Mean squared error."""
     x, y = batch
     return nn.functional.mse_loss(net(x), y)
+
+
+def regression(base: Any) -> Any:
+    """The MLP as a module of a Trainer, without a log call.
+
+    Args:
+        base: instep's TrainModule, or Lightning's LightningModule.
+
+    Returns:
+        A class; it takes no arguments.
+    """
+
+    class Regression(base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return loss_of(self.net, batch)
+
+        def configure_optimizers(self) -> Any:
+            return make_optimizer(self.net)
+
+    return Regression

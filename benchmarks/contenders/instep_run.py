@@ -6,26 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from workload import loss_of, make_net, make_optimizer
+from workload import loss_of, regression
 
 from contenders import Save
 from instep import Trainer, TrainModule
 from instep.callbacks import ModelCheckpoint
 from instep.loggers import CSVLogger, TensorBoardLogger
 
-
-class Regression(TrainModule):
-    """The MLP without a log call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_net()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return loss_of(self.net, batch)
-
-    def configure_optimizers(self) -> Any:
-        return make_optimizer(self.net)
+Regression = regression(TrainModule)
 
 
 class LoggingRegression(Regression):

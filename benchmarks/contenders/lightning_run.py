@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from workload import loss_of, make_net, make_optimizer
+from workload import loss_of, regression
 
 from contenders import Save
 
@@ -21,16 +21,7 @@ def train(case: str, loader: Any, root: Path, log_every_n_steps: int = 50) -> Sa
     warnings.filterwarnings("ignore", module="lightning")
     everything = case == "everything"
 
-    class Regression(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = make_net()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return loss_of(self.net, batch)
-
-        def configure_optimizers(self) -> Any:
-            return make_optimizer(self.net)
+    Regression = regression(lightning.LightningModule)
 
     class LoggingRegression(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
