@@ -2,7 +2,7 @@
 
     python -m tests.launch.elastic_job FOLDER '{"nproc": 4, "max_restarts": 10}' [--kills 10] [--steps 40]
 
-`--hold 12=go` makes a rank wait at step 12 for the file `FOLDER/go`.
+`--hold 12=go` makes a rank wait at step 12 for the file `FOLDER/go`; `--digits` trains on images of digits instead.
 
 The ranks are forked from the agent, which has loaded torch by then. They write one line for each step into
 `FOLDER/steps-<restart>-<rank>`: the step, the epoch and the samples' numbers. Rank 0 writes `FOLDER/result.json`.
@@ -43,6 +43,14 @@ class Net(TrainModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
         self._log, self._holds = log, holds
+        self.inputs = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(7))
+
+    def loss(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return (self.net(x) - x.sum(1, keepdim=True)).square().mean()
+
+    def accuracy(self) -> float | None:
+        """Of images that it has not seen; None where it has none."""
+        return None
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, numbers = batch
@@ -53,16 +61,36 @@ class Net(TrainModule):
         while not held.exists():
             assert time.monotonic() < deadline, f"nobody made {held}"
             time.sleep(0.02)  # another process's file: there is nothing to wait on
-        return (self.net(x) - x.sum(1, keepdim=True)).square().mean()
+        return self.loss(x, numbers)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
     def train_dataloader(self) -> Any:
-        x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(7))
-        data = torch.utils.data.TensorDataset(x, torch.arange(SAMPLES))
+        data = torch.utils.data.TensorDataset(self.inputs, torch.arange(SAMPLES))
         return torch.utils.data.DataLoader(data, batch_size=GLOBAL_BATCH // int(os.environ["WORLD_SIZE"]), shuffle=True)
+
+
+class DigitsNet(Net):
+    """The example's classifier of digits, and a few of its images."""
+
+    def __init__(self, log: Path, holds: dict[int, str]) -> None:
+        from digits import Digits, DigitsData  # late: loads scikit-learn
+
+        super().__init__(log, holds)
+        self.net = Digits(dropout=0.1).net
+        data = DigitsData()
+        data.setup("fit")
+        self.inputs, self._labels = data.train[:SAMPLES]
+        self._test = data.test[:]
+
+    def loss(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(x), self._labels[numbers])
+
+    def accuracy(self) -> float | None:
+        images, labels = self._test
+        return (self.net.eval()(images).argmax(1) == labels).float().mean().item()
 
 
 class Kill(Callback):
@@ -82,11 +110,11 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: Path, num_nodes: int, steps: int, kills: int, holds: dict[int, str]) -> None:
+def train(folder: Path, num_nodes: int, steps: int, kills: int, holds: dict[int, str], digits: bool) -> None:
     """What each rank does."""
     seed_everything(3)
     rank, restart = os.environ["RANK"], os.environ["INSTEP_RESTART"]
-    net = Net(folder / f"steps-{restart}-{rank}", holds)
+    net = (DigitsNet if digits else Net)(folder / f"steps-{restart}-{rank}", holds)
     trainer = quiet(
         enable_checkpointing=True,
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -102,6 +130,7 @@ def train(folder: Path, num_nodes: int, steps: int, kills: int, holds: dict[int,
         for tensor in [*net.state_dict().values(), *_states(trainer.optimizers[0])]:
             digest.update(tensor.numpy().tobytes())
         result = {"digest": digest.hexdigest(), "world": trainer.world_size, "restart": int(restart)}
+        result["accuracy"] = net.accuracy()
         (folder / "result.json").write_text(json.dumps({**result, "steps": trainer.global_step}))
 
 
@@ -119,11 +148,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--hold", action="append", default=[], metavar="STEP=FILE")
+    parser.add_argument("--digits", action="store_true")
     args = parser.parse_args()
+    if args.digits:
+        sys.path.append(str(Path(__file__).parents[2] / "examples"))
+        importlib.import_module("digits")
     spec = LaunchSpec(command=("forked",), **args.spec)
     torch.set_num_threads(1)
     holds = {int(step): file for step, _, file in (hold.partition("=") for hold in args.hold)}
-    how = (args.folder, spec.num_nodes, args.steps, args.kills, holds)
+    how = (args.folder, spec.num_nodes, args.steps, args.kills, holds, args.digits)
     forked = Forked(train, how, args.folder)
     return run_agent(spec, forked)
 
