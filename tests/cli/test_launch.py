@@ -137,6 +137,16 @@ def test_what_stands_in_the_environment_is_of_others(planned: Any, monkeypatch: 
     assert main(["launch", "--num-nodes", "3", "t.py"]) == 2
 
 
+def test_a_dry_run_says_where_each_setting_comes_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSTEP_PRECISION", "bf16-mixed")
+    monkeypatch.setenv("INSTEP_MAX_RESTARTS", "3")
+    assert main(["launch", "--dry-run", "--mixed_precision", "no", "t.py"]) == 0
+    sources = json.loads(capsys.readouterr().out)["sources"]
+    assert sources == {"precision": "--mixed_precision", "max_restarts": "environment INSTEP_MAX_RESTARTS"}
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
