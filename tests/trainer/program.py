@@ -64,7 +64,7 @@ def main() -> None:
         trigger_every=1,
         callbacks=[Event(args.do, args.step, args.rank)] if args.do else [],
     )
-    module = Net()
+    module = Net(averaged=False)
     train = DataLoader(Augmented(22), batch_size=4, shuffle=True, num_workers=args.workers)
     trainer.fit(module, train, DataLoader(Plain(7), batch_size=3), ckpt_path="auto")
     module.test_step = lambda batch, batch_idx: module.log("count", float(len(batch[0])), reduce_fx="sum")  # type: ignore[method-assign]

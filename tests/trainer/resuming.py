@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torchmetrics import MeanMetric
 
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
@@ -138,12 +137,17 @@ class Net(TrainModule):
     """Dropout, random numbers in the step, step and epoch values; `seen` has the indices of every batch."""
 
     def __init__(
-        self, schedule: str = "step", dropout: float = 0.3, optimizer: str = "adamw", scheduler: str = "exponential"
+        self,
+        schedule: str = "step",
+        dropout: float = 0.3,
+        optimizer: str = "adamw",
+        scheduler: str = "exponential",
+        averaged: bool = True,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
-        self.average = MeanMetric()
+        self.average = _mean_metric() if averaged else None
         self.seen: list[list[int]] = []
 
     def setup(self, stage: str) -> None:
@@ -161,8 +165,9 @@ class Net(TrainModule):
             self.seen.append(index.tolist())
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
-        self.average.update(loss.detach())
-        self.log("average", self.average, on_step=False, on_epoch=True)
+        if self.average is not None:
+            self.average.update(loss.detach())
+            self.log("average", self.average, on_step=False, on_epoch=True)
         self.log("noise", random.random() + float(np.random.rand()))
         if batch_idx % 4 == 0:
             self.log("seldom", loss)
@@ -180,6 +185,12 @@ class Net(TrainModule):
         scheduler, monitor = SCHEDULERS[self.hparams.scheduler](optimizer), MONITORS.get(self.hparams.scheduler)
         config = {"scheduler": scheduler, "interval": self.hparams.schedule, "monitor": monitor}
         return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def _mean_metric() -> Any:
+    from torchmetrics import MeanMetric  # late: it takes longer to import than torch, and programs do without
+
+    return MeanMetric()
 
 
 class Warmup:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
 
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -45,6 +44,8 @@ class Counting(TrainModule):
     """Counts samples in every stage; each evaluation step has a collective of its own."""
 
     def __init__(self) -> None:
+        from torchmetrics import MeanMetric  # late: only ranks that need it wait for it, longer than for torch
+
         super().__init__()
         self.layer = nn.Linear(4, 1)
         self.dropout = nn.Dropout(0.5)
