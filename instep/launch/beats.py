@@ -63,6 +63,11 @@ class Beat:
         return self.turn, self.step, self.batch
 
     @property
+    def left(self) -> bool:
+        """Whether an error ended its run, while its process still lives."""
+        return self.phase == "end" and not self.limit_s
+
+    @property
     def patience_s(self) -> float:
         """How long it may stay as it is; infinity where nobody watches."""
         if not self.limit_s:
@@ -182,7 +187,13 @@ class Watch:
             self._still_s[i] = self._still_s[i] + passed_s if beat == self._seen[i] else 0.0
             self._seen[i] = beat
         last = min(beat.position for beat in beats)
-        return all(self._still_s[i] > beat.patience_s for i, beat in enumerate(beats) if beat.position == last)
+        # Who left its run holds up those that are in theirs: until its process ends they do not hear of it.
+        end_s = SLOW * max(beat.limit_s for beat in beats) or float("inf")
+        return all(
+            self._still_s[i] > (end_s if beat.left else beat.patience_s)
+            for i, beat in enumerate(beats)
+            if beat.position == last
+        )
 
 
 def folder_of(beats: Beats) -> Path | None:

@@ -154,6 +154,8 @@ def _who(begun: list[Beat]) -> str:
 
 
 def _state(beat: Beat) -> str:
+    if beat.left and state_of(beat.pid) not in _SILENT:
+        return "out of its run after an error, and has not ended"
     return _STATES.get(state_of(beat.pid), "gone")
 
 

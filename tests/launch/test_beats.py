@@ -100,6 +100,18 @@ def test_nobody_watches_ranks_that_are_outside_or_have_not_begun(node: Node) -> 
     assert not node.hangs_after(1000)
 
 
+def test_a_rank_that_left_its_run_after_an_error_holds_up_the_others_until_it_ends(node: Node) -> None:
+    node.ranks[0][PHASE], node.ranks[0][LIMIT_MS] = PHASES.index("end"), 0
+    node.ranks[1][STEP] = node.ranks[2][STEP] = 21
+    assert not node.hangs_after(LIMIT_S * SLOW)
+    assert node.hangs_after(2)
+    assert "rank 4 (pid" in (said := report(node.beats))
+    assert "is out of its run after an error, and has not ended" in said
+    for numbers in node.ranks:  # all caught it: what they do then is not a run
+        numbers[LIMIT_MS], numbers[PHASE] = 0, PHASES.index("end")
+    assert not node.hangs_after(1000)
+
+
 def test_time_in_which_nobody_looked_does_not_count(node: Node) -> None:
     node.now += 1000.0
     assert not node.watch.look()
