@@ -50,9 +50,8 @@ def test_a_soak_that_loses_something_says_so_and_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", ["loader", "ready"])
-def test_overhead(tmp_path: Path, data: str) -> None:
-    args = ("--steps", "200", "--repetitions", "1", "--contenders", "handwritten", "instep", "--data", data)
+def test_overhead(tmp_path: Path) -> None:
+    args = ("--steps", "200", "--repetitions", "1", "--contenders", "handwritten", "instep")
     result = run("overhead.py", tmp_path, *args)
     rows = {(row["contender"], row["case"]): row for row in result["results"]}
     assert list(rows) == [
@@ -65,6 +64,17 @@ def test_overhead(tmp_path: Path, data: str) -> None:
     assert rows["instep", "everything"]["terminal_bytes"] > 500  # the bar was drawn
     assert rows["instep", "everything"]["save_ms"]["median"] > 0
     assert {"processor", "versions", "python"} <= result["machine"].keys()
+
+
+@pytest.mark.slow
+def test_overhead_with_ready_batches(tmp_path: Path) -> None:
+    args = ("--steps", "200", "--repetitions", "1", "--contenders", "instep", "--cases", "everything")
+    result = run("overhead.py", tmp_path, *args, "--data", "ready")
+    assert result["data"] == "ready"
+    [row] = result["results"]
+    assert row["handwritten_wall_us"]["median"] > 0
+    assert row["terminal_bytes"] > 500
+    assert row["save_ms"]["median"] > 0
 
 
 @pytest.mark.slow
