@@ -230,6 +230,11 @@ class StreamLoader(PreparedLoader):
         finally:
             self._iterator = None
 
+    def close(self) -> None:
+        # torchdata keeps the iterator of a pass that was left, with its workers; so does torch where they persist.
+        if getattr(self.loader, "num_workers", 0) and hasattr(self.loader, "_iterator"):
+            self.loader._iterator = None
+
     def _open(self) -> None:
         """Start the loader and go to where the pass begins."""
         resume = self._resume or {}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import random
 import sys
 from collections.abc import Iterator
@@ -334,6 +335,17 @@ def test_stateful_reads_iterable_data_through_torchdata(recwarn: pytest.Warnings
     assert type(make(stage="val").loader) is DataLoader
     mapped = DataLoader([1, 2])  # type: ignore[arg-type]
     assert prepare_loader(mapped, stateful=True).loader is mapped
+
+
+def test_close_ends_the_workers_of_a_pass_that_was_left() -> None:
+    source = prepare_loader(StatefulDataLoader(torch.arange(11.0), batch_size=2, num_workers=1))  # type: ignore[arg-type]
+    before = multiprocessing.active_children()
+    run(source, stop=1)
+    (worker,) = (process for process in multiprocessing.active_children() if process not in before)
+    source.close()
+    assert not worker.is_alive()
+    assert len(run(source)) == 6
+    source.close()
 
 
 def test_stateful_without_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -368,14 +368,11 @@ def run_once(
         module.net = torch.compile(module.net, backend="eager")
     trainer = make_trainer(case, root, rows, *callbacks)
     val = DataLoader(Plain(VALIDATION_SAMPLES), batch_size=3)
-    train = train_loader(case)
     stopped = False
     try:
-        trainer.fit(module, train, val, ckpt_path="auto")
+        trainer.fit(module, train_loader(case), val, ckpt_path="auto")
     except Preempted:
         stopped = True
-    if case.data == "torchdata":
-        train._iterator = None  # its workers end now: the garbage collector would wait for each of them for 5 s
     return Result(module, trainer, stopped, rows, module.seen)
 
 
