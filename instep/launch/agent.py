@@ -171,7 +171,11 @@ class _Agent(LocalElasticAgent):
         self._watch.begin()
         self._hung = False
         self._started = time.monotonic()
+        if self._forked is not None:
+            self._forked.open(worker_group.spec.local_world_size)
         pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        if self._forked is not None:
+            self._forked.listen()
         self._take_signals()  # after each start: starting installs handlers that raise in the middle of anything
         return pids
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from instep.errors import DistributedError
 from instep.launch.report import FailureReport, write_report
 
 
@@ -36,16 +38,27 @@ class Forked:
     Args:
         function: what each rank calls.
         args: its arguments.
-        folder: where the ranks leave their results.
         failure: set by the agent when the job has failed for good.
         interrupted: set by the agent when it got SIGINT.
     """
 
     function: Callable[..., Any]
     args: Sequence[Any]
-    folder: Path
     failure: Failure | None = None
     interrupted: bool = False
+    _pipes: list[tuple[Any, Any]] = field(default_factory=list)
+    _results: dict[int, Any] = field(default_factory=dict)
+
+    def open(self, count: int) -> None:
+        """So many ranks are about to be forked."""
+        self._pipes, self._results = [Pipe() for _ in range(count)], {}
+
+    def listen(self) -> None:
+        """They were forked: take what they return."""
+        for local_rank, (here, there) in enumerate(self._pipes):
+            there.close()
+            args = here, self._results, local_rank
+            threading.Thread(target=_receive, args=args, name="instep-result", daemon=True).start()
 
     def run(self) -> None:
         """Be a rank: call the function, leave its result, end this process."""
@@ -61,8 +74,7 @@ class Forked:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
         torch.set_num_threads(1)
         try:
-            result = self.function(*self.args)
-            self._path(int(os.environ["RANK"])).write_bytes(pickle.dumps(result))
+            self._give(self.function(*self.args))
         except Exception as error:  # noqa: BLE001 (the launcher raises it)
             if not write_report(os.environ["TORCHELASTIC_ERROR_FILE"], error):
                 traceback.print_exc()
@@ -73,12 +85,28 @@ class Forked:
         sys.stderr.flush()
         os._exit(0)  # torch would keep the process until its parent has read what was returned
 
-    def results(self, ranks: range) -> list[Any]:
-        """What the ranks returned."""
-        return [pickle.loads(self._path(rank).read_bytes()) for rank in ranks]  # noqa: S301 (of our own ranks)
+    def _give(self, result: Any) -> None:
+        _, pipe = self._pipes[int(os.environ["LOCAL_RANK"])]
+        pipe.send(result)
+        problem = pipe.recv()  # memory that tensors share is there for as long as this process
+        if problem:
+            raise DistributedError(f"what the function returned could not be read by the launcher: {problem}")
 
-    def _path(self, rank: int) -> Path:
-        return self.folder / f"result-{rank}"
+    def results(self) -> list[Any]:
+        """What the ranks of this machine returned, once all have ended well."""
+        return [self._results[local_rank] for local_rank in range(len(self._pipes))]
+
+
+def _receive(pipe: Any, results: dict[int, Any], local_rank: int) -> None:
+    problem = ""
+    with pipe, suppress(EOFError, OSError):  # the rank ended without a result
+        try:
+            results[local_rank] = pipe.recv()
+        except (EOFError, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001  the rank raises it
+            problem = f"{type(error).__name__}: {error}"
+        pipe.send(problem)
 
 
 class ForkedRank:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from instep.errors import EXIT_PREEMPTED, DistributedError, Preempted, RemoteError, UsageError, one_of
@@ -131,12 +129,10 @@ def _launch(
     spec = LaunchSpec(count, (function.__name__,), **settings)
     from instep.launch.agent import run_agent  # late, as the engine does: only a launch pays for it
 
-    with tempfile.TemporaryDirectory(prefix="instep-results-") as folder:
-        forked = Forked(function, args, Path(folder))
-        code = run_agent(spec, forked)
-        if code == 0:
-            first = spec.node_rank * count
-            return forked.results(range(first, first + count))
+    forked = Forked(function, args)
+    code = run_agent(spec, forked)
+    if code == 0:
+        return forked.results()
     if code == EXIT_PREEMPTED:
         raise Preempted(f"{name}: the ranks were asked to stop; they have saved and can be resumed")
     if forked.interrupted:

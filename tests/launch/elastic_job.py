@@ -157,7 +157,7 @@ def main() -> int:
     torch.set_num_threads(1)
     holds = {int(step): file for step, _, file in (hold.partition("=") for hold in args.hold)}
     how = (args.folder, spec.num_nodes, args.steps, args.kills, holds, args.digits)
-    forked = Forked(train, how, args.folder)
+    forked = Forked(train, how)
     return run_agent(spec, forked)
 
 

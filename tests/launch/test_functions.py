@@ -64,6 +64,8 @@ def test_functions_run_as_two_ranks_one_after_another_and_train_to_the_same_weig
         results = notebook_launcher(train, ("out.json", 2), num_processes=2)
         print(results[0] == results[1])
         print(debug_launcher(train, ("debug.json",)) == results)
+        large = debug_launcher(lambda: {"rank": torch.full((10**6,), float(os.environ["RANK"])), "text": "x" * 10**6})
+        print([(row["rank"].sum().item(), len(row["text"])) for row in large])
         """
         .replace("out.json", str(tmp_path / "out.json")).replace("debug.json", str(tmp_path / "debug.json")),
     )  # fmt: skip
@@ -73,6 +75,7 @@ def test_functions_run_as_two_ranks_one_after_another_and_train_to_the_same_weig
         "[('again', 0), ('again', 1)]",
         "True",
         *["fit ended at step 24: max_steps=24 reached.", "True"] * 2,
+        "[(0.0, 1000000), (1000000.0, 1000000)]",
     ]
     for name in ("out.json", "debug.json"):
         assert same_weights(tmp_path / name)["launcher"] == "torchrun"
@@ -95,6 +98,10 @@ def test_what_a_failed_rank_leaves(tmp_path: Path) -> None:
             else:
                 raise ValueError("only here")
 
+        class Unreadable:
+            def __reduce__(self):
+                return int, ("no number",)
+
         def preempted():
             sys.exit(75)
 
@@ -107,6 +114,11 @@ def test_what_a_failed_rank_leaves(tmp_path: Path) -> None:
             debug_launcher(fail, ("kill",))
         except DistributedError as error:
             print(type(error).__name__, error)
+        for result in Unreadable(), lambda: None:
+            try:
+                debug_launcher(lambda: result)
+            except DistributedError as error:
+                print(str(error).splitlines()[-1])
         try:
             debug_launcher(preempted)
         except Preempted as error:
@@ -117,7 +129,9 @@ def test_what_a_failed_rank_leaves(tmp_path: Path) -> None:
         """,
     )
     assert done.returncode == 1
-    killed, preempted, restarted = done.stdout.splitlines()
+    killed, unreadable, local, preempted, restarted = done.stdout.splitlines()
+    assert "could not be read by the launcher: ValueError: invalid literal for int()" in unreadable
+    assert "pickle" in local
     assert restarted == "['the second time', 'the second time']"
     assert "ValueError: the first time" in done.stderr
     assert killed.startswith("DistributedError debug_launcher: rank 1 failed with SIGKILL"), done.stdout
