@@ -1,7 +1,9 @@
 """Ranks that run a function and are forked from the agent's process, so that a notebook's cell may define it.
 
 What a fork does not carry over: the threads of OpenMP, so a rank uses one and would hang with more; and a device that
-is in use. It starts with the memory of its parent, which has used neither the process group nor the GPU.
+is in use. It starts with the memory of its parent, which has used neither the process group nor the GPU. What it does
+carry over is a lock that another thread of the parent holds: the ranks wait until all are forked, since their first
+connection has the thread of the agent's store take the lock of glibc's resolver.
 """
 
 from __future__ import annotations
@@ -54,9 +56,11 @@ class Forked:
         self._pipes, self._results = [Pipe() for _ in range(count)], {}
 
     def listen(self) -> None:
-        """They were forked: take what they return."""
+        """All were forked: let them go, and take what they return."""
         for local_rank, (here, there) in enumerate(self._pipes):
             there.close()
+            with suppress(OSError):  # it has been killed already
+                here.send("go")
             args = here, self._results, local_rank
             threading.Thread(target=_receive, args=args, name="instep-result", daemon=True).start()
 
@@ -73,8 +77,10 @@ class Forked:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
         torch.set_num_threads(1)
+        _, pipe = self._pipes[int(os.environ["LOCAL_RANK"])]
         try:
-            self._give(self.function(*self.args))
+            pipe.recv()
+            _give(pipe, self.function(*self.args))
         except Exception as error:  # noqa: BLE001 (the launcher raises it)
             if not write_report(os.environ["TORCHELASTIC_ERROR_FILE"], error):
                 traceback.print_exc()
@@ -85,16 +91,16 @@ class Forked:
         sys.stderr.flush()
         os._exit(0)  # torch would keep the process until its parent has read what was returned
 
-    def _give(self, result: Any) -> None:
-        _, pipe = self._pipes[int(os.environ["LOCAL_RANK"])]
-        pipe.send(result)
-        problem = pipe.recv()  # memory that tensors share is there for as long as this process
-        if problem:
-            raise DistributedError(f"what the function returned could not be read by the launcher: {problem}")
-
     def results(self) -> list[Any]:
         """What the ranks of this machine returned, once all have ended well."""
         return [self._results[local_rank] for local_rank in range(len(self._pipes))]
+
+
+def _give(pipe: Any, result: Any) -> None:
+    pipe.send(result)
+    problem = pipe.recv()  # memory that tensors share is there for as long as this process
+    if problem:
+        raise DistributedError(f"what the function returned could not be read by the launcher: {problem}")
 
 
 def _receive(pipe: Any, results: dict[int, Any], local_rank: int) -> None:

@@ -237,15 +237,26 @@ def _agent_main(connection: Connection, payload: bytes, nproc: int, log: str, ma
 
     from instep.launch.engine import LaunchSpec, run
 
+    go: list[int] = []
+
     def start_forked(self: Any, args: Any, env: dict[str, str]) -> Any:
-        return _Forked(_fork(_rank_main, payload, env))
+        if env["LOCAL_RANK"] == "0":
+            go[:] = os.pipe()
+        forked = _Forked(_fork(_rank_main, payload, env, *go))
+        if int(env["LOCAL_RANK"]) + 1 == nproc:
+            for end in go:
+                os.close(end)
+        return forked
 
     SubprocessHandler._popen = start_forked  # type: ignore[method-assign]
     return run(LaunchSpec(nproc, ("forked",), max_restarts=max_restarts))
 
 
-def _rank_main(payload: bytes, env: dict[str, str]) -> int:
+def _rank_main(payload: bytes, env: dict[str, str], go: int, until: int) -> int:
     os.setpgid(0, 0)  # the agent kills a rank by its group
+    os.close(until)
+    os.read(go, 1)  # all are forked: see `Forked.listen`
+    os.close(go)
     os.environ.clear()
     os.environ.update(env)
     try:

@@ -66,6 +66,13 @@ def test_functions_run_as_two_ranks_one_after_another_and_train_to_the_same_weig
         print(debug_launcher(train, ("debug.json",)) == results)
         large = debug_launcher(lambda: {"rank": torch.full((10**6,), float(os.environ["RANK"])), "text": "x" * 10**6})
         print([(row["rank"].sum().item(), len(row["text"])) for row in large])
+
+        def count_ranks():
+            agent = os.getppid()
+            with open(f"/proc/{agent}/task/{agent}/children") as file:
+                return len(file.read().split())
+
+        print([count >= 4 for count in debug_launcher(count_ranks, num_processes=4)])
         """
         .replace("out.json", str(tmp_path / "out.json")).replace("debug.json", str(tmp_path / "debug.json")),
     )  # fmt: skip
@@ -76,6 +83,7 @@ def test_functions_run_as_two_ranks_one_after_another_and_train_to_the_same_weig
         "True",
         *["fit ended at step 24: max_steps=24 reached.", "True"] * 2,
         "[(0.0, 1000000), (1000000.0, 1000000)]",
+        "[True, True, True, True]",  # none began before all were forked
     ]
     for name in ("out.json", "debug.json"):
         assert same_weights(tmp_path / name)["launcher"] == "torchrun"
