@@ -243,6 +243,10 @@ def test_a_sharded_training_killed_at_random_instants_ends_bit_for_bit_the_same(
     seed = int(os.environ.get("INSTEP_KILL_SEED", "20240501"))
     print(f"INSTEP_KILL_SEED={seed}")
     campaign = Campaign(tmp_path, seed, [Way(strategy=strategy, background=background)], earliest=earliest)
-    campaign.run(kills, print)
-    assert len(campaign.kills) == kills
-    assert any(kill.where in ("training", "save", "delete", "validation") for kill in campaign.kills)
+    for more in range(3):  # a machine that gets busier than it was when a whole run was timed is killed in its start-up
+        campaign.run(kills + more, print)
+        if any(kill.where in ("training", "save", "delete", "validation") for kill in campaign.kills):
+            break
+    else:
+        pytest.fail(f"all kills came in the start-up: {campaign.kills}")
+    assert len(campaign.kills) == kills + more
