@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from instep.launch.blame import RankEnd, find_cause
 from instep.launch.forked import Failure, Forked
 from instep.launch.hang_report import NodeWatch
 from instep.launch.peers import Alarm, Peers, Round, open_round
-from instep.launch.prepare import entrypoint, environment, logs, rank_environment, signals_restored
+from instep.launch.prepare import entrypoint, environment, job_environment, logs, signals_restored
 from instep.launch.ranks import Ranks
 from instep.launch.rendezvous import Nodes, make_rendezvous
 from instep.state.restarts import JOB_ID, RESTART
@@ -72,7 +73,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
     rendezvous = make_rendezvous(spec)
     with (
         tempfile.TemporaryDirectory(prefix="instep-agent-") as folder,
-        environment(rank_environment(spec, again=forked is None)),
+        environment(job_environment(spec, again=forked is None)),
         signals_restored(_ALL_SIGNALS) as handlers_before,
         environment((watch := NodeWatch(Path(folder), spec.nproc)).environment(os.environ)),
     ):
@@ -171,11 +172,9 @@ class _Agent(LocalElasticAgent):
         self._watch.begin()
         self._hung = False
         self._started = time.monotonic()
-        if self._forked is not None:
-            self._forked.open(worker_group.spec.local_world_size)
-        pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
-        if self._forked is not None:
-            self._forked.listen()
+        forked = self._forked
+        with nullcontext() if forked is None else forked.starting(worker_group.spec.local_world_size):
+            pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         self._take_signals()  # after each start: starting installs handlers that raise in the middle of anything
         return pids
 

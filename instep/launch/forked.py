@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from multiprocessing import Pipe
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from instep.errors import DistributedError
 from instep.launch.report import FailureReport, write_report
+
+_READ_S = 5.0  # what is in a pipe whose writer has ended is little
 
 
 class Failure(NamedTuple):
@@ -49,20 +53,32 @@ class Forked:
     failure: Failure | None = None
     interrupted: bool = False
     _pipes: list[tuple[Any, Any]] = field(default_factory=list)
-    _results: dict[int, Any] = field(default_factory=dict)
+    _readers: list[threading.Thread] = field(default_factory=list)
+    _results: dict[int, bytes] = field(default_factory=dict)
 
-    def open(self, count: int) -> None:
-        """So many ranks are about to be forked."""
+    @contextmanager
+    def starting(self, count: int) -> Iterator[None]:
+        """Fork so many ranks within it; then they begin, and what they return is read."""
         self._pipes, self._results = [Pipe() for _ in range(count)], {}
-
-    def listen(self) -> None:
-        """All were forked: let them go, and take what they return."""
+        try:
+            yield
+        except BaseException:
+            for here, _ in self._pipes:
+                here.close()  # those that were forked end
+            raise
+        self._readers = []
         for local_rank, (here, there) in enumerate(self._pipes):
             there.close()
             with suppress(OSError):  # it has been killed already
-                here.send("go")
-            args = here, self._results, local_rank
-            threading.Thread(target=_receive, args=args, name="instep-result", daemon=True).start()
+                here.send_bytes(b"go")
+            reader = threading.Thread(target=self._read, args=(here, local_rank, self._results), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    @staticmethod
+    def _read(here: Any, local_rank: int, results: dict[int, bytes]) -> None:
+        with here, suppress(EOFError, OSError):  # it ended without a result
+            results[local_rank] = here.recv_bytes()
 
     def run(self) -> None:
         """Be a rank: call the function, leave its result, end this process."""
@@ -78,9 +94,12 @@ class Forked:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
         torch.set_num_threads(1)
         _, pipe = self._pipes[int(os.environ["LOCAL_RANK"])]
+        for end in chain(*self._pipes):
+            if end is not pipe:
+                end.close()  # else nobody would see the end of another one
         try:
-            pipe.recv()
-            _give(pipe, self.function(*self.args))
+            pipe.recv_bytes()
+            pipe.send_bytes(pickle.dumps(self._call()))
         except Exception as error:  # noqa: BLE001 (the launcher raises it)
             if not write_report(os.environ["TORCHELASTIC_ERROR_FILE"], error):
                 traceback.print_exc()
@@ -91,28 +110,34 @@ class Forked:
         sys.stderr.flush()
         os._exit(0)  # torch would keep the process until its parent has read what was returned
 
-    def results(self) -> list[Any]:
-        """What the ranks of this machine returned, once all have ended well."""
-        return [self._results[local_rank] for local_rank in range(len(self._pipes))]
-
-
-def _give(pipe: Any, result: Any) -> None:
-    pipe.send(result)
-    problem = pipe.recv()  # memory that tensors share is there for as long as this process
-    if problem:
-        raise DistributedError(f"what the function returned could not be read by the launcher: {problem}")
-
-
-def _receive(pipe: Any, results: dict[int, Any], local_rank: int) -> None:
-    problem = ""
-    with pipe, suppress(EOFError, OSError):  # the rank ended without a result
+    def _call(self) -> Any:
         try:
-            results[local_rank] = pipe.recv()
-        except (EOFError, OSError):
-            raise
-        except Exception as error:  # noqa: BLE001  the rank raises it
-            problem = f"{type(error).__name__}: {error}"
-        pipe.send(problem)
+            return self.function(*self.args)
+        except SystemExit as end:
+            if end.code:
+                raise
+            return None
+
+    def results(self) -> list[Any]:
+        """What the ranks of this machine returned, once all have ended well.
+
+        Raises:
+            DistributedError: one has returned nothing, or what cannot be read here.
+        """
+        for reader in self._readers:
+            reader.join(_READ_S)
+        return [self._result(local_rank) for local_rank in range(len(self._pipes))]
+
+    def _result(self, local_rank: int) -> Any:
+        if local_rank not in self._results:
+            raise DistributedError(f"the function did not return on local rank {local_rank}: it ended its process")
+        try:
+            return pickle.loads(self._results[local_rank])  # noqa: S301 (our own child's, through our own pipe)
+        except Exception as error:
+            raise DistributedError(
+                f"what the function returned on local rank {local_rank} cannot be read by the launcher: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 class ForkedRank:

@@ -80,7 +80,7 @@ class _Logs(DefaultLogsSpecs):
         return logs
 
 
-def rank_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
+def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
     """Variables for the ranks.
 
     Args:

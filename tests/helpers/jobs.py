@@ -255,7 +255,7 @@ def _agent_main(connection: Connection, payload: bytes, nproc: int, log: str, ma
 def _rank_main(payload: bytes, env: dict[str, str], go: int, until: int) -> int:
     os.setpgid(0, 0)  # the agent kills a rank by its group
     os.close(until)
-    os.read(go, 1)  # all are forked: see `Forked.listen`
+    os.read(go, 1)  # all are forked: see `instep.launch.forked`
     os.close(go)
     os.environ.clear()
     os.environ.update(env)

@@ -19,7 +19,7 @@ import pytest
 from instep.errors import SettingError, UsageError
 from instep.launch.agent import job_code
 from instep.launch.engine import LaunchSpec, is_worker, run
-from instep.launch.prepare import rank_environment
+from instep.launch.prepare import job_environment
 from tests.helpers.spawn import Finished, finish, free_port, run_command, start_command
 
 pytestmark = pytest.mark.dist
@@ -495,7 +495,7 @@ def test_only_what_slurm_starts_again_has_slurms_name(monkeypatch: pytest.Monkey
 
     def named(again: bool, terminal: bool) -> tuple[str, str]:
         monkeypatch.setattr(os, "isatty", lambda file: terminal)
-        environment = rank_environment(LaunchSpec(1, ("t.py",)), again)
+        environment = job_environment(LaunchSpec(1, ("t.py",)), again)
         return environment["INSTEP_JOB_ID"], environment["INSTEP_RESTART"]
 
     assert named(again=True, terminal=False) == ("slurm-7-0", "2")

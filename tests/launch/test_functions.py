@@ -15,6 +15,7 @@ import torch
 from instep import PartialState, Trainer, TrainModule
 from instep.errors import SettingError, UsageError
 from instep.launch import functions
+from instep.launch.forked import Forked
 from instep.launch.functions import debug_launcher, notebook_launcher
 from tests.helpers.spawn import Finished, finish, run_command, start_command
 from tests.launch.ways import REPO, UNLAUNCHED, same_weights
@@ -66,6 +67,8 @@ def test_functions_run_as_two_ranks_one_after_another_and_train_to_the_same_weig
         print(debug_launcher(train, ("debug.json",)) == results)
         large = debug_launcher(lambda: {"rank": torch.full((10**6,), float(os.environ["RANK"])), "text": "x" * 10**6})
         print([(row["rank"].sum().item(), len(row["text"])) for row in large])
+        with_graph = torch.ones(2, requires_grad=True) * 2
+        print(debug_launcher(lambda: with_graph)[1].tolist(), debug_launcher(sys.exit))
 
         def count_ranks():
             agent = os.getppid()
@@ -83,6 +86,7 @@ def test_functions_run_as_two_ranks_one_after_another_and_train_to_the_same_weig
         "True",
         *["fit ended at step 24: max_steps=24 reached.", "True"] * 2,
         "[(0.0, 1000000), (1000000.0, 1000000)]",
+        "[2.0, 2.0] [None, None]",
         "[True, True, True, True]",  # none began before all were forked
     ]
     for name in ("out.json", "debug.json"):
@@ -108,7 +112,7 @@ def test_what_a_failed_rank_leaves(tmp_path: Path) -> None:
 
         class Unreadable:
             def __reduce__(self):
-                return int, ("no number",)
+                return open, ("/no/such/file",)
 
         def preempted():
             sys.exit(75)
@@ -122,9 +126,9 @@ def test_what_a_failed_rank_leaves(tmp_path: Path) -> None:
             debug_launcher(fail, ("kill",))
         except DistributedError as error:
             print(type(error).__name__, error)
-        for result in Unreadable(), lambda: None:
+        for returns in Unreadable, lambda: (lambda: None), lambda: os.environ["RANK"] == "1" and os._exit(0):
             try:
-                debug_launcher(lambda: result)
+                debug_launcher(returns)
             except DistributedError as error:
                 print(str(error).splitlines()[-1])
         try:
@@ -137,8 +141,9 @@ def test_what_a_failed_rank_leaves(tmp_path: Path) -> None:
         """,
     )
     assert done.returncode == 1
-    killed, unreadable, local, preempted, restarted = done.stdout.splitlines()
-    assert "could not be read by the launcher: ValueError: invalid literal for int()" in unreadable
+    killed, unreadable, local, ended, preempted, restarted = done.stdout.splitlines()
+    assert "on local rank 0 cannot be read by the launcher: FileNotFoundError" in unreadable
+    assert ended.endswith("the function did not return on local rank 1: it ended its process")
     assert "pickle" in local
     assert restarted == "['the second time', 'the second time']"
     assert "ValueError: the first time" in done.stderr
@@ -175,6 +180,14 @@ def test_an_interrupt_reaches_the_ranks_once_and_they_do_not_outlive_the_program
         done = finish(process, 30)
     assert done.stdout.split() == ["KeyboardInterrupt"], done
     assert done.stderr.count("SIGINT: passed on to the ranks") == 2
+
+
+def test_ranks_that_were_forked_end_where_another_one_could_not_be() -> None:
+    forked = Forked(print, ())
+    with pytest.raises(BlockingIOError), forked.starting(2):
+        raise BlockingIOError("no more processes")
+    with pytest.raises(EOFError):
+        forked._pipes[0][1].recv_bytes()  # what a rank waits in
 
 
 def lines(process: Any, count: int) -> list[str]:
