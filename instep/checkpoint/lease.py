@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -187,22 +188,28 @@ class Lease:
     def _beat(self) -> None:
         missed = 0
         while not self._stop.wait(self._interval_s):
-            with self._writing:
-                try:
-                    if self._stop.is_set():
-                        return
-                    if self._problem():
-                        continue  # a folder that has vanished may come back
+            problem = self._renew()
+            missed = missed + 1 if problem else 0
+            if missed == _WATCHED:
+                with suppress(OSError, ValueError):  # stderr is gone: the beats go on
+                    sys.stderr.write(
+                        f"instep: the lease {self.path} could not be renewed for {missed * self._interval_s:g} s "
+                        f"({problem}); another host may take the folder over\n"
+                    )
+
+    def _renew(self) -> str:
+        """What came in the way, if anything did."""
+        with self._writing:
+            try:
+                if self._stop.is_set():
+                    return ""
+                problem = self._problem()  # a folder that has vanished may come back
+                if not problem:
                     self._counter += 1
                     self._files.replace(self.path, self._content())
-                    missed = 0
-                except Exception as error:  # noqa: BLE001  an object store's too; the next beat comes soon
-                    missed += 1
-                    if missed == _WATCHED:
-                        sys.stderr.write(
-                            f"instep: the lease {self.path} could not be renewed for {missed * self._interval_s:g} s "
-                            f"({type(error).__name__}: {error}); another host may take the folder over\n"
-                        )
+                return problem
+            except Exception as error:  # noqa: BLE001  an object store's too; the next beat comes soon
+                return f"{type(error).__name__}: {error}"
 
 
 def check_seen(path: Path, files: Files, rank: int) -> None:
