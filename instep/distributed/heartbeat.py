@@ -60,10 +60,12 @@ class Heartbeat:
 
     Attributes:
         numbers: `numbers[STEP]` and `numbers[BATCH]` are the loops' to write.
+        hangs: whether the watchdog is about to end the process.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
+        self.hangs = False
         self._local_rank = PartialState().local_process_index
         path = os.environ.get(HEARTBEAT_FILE)
         self.by_agent = path is not None and os.environ.get(AGENT_PID) == str(os.getppid())
@@ -138,10 +140,10 @@ class Heartbeat:
     def end(self) -> None:
         """An error ends this rank's run: its cleanup may take long, and the others wait for it: it counts as behind.
 
-        It does not return where the watchdog is about to end the process: that another rank has gone, or a broken
-        connection, then comes of the hang, and must not replace it in `status.json`.
+        It does not return where the watchdog has found a hang, and is about to end the process: what is raised then,
+        since another rank has gone, comes of the hang and must not replace it in `status.json`.
         """
-        if self.numbers[SAID]:
+        if self.hangs:
             threading.Event().wait(_AT_ONCE_S)
         self.numbers[BATCH], self.numbers[PHASE] = -1, PHASES.index("end")
 
@@ -256,6 +258,7 @@ class Watchdog:
         self._hooks = handler, start, end
 
     def _end(self) -> None:
+        self._heart.hangs = True
         faulthandler.dump_traceback_later(_AT_ONCE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         frame = sys._current_frames().get(self._watched)
         calls = traceback.extract_stack(frame)[-_CALLS:]
