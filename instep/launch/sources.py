@@ -213,12 +213,12 @@ def repeated_keys(root: Any, path: object) -> list[str]:
         seen.add(id(node))
         if node.id == "sequence":
             nodes += [(above, inner) for inner in node.value]
-        lines: dict[str, int] = {}
+        lines: dict[tuple[str, str], int] = {}
         for key, inner in node.value if node.id == "mapping" else ():
-            name, line = f"{above}{key.value}", key.start_mark.line + 1
-            if name in lines:
-                said.append(f"{path}:{line}: {name} stands there twice (also in line {lines[name]})")
-            lines[name] = line
+            name, line, known = f"{above}{key.value}", key.start_mark.line + 1, (key.tag, str(key.value))
+            if known in lines and key.tag != "tag:yaml.org,2002:merge":  # `<<:` may stand there often
+                said.append(f"{path}:{line}: {name} stands there twice (also in line {lines[known]})")
+            lines[known] = line
             nodes.append((f"{name}.", inner))
     return said
 

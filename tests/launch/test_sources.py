@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from instep.errors import SettingError
 from instep.launch.settings import NAMES, about, check, choices, schema
-from instep.launch.sources import NO_FILE, default_file, find_file, resolve, templates
+from instep.launch.sources import NO_FILE, default_file, find_file, repeated_keys, resolve, templates
 from instep.strategies import PRECISIONS, strategy_names
 from instep.strategies.precision import precision_name
 from instep.trainer.checks import ACCELERATORS
@@ -82,6 +83,12 @@ def test_one_count_hides_the_other(tmp_path: Path) -> None:
     assert (launch.settings.devices, launch.settings.num_processes) == ("auto", 4)
     with pytest.raises(SettingError, match=r"devices \(--devices\) .* num_processes \(--num-processes\)"):
         resolve({"num_processes": (4, "--num-processes"), "devices": (4, "--devices")}, NO_FILE)
+
+
+def test_merged_mappings_repeat_no_key() -> None:
+    text = "a: &a {x: 1}\nb: &b {y: 2}\nc:\n  <<: *a\n  <<: *b\n  1: number\n  '1': text\n  x: 3\n"
+    assert repeated_keys(yaml.compose(text), "f") == []
+    assert repeated_keys(yaml.compose(text + "  x: 4"), "f") == ["f:9: c.x stands there twice (also in line 8)"]
 
 
 @pytest.mark.parametrize(
