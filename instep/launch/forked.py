@@ -54,12 +54,13 @@ class Forked:
     interrupted: bool = False
     _pipes: list[tuple[Any, Any]] = field(default_factory=list)
     _readers: list[threading.Thread] = field(default_factory=list)
-    _results: dict[int, bytes] = field(default_factory=dict)
+    _results: dict[int, Any] = field(default_factory=dict)
+    _problems: dict[int, Exception] = field(default_factory=dict)
 
     @contextmanager
     def starting(self, count: int) -> Iterator[None]:
         """Fork so many ranks within it; then they begin, and what they return is read."""
-        self._pipes, self._results = [Pipe() for _ in range(count)], {}
+        self._pipes, self._results, self._problems = [Pipe() for _ in range(count)], {}, {}
         try:
             yield
         except BaseException:
@@ -71,14 +72,18 @@ class Forked:
             there.close()
             with suppress(OSError):  # it has been killed already
                 here.send_bytes(b"go")
-            reader = threading.Thread(target=self._read, args=(here, local_rank, self._results), daemon=True)
+            args = here, local_rank, self._results, self._problems
+            reader = threading.Thread(target=self._read, args=args, name="instep-result", daemon=True)
             reader.start()
             self._readers.append(reader)
 
     @staticmethod
-    def _read(here: Any, local_rank: int, results: dict[int, bytes]) -> None:
-        with here, suppress(EOFError, OSError):  # it ended without a result
-            results[local_rank] = here.recv_bytes()
+    def _read(here: Any, local_rank: int, results: dict[int, Any], problems: dict[int, Exception]) -> None:
+        with here:
+            try:
+                results[local_rank] = here.recv()
+            except Exception as error:  # noqa: BLE001  told by `results`
+                problems[local_rank] = error
 
     def run(self) -> None:
         """Be a rank: call the function, leave its result, end this process."""
@@ -99,6 +104,7 @@ class Forked:
                 end.close()  # else nobody would see the end of another one
         try:
             pipe.recv_bytes()
+            # As plain bytes: `send` would put each tensor into shared memory, which goes with this process.
             pipe.send_bytes(pickle.dumps(self._call()))
         except Exception as error:  # noqa: BLE001 (the launcher raises it)
             if not write_report(os.environ["TORCHELASTIC_ERROR_FILE"], error):
@@ -129,15 +135,15 @@ class Forked:
         return [self._result(local_rank) for local_rank in range(len(self._pipes))]
 
     def _result(self, local_rank: int) -> Any:
-        if local_rank not in self._results:
+        if local_rank in self._results:
+            return self._results[local_rank]
+        error = self._problems.get(local_rank, EOFError())
+        if isinstance(error, EOFError):
             raise DistributedError(f"the function did not return on local rank {local_rank}: it ended its process")
-        try:
-            return pickle.loads(self._results[local_rank])  # noqa: S301 (our own child's, through our own pipe)
-        except Exception as error:
-            raise DistributedError(
-                f"what the function returned on local rank {local_rank} cannot be read by the launcher: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        raise DistributedError(
+            f"what the function returned on local rank {local_rank} cannot be read by the launcher: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 class ForkedRank:

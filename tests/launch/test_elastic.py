@@ -43,7 +43,7 @@ def _until(there: Callable[[], Any], process: subprocess.Popen[str], what: str) 
     while not there():
         assert process.poll() is None, f"the agent ended with {process.returncode} before {what}"
         assert time.monotonic() < deadline, f"no {what} after {LIMIT_S} s"
-        time.sleep(0.02)
+        time.sleep(0.02)  # another process's file or output: there is nothing to wait on
 
 
 def _lines(folder: Path, name: str) -> list[list[Any]]:
