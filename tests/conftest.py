@@ -26,11 +26,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
 
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
-    """Fixed seeds before the test; afterwards the singletons are as in a new process."""
+    """Fixed seeds before the test; before and after it the singletons are as in a new process."""
+    _forget_state()  # that of fixtures which serve several tests, and are made before this one
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     yield
+    _forget_state()
+
+
+def _forget_state() -> None:
     state = sys.modules.get("instep.state")  # a test that never loaded it has nothing to reset
     if state is not None:
         state.PartialState._reset_state()

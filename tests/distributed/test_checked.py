@@ -38,7 +38,6 @@ DEADLINE = timedelta(seconds=40)
 
 def test_a_process_alone_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTEP_DEBUG", "1")
-    PartialState._reset_state()  # it holds the mode in which it was built, and what an earlier test left may build it
     assert PartialState().debug
     assert gather(torch.tensor(3.0)).tolist() == [3.0]
     assert gather_object({"a": 1}) == [{"a": 1}]
