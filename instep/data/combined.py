@@ -321,7 +321,11 @@ class CombinedLoader(BatchSource):
             return
         for track in self._tracks:
             track.source.history = self.history
-        yield from self._one_by_one() if self.mode == "sequential" else self._side_by_side()
+        try:
+            yield from self._one_by_one() if self.mode == "sequential" else self._side_by_side()
+        except Exception:
+            self.close()  # the other loaders' passes are over too
+            raise
 
     def _side_by_side(self) -> Iterator[Any]:
         for track in self._tracks:

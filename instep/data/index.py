@@ -14,8 +14,8 @@ from instep.data.base import PreparedLoader, Seat
 from instep.data.draw import SamplerDraw, is_distributed, order_digest
 from instep.data.rebuild import rebuild
 from instep.data.sampler import ShardedSampler
-from instep.data.seeding import SeededDataset, seeded
-from instep.data.workers import CalmWorker
+from instep.data.seeding import SeededDataset, add_note, load_each, seeded
+from instep.data.workers import end_workers, start_workers
 from instep.distributed import gather_object
 from instep.errors import DataError
 from instep.types import StateDict
@@ -69,6 +69,7 @@ class IndexLoader(PreparedLoader):
         self._single = single
         self._pin = pin
         self._workers: DataLoader[Any] | None = None
+        self._started: Any = None  # the iterator of this pass, or where they persist of all passes, that has workers
         self._generator = torch.Generator()
 
     @property
@@ -203,11 +204,22 @@ class IndexLoader(PreparedLoader):
         if self._drawn is not None and self._shared and self.world_size > 1:
             self._check_order()
         steps = len(self.sampler)
-        if steps:
-            batches = self._open()
+        if not steps:
+            return
+        batches = self._open()
+        started = self._started
+        try:
             yield from islice(batches, steps - 1)
             self.is_last = True
             yield next(batches)
+        except Exception as error:
+            self._name_batch(error, started)
+            if started is self._started:
+                self.close()
+            raise
+        finally:
+            if not self.loader.persistent_workers:
+                end_workers(started)
 
     def _check_order(self) -> None:
         digests = gather_object(order_digest(self.sampler.order))
@@ -225,8 +237,13 @@ class IndexLoader(PreparedLoader):
             return map(self._fetch(), self._indices())
         if self._workers is None:
             self._workers = self._with_workers()
+        if not self.loader.persistent_workers:
+            end_workers(self._started)  # of a pass that was left, and is still held by somebody
         self._generator.manual_seed(derive_seed(self.seed, "workers", self.epoch, self.cycle, self.rank))
-        return iter(self._workers)
+        batches, started = start_workers(self._workers)
+        if started is not None:
+            self._started = started
+        return batches
 
     def _indices(self) -> Iterator[Any]:
         """This rank's indices, with their seeds where somebody will use them."""
@@ -250,7 +267,7 @@ class IndexLoader(PreparedLoader):
             return collate(many(indices))  # type: ignore[misc]
 
         def fetch_each(indices: Any) -> Any:
-            return collate([dataset[index] for index in indices])
+            return collate(load_each(dataset, indices))
 
         fetch = fetch_one if self._single else fetch_each if many is None else fetch_many
         if self._pin and torch.accelerator.is_available():
@@ -267,12 +284,19 @@ class IndexLoader(PreparedLoader):
             dataset=SeededDataset(self.dataset, restore=False),
             generator=self._generator,  # else the iterator's start would draw from the training's generator
             pin_memory=self._pin,
-            worker_init_fn=CalmWorker(self.loader.worker_init_fn),
             **batching,
         )
 
+    def _name_batch(self, error: Exception, started: Any) -> None:
+        """Say in an error that a worker passed on in which batch it was."""
+        if started is None or not str(error).startswith("Caught ") or not getattr(self.loader, "in_order", True):
+            return
+        batch_idx = self.first_batch + started._rcvd_idx - 1
+        add_note(error, f"Batch {batch_idx} of epoch {self.epoch} has the samples {self.sample_indices(batch_idx)}.")
+
     def close(self) -> None:
-        self._workers = None
+        end_workers(self._started)
+        self._workers = self._started = None
 
 
 class _Indices:

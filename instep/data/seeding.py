@@ -150,14 +150,14 @@ class SeededDataset:
         key, seed, per_sample = index
         with self._block:
             seed_generators(_sample_seed(seed, key) if per_sample else seed)
-            return self._dataset[key]
+            return load_each(self._dataset, [key])[0]
 
     def _load_seeded(self, indices: Any, seed: int) -> Any:
         seed_generators(seed)
         return self._load(indices)
 
     def _load(self, indices: Any) -> Any:
-        return [self._dataset[index] for index in indices] if self._many is None else self._many(list(indices))
+        return load_each(self._dataset, indices) if self._many is None else self._many(list(indices))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -170,6 +170,23 @@ class SeededDataset:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SeededDataset, (self._dataset, isinstance(self._block, RandomStream))
+
+
+def load_each(dataset: Any, indices: Any) -> list[Any]:
+    """The samples with these indices; an error of the data set's says at which one it was."""
+    at = None
+    try:
+        return [dataset[at := index] for index in indices]
+    except Exception as error:
+        add_note(error, f"The data set raised this for sample {at!r}.")
+        raise
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Have an error's traceback end with a line more, from Python 3.11 on."""
+    add: Any = getattr(error, "add_note", None)
+    if add is not None:
+        add(text)
 
 
 def _sample_seed(seed: int, index: Any) -> int:

@@ -25,7 +25,7 @@ from instep.data.agreement import NextBatch
 from instep.data.base import OWN_END, PreparedLoader, Seat
 from instep.data.draw import generators
 from instep.data.seeding import RandomStream
-from instep.data.workers import calm_workers
+from instep.data.workers import end_workers, start_workers
 from instep.distributed import find_batch_size
 from instep.errors import DataError, UsageError
 from instep.types import StateDict, Stateful
@@ -79,6 +79,7 @@ class StreamLoader(PreparedLoader):
         self._limit = sys.maxsize if limit is None else limit
         self._generators = _generators(loader)
         self._iterator: Iterator[Any] | None = None
+        self._started: Any = None  # the loader's iterator with workers, if this made it
         self._resume: StateDict | None = None
         self._ever_gave = False
         self._reset()
@@ -227,13 +228,24 @@ class StreamLoader(PreparedLoader):
                 yield from self._give_alone()
             else:
                 yield from self._give_together()
+        except Exception:
+            self.close()
+            raise
         finally:
             self._iterator = None
+            if not self._keeps_workers:
+                end_workers(self._started)
+
+    @property
+    def _keeps_workers(self) -> bool:
+        """Whether the loader keeps the iterator of a pass that is over: torchdata's does, and torch's persistent one."""
+        return self._started is not None and getattr(self.loader, "_iterator", None) is self._started
 
     def close(self) -> None:
-        # torchdata keeps the iterator of a pass that was left, with its workers; so does torch where they persist.
-        if getattr(self.loader, "num_workers", 0) and hasattr(self.loader, "_iterator"):
+        end_workers(self._started)
+        if self._keeps_workers:
             self.loader._iterator = None
+        self._started = None
 
     def _open(self) -> None:
         """Start the loader and go to where the pass begins."""
@@ -246,10 +258,14 @@ class StreamLoader(PreparedLoader):
         for generator, initial in self._generators:
             generator.manual_seed(derive_seed(self.seed, "generator", initial, *place))
         state = resume.get("state")
-        with self._random.at("start"), calm_workers(self.loader):
+        if not getattr(self.loader, "persistent_workers", False):
+            end_workers(self._started)  # of a pass that was left, and is still held by somebody
+        with self._random.at("start"):
             if state is not None and self.stateful is not None:
                 self.stateful.load_state_dict(copy.deepcopy(state))
-            self._iterator = iter(self.loader)
+            self._iterator, started = start_workers(self.loader)
+        if started is not None:
+            self._started = started
         self._pulled = position
         if state is None and position:
             self._skip(position)

@@ -4,6 +4,10 @@ A terminal sends Ctrl-C, torchrun's agent SIGTERM, and SLURM the signal ahead of
 group or of the tree. The main process finishes its step and saves; the workers must still serve it until then, and not
 print tracebacks.
 
+A worker that does not listen to SIGTERM must be ended by other means, whichever way its main process takes: an error
+in the data or in a step, whose traceback keeps the iterator alive, a pass left in the middle, the interpreter's exit.
+So this process ends its workers itself, and never with SIGTERM: `multiprocessing` sends one at exit, and then joins.
+
 torch ends a worker within 5 s of the main process's death, unless that died while the worker was starting (the worker
 then takes the process that adopted it for its parent) or the worker waits for room to pass on a batch: it then stays
 for ever. So a thread looks after it here.
@@ -11,25 +15,35 @@ for ever. So a thread looks after it here.
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import multiprocessing
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
+from torch.utils.data import _utils
+
 _LOOK_EVERY_S = 1.0
+_TO_END_S = 2.0  # what all workers of an iterator get to end by themselves; one may be in the middle of a sample
+_KILLED_S = 5.0  # until the kernel has ended a process that was killed
+
+_running: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Iterators whose workers may still run, with the process that started them: a fork has them too, and must not act."""
+_hooked = 0  # the process whose exit ends the workers
 
 
 class CalmWorker:
     """A `worker_init_fn`: in the worker SIGINT and the first SIGTERM do nothing; a second SIGTERM ends it.
 
-    Nor do SIGUSR1 and SIGUSR2 do anything, unless the program has a handler of its own.
-
-    The main process ends a worker that does not answer with SIGTERM too: torch once, and Python once more at exit.
+    Nor do SIGUSR1 and SIGUSR2 do anything, unless the program has a handler of its own. The main process ends its
+    workers without signals, and those that do not answer with SIGKILL: see `end_workers`.
 
     Args:
         then: the user's own `worker_init_fn`, or None.
@@ -65,19 +79,83 @@ def _once(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
 
 
-@contextlib.contextmanager
-def calm_workers(loader: Any) -> Iterator[None]:
-    """Within the block, an iterator of the loader starts calm workers; the loader is unchanged afterwards.
+def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
+    """Iterate a loader with calm workers; the loader is unchanged afterwards.
 
     Args:
-        loader: a `DataLoader`, of any subclass; anything else is left alone.
+        loader: a `DataLoader`, of any subclass; anything else is only iterated.
+
+    Returns:
+        Its iterator, and what `end_workers` takes: torch's iterator where workers were started for it, else None. The
+        two are not the same where a subclass wraps torch's; a persistent iterator that the user has made is the user's.
     """
-    before = getattr(loader, "worker_init_fn", None)
-    if not getattr(loader, "num_workers", 0) or isinstance(before, CalmWorker):
-        yield
-        return
-    loader.worker_init_fn = CalmWorker(before)
+    if not getattr(loader, "num_workers", 0) or not hasattr(loader, "_get_iterator"):
+        return iter(loader), None
+    started: list[Any] = []
+    get_iterator, init = loader._get_iterator, loader.worker_init_fn
+
+    def start() -> Any:
+        del loader._get_iterator  # it could not be pickled, and what the workers get may know the loader
+        loader.worker_init_fn = CalmWorker(init)
+        try:
+            started.append(get_iterator())
+        finally:
+            loader.worker_init_fn = init
+        _watch(started[-1])
+        return started[-1]
+
+    loader._get_iterator = start
     try:
-        yield
+        return iter(loader), started[-1] if started else None
     finally:
-        loader.worker_init_fn = before
+        vars(loader).pop("_get_iterator", None)
+
+
+def end_workers(started: Any) -> None:
+    """End the workers of an iterator, and return when they have ended. May be called twice.
+
+    They are told to, as torch does it; who has not ended after 2 s is killed.
+
+    Args:
+        started: what `start_workers` returned; with None nothing is done.
+    """
+    if started is None or _running.pop(started, 0) != os.getpid():
+        return
+    if started._worker_pids_set:  # else torch takes the end of one that is killed for a failure, and raises anywhere
+        started._worker_pids_set = False
+        _utils.signal_handling._remove_worker_pids(id(started))
+    deadline = time.monotonic() + _TO_END_S
+    for worker in started._workers:
+        worker.join = _Join(worker, deadline)  # torch waits for 5 s, for each of them
+    started._shutdown_workers()
+    for worker in started._workers:
+        worker.terminate()
+        BaseProcess.join(worker, _KILLED_S)
+
+
+def _watch(started: Any) -> None:
+    """Have this process's exit end the workers, and nothing that it does leave one that ignores its end."""
+    global _hooked
+    for worker in started._workers:
+        worker._popen.terminate = worker._popen.kill
+    _running[started] = os.getpid()
+    atexit.unregister(_end_all)
+    atexit.register(_end_all)  # the last one is called first: torch's own would wait for each worker
+    if _hooked != os.getpid():
+        _hooked = os.getpid()
+        Finalize(None, _end_all, exitpriority=100)  # a child of `multiprocessing` calls nothing else at its exit
+
+
+def _end_all() -> None:
+    for started in list(_running):
+        end_workers(started)
+
+
+class _Join:
+    """A worker's `join`, to a deadline that it shares with the others."""
+
+    def __init__(self, worker: BaseProcess, deadline: float) -> None:
+        self._worker, self._deadline = worker, deadline
+
+    def __call__(self, timeout: float | None = None) -> None:
+        BaseProcess.join(self._worker, max(0.0, self._deadline - time.monotonic()))

@@ -177,6 +177,7 @@ class Session:
             self._call_teardown,
             *[partial(close, logger) for logger in self.trainer.loggers],
             lambda: self._finish(first),
+            self.loaders.close,
             self._detach,
             lambda: self._end_together(first),
             # Its generators leave the error with the traceback that they are given.
@@ -272,7 +273,6 @@ class Session:
         trainer = self.trainer
         self.set_book(None)
         self.strategy.teardown()
-        self.loaders.close()
         before, trainer._session = trainer._last, None
         if self.fn == "fit" or before is None or before.module is not self.module:
             trainer._last = self  # an evaluation in between does not hide fit's optimizers from save_checkpoint
