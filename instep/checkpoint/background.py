@@ -32,7 +32,10 @@ class PendingSave:
     Args:
         path: the checkpoint's folder, once it was read back and verified: only then it counts.
         error: what went wrong; with a path, afterwards: an older checkpoint could not be deleted.
+        weights_only: a run cannot go on from it; for who started the save to say.
     """
+
+    weights_only = False
 
     def __init__(self) -> None:
         self.path: Path | None = None

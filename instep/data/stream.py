@@ -238,7 +238,7 @@ class StreamLoader(PreparedLoader):
 
     @property
     def _keeps_workers(self) -> bool:
-        """Whether the loader keeps the iterator of a pass that is over: torchdata's does, and torch's persistent one."""
+        """Whether the loader keeps the iterator after its pass: torchdata's does, and torch's where workers persist."""
         return self._started is not None and getattr(self.loader, "_iterator", None) is self._started
 
     def close(self) -> None:

@@ -34,11 +34,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, InstepError
 from instep.launch.blame import RankEnd, find_cause
 from instep.launch.forked import Failure, Forked
-from instep.launch.hang_report import NodeWatch
+from instep.launch.hang_report import NodeWatch, in_time
 from instep.launch.peers import Alarm, Peers, Round, open_round
 from instep.launch.prepare import entrypoint, environment, job_environment, logs, signals_restored
 from instep.launch.ranks import Ranks
 from instep.launch.rendezvous import Nodes, make_rendezvous
+from instep.launch.status import NAME, finish_status
 from instep.state.restarts import JOB_ID, RESTART
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ class _Agent(LocalElasticAgent):
                     self._take_signals()
                     self._received.append(death_sig)
                     self._settle()
-                    self.exit_code = job_code(self._first, self._ranks.ended(), self._ranks.killed)
+                    self.exit_code = job_code(self._first, self._ranks.ended(), bool(self._ranks.killed))
                 else:
                     self._settle(end_with=signal.SIGTERM)
             super()._shutdown(signal.SIGKILL)
@@ -302,7 +303,7 @@ class _Agent(LocalElasticAgent):
         mine = {
             "first": self._first,
             "last": ranks.ended(),
-            "killed": ranks.killed,
+            "killed": bool(ranks.killed),
             "early": self._early,
             "stop": bool(self._received),
             "ends": [end.as_json() for end in ends],
@@ -373,6 +374,7 @@ class _Agent(LocalElasticAgent):
         peers = self._peers
         assert peers is not None
         cause = None if lost else find_cause([*ends, *others], peers.alarm.node if peers.alarm else 0)
+        self._finish_status(cause, lost)
         for end in ends:
             if end is not cause and end.report is not None:
                 _say(f"{end.title} ended with {end.how}: {end.message}")
@@ -394,6 +396,27 @@ class _Agent(LocalElasticAgent):
             _say(f"{cause.title} failed with {cause.how}; {spoke}")
         else:
             _say(f"{cause.title} failed with {cause.how}:\n{cause.report.traceback.rstrip()}")
+
+    def _finish_status(self, cause: RankEnd | None, lost: str) -> None:
+        """Put the cause into the run's `status.json`, where rank 0 is on this node and could not."""
+        main = self._ranks.main_process()
+        if main is None or (cause is None and not lost):
+            return
+        signal_name = self._received[0].name if self._received else None
+        own = cause is not None and cause.rank == 0
+        if cause is None:
+            error = f"{lost}; its ranks are lost"
+        elif cause.rank in self._ranks.killed:
+            after = f" after {signal_name}" if signal_name else ""
+            error = f"{cause.title} did not end in its time{after}, and was killed"
+        elif cause.report is None:
+            error = f"{cause.title} ended with {cause.how}"
+        else:
+            error = cause.report.message if own else f"{cause.title}: {cause.report.message}"
+        pid, folder = main
+        problem = in_time(lambda: finish_status(folder, pid, error, signal_name, own))
+        if problem:
+            _say(f"{folder / NAME} could not be finished: {problem}")
 
     def _take_turns(self, last: bool) -> None:
         """Where several nodes write to one terminal the cause comes last: wait until the other agents have spoken."""

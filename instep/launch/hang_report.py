@@ -107,7 +107,7 @@ def report(beats: Beats, nccl_dumps: Path | None = None) -> str:
     text = _text(beats, found)
     if folder is None:
         return text
-    problem = _in_time(lambda: _write(beats, found, folder, text, nccl_dumps))
+    problem = in_time(lambda: _write(beats, found, folder, text, nccl_dumps))
     return f"{text}\nStacks of all threads: {folder}" + (f" (it could not be written: {problem})" if problem else "")
 
 
@@ -195,7 +195,7 @@ def _wait(there: Callable[[], bool], seconds: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _in_time(work: Callable[[], None]) -> str:
+def in_time(work: Callable[[], None]) -> str:
     """Do it in a thread; why it was not done, or nothing."""
     problems: queue.SimpleQueue[str] = queue.SimpleQueue()
 

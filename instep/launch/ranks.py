@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -16,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from instep.launch.beats import Beats
 from instep.launch.blame import RankEnd
 from instep.launch.forked import ForkedRank
-from instep.launch.report import read_report
+from instep.launch.report import read_report, read_run_folder
 
 
 class Ranks:
@@ -29,7 +30,7 @@ class Ranks:
         say: prints a line.
 
     Attributes:
-        killed: whether one did not end in its time.
+        killed: those that did not end in their time.
     """
 
     def __init__(self, context: Any, group: WorkerGroup, forked: bool, say: Callable[[str], None]) -> None:
@@ -39,7 +40,7 @@ class Ranks:
         self._forked = forked
         self._say = say
         self._alone: set[int] | None = None  # ranks that had ended before any was sent a signal
-        self.killed = False
+        self.killed: list[int] = []
 
     def _processes(self) -> dict[int, Any]:
         """By global rank, as `subprocess.Popen` or alike."""
@@ -71,7 +72,7 @@ class Ranks:
         self._note_ends()
         running = [(rank, process) for rank, process in self._processes().items() if process.poll() is None]
         for rank, process in running:
-            self.killed = True
+            self.killed.append(rank)
             self._say(f"rank {rank} (pid {process.pid}) did not end in its time and is killed")
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -105,6 +106,13 @@ class Ranks:
             for rank, code in self.codes().items()
             if code
         ]
+
+    def main_process(self) -> tuple[int, Path] | None:
+        """Rank 0's process id and the run folder it told of; None where it is on another node, or told of none."""
+        if 0 not in self._local:
+            return None
+        folder = read_run_folder(self.context.error_files[self._local[0]])
+        return None if folder is None else (self._processes()[0].pid, folder)
 
     def failures(self) -> dict[int, ProcessFailure]:
         """The same, as torch's agent has it."""

@@ -24,6 +24,7 @@ from instep.errors import RemoteError
 
 AGENT_PID = "INSTEP_AGENT_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_RUN_FOLDER = "run-folder"  # beside it
 # What gloo and NCCL say of a peer that is gone.
 _BROKEN = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Ss]ocket closed|remote process exited")
 _trainer: Callable[[], Any] | None = None
@@ -85,7 +86,7 @@ class _ReportingHook:
                 if reported and _agent_lives():
                     return
                 if not _agent_lives():
-                    lost = isinstance(error, RuntimeError) and _is_remote(error)
+                    lost = isinstance(error, RuntimeError) and is_remote(error)
                     sys.stderr.write(f"instep: {_who()} {'ended: ' if lost else 'failed:'}")
                     sys.stderr.write(f"{kind.__name__}: {str(error).partition(chr(10))[0]}\n" if lost else "\n")
                     if lost:
@@ -100,8 +101,8 @@ def _who() -> str:
     return f"rank {read_environment().rank} (host {socket.gethostname()}{'' if step is None else f', step {step}'})"
 
 
-def _is_remote(error: BaseException) -> bool:
-    """Whether an error only says that another rank failed, or that the connection to one broke."""
+def is_remote(error: BaseException | str) -> bool:
+    """Whether an error, or its text, only says that another rank failed, or that the connection to one broke."""
     return isinstance(error, RemoteError) or _BROKEN.search(str(error)) is not None
 
 
@@ -112,7 +113,7 @@ def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
         "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         "timestamp": str(int(time.time())),
         "time_ns": time.monotonic_ns(),
-        "remote": _is_remote(error),
+        "remote": is_remote(error),
         "step": getattr(_trainer and _trainer(), "global_step", None),
     }
     try:
@@ -122,6 +123,21 @@ def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
         sys.stderr.write(f"instep: could not write {os.fspath(path)} ({problem}); the traceback follows here\n")
         return False
     return True
+
+
+def tell_run_folder(folder: Path) -> None:
+    """In the main process: tell instep's agent where `status.json` is, which may have to be finished for a rank."""
+    path = os.environ.get(_ERROR_FILE)
+    if path and _agent_lives():
+        Path(path).with_name(_RUN_FOLDER).write_text(str(folder.absolute()))
+
+
+def read_run_folder(error_file: str | os.PathLike[str]) -> Path | None:
+    """What `tell_run_folder` told in the rank that has this error file."""
+    try:
+        return Path(Path(error_file).with_name(_RUN_FOLDER).read_text())
+    except OSError:
+        return None
 
 
 def _agent_lives() -> bool:

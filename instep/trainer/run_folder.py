@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import socket
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +19,16 @@ from instep.errors import (
     CorruptCheckpointError,
     InstepError,
     Preempted,
+)
+from instep.launch.report import is_remote, tell_run_folder
+from instep.launch.status import (
+    NAME,
+    begin_status,
+    end_status,
+    find_failure,
+    is_bookkeeping,
+    leave_failure,
+    write_status,
 )
 from instep.state.restarts import read_job
 from instep.utils.paths import to_path
@@ -43,6 +51,7 @@ class RunFolder:
     def __init__(self, root: Path) -> None:
         self.base = root / "instep_runs"
         self.path: Path | None = None
+        self._said: dict[str, Any] = {}  # what `status.json` has
         self.given: Sequence[Path] = ()  # folders of configurations; the first that is a run's is where to look
 
     @property
@@ -138,7 +147,7 @@ class RunFolder:
         folder, self.path = self.path, None
         if main and folder is not None:
             files = [path.name for path in folder.rglob("*") if not path.is_dir()]
-            if all(name == "status.json" or name.startswith(".lease-") for name in files):
+            if all(is_bookkeeping(name) or name.startswith(".lease-") for name in files):
                 shutil.rmtree(folder)
 
     def _make(self) -> Path:
@@ -180,8 +189,19 @@ class RunFolder:
     def say_running(self, run: Session) -> None:
         """Replace what `status.json` says of an earlier run; where this stays, the run was killed. Collective."""
         if self.path is not None:
-            content = self._content(run.trainer, "running", None)
-            run.on_rank_zero(lambda: self._write(content), f"writing {self.path / 'status.json'}")
+            folder, content = self.path, self._content(run.trainer, "running", None)
+            content["checkpoint"] = None if run.continues is None else str(run.continues.path)
+            run.on_rank_zero(lambda: begin_status(folder, content), f"writing {folder / NAME}")
+            self._said = content
+            if run.rank == 0:
+                tell_run_folder(folder)
+
+    def say_saved(self, trainer: Trainer, path: Path) -> None:
+        """A checkpoint to go on from is there: where the run is killed, `status.json` names it."""
+        if self.path is not None and trainer.is_global_zero and self._said.get("status") == "running":
+            self._said |= {"global_step": trainer.global_step, "epoch": trainer.current_epoch, "checkpoint": str(path)}
+            with suppress(OSError):  # the save itself was well
+                write_status(self.path, self._said)
 
     def write_status(self, trainer: Trainer, error: BaseException | None, signal: str = "") -> None:
         """Say in `status.json` how the run ended, since plain torchrun turns every exit code into 1.
@@ -191,22 +211,34 @@ class RunFolder:
             error: what ended it.
             signal: the name of the one that asked for its end, where that is not the trainer's `stop_reason`.
         """
-        if self.path is None or not trainer.is_global_zero:
+        if self.path is None:
             return
         status, code = _outcome(error)
+        text = None if error is None or status == "preempted" else f"{type(error).__name__}: {error}"
+        if not trainer.is_global_zero:
+            if text is not None and status == "failed" and not signal and not is_remote(error or text):
+                leave_failure(self.path, trainer.global_rank, text)
+            return
+        if text is not None and trainer.world_size > 1 and not signal and is_remote(error or text):
+            text = find_failure(self.path) or text
         path: Any = error.checkpoint if isinstance(error, Preempted) else None
         if signal:  # in its handler, or with little time left: nothing is looked for
             path = getattr(trainer.checkpoint_callback, "last_model_path", None)
-        elif status in ("failed", "interrupted"):
-            path = self._newest(trainer)
-        self._write(
-            {
-                **self._content(trainer, status, code),
-                "checkpoint": str(path) if path else None,
-                "signal": signal or (trainer.stop_reason if status == "preempted" else None),
-                "error": None if error is None or status == "preempted" else f"{type(error).__name__}: {error}",
-            }
-        )
+        elif status != "preempted":
+            path = (self._saved(trainer) if status == "done" else None) or self._newest(trainer)
+        self._said = {
+            **self._content(trainer, status, code),
+            "checkpoint": str(path) if path else None,
+            "signal": signal or (trainer.stop_reason if status == "preempted" else None),
+            "error": text,
+        }
+        end_status(self.path, self._said)
+
+    def _saved(self, trainer: Trainer) -> Path | None:
+        """The newest checkpoint that this run has said it saved, if it is still there."""
+        said = self._said.get("checkpoint")
+        path = to_path(said, like=getattr(trainer.checkpoint_callback, "dirpath", None)) if said else None
+        return path if path is not None and path.is_dir() else None
 
     def _newest(self, trainer: Trainer) -> Path | None:
         """What `ckpt_path="auto"` would take, if it verifies."""
@@ -233,12 +265,6 @@ class RunFolder:
             "signal": None,
             "error": None,
         }
-
-    def _write(self, content: dict[str, Any]) -> None:
-        assert self.path is not None
-        temporary = self.path / f".status-{threading.get_ident()}.json"
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(temporary, self.path / "status.json")
 
 
 def _outcome(error: BaseException | None) -> tuple[str, int]:

@@ -201,7 +201,7 @@ def save(
             name=name,
             run_id=run.trainer.run_id,
         )
-        _tell(run, path)
+        _tell(run, path, weights_only)
     return path
 
 
@@ -230,7 +230,7 @@ def save_later(
     with run.heart.within("save"):
         _prepare(run, store, weights_only)
         recorder = _collect(run, weights_only, lambda snapshot: saver.record(snapshot.write))
-    return saver.start(
+    pending = saver.start(
         store,
         run.position.global_step,
         recorder,
@@ -239,6 +239,8 @@ def save_later(
         run_id=run.trainer.run_id,
         doomed=doomed,
     )
+    pending.weights_only = weights_only
+    return pending
 
 
 def finish(run: Session, pending: PendingSave) -> Path:
@@ -254,7 +256,7 @@ def finish(run: Session, pending: PendingSave) -> Path:
 
     with run.heart.within("save"):
         path = pending.outcome(Peers())
-        _tell(run, path)
+        _tell(run, path, pending.weights_only)
     return path
 
 
@@ -276,7 +278,9 @@ def _prepare(run: Session, store: CheckpointStore, weights_only: bool) -> None:
         store.tidy()
 
 
-def _tell(run: Session, path: Path) -> None:
+def _tell(run: Session, path: Path, weights_only: bool) -> None:
+    if not weights_only:
+        run.trainer.run_folder.say_saved(run.trainer, path)
     for logger in run.trainer.loggers:
         logger.after_save_checkpoint(path)
 

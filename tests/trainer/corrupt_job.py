@@ -86,10 +86,9 @@ def train_with_trainer(args: argparse.Namespace, loader: DataLoader[Any], max_ep
 
 def train_with_accelerator(args: argparse.Namespace, loader: DataLoader[Any]) -> None:
     accelerator = Accelerator(cpu=True)
-    model = Toy(lr=1e-5)
+    model = torch.nn.Linear(4, 1)
     model, optimizer, prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-5), loader)
-    for batch in prepared:
-        x, y = batch
+    for x, y in prepared:
         optimizer.zero_grad()
         accelerator.backward(torch.nn.functional.mse_loss(model(x).squeeze(-1), y))
         optimizer.step()
