@@ -15,7 +15,7 @@ from instep.data.draw import SamplerDraw, is_distributed, order_digest
 from instep.data.rebuild import rebuild
 from instep.data.sampler import ShardedSampler
 from instep.data.seeding import SeededDataset, add_note, load_each, seeded
-from instep.data.workers import end_workers, start_workers
+from instep.data.workers import INIT_RAISED, end_workers, start_workers
 from instep.distributed import gather_object
 from instep.errors import DataError
 from instep.types import StateDict
@@ -289,7 +289,9 @@ class IndexLoader(PreparedLoader):
 
     def _name_batch(self, error: Exception, started: Any) -> None:
         """Say in an error that a worker passed on in which batch it was."""
-        if started is None or not str(error).startswith("Caught ") or not getattr(self.loader, "in_order", True):
+        text = str(error)
+        known = started is not None and text.startswith("Caught ") and INIT_RAISED not in text
+        if not known or not getattr(self.loader, "in_order", True):
             return
         batch_idx = self.first_batch + started._rcvd_idx - 1
         add_note(error, f"Batch {batch_idx} of epoch {self.epoch} has the samples {self.sample_indices(batch_idx)}.")

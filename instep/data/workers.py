@@ -30,6 +30,10 @@ from typing import Any
 
 from torch.utils.data import _utils
 
+from instep.data.seeding import add_note
+
+INIT_RAISED = "The loader's worker_init_fn raised this."
+
 _LOOK_EVERY_S = 1.0
 _TO_END_S = 2.0  # what all workers of an iterator get to end by themselves; one may be in the middle of a sample
 _KILLED_S = 5.0  # until the kernel has ended a process that was killed
@@ -59,8 +63,13 @@ class CalmWorker:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=_end_with_main, name="instep-end-with-main", daemon=True).start()
-        if self.then is not None:
+        if self.then is None:
+            return
+        try:
             self.then(worker_id)
+        except Exception as error:
+            add_note(error, INIT_RAISED)
+            raise
 
 
 def _end_with_main() -> None:
