@@ -1,19 +1,26 @@
-"""Signals to a whole process group leave loader workers at work."""
+"""Signals to a whole process group leave loader workers at work, and no way out of a pass leaves one behind."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import select
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from instep.data import prepare_loader
+from tests.helpers.spawn import run_command
+
+REPO = Path(__file__).parents[2]
 
 IN_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -120,3 +127,114 @@ def test_a_worker_ends_with_the_main_process(loader: DataLoader[Any]) -> None:
         os.close(reader)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(main, signal.SIGKILL)
+
+
+class Broken(Dataset[Any]):
+    """One sample raises; where `stuck`, the other worker does not come back from the batch after it."""
+
+    def __init__(self, stuck: bool = False) -> None:
+        self.broken, self.stuck = True, stuck
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if self.broken and index == 5:
+            raise ValueError("corrupt")
+        if self.stuck and index == 6:
+            signal.pause()
+        return index
+
+
+class Wrapped(DataLoader[Any]):
+    """A loader whose iterator is none of torch's."""
+
+    def __iter__(self) -> Any:
+        return map(torch.clone, super().__iter__())
+
+
+class Stateful(StatefulDataLoader[Any]):
+    pass
+
+
+def workers() -> list[Any]:
+    return [process for process in multiprocessing.active_children() if process.daemon]
+
+
+LOADERS = pytest.mark.parametrize("kind", [DataLoader, Wrapped, Stateful])
+PERSISTENT = pytest.mark.parametrize("persistent", [False, True])
+
+
+@LOADERS
+@PERSISTENT
+@pytest.mark.parametrize("stuck", [False, True])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata with a new torch
+def test_an_error_in_a_worker_ends_all_and_the_loader_can_be_used_again(
+    kind: Any, persistent: bool, stuck: bool
+) -> None:
+    data = Broken(stuck)
+    loader = kind(data, batch_size=2, num_workers=2, persistent_workers=persistent)
+    source = prepare_loader(loader)
+    with pytest.raises(ValueError, match=r"(?s)Caught ValueError in DataLoader worker process 0.*corrupt") as caught:
+        list(source)
+    assert workers() == [], "though the error with its frames is held"
+    if kind is DataLoader and sys.version_info >= (3, 11):
+        assert "The data set raised this for sample 5." in str(caught.value)
+        assert caught.value.__notes__ == ["Batch 2 of epoch 0 has the samples [4, 5]."]
+    data.broken = data.stuck = False
+    source.set_epoch(1)
+    assert torch.cat(list(source)).tolist() == [*range(12)]
+    source.close()
+    assert workers() == []
+
+
+@LOADERS
+@PERSISTENT
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_closing_a_source_ends_the_workers_of_a_pass_that_is_held(kind: Any, persistent: bool) -> None:
+    source = prepare_loader(kind(range(12), batch_size=2, num_workers=2, persistent_workers=persistent))
+    first = iter(source)
+    next(first)
+    second = iter(source)  # the first is held still, as by the frames of an error
+    next(second)
+    assert len(workers()) == 2
+    source.close()
+    source.close()
+    assert workers() == []
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Wrapped])
+def test_the_users_own_persistent_workers_stay_the_users(kind: Any) -> None:
+    loader = kind(range(12), batch_size=2, num_workers=2, persistent_workers=True)
+    before = sorted(worker.pid for worker in (list(loader), workers())[1])
+    source = prepare_loader(loader)
+    for epoch in range(2):
+        source.set_epoch(epoch)
+        assert torch.cat(list(source)).tolist() == [*range(12)]
+    source.close()
+    assert set(before) <= {worker.pid for worker in workers()}
+    assert torch.cat(list(loader)).tolist() == [*range(12)]
+    del loader, source
+    assert workers() == []
+
+
+def leave_running(how: str) -> None:
+    """End this process in some way while a worker of it, which does not listen, is in the middle of a sample."""
+    source = prepare_loader(DataLoader(Broken(stuck=True), batch_size=2, num_workers=2, persistent_workers=True))
+    batches = iter(source)
+    next(batches)
+    sys.kept = batches  # type: ignore[attr-defined]
+    if how == "a process of multiprocessing":
+        child = multiprocessing.get_context("fork").Process(target=leave_running, args=("",))
+        child.start()
+        child.join()
+    if how == "an error":
+        raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize("how", ["the end of the script", "an error", "a process of multiprocessing"])
+def test_a_program_ends_though_a_pass_is_held(how: str) -> None:
+    script = f"from tests.data.test_workers import leave_running; leave_running({how!r})"
+    done = run_command([sys.executable, "-c", script], cwd=REPO, env={"PYTHONPATH": str(REPO)}, timeout_s=60.0)
+    assert done.returncode == (how == "an error"), done.stderr
+    assert done.stderr.count("Traceback") == (how == "an error")
