@@ -264,10 +264,18 @@ class IndexLoader(PreparedLoader):
             return collate(dataset[index])
 
         def fetch_many(indices: Any) -> Any:
-            return collate(many(indices))  # type: ignore[misc]
+            try:
+                return collate(many(indices))  # type: ignore[misc]
+            except Exception as error:
+                add_note(error, f"The batch has the samples {list(indices)}.")
+                raise
 
         def fetch_each(indices: Any) -> Any:
-            return collate(load_each(dataset, indices))
+            try:
+                return collate(load_each(dataset, indices))
+            except Exception as error:
+                add_note(error, f"The batch has the samples {list(indices)}.")
+                raise
 
         fetch = fetch_one if self._single else fetch_each if many is None else fetch_many
         if self._pin and torch.accelerator.is_available():
@@ -290,8 +298,9 @@ class IndexLoader(PreparedLoader):
     def _name_batch(self, error: Exception, started: Any) -> None:
         """Say in an error that a worker passed on in which batch it was."""
         text = str(error)
-        known = started is not None and text.startswith("Caught ") and INIT_RAISED not in text
-        if not known or not getattr(self.loader, "in_order", True):
+        if started is None or not text.startswith("Caught ") or INIT_RAISED in text:
+            return
+        if not getattr(self.loader, "in_order", True):
             return
         batch_idx = self.first_batch + started._rcvd_idx - 1
         add_note(error, f"Batch {batch_idx} of epoch {self.epoch} has the samples {self.sample_indices(batch_idx)}.")

@@ -63,7 +63,8 @@ class Samples(Dataset[Any]):
 
     def init(self, worker_id: int) -> None:
         info = get_worker_info()
-        if info is not None and info.dataset.where == "init" and worker_id == 1:
+        where = getattr(info and info.dataset, "where", "")
+        if where == "init" and worker_id == 1:
             self.fail()
 
     def fail(self) -> None:

@@ -32,7 +32,7 @@ class Ends(Callback):
     def __init__(self, folder: Path, how: str, rank: int) -> None:
         self.folder, self.how, self.rank = folder, how, rank
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != STEP or trainer.global_rank != self.rank:
             return
         if self.how == "raises":
@@ -121,7 +121,7 @@ def test_a_finished_run_names_its_newest_checkpoint(tmp_path: Path) -> None:
 
 def test_a_full_disk_does_not_keep_the_end_from_being_said(tmp_path: Path) -> None:
     class Fills(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             with contextlib.suppress(OSError), open(trainer.run_folder.path / "rest", "wb") as file:
                 while file.write(bytes(4096)):
                     file.flush()
