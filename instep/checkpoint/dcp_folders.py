@@ -150,7 +150,11 @@ def _check_ranges(tensors: Any) -> None:
             if begin < end:
                 raise ValueError(f"pieces overlap in {path.name}")
             end = begin + length
-        if end > files_of(path).size(path):
+        try:
+            size = files_of(path).size(path)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(f"{path} is missing; {_METADATA} names it", path=path) from error
+        if end > size:
             raise ValueError(f"{path.name} is cut short")
     if sum(map(len, ranges.values())) != sum(len(tensor._pieces) for tensor in tensors):
         raise ValueError("two tensors have the same place")
@@ -160,7 +164,7 @@ def _state(record: Any, name: str) -> Mapping[str, Any]:
     """The attributes of an object of torch.distributed.checkpoint."""
     if type(record) is not Record or record.name not in [f"{module}{name}" for module in _OF_DCP]:
         what = record.name if type(record) is Record else type(record).__name__
-        raise ValueError(f"it names {what}, where {name} is expected")
+        raise ValueError(f"it names {what}, which does not describe a checkpoint; {name} is expected")
     if type(record.state) is not dict:
         raise ValueError(f"a {name} without attributes")
     return record.state

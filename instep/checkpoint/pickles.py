@@ -202,9 +202,9 @@ class _Machine:
 
     def _call(self, _: Any) -> None:
         what, args = self._pop_many(2)
-        if type(what) is not Record or what.args is not None or type(args) is not tuple:
+        if type(what) is not Record or type(args) is not tuple:
             raise ValueError("a call of something else than a name")
-        self._stack.append(Record(what.name, args))
+        self._stack.append(Record(what.name if what.args is None else f"{what.name}()", args))
 
     def _build(self, _: Any) -> None:
         state = self._pop()
