@@ -48,8 +48,8 @@ def taking_up(path: Path, what: str) -> Iterator[None]:
         what: whose state it is.
 
     Raises:
-        CorruptCheckpointError: for what a state of the wrong kind makes of the code behind it. Errors of instep's and of
-            the system pass as they are; so does RuntimeError among several ranks, where it may be another rank's end.
+        CorruptCheckpointError: for what a state of the wrong kind makes of the code behind it. Errors of instep's and
+            of the system pass as they are; so does RuntimeError among several ranks: it may be another rank's end.
     """
     try:
         yield
