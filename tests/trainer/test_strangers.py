@@ -1,4 +1,4 @@
-"""A checkpoint whose values are of wrong kinds, resealed so that it verifies: one error with its path, never a crash."""
+"""Checkpoints whose values are of wrong kinds, resealed so that they verify: one error with the path, never a crash."""
 
 from __future__ import annotations
 
