@@ -34,6 +34,8 @@ from instep.checkpoint.files import Files, LocalFiles
 from instep.checkpoint.owner import is_gone, this_process
 from instep.errors import CheckpointError, FolderInUseError, LeaseLostError
 from instep.state.restarts import read_job
+from instep.utils.regular_files import LEASE_BYTES
+from instep.utils.strict_json import parse_json
 
 INTERVAL_S = 5.0
 SEEN_S = 10.0
@@ -236,7 +238,7 @@ def _highest(root: Path, files: Files) -> int | None:
 def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
     """A lease's content, empty where it cannot be understood; None where it is gone."""
     try:
-        content = json.loads(files.read(root / f".lease-{number:08d}"))
+        content = parse_json(files.read(root / f".lease-{number:08d}", LEASE_BYTES))
     except FileNotFoundError:
         return None
     except ValueError:
