@@ -21,7 +21,7 @@ from tests.helpers.spawn import Finished, finish, run_command, start_command
 from tests.launch.ways import REPO, UNLAUNCHED, same_weights
 
 HEAD = """
-import os, signal, sys
+import os, signal, sys, time
 import torch
 from instep import PartialState, debug_launcher, notebook_launcher
 from instep.distributed import gather_object
@@ -159,7 +159,8 @@ def test_an_interrupt_reaches_the_ranks_once_and_they_do_not_outlive_the_program
     code = """
         def wait():
             say("ready", os.getpid(), os.getsid(0) == os.getpid())
-            signal.pause()
+            while True:
+                time.sleep(0.05)  # not signal.pause(): a signal just before it would be missed
 
         def saves():
             signal.signal(signal.SIGINT, lambda *_: (say("saved"), os._exit(75)))
@@ -180,6 +181,39 @@ def test_an_interrupt_reaches_the_ranks_once_and_they_do_not_outlive_the_program
         done = finish(process, 30)
     assert done.stdout.split() == ["KeyboardInterrupt"], done
     assert done.stderr.count("SIGINT: passed on to the ranks") == 2
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("when", ["_Agent._start_workers", "MultiprocessContext._start", "_Agent._take_signals"])
+def test_an_interrupt_while_the_ranks_start_is_one_too(tmp_path: Path, when: str) -> None:
+    """From the start of the context on torch's handlers raise in the agent, until it takes the signals itself."""
+    code = f"""
+        from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+        from instep.launch.agent import _Agent
+
+        here, there = os.pipe()
+        before = {when}
+
+        def interrupted(self, *args):
+            {when} = before
+            if "{when}" == "_Agent._take_signals":
+                print([os.read(here, 5) for _ in range(2)])
+            signal.raise_signal(signal.SIGINT)
+            return before(self, *args)
+
+        def waits():
+            os.write(there, b"begun")
+            while True:
+                time.sleep(0.1)
+
+        {when} = interrupted
+        try:
+            debug_launcher(waits)
+        except BaseException as error:
+            say(type(error).__name__)
+    """
+    done = run(tmp_path, code)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["KeyboardInterrupt"]), done
 
 
 def test_ranks_that_were_forked_end_where_another_one_could_not_be() -> None:
