@@ -15,10 +15,11 @@ from typing import Any
 from instep.checkpoint import CheckpointStore
 from tests.checkpoint.victim import Board, Way, train
 from tests.helpers.jobs import Job, JobServer
+from tests.helpers.spawn import HANG_S
 
 TARGETS = ("job", "rank", "agent")
 WAYS = tuple(Way(workers, background) for background in (False, True) for workers in (0, 2))
-RUN_S, END_S = 90.0, 20.0  # deadlines: of a run that nobody kills, and of what a kill leaves
+RUN_S = END_S = HANG_S  # deadlines: of a run that nobody kills, and of what a kill leaves
 
 
 @dataclass

@@ -35,7 +35,7 @@ def words(folder: Path, *more: str) -> list[str]:
 
 def run(*argv: str) -> Finished:
     env = {**UNLAUNCHED, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-    done = run_command([sys.executable, *argv], env=env, cwd=REPO, timeout_s=120.0)
+    done = run_command([sys.executable, *argv], env=env, cwd=REPO)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
 

@@ -17,7 +17,7 @@ from instep.errors import SettingError, UsageError
 from instep.launch import functions
 from instep.launch.forked import Forked
 from instep.launch.functions import debug_launcher, notebook_launcher
-from tests.helpers.spawn import Finished, finish, run_command, start_command
+from tests.helpers.spawn import HANG_S, Finished, finish, run_command, start_command
 from tests.launch.ways import REPO, UNLAUNCHED, same_weights
 
 HEAD = """
@@ -43,7 +43,7 @@ def program(folder: Path, code: str) -> list[str]:
 
 def run(folder: Path, code: str) -> Finished:
     env = {**UNLAUNCHED, "OMP_NUM_THREADS": None, "PYTHONPATH": str(REPO)}
-    return run_command(program(folder, code), env=env, timeout_s=120.0)
+    return run_command(program(folder, code), env=env)
 
 
 @pytest.mark.dist
@@ -178,7 +178,7 @@ def test_an_interrupt_reaches_the_ranks_once_and_they_do_not_outlive_the_program
         assert lines(process, 3) == ["saved", "saved", "Preempted"]
         lines(process, 2)
         process.send_signal(signal.SIGINT)
-        done = finish(process, 30)
+        done = finish(process)
     assert done.stdout.split() == ["KeyboardInterrupt"], done
     assert done.stderr.count("SIGINT: passed on to the ranks") == 2
 
@@ -225,7 +225,7 @@ def test_ranks_that_were_forked_end_where_another_one_could_not_be() -> None:
 
 
 def lines(process: Any, count: int) -> list[str]:
-    timer = threading.Timer(30.0, process.kill)
+    timer = threading.Timer(HANG_S, process.kill)
     timer.start()
     try:
         return [process.stdout.readline().strip() for _ in range(count)]
