@@ -238,6 +238,9 @@ def test_a_handwritten_loop_learns_resumes_and_counts_exactly(tmp_path: Path) ->
     common = ("--cpu", "--root", str(tmp_path))
     said = by_ranks("accelerator_loop.py", *common, "--epochs", "5", "--accumulate", "2")
     assert "trained 120 steps on 1 process(es)" in said
+    again = run_command([sys.executable, str(EXAMPLES / "accelerator_loop.py"), *common])
+    assert (again.returncode, again.stdout) == (2, ""), "refused before it trains"
+    assert "go on with --resume, or give another folder by --root" in again.stderr
     said = by_ranks("accelerator_loop.py", *common, "--epochs", "8", "--accumulate", "2", "--resume", ranks=2)
     assert "trained 192 steps on 2 process(es)" in said
     assert number(r"test accuracy ([\d.]+)%", said) >= 95.0
