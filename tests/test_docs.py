@@ -2,8 +2,8 @@
 
 What a block's language means here:
 
-- `python`: runs, in the names of the page's earlier blocks and of `names`. One that begins with `# name.py` is a file of
-  that name, which the page's later blocks find; where it is a program (`__main__`), it is run by itself.
+- `python`: runs, in the names of the page's earlier blocks and of `names`. One that begins with `# name.py` is a file
+  of that name, which the page's later blocks find; where it is a program (`__main__`), it is run by itself.
 - `sh`, `bash` and blocks of commands: `instep` runs on the pages of RUNS. Elsewhere its words go through the real
   parser (of `launch` and `slurm`: up to the start); of other programs file, target or extra must be there.
 - `console`, or a block that begins with `$ `: a command, and its output. The output is compared where COMPARED says so;
@@ -269,9 +269,8 @@ def _command(page: str, line: str, run: bool) -> None:
             extras = (several for word in rest for several in re.findall(r"instep\[([\w,]+)\]", word))
             project = (REPO / "pyproject.toml").read_text()
             assert rest[0] == "install", line
-            assert all(re.search(rf"^{one} = \[", project, re.MULTILINE) for it in extras for one in it.split(",")), (
-                line
-            )
+            for extra in (one for several in extras for one in several.split(",")):
+                assert re.search(rf"^{extra} = \[", project, re.MULTILINE), line
         else:
             beside = Path(sys.executable).with_name(Path(program).name)
             assert beside.exists() or shutil.which(program), line
