@@ -128,7 +128,17 @@ def test_the_agent_leaves_its_own_process_as_it_was(job: Job) -> None:
 
 @pytest.mark.parametrize(("codes", "expected"), [((75, 75), 75), ((76, 75), 76), ((3, 0), 1), ((75, 0), 75)])
 def test_exit_codes_are_kept_apart(job: Job, codes: tuple[int, int], expected: int) -> None:
-    done = job(f"sys.exit({codes}[rank])")
+    done = job(
+        f"""
+        pid = pathlib.Path(__file__).with_name("pid")
+        if rank == 0:
+            pid.write_text(str(os.getpid()))
+        meet()
+        while rank == 1 and pathlib.Path("/proc", pid.read_text()).exists():
+            wait(0.01)  # until the agent has seen the first one's code
+        sys.exit({codes}[rank])
+        """
+    )
     assert done.returncode == expected, done.stderr
     assert (f"rank 0 (host {HOST}) failed with exit code {codes[0]};" in done.stderr) == (expected in (1, 76))
 

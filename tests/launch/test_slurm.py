@@ -170,11 +170,11 @@ def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def over(job: dict[str, str]) -> bool:
-    return job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
+    return job["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
 
 
 def instep_slurm(cluster: Cluster, folder: Path, *words: str) -> str:
-    done = cluster.run([sys.executable, "-m", "instep", "slurm", *words], 60.0, cwd=folder, env=UNLAUNCHED)
+    done = cluster.run([sys.executable, "-m", "instep", "slurm", *words], cwd=folder, env=UNLAUNCHED)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -183,7 +183,7 @@ def instep_slurm(cluster: Cluster, folder: Path, *words: str) -> str:
 @pytest.mark.dist
 @pytest.mark.usefixtures("limited")
 def test_srun_alone_starts_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    done = cluster.run(["srun", "-N1", "-n2", sys.executable, *job(tmp_path / "out.json")], 120.0, tmp_path, UNLAUNCHED)
+    done = cluster.run(["srun", "-N1", "-n2", sys.executable, *job(tmp_path / "out.json")], cwd=tmp_path, env=UNLAUNCHED)
     assert done.returncode == 0, done.stderr
     result = same_weights(tmp_path / "out.json")
     assert (result["launcher"], result["world_size"], result["num_nodes"]) == ("slurm", 2, 1)
@@ -193,7 +193,7 @@ def test_srun_alone_starts_ranks(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_an_error_of_a_rank_of_srun_is_told_and_ends_all(cluster: Cluster, tmp_path: Path) -> None:
     command = ["srun", "-N1", "-n2", sys.executable, *RAISES, str(tmp_path)]
-    done = cluster.run(command, 60.0, tmp_path, {**UNLAUNCHED, "PYTHONPATH": str(REPO)})
+    done = cluster.run(command, cwd=tmp_path, env={**UNLAUNCHED, "PYTHONPATH": str(REPO)})
     check_error_was_told(done, tmp_path)
 
 
@@ -202,11 +202,11 @@ def test_an_error_of_a_rank_of_srun_is_told_and_ends_all(cluster: Cluster, tmp_p
 @pytest.mark.usefixtures("limited")
 def test_srun_starts_an_agent_on_each_node(cluster: Cluster, tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "instep", "launch", "--devices=1", *job(tmp_path / "out.json")]
-    done = cluster.run(["srun", "-N2", "--ntasks-per-node=1", *launch], 120.0, tmp_path, UNLAUNCHED)
+    done = cluster.run(["srun", "-N2", "--ntasks-per-node=1", *launch], cwd=tmp_path, env=UNLAUNCHED)
     assert done.returncode == 0, done.stderr
     result = same_weights(tmp_path / "out.json")
     assert (result["launcher"], result["world_size"], result["num_nodes"]) == ("torchrun", 2, 2)
-    done = cluster.run(["srun", "-N1", "-n2", *launch], 60.0, tmp_path, UNLAUNCHED)
+    done = cluster.run(["srun", "-N1", "-n2", *launch], cwd=tmp_path, env=UNLAUNCHED)
     assert "slurm started 2 agents on this node" in done.stderr
 
 
