@@ -61,6 +61,7 @@ bench: $(VENV)/.bench  ## microseconds per step, import time, memory, saving, tr
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/step_parts.py
 	$(BIN)/python benchmarks/triggers.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/strategies.py

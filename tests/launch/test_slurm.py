@@ -183,7 +183,9 @@ def instep_slurm(cluster: Cluster, folder: Path, *words: str) -> str:
 @pytest.mark.dist
 @pytest.mark.usefixtures("limited")
 def test_srun_alone_starts_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    done = cluster.run(["srun", "-N1", "-n2", sys.executable, *job(tmp_path / "out.json")], cwd=tmp_path, env=UNLAUNCHED)
+    done = cluster.run(
+        ["srun", "-N1", "-n2", sys.executable, *job(tmp_path / "out.json")], cwd=tmp_path, env=UNLAUNCHED
+    )
     assert done.returncode == 0, done.stderr
     result = same_weights(tmp_path / "out.json")
     assert (result["launcher"], result["world_size"], result["num_nodes"]) == ("slurm", 2, 1)
