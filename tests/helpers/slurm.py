@@ -174,7 +174,7 @@ def _daemon(argv: list[str], env: Mapping[str, str], folder: Path) -> Iterator[N
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10.0)
+        process.wait(HANG_S)
 
 
 def _kill_all(folder: Path) -> None:

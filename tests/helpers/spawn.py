@@ -152,7 +152,7 @@ def _collect(
             try:
                 ok, value = pickle.loads(receiver.recv_bytes())
             except EOFError:
-                ranks[rank].join(1.0)
+                ranks[rank].join(60.0)  # its pipe is closed: it is about to end
                 ok, value = False, f"rank {rank} ended with exit code {ranks[rank].exitcode} and no result"
             if ok:
                 results[rank] = value
@@ -219,10 +219,10 @@ def _kill(process: Any) -> None:
             if process.is_alive() and os.getpgid(process.pid) == process.pid:
                 process.join(2.0)  # its answer is in; normally it is about to exit
             os.killpg(process.pid, signal.SIGKILL)
-    process.join(5.0)
+    process.join(60.0)
     if process.is_alive():
         process.kill()
-        process.join(5.0)
+        process.join(60.0)
     process.close()
 
 
@@ -266,7 +266,7 @@ def start_command(
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10.0)
+        process.wait(HANG_S)
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
@@ -279,7 +279,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = HANG_S) -> Finishe
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate(timeout=10.0)
+        stdout, stderr = process.communicate(timeout=HANG_S)
         raise AssertionError(f"{process.args} ran past {timeout_s} s\n{stdout}\n{stderr}") from None
     return Finished(process.returncode, stdout, stderr)
 
