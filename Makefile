@@ -33,7 +33,7 @@ quickstart: $(VENV)/.examples  ## train the digits example, then say where its d
 	@echo '  $(BIN)/tensorboard --logdir $(RUNS)'
 
 test: $(VENV)/.dev  ## run the tests
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --durations 30 --durations-min 5
 
 check: $(VENV)/.dev  ## lint, formatting, types, import floors
 	$(BIN)/ruff check
@@ -61,6 +61,7 @@ bench: $(VENV)/.bench  ## microseconds per step, import time, memory, saving, tr
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/step_parts.py
 	$(BIN)/python benchmarks/triggers.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/strategies.py

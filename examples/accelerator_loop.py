@@ -127,7 +127,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the newest state under --root")
     parser.add_argument("--evaluate", metavar="STATE", help="evaluate this state instead of training")
     parser.add_argument("--root", type=Path, default=Path("runs/accelerator"), help="(default: runs/accelerator)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not (args.resume or args.evaluate) and any(args.root.glob("checkpoints/step-*")):
+        # The first save would refuse to mix them with another run's, after an epoch of training.
+        parser.error(f"{args.root} has the states of a run: go on with --resume, or give another folder by --root")
+    return args
 
 
 if __name__ == "__main__":

@@ -1,90 +1,300 @@
-"""The code of the guides runs, block after block, as a reader would type it."""
+"""Every block of code in the README and the guides runs, block after block, as a reader would type it.
+
+What a block's language means here:
+
+- `python`: runs, in the names of the page's earlier blocks and of `names`. One that begins with `# name.py` is a file
+  of that name, which the page's later blocks find; where it is a program (`__main__`), it is run by itself.
+- `sh`, `bash` and blocks of commands: `instep` runs on the pages of RUNS. Elsewhere its words go through the real
+  parser (of `launch` and `slurm`: up to the start); of other programs file, target or extra must be there.
+- `console`, or a block that begins with `$ `: a command, and its output. The output is compared where COMPARED says so;
+  `...` stands for anything.
+- `text`: has been printed by the page's blocks before.
+- `yaml`: a file, as with python; a nameless one is checked as the launcher's config file.
+- none, and no command: an example from another machine, which nobody can repeat here.
+
+A block that cannot run here stands in LEFT_OUT, with the reason.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
+import os
 import re
-import runpy
+import shlex
+import shutil
+import signal
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from instep import TrainModule
-from instep.cli.main import main
+from instep import Accelerator, Trainer, TrainModule
+from instep.cli.main import find, load, main, make_parser
+from instep.strategies import DDPStrategy, registry
+from tests.helpers.spawn import run_command
+from tests.launch.ways import UNLAUNCHED
 
-DOCS = Path(__file__).parent.parent / "docs"
+REPO = Path(__file__).parent.parent
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md"))))
+PROGRAMS = ("bash", "gcloud", "instep", "make", "mpirun", "pip", "python", "srun", "tensorboard", "torchrun")
+NO_CLUSTER = "needs a cluster; tests/launch/test_ray.py runs it"
+NO_XLA = "needs torch_xla; tests/strategies/test_xla.py runs the like"
+LEFT_OUT = {  # by page and the block's first line
+    ("docs/launching.md", "instep launch [OPTIONS] SCRIPT [ARGUMENTS]"): "says what stands where; no command",
+    ("docs/launching.md", "#SBATCH --nodes=2"): "needs SLURM; tests/launch/test_slurm.py runs one",
+    ("docs/launching.md", "from instep.launch.engine import LaunchSpec"): NO_CLUSTER,
+    ("docs/launching.md", "gcloud compute tpus tpu-vm ssh NAME"): "Google's own tool, and machines of theirs",
+    ("docs/strategies.md", "from instep.strategies import XLAStrategy"): NO_XLA,
+    ("docs/strategies.md", "import torch_xla"): NO_XLA,
+}
+RUNS = ("docs/checkpoints.md", "docs/config_trainer.md")
+COMPARED = (  # what their commands print does not depend on the machine
+    "INSTEP_PRECISION=bf16-mixed instep config show --config cpu",
+    "instep launch --config run.yaml train.py",
+    "instep launch --fsdp_offload_params true train.py",
+)
+ARGUMENTS = {("docs/config_trainer.md", "train.py"): "fit --data.batch_size=16 --stop.patience=5 --note=own"}
+FILES = {  # what a page takes for granted
+    "docs/launching.md": {"train.py": "", "run.yaml": "# of a launch\nprecision: bf61\nmax_restarts: -1\n"},
+    "docs/strategies.md": {"zero3.json": '{"zero_optimization": {"stage": 3}}', "a.json": "{}"},
+}
 
 
-class Model(TrainModule):
-    """What the guide calls `model`."""
+class MyModule(TrainModule):
+    """What a guide calls `MyModule(lr)`, and `model`."""
 
-    def __init__(self, outputs: int = 1) -> None:
+    def __init__(self, lr: float = 0.01, outputs: int = 1) -> None:
         super().__init__()
+        self.lr = lr
         self.body, self.head = nn.Linear(4, 8), nn.Linear(8, outputs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.head(self.body(batch[0])).square().mean()
+        loss = self.head(self.body(batch[0])).square().mean()
+        self.log("train_loss", loss)
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.training_step(batch, batch_idx))
+        self.log("val_loss", self.head(self.body(batch[0])).square().mean())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
-@pytest.mark.filterwarnings("ignore:there is a validation")
-def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    loader = DataLoader(TensorDataset(torch.arange(96.0).reshape(24, 4)), batch_size=3)
-    names = {"model": Model(), "wider_model": Model(3), "train_loader": loader, "val_loader": loader}
-    text = (DOCS / "checkpoints.md").read_text()
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    printed = ""
-    for language, code in blocks:
-        if language == "python":
-            exec(compile(code, "checkpoints.md", "exec"), names)
-            printed += capsys.readouterr().out
-        elif language == "sh":
-            for line in code.splitlines():
-                assert main(line.split()[1:]) == 0, line
-        else:
-            for line in code.splitlines()[1:]:  # the first has a path of its own
-                assert line in printed
-    assert {language for language, _ in blocks} == {"python", "sh", "text"}
+def _batches() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(96.0).reshape(24, 4)), batch_size=3)
 
 
-@pytest.mark.filterwarnings("ignore:the configured optimizer takes the place")
-def test_config_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+train_loader = _batches()  # for programs that import it
+
+
+def names(page: str) -> dict[str, Any]:
+    """What the page's blocks find beside what they make themselves."""
+    found: dict[str, Any] = {"__name__": "a_page"}
+    if page in ("README.md", "docs/config_trainer.md"):  # these are complete
+        return found
+    found |= {"F": F, "os": os, "signal": signal, "sys": sys, "torch": torch}
+    found |= {"DDPStrategy": DDPStrategy, "Trainer": Trainer, "TrainModule": TrainModule}
+    found |= {"MyModule": MyModule, "train_loader": _batches(), "val_loader": _batches()}
+    found |= {"model": MyModule(), "wider_model": MyModule(outputs=3)}
+    if page == "docs/accelerator.md":
+        own = Accelerator()
+        words = [{"x": torch.ones(3, 4), "mask": torch.ones(3)} for _ in range(4)]
+        model = nn.Linear(4, 1)
+        prepared = own.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(words, batch_size=None))
+        found |= {"accelerator": own, **dict(zip(("model", "optimizer", "loader"), prepared, strict=True))}
+        found |= {"token_loss": lambda model, batch: model(batch["x"]).square().mean(), "resume": False, "epochs": 1}
+        found |= {"discriminator": nn.Bilinear(4, 4, 1), "generator": nn.Conv1d(1, 1, 1)}
+        found["d_optimizer"] = torch.optim.SGD(found["discriminator"].parameters(), 0.1)
+        found["g_optimizer"] = torch.optim.SGD(found["generator"].parameters(), 0.1)
+    return found
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    code: str
+
+    @property
+    def first(self) -> str:
+        return self.code.partition("\n")[0]
+
+    @property
+    def kind(self) -> str:
+        """`python`, `commands`, `console`, `text`, `yaml`, `toml`, or nothing."""
+        if self.language == "console" or (not self.language and self.first.startswith("$ ")):
+            return "console"
+        if self.language in ("sh", "bash") or (not self.language and self.first.split()[0] in PROGRAMS):
+            return "commands"
+        return self.language
+
+    @property
+    def file(self) -> str | None:
+        """The name of the file that it is."""
+        named = re.fullmatch(r"# ([\w.]+\.\w+)", self.first)
+        return named and named[1]
+
+
+def blocks(page: str) -> list[Block]:
+    text = (REPO / page).read_text()
+    found = [Block(*match) for match in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+    assert 2 * len(found) == len(re.findall(r"^\s*```", text, re.MULTILINE)), "a block is indented, or has no end"
+    return found
+
+
+def reason(page: str, block: Block) -> str | None:
+    """Why it is left out, if it is."""
+    return next((why for (of, first), why in LEFT_OUT.items() if of == page and block.first.startswith(first)), None)
+
+
+@pytest.fixture
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A page may add strategies and signal handlers."""
+    for name in UNLAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.usefixtures("_as_before")
+@pytest.mark.filterwarnings("ignore:there is a validation", "ignore:the configured optimizer takes the place")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # deepspeed's
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    text = (DOCS / "config_trainer.md").read_text()
-    for language, code in re.findall(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        if language == "sh":
-            for line in code.splitlines():
-                assert main(line.split()[1:]) == 0, line
+    for name, text in FILES.get(page, {}).items():
+        Path(name).write_text(text)
+    known, printed = names(page), ""
+    for block in blocks(page):
+        if reason(page, block) is not None:
+            continue
+        if block.file is not None:
+            Path(block.file).write_text(block.code)
+            if "__main__" in block.code:
+                words = [block.file, *ARGUMENTS.get((page, block.file), "").split()]
+                printed += _run(words, tmp_path)
+        elif block.kind == "python":
+            printed += _do(block.code, known, page, tmp_path)
+        elif block.kind in ("commands", "console"):
+            printed += _commands(page, block, capsys)
+        elif block.kind == "yaml":
+            Path("config.yaml").write_text(block.code)
+            assert main(["config", "validate", "config.yaml"]) == 0
+        elif block.kind == "text":
+            _compare(block.code, (printed + capsys.readouterr().out).replace(f"{tmp_path}/", ""))
         else:
-            Path(code.split()[1]).write_text(code)
-    assert len(list(tmp_path.glob("instep_runs/version_*/config.yaml"))) == 5
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--data.batch_size=16", "--stop.patience=5", "--note=own"])
-    runpy.run_path("train.py", run_name="__main__")
-    assert "own 0.16" in capsys.readouterr().out
+            assert block.kind in ("", "toml"), f"```{block.language}: nobody knows how to check that: see test_docs.py"
+        printed += capsys.readouterr().out
 
 
-def test_strategies() -> None:
-    """The blocks of the sections on DDP and DataParallel; other sections name files and devices of their readers."""
-    text = (DOCS / "strategies.md").read_text()
-    sections = [part for part in re.split(r"^(?=## )", text, flags=re.MULTILINE) if re.match(r"## (DDP|DataPar)", part)]
-    blocks = [
-        code for part in sections for code in re.findall(r"^```python\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
-    ]
-    names: dict[str, Any] = {}
-    for code in blocks:
-        exec(compile(code, "strategies.md", "exec"), names)
-    assert len(blocks) == 4
-    assert names["trainer"].strategy.ddp_options == {"bucket_cap_mb": 50, "gradient_as_bucket_view": True}
+def test_what_is_left_out_is_there() -> None:
+    left = [(page, reason(page, block)) for page in PAGES for block in blocks(page)]
+    assert len([why for _, why in left if why]) == len(LEFT_OUT), "one of LEFT_OUT names no block, or two"
+    commands = [line.removeprefix("$ ") for page in PAGES for block in blocks(page) for line in block.code.splitlines()]
+    assert set(COMPARED) <= set(commands)
+    for where in (*RUNS, *FILES, *(page for page, _ in ARGUMENTS)):
+        assert where in PAGES
+
+
+def _do(code: str, known: dict[str, Any], page: str, folder: Path) -> str:
+    if "_launcher(" not in code:
+        if "DeepSpeedStrategy" in code and importlib.util.find_spec("deepspeed") is None:
+            return ""
+        exec(compile(code, page, "exec"), known)
+        return ""
+    (folder / "notebook.py").write_text(f"from tests.test_docs import MyModule, train_loader\n\n{code}")
+    return _run(["notebook.py"], folder)  # it forks, which a process that has trained cannot
+
+
+def _run(words: list[str], folder: Path) -> str:
+    env = {**UNLAUNCHED, "PYTHONPATH": os.pathsep.join((str(folder), str(REPO)))}
+    done = run_command([sys.executable, *words], cwd=folder, env=env)
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def _commands(page: str, block: Block, capsys: pytest.CaptureFixture[str]) -> str:
+    lines = block.code.replace("\\\n", " ").splitlines()
+    if block.kind == "console":
+        commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        if commands[0] in COMPARED:
+            capsys.readouterr()
+            _command(page, commands[0], run=True)
+            printed = capsys.readouterr()
+            _compare("\n".join(lines[1:]), (printed.out + printed.err).replace(f"{REPO}/", ".../"))
+            return ""
+    else:
+        commands = [line for line in lines if line.strip() and not line.startswith("#")]
+    for command in commands:
+        _command(page, command, run=page in RUNS)
+    return ""
+
+
+def _command(page: str, line: str, run: bool) -> None:
+    words = shlex.split(line, comments=True)
+    with pytest.MonkeyPatch.context() as patch:
+        while "=" in words[0]:
+            patch.setenv(*words.pop(0).split("=", 1))
+        program, *rest = words
+        if program == "instep":
+            _instep(rest, line, run, compared=line in COMPARED)
+        elif program in ("srun", "mpirun"):  # their options, then a command
+            start = next(number for number, word in enumerate(rest) if word in PROGRAMS)
+            _command(page, shlex.join(rest[start:]), run=False)
+        elif program == "python":
+            assert rest[0] == "-m" or Path(rest[0]).exists() or (REPO / rest[0]).exists(), line
+        elif program == "torchrun":
+            from torch.distributed.run import get_args_parser
+
+            get_args_parser().parse_args(rest)
+        elif program == "make":
+            assert re.search(rf"^{rest[0]}:", (REPO / "Makefile").read_text(), re.MULTILINE), line
+        elif program == "pip":
+            extras = (several for word in rest for several in re.findall(r"instep\[([\w,]+)\]", word))
+            project = (REPO / "pyproject.toml").read_text()
+            assert rest[0] == "install", line
+            for extra in (one for several in extras for one in several.split(",")):
+                assert re.search(rf"^{extra} = \[", project, re.MULTILINE), line
+        else:
+            beside = Path(sys.executable).with_name(Path(program).name)
+            assert beside.exists() or shutil.which(program), line
+
+
+def _instep(words: list[str], line: str, run: bool, compared: bool) -> None:
+    command = find(words)
+    assert command is not None, line
+    if compared:
+        with contextlib.suppress(SystemExit):  # of an example of a mistake
+            main(words)
+        return
+    if command in (("launch",), ("slurm",)):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            code = main([words[0], "--dry-run", *words[1:]])
+        assert code == 0 or "this process sees no such device" in said.getvalue(), f"{line}\n{said.getvalue()}"
+    elif run:
+        assert main(words) == 0, line
+    elif (rest := words[len(command) :]) and command not in (("fit",), ("validate",), ("predict",)):
+        make_parser(command, load(command)).parse_args(rest[: rest.index("--")] if "--" in rest else rest)
+
+
+def _compare(expected: str, printed: str) -> None:
+    """`...` stands for anything, and spaces are as they come."""
+    pattern = ".*".join(re.escape(" ".join(part.split())) for part in expected.split("..."))
+    text = " ".join(printed.split())
+    assert re.search(pattern.replace(r"\ .*", r"\ ?.*").replace(r".*\ ", r".*\ ?"), text), f"{expected}\n{printed}"

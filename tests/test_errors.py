@@ -19,6 +19,7 @@ from instep.errors import (
     UnsavableStateError,
     one_of,
 )
+from tests.helpers.spawn import HANG_S
 
 
 def test_the_tree_in_the_docstring_is_the_tree():
@@ -76,7 +77,7 @@ def test_preempted_ends_the_process_with_75():
         "try:\n    raise Preempted('saved; run again')\n"
         "except Exception:\n    raise SystemExit(0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=HANG_S, check=False)
     assert done.returncode == errors.EXIT_PREEMPTED == 75
     with pytest.raises(Preempted, match="run again"):
         raise Preempted("saved; run again", Path("here"))

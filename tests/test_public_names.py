@@ -10,6 +10,7 @@ from importlib import import_module
 import pytest
 
 import instep
+from tests.helpers.spawn import HANG_S
 
 PUBLIC = {
     "instep": [
@@ -163,7 +164,7 @@ LAZY = ("callbacks", "cli", "data", "loggers", "strategies")
 
 
 def in_new_process(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

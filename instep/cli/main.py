@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except (InstepError, OSError) as error:
         _complain(str(error))
-        return EXIT_FAILED
+        return EXIT_USAGE if isinstance(error, SettingError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return code
@@ -157,11 +157,7 @@ def _run(command: Command, words: list[str]) -> int:
     args = parser.parse_args(words[:after])
     if after < len(words):
         args.after = words[after + 1 :]
-    try:
-        return module.run(args)
-    except SettingError as error:
-        _complain(str(error))
-        return EXIT_USAGE
+    return module.run(args)
 
 
 def _overview(words: Sequence[str]) -> int:

@@ -90,8 +90,9 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         agent = _Agent(workers, logs(spec, folder), forked, rendezvous, watch, spec.shutdown_s, handlers_before)
         try:
             agent.run()
-        except SignalException:  # the ranks have been told, waited for and counted
-            pass
+        except SignalException as got:  # it came while ranks started; they have been told, waited for and counted
+            if forked is not None and got.sigval == signal.SIGINT:
+                forked.interrupted = True
         except InstepError as error:
             if not agent.has_begun:
                 raise

@@ -23,7 +23,7 @@ def require(module: str, *, extra: str | None, purpose: str) -> ModuleType:
         MissingPackageError: it is not installed.
 
     Example:
-        >>> mlflow = require("mlflow", extra="mlflow", purpose="MLFlowLogger")  # doctest: +SKIP
+        >>> ray = require("ray", extra="ray", purpose="RayLauncher")  # doctest: +SKIP
     """
     try:
         return import_module(module)

@@ -87,7 +87,7 @@ def test_every_row_once_in_order_on_one_process(mode: str) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_row_once_in_order_on_several(mode: str, world: int) -> None:
-    done = run_ranks(check, world, mode, LENGTHS, BATCH_SIZES, timeout_s=300)
+    done = run_ranks(check, world, mode, LENGTHS, BATCH_SIZES)
     assert done == [len(LENGTHS) * len(BATCH_SIZES)] * world
 
 

@@ -63,7 +63,7 @@ def test_another_loop_in_the_folder_is_refused_until_it_has_ended(tmp_path: Path
     mine.end_training()
     assert released(tmp_path) == [True]
     with loop(tmp_path, "go") as process:
-        assert finish(process, 60).returncode == 0
+        assert finish(process).returncode == 0
     assert released(tmp_path) == [True], "at the exit too"
 
 

@@ -379,7 +379,7 @@ def save_on_main_only(folder: Path, method: str) -> None:
 @pytest.mark.parametrize("method", ["save_state", "save_model"])
 def test_saving_on_one_rank_says_so_at_once(tmp_path: Path, method: str) -> None:
     with pytest.raises(RanksFailed, match=method):
-        run_ranks(save_on_main_only, 2, tmp_path, method, timeout_s=60)
+        run_ranks(save_on_main_only, 2, tmp_path, method)
     assert list(tmp_path.iterdir()) == []
 
 

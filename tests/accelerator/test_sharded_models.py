@@ -109,7 +109,7 @@ def alone(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path, alone: Any) -> list[dict[str, Any]]:
-    return run_ranks(train_all, 2, folder, timeout_s=100)
+    return run_ranks(train_all, 2, folder)
 
 
 @pytest.mark.dist

@@ -17,11 +17,11 @@ from instep.checkpoint.background import BackgroundSaver
 from instep.checkpoint.files import Files
 from instep.errors import CheckpointError, Preempted, RemoteError, SettingError
 from instep.loggers import Logger
-from tests.helpers.spawn import run_ranks
+from tests.helpers.spawn import HANG_S, run_ranks
 from tests.trainer.resuming import Case, Net, assert_same, make_trainer, run_once, seed, train_loader
 from tests.trainer.toys import Toy, loader, quiet, weights
 
-DEADLINE_S = 30.0
+DEADLINE_S = HANG_S
 Trace = Callable[[str, Path], None]
 
 
@@ -275,7 +275,7 @@ def test_going_on_from_each_ends_the_same(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 def test_going_on_with_two_ranks_ends_the_same(tmp_path: Path) -> None:
-    results = run_ranks(resumes, 2, CASES["windows"], str(tmp_path), timeout_s=240.0)
+    results = run_ranks(resumes, 2, CASES["windows"], str(tmp_path))
     assert results == [["3 found"]] * 2
 
 
@@ -300,7 +300,7 @@ def ends_with(folder: str, bad: int) -> tuple[str, str]:
 @pytest.mark.dist
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_failed_one_ends_all_ranks_at_the_same_step(tmp_path: Path, bad: int) -> None:
-    results = run_ranks(ends_with, 2, str(tmp_path), bad, timeout_s=120.0)
+    results = run_ranks(ends_with, 2, str(tmp_path), bad)
     kinds = ["CheckpointError" if rank == bad else "RemoteError" for rank in (0, 1)]
     assert results == [(kind, "step-00000002-1") for kind in kinds]
     assert names(tmp_path) == ["step-00000002-1"]

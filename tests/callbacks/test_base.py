@@ -9,6 +9,7 @@ import pytest
 import instep.callbacks
 from instep.callbacks import Callback
 from instep.callbacks.base import HOOKS
+from tests.helpers.spawn import HANG_S
 
 NOTHING: list[str] = []
 BATCH_START = ["batch", "batch_idx"]
@@ -79,4 +80,4 @@ def test_importing_the_packages_loads_nothing_slow():
         "ProgressBar(), ModelSummary(), CSVLogger(), TensorBoardLogger(), WandbLogger(); "
         "assert not {'rich', 'tensorboard', 'wandb'} & set(sys.modules), sorted(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)

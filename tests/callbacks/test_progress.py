@@ -18,8 +18,9 @@ from instep.callbacks import ProgressBar
 from instep.callbacks import progress as module
 from instep.errors import SettingError
 from tests.callbacks.fakes import FakeProgress, FakeTrainer
+from tests.helpers.spawn import HANG_S
 
-DEADLINE_S = 20.0
+DEADLINE_S = HANG_S
 
 
 class Terminal:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from instep.checkpoint import CheckpointStore
-from tests.checkpoint.victim import Board, Way, train
+from tests.checkpoint.victim import PHASES, Board, Way, train
 from tests.helpers.jobs import Job, JobServer
+from tests.helpers.spawn import HANG_S
 
 TARGETS = ("job", "rank", "agent")
 WAYS = tuple(Way(workers, background) for background in (False, True) for workers in (0, 2))
-RUN_S, END_S = 90.0, 20.0  # deadlines: of a run that nobody kills, and of what a kill leaves
+RUN_S = END_S = HANG_S  # deadlines: of a run that nobody kills, and of what a kill leaves
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Kill:
         where: what the first rank was doing.
         target: what was killed.
         way: how the run trains.
-        at_s: seconds after the start.
+        at_s: seconds after the start, or after the start-up.
         run: the run's number.
         end_s: seconds from the kill until the job's last process had ended; None where one did not.
         recovered: the run got to its end and came to the uninterrupted one's result. Where it did not, none of its
@@ -70,10 +71,10 @@ class Campaign:
         folder: where to.
         seed: of the instants and targets.
         ways: how to train, in turns.
-        earliest: the share of an uninterrupted run's time before which nothing is killed.
+        trains: nothing is killed before it trains.
     """
 
-    def __init__(self, folder: Path, seed: int, ways: Sequence[Way] = WAYS, earliest: float = 0.0) -> None:
+    def __init__(self, folder: Path, seed: int, ways: Sequence[Way] = WAYS, trains: bool = False) -> None:
         self.kills: list[Kill] = []
         self.losses: list[Loss] = []
         self.runs = 0
@@ -81,7 +82,7 @@ class Campaign:
         self._seed = seed
         self._rng = random.Random(seed)
         self._ways = ways
-        self._earliest = earliest
+        self._trains = trains
         self._expected: dict[Way, list[dict[str, Any]]] = {}
         self._lasts_s: dict[Way, float] = {}
 
@@ -127,8 +128,10 @@ class Campaign:
         """Two runs that nobody disturbs: what comes out, and how long one takes when everything is warm."""
         for number in range(2):
             root = self._new(f"whole-{self._ways.index(way)}-{number}")
+            job = server.start(train, root, way, nproc=way.ranks, log=root / "log")
+            code = self._started(job, Board(root / "board-0"))
             started = time.monotonic()
-            code = server.start(train, root, way, nproc=way.ranks, log=root / "log").wait(RUN_S)
+            code = job.wait(RUN_S) if code is None else code
             self._lasts_s[way] = time.monotonic() - started
             assert code == 0, self._story(root, f"a run that nobody killed ended with {code}")
             results = results_of(root, way)
@@ -143,9 +146,10 @@ class Campaign:
             board.clear()
             job = server.start(train, root, way, nproc=way.ranks, log=root / "log")
             last = len(self.kills) >= kills
-            at_s = RUN_S if last else self._rng.uniform(self._earliest, 1.0) * self._lasts_s[way]
+            at_s = RUN_S if last else self._rng.random() * self._lasts_s[way]
             target = self._rng.choice(TARGETS)
-            code = job.wait(at_s)
+            code = self._started(job, board)
+            code = job.wait(at_s) if code is None else code
             if code is None and not last and job.kill(target, self._rng):
                 kill = Kill(board.where, target, way, at_s, self.runs)
                 self.kills.append(kill)
@@ -162,6 +166,13 @@ class Campaign:
         results = results_of(root, way)
         assert results == self._expected[way], self._story(root, f"not the uninterrupted run's result: {results[0]}")
         shutil.rmtree(root)
+
+    def _started(self, job: Job, board: Board) -> int | None:
+        """Where nothing is killed before it trains: wait for that. The exit code of a job that has ended."""
+        code = None
+        while self._trains and code is None and board.where == PHASES[0]:
+            code = job.wait(0.005)
+        return code
 
     def _end(self, job: Job, root: Path, problem: str) -> int:
         code = job.wait(END_S)

@@ -20,9 +20,9 @@ from instep.distributed import gather_object
 from instep.errors import CheckpointError, CorruptCheckpointError, RemoteError
 from instep.state import PartialState
 from tests.checkpoint.helpers import flip, left_over, value_of, writes
-from tests.helpers.spawn import run_command, run_ranks
+from tests.helpers.spawn import HANG_S, run_command, run_ranks
 
-DEADLINE_S = 30.0
+DEADLINE_S = HANG_S
 
 
 class Gate:

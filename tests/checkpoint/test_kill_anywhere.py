@@ -18,7 +18,7 @@ import pytest
 from instep.checkpoint import CheckpointStore, LocalFiles, files
 from tests.checkpoint.helpers import ACTIONS, NEW, OLD, left_over, value_of, writes
 from tests.checkpoint.killing import Campaign, lost, results_of
-from tests.checkpoint.victim import Board, Way, train
+from tests.checkpoint.victim import PHASES, Board, Way, train
 from tests.helpers.faults import FaultPlan, exit_status_of
 from tests.helpers.spawn import run_ranks
 
@@ -67,7 +67,7 @@ def kill_everywhere(folder: str, name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", [action.__name__ for action in ACTIONS])
 def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: Path, name: str) -> None:
-    (count,) = run_ranks(kill_everywhere, 1, str(tmp_path), name, timeout_s=100)
+    (count,) = run_ranks(kill_everywhere, 1, str(tmp_path), name)
     assert count["create"] == count["fsync"] == 7  # 3 files, 2 of which are states in two parts, and the manifest
     assert count["write"] >= 7
     assert count["rename"] == (2 if name == "save_then_delete_the_old" else 1)
@@ -110,14 +110,13 @@ def kill_training_everywhere(folder: str, way: Way) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("background", [False, True], ids=["", "background"])
 def test_a_training_killed_at_any_operation_of_its_saves_ends_bit_for_bit_the_same(
     background: bool, tmp_path: Path
 ) -> None:
     """The newest is saved and the one before deleted, then what a validation measured is saved as one of the best."""
     way = Way(ranks=1, batch_size=4, epochs=1, background=background)
-    (count,) = run_ranks(kill_training_everywhere, 1, str(tmp_path), way, timeout_s=280.0)
+    (count,) = run_ranks(kill_training_everywhere, 1, str(tmp_path), way)
     assert count["rename"] >= 3, "two saves and a delete"
     assert count["create"] == count["fsync"] >= 12
     assert count["unlink"] >= 6
@@ -206,7 +205,7 @@ def test_a_sharded_training_killed_at_any_operation_of_a_rank_ends_bit_for_bit_t
     """At a few of them; at all with INSTEP_KILL_EVERY=1, which takes a quarter of an hour."""
     every = int(os.environ.get("INSTEP_KILL_EVERY", "30"))
     way = Way(strategy=strategy, epochs=1)
-    (kills,) = run_ranks(kill_ranks_everywhere, 1, str(tmp_path), way, every, timeout_s=3500.0)
+    (kills,) = run_ranks(kill_ranks_everywhere, 1, str(tmp_path), way, every)
     print(f"{kills} kills")
     assert kills >= 4
 
@@ -215,7 +214,7 @@ def test_a_sharded_training_killed_at_any_operation_of_a_rank_ends_bit_for_bit_t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the job's processes in /proc and waits for them by pidfd")
 def test_a_training_killed_at_random_instants_ends_bit_for_bit_the_same(tmp_path: Path) -> None:
     seed = int(os.environ.get("INSTEP_KILL_SEED", "20240501"))
@@ -227,26 +226,22 @@ def test_a_training_killed_at_random_instants_ends_bit_for_bit_the_same(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the job's processes in /proc and waits for them by pidfd")
 @pytest.mark.parametrize(
-    "strategy, background, kills, earliest",
+    "strategy, background, kills",
     [
-        ("fsdp", False, 6, 0.3),
-        ("fsdp", True, 6, 0.3),
-        pytest.param("deepspeed_stage_2", True, 3, 0.7, marks=pytest.mark.deepspeed),  # it takes long to start
+        ("fsdp", False, 6),
+        ("fsdp", True, 6),
+        pytest.param("deepspeed_stage_2", True, 3, marks=pytest.mark.deepspeed),  # it takes long to start
     ],
 )
 def test_a_sharded_training_killed_at_random_instants_ends_bit_for_bit_the_same(
-    strategy: str, background: bool, kills: int, earliest: float, tmp_path: Path
+    strategy: str, background: bool, kills: int, tmp_path: Path
 ) -> None:
     seed = int(os.environ.get("INSTEP_KILL_SEED", "20240501"))
     print(f"INSTEP_KILL_SEED={seed}")
-    campaign = Campaign(tmp_path, seed, [Way(strategy=strategy, background=background)], earliest=earliest)
-    for more in range(3):  # a machine that gets busier than it was when a whole run was timed is killed in its start-up
-        campaign.run(kills + more, print)
-        if any(kill.where in ("training", "save", "delete", "validation") for kill in campaign.kills):
-            break
-    else:
-        pytest.fail(f"all kills came in the start-up: {campaign.kills}")
-    assert len(campaign.kills) == kills + more
+    campaign = Campaign(tmp_path, seed, [Way(strategy=strategy, background=background)], trains=True)
+    campaign.run(kills, print)
+    assert len(campaign.kills) == kills
+    assert all(kill.where != PHASES[0] for kill in campaign.kills)

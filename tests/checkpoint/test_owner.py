@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from instep.checkpoint import owner
+from tests.helpers.spawn import HANG_S
 
 
 def test_this_process_is_not_gone() -> None:
@@ -19,7 +20,7 @@ def test_an_ended_process_is_gone_and_a_running_one_is_not() -> None:
         name = owner.this_process().replace(f"-{os.getpid()}-", f"-{child.pid}-").rpartition("-")[0]
         running = f"{name}-{owner._life(child.pid)}"
         assert owner.is_gone(running) is False
-        child.communicate(b"\n", timeout=20)
+        child.communicate(b"\n", timeout=HANG_S)
     assert owner.is_gone(running) is True
 
 

@@ -164,9 +164,8 @@ def train_and_lose_power(folder: str, way_to_train: Way) -> tuple[int, int]:
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_training_survives_every_power_loss(tmp_path: Path) -> None:
     way = Way(ranks=1, batch_size=4, epochs=1)
-    ((count, resumed),) = run_ranks(train_and_lose_power, 1, str(tmp_path), way, timeout_s=280.0)
+    ((count, resumed),) = run_ranks(train_and_lose_power, 1, str(tmp_path), way)
     assert count > 600
     assert resumed > 30

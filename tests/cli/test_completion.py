@@ -51,7 +51,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash(tmp_path: Path, environment: dict[str, str]) -> None:
     script = BASH.format(asked="".join(ASK.format(line=line) for line in [*ASKED, "instep "]))
-    done = run_command(["bash", "-c", script], cwd=tmp_path, env=environment, timeout_s=60.0)
+    done = run_command(["bash", "-c", script], cwd=tmp_path, env=environment)
     *found, all_of_them = [line.strip() for line in done.stdout.splitlines()]
     assert found == list(ASKED.values()), done.stderr
     assert {"checkpoint", "migrate", "completion"} <= set(all_of_them.split())
@@ -66,7 +66,7 @@ def test_the_options_of_a_trainer(tmp_path: Path, environment: dict[str, str]) -
     shell = {**environment, "PYTHONPATH": str(Path.cwd()), "COMP_TYPE": "9", "_ARGCOMPLETE": "1"}
     for name in ("instep", "train.py"):
         point = {"COMP_LINE": f"{name} {line}", "COMP_POINT": str(len(name) + 1 + len(line))}
-        done = run_command(["bash", "-c", f"{name} 8>&1 >&2"], env={**shell, **point}, timeout_s=100.0)
+        done = run_command(["bash", "-c", f"{name} 8>&1 >&2"], env={**shell, **point})
         assert done.stdout.strip() == "--trainer.max_epochs", done.stderr
 
 
@@ -74,14 +74,14 @@ def test_the_options_of_a_trainer(tmp_path: Path, environment: dict[str, str]) -
 def test_fish(tmp_path: Path, environment: dict[str, str]) -> None:
     for line, wanted in ASKED.items():
         script = f"instep completion fish | source; complete -C '{line}'"
-        done = run_command(["fish", "-c", script], cwd=tmp_path, env=environment, timeout_s=60.0)
+        done = run_command(["fish", "-c", script], cwd=tmp_path, env=environment)
         assert done.stdout.split("\t")[0].strip() == wanted, done.stderr
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
 def test_zsh_accepts_its_script(tmp_path: Path, environment: dict[str, str]) -> None:
     script = 'autoload -U compinit && compinit -D -u; eval "$(instep completion zsh)"; echo ${_comps[instep]}'
-    done = run_command(["zsh", "-f", "-c", script], cwd=tmp_path, env=environment, timeout_s=60.0)
+    done = run_command(["zsh", "-f", "-c", script], cwd=tmp_path, env=environment)
     assert done.stdout.strip() == "_python_argcomplete", done.stderr
 
 

@@ -12,7 +12,7 @@ import pytest
 from instep.cli import main as cli
 from instep.cli.main import COMMANDS, main
 from instep.errors import SettingError
-from tests.helpers.spawn import run_command
+from tests.helpers.spawn import HANG_S, run_command
 
 LINES, COLUMNS = 40, 120  # of a screen
 
@@ -87,25 +87,17 @@ def test_our_own_faults_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) ->
         main(["checkpoint", "ls"])
 
 
-def test_help_loads_nothing_heavy_and_takes_no_time() -> None:
-    """Processor time, of the fastest of three: the clock on the wall also counts what else the machine does."""
+def test_help_loads_nothing_heavy() -> None:
+    """What it takes in time is measured by benchmarks/import_time.py."""
     words = [["--help"], ["--version"], *([*command, "--help"] for command in COMMANDS)]
     code = (
-        "import resource, sys\nfrom instep.cli.main import main\n"
-        "def seconds(): return sum(resource.getrusage(resource.RUSAGE_SELF)[:2])\n"
-        f"for words in {words!r}:\n"
+        f"import sys\nfrom instep.cli.main import main\nfor words in {words!r}:\n"
         "    try:\n        main(words)\n    except SystemExit:\n        pass\n"
-        "    print('\\nSECONDS', seconds()) if words == ['--help'] else None\n"
         "    heavy = {'torch', 'rich', 'numpy', 'xxhash', 'fsspec', 'yaml', 'pydantic', 'jsonargparse', 'ray',\n"
         "        'libcst', 'argcomplete', 'wandb', 'transformers'} & set(sys.modules)\n"
         "    if heavy:\n        sys.exit(f'{words} loads {heavy}')\n"
     )
-    took = []
-    for _ in range(3):
-        done = run_command([sys.executable, "-c", code])
-        assert done.stderr.strip() == "", done.stderr
-        took.append(float(done.stdout.split("SECONDS ")[1].split()[0]))
-    assert min(took) < 0.3
+    assert run_command([sys.executable, "-c", code]).stderr.strip() == ""
 
 
 def test_as_a_module_and_into_a_closed_pipe(tmp_path: Path) -> None:
@@ -122,7 +114,7 @@ def test_as_a_module_and_into_a_closed_pipe(tmp_path: Path) -> None:
     assert pipe.stdout is not None
     assert pipe.stderr is not None
     pipe.stdout.close()
-    assert (pipe.wait(30), pipe.stderr.read()) == (1, b"")
+    assert (pipe.wait(HANG_S), pipe.stderr.read()) == (1, b"")
     pipe.stderr.close()
 
 

@@ -179,7 +179,7 @@ def _exchanged(mode: str) -> list[list[list[int]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_exchanged(world: int) -> None:
-    by_mode = run_ranks(_all_exchanged, world, timeout_s=170.0)
+    by_mode = run_ranks(_all_exchanged, world)
     for mode in EXCHANGED:
         expected = []
         for length in LENGTHS:

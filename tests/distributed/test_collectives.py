@@ -151,7 +151,7 @@ def _disagreeing(rank: int) -> dict[str, str]:
 
 
 def _everything() -> dict[str, dict[str, Any]]:
-    rank = PartialState(cpu=True, timeout=40).process_index
+    rank = PartialState(cpu=True, timeout=300).process_index
     parts = (_gathering, _ragged, _reducing, _disagreeing)
     return {part.__name__: part(rank) for part in parts}
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,26 +109,6 @@ def test_the_variable_asks_where_the_program_does_not(monkeypatch: pytest.Monkey
         _trainer(tmp_path, hang_timeout_s=0)
 
 
-def test_the_two_stores_of_a_step_cost_less_than_a_tenth_of_a_microsecond() -> None:
-    beats, at, count = heartbeat().numbers, SimpleNamespace(global_step=12345), 20_000
-
-    def timed(work: Callable[[], None]) -> float:
-        start = time.thread_time()
-        work()
-        return (time.thread_time() - start) / count
-
-    def with_stores() -> None:
-        for batch_idx in range(count):
-            beats[BATCH], beats[STEP] = batch_idx, at.global_step
-
-    def without() -> None:
-        for _ in range(count):
-            pass
-
-    # Alone on a core it is 0.05. The best of several: others run here too.
-    assert min(timed(with_stores) - timed(without) for _ in range(20)) < 0.1e-6
-
-
 def _alone(folder: Path, how: str) -> list[int]:
     compiling: list[int] = []
 
@@ -142,9 +121,9 @@ def _alone(folder: Path, how: str) -> list[int]:
     def in_step(model: Model) -> None:
         double(torch.ones(2))
         if how == "hangs" and model.trainer.global_step == 3:
-            threading.Event().wait(60.0)
+            threading.Event().wait()
 
-    _trainer(folder, hang_timeout_s=0.5, max_steps=5).fit(Model(in_step), _loader())
+    _trainer(folder, hang_timeout_s=3.0, max_steps=5).fit(Model(in_step), _loader())
     return [*compiling, heartbeat().numbers[COMPILES]]
 
 
@@ -158,7 +137,7 @@ def test_a_process_alone_ends_itself(tmp_path: Path) -> None:
 
 class CleansUpSlowly(instep.Callback):
     def on_exception(self, *_: Any) -> None:
-        threading.Event().wait(1.5)
+        threading.Event().wait(4.0)  # longer than the limit
 
 
 def _fails(folder: Path) -> None:
@@ -169,9 +148,9 @@ def _fails(folder: Path) -> None:
     callbacks = [CleansUpSlowly()] if PartialState(cpu=True).process_index == 1 else []
     settings: dict[str, Any] = {"devices": 2, "max_steps": 5, "callbacks": callbacks}
     try:
-        _trainer(folder, hang_timeout_s=1.0, **settings).fit(Model(in_step), _loader())
+        _trainer(folder, hang_timeout_s=3.0, **settings).fit(Model(in_step), _loader())
     finally:
-        threading.Event().wait(1.0 if callbacks else 0.0)  # a program has things to end, too
+        threading.Event().wait(4.0 if callbacks else 0.0)  # a program has things to end, too
 
 
 @pytest.mark.dist
@@ -185,7 +164,7 @@ def _two(folder: Path) -> dict[str, Any]:
     rank = PartialState(cpu=True).process_index
     found: dict[str, Any] = {}
     try:
-        _trainer(folder, devices=2, hang_timeout_s=5.0 + rank).fit(Model(), _loader())
+        _trainer(folder, devices=2, hang_timeout_s=300.0 + rank).fit(Model(), _loader())
     except SettingError as error:
         found["differs"] = str(error)
     found["compiling"] = _alone_in_two(folder)
@@ -195,11 +174,11 @@ def _two(folder: Path) -> dict[str, Any]:
 
     def in_step(model: Model) -> None:
         if rank == 1:
-            time.sleep(0.01)  # what is measured: a rank that takes its time
+            time.sleep(0.1)  # what is measured: a rank that takes its time
         elif said:
             model.trainer.should_stop = True
 
-    trainer = _trainer(folder, devices=2, hang_timeout_s=30.0, max_steps=1000, max_epochs=-1)
+    trainer = _trainer(folder, devices=2, hang_timeout_s=300.0, max_steps=1000, max_epochs=-1)
     trainer.fit(Model(in_step), _loader(1000))
     heart = heartbeat()
     assert heart._beats is not None
@@ -223,7 +202,7 @@ def _alone_in_two(folder: Path) -> list[int]:
         return graph.forward
 
     triple = torch.compile(lambda x: x * 3, backend=backend)
-    _trainer(folder, devices=2, hang_timeout_s=5.0, max_steps=2).fit(
+    _trainer(folder, devices=2, hang_timeout_s=300.0, max_steps=2).fit(
         Model(lambda model: triple(torch.ones(2))), _loader()
     )
     return [*seen, heartbeat().numbers[COMPILES]]
@@ -234,7 +213,7 @@ def test_ranks_of_a_node_share_a_file_and_name_a_straggler(tmp_path: Path, monke
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     first, second = run_ranks(_two, 2, tmp_path, env={"TMPDIR": str(tmp_path)})
     for found in (first, second):
-        assert "hang_timeout_s differs between ranks: rank 0: 5.0, rank 1: 6.0" in found["differs"]
+        assert "hang_timeout_s differs between ranks: rank 0: 300.0, rank 1: 301.0" in found["differs"]
         assert found["compiling"] == [1, 0]
         assert [(rank, pid) for rank, _, pid in found["node"]] == [(0, first["pid"]), (1, second["pid"])]
         assert found["left"] == []

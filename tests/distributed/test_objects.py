@@ -85,7 +85,7 @@ def _who_fails(world: int) -> list[tuple[int, ...]]:
 
 
 def _everything() -> tuple[dict[str, Any], list[tuple[str, str, int]]]:
-    state = PartialState(cpu=True, timeout=40)
+    state = PartialState(cpu=True, timeout=300)
     rank, world = state.process_index, state.num_processes
     report = _objects(rank, world)
     failures = [_together(rank, failing) for failing in _who_fails(world)]

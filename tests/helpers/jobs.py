@@ -9,7 +9,7 @@ Example:
     with JobServer("tests.checkpoint.victim") as server:
         job = server.start(train, folder, nproc=2, log=folder / "log")
         job.kill("agent")
-        job.wait_until_gone(10.0)
+        job.wait_until_gone(HANG_S)
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.spawn import HANG_S
+
 _SERVER = """
 import logging, sys
 from moto.server import ThreadedMotoServer
@@ -78,7 +80,7 @@ def serve() -> Iterator[dict[str, str]]:
         }
     finally:
         server.terminate()  # processes that a test forked may hold its stdin open
-        server.wait(timeout=30)
+        server.wait(timeout=HANG_S)
         server.stdin.close()
         server.stdout.close()
 

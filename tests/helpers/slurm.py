@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
 
-from tests.helpers.spawn import Finished, free_port, run_command
+from tests.helpers.spawn import HANG_S, Finished, free_port, run_command
 
 NODES = 2
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
@@ -82,7 +82,7 @@ class Cluster:
     def run(
         self,
         argv: Sequence[str],
-        timeout_s: float = 60.0,
+        timeout_s: float = HANG_S,
         cwd: Path | None = None,
         env: Mapping[str, str | None] | None = None,
     ) -> Finished:
@@ -91,19 +91,19 @@ class Cluster:
 
     def job(self, job_id: str) -> dict[str, str]:
         """What the controller says of a job, by its own names: `JobState`, `ExitCode`, `Restarts`, ..."""
-        told = self.run(["scontrol", "--oneliner", "show", "job", job_id], 20.0).stdout
+        told = self.run(["scontrol", "--oneliner", "show", "job", job_id]).stdout
         return {name: value for name, _, value in (word.partition("=") for word in told.split())}
 
-    def wait_for(self, job_id: str, done: Callable[[dict[str, str]], bool], timeout_s: float) -> dict[str, str]:
+    def wait_for(self, job_id: str, done: Callable[[dict[str, str]], bool]) -> dict[str, str]:
         """Ask until the job is as wanted.
 
         Raises:
             AssertionError: it was not within the time; the text has the job, and the ends of the daemons' logs.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + HANG_S
         while not done(told := self.job(job_id)):
             if time.monotonic() > deadline:
-                raise AssertionError(f"after {timeout_s} s job {job_id} is {told}\n{self.logs()}")
+                raise AssertionError(f"after {HANG_S} s job {job_id} is {told}\n{self.logs()}")
             time.sleep(0.2)  # SLURM tells nobody of a change: it is asked
         return told
 
@@ -138,14 +138,14 @@ def serve() -> Iterator[Cluster]:
         for i in range(NODES):
             stack.enter_context(_daemon(["slurmd", "-D", "-N", f"127.0.0.{i + 1}"], env, folder))
         cluster = Cluster(folder, env)
-        deadline = time.monotonic() + 30.0
-        while (states := cluster.run(["sinfo", "-h", "-N", "-o", "%t"], 20.0).stdout.split()) != ["idle"] * NODES:
+        deadline = time.monotonic() + HANG_S
+        while (states := cluster.run(["sinfo", "-h", "-N", "-o", "%t"]).stdout.split()) != ["idle"] * NODES:
             assert time.monotonic() < deadline, f"the nodes are {states}\n{cluster.logs()}"
             time.sleep(0.2)  # as above
         try:
             yield cluster
         finally:
-            cluster.run(["scancel", "--signal=KILL", "--full", "--user=root"], 20.0)
+            cluster.run(["scancel", "--signal=KILL", "--full", "--user=root"])
 
 
 _MUNGE = (
@@ -174,7 +174,7 @@ def _daemon(argv: list[str], env: Mapping[str, str], folder: Path) -> Iterator[N
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10.0)
+        process.wait(HANG_S)
 
 
 def _kill_all(folder: Path) -> None:

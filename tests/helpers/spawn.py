@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_AFTER_FAILURE_S = 5.0  # what the other ranks get to end by themselves once one has failed
+HANG_S = 600.0  # what takes so long hangs, also on a machine that is slow and busy; a test that is done is done sooner
 _LOG_TAIL_BYTES = 4000
 
 
@@ -64,7 +64,8 @@ def run_ranks(
     fn: Callable[..., Any],
     nproc: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = HANG_S,
+    others_s: float = 60.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run `fn(*args)` as `nproc` ranks and return the results by rank.
@@ -79,6 +80,7 @@ def run_ranks(
         nproc: the number of ranks.
         *args: passed to every rank, pickled.
         timeout_s: after so many seconds all ranks are killed; the error shows where each one stood.
+        others_s: seconds that the other ranks get to end by themselves once one has failed.
         env: more environment variables for the ranks.
 
     Returns:
@@ -105,7 +107,7 @@ def run_ranks(
                 sender.close()
                 pipes[receiver] = rank
                 ranks.append(process)
-            results, errors = _collect(pipes, ranks, timeout_s)
+            results, errors = _collect(pipes, ranks, timeout_s, others_s)
             if errors:
                 raise RanksFailed(_report(fn, nproc, errors, Path(folder)), errors)
             return [results[rank] for rank in range(nproc)]
@@ -127,7 +129,9 @@ def _job_env(nproc: int) -> dict[str, str]:
     }
 
 
-def _collect(pipes: Mapping[Any, int], ranks: Sequence[Any], timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+def _collect(
+    pipes: Mapping[Any, int], ranks: Sequence[Any], timeout_s: float, others_s: float
+) -> tuple[dict[int, Any], dict[int, str]]:
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
     open_pipes = dict(pipes)
@@ -139,8 +143,8 @@ def _collect(pipes: Mapping[Any, int], ranks: Sequence[Any], timeout_s: float) -
             for rank in late:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(ranks[rank].pid, signal.SIGQUIT)  # faulthandler writes the stacks into the rank's log
-            ranks[late[0]].join(0.5)
-            why = f"did not end within {_AFTER_FAILURE_S} s of the failure" if errors else f"ran past {timeout_s} s"
+            ranks[late[0]].join(2.0)
+            why = f"did not end within {others_s} s of the failure" if errors else f"ran past {timeout_s} s"
             errors.update({rank: f"rank {rank} {why}; it was killed, its stacks are in its output" for rank in late})
             break
         for receiver in ready:
@@ -148,12 +152,12 @@ def _collect(pipes: Mapping[Any, int], ranks: Sequence[Any], timeout_s: float) -
             try:
                 ok, value = pickle.loads(receiver.recv_bytes())
             except EOFError:
-                ranks[rank].join(1.0)
+                ranks[rank].join(60.0)  # its pipe is closed: it is about to end
                 ok, value = False, f"rank {rank} ended with exit code {ranks[rank].exitcode} and no result"
             if ok:
                 results[rank] = value
             else:
-                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
+                deadline = min(deadline, time.monotonic() + others_s)
                 errors[rank] = value
     return results, errors
 
@@ -213,12 +217,12 @@ def _kill(process: Any) -> None:
     if process.pid is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if process.is_alive() and os.getpgid(process.pid) == process.pid:
-                process.join(0.5)  # its answer is in; normally it is about to exit
+                process.join(2.0)  # its answer is in; normally it is about to exit
             os.killpg(process.pid, signal.SIGKILL)
-    process.join(5.0)
+    process.join(60.0)
     if process.is_alive():
         process.kill()
-        process.join(5.0)
+        process.join(60.0)
     process.close()
 
 
@@ -262,20 +266,20 @@ def start_command(
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10.0)
+        process.wait(HANG_S)
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float) -> Finished:
+def finish(process: subprocess.Popen[str], timeout_s: float = HANG_S) -> Finished:
     """Wait for a program's end; AssertionError with its output if it is still running after `timeout_s` seconds."""
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate(timeout=10.0)
+        stdout, stderr = process.communicate(timeout=HANG_S)
         raise AssertionError(f"{process.args} ran past {timeout_s} s\n{stdout}\n{stderr}") from None
     return Finished(process.returncode, stdout, stderr)
 
@@ -283,7 +287,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float) -> Finished:
 def run_command(
     argv: Sequence[str],
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = HANG_S,
     env: Mapping[str, str | None] | None = None,
     cwd: str | Path | None = None,
 ) -> Finished:

@@ -31,6 +31,7 @@ from instep.callbacks import Callback, ModelCheckpoint
 from instep.launch.agent import run_agent
 from instep.launch.engine import LaunchSpec
 from instep.launch.forked import Forked
+from tests.helpers.spawn import HANG_S
 from tests.trainer.toys import quiet
 
 SAMPLES, GLOBAL_BATCH = 96, 12
@@ -57,7 +58,7 @@ class Net(TrainModule):
         with open(self._log, "a") as file:
             file.write(json.dumps([self.trainer.global_step, self.trainer.current_epoch, numbers.tolist()]) + "\n")
         held = self._log.parent / self._holds.get(self.trainer.global_step, ".")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_S
         while not held.exists():
             assert time.monotonic() < deadline, f"nobody made {held}"
             time.sleep(0.02)  # another process's file: there is nothing to wait on

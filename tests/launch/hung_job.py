@@ -19,7 +19,7 @@ from tests.trainer.toys import quiet
 
 
 def stuck_here() -> None:
-    threading.Event().wait(60.0)
+    threading.Event().wait()
 
 
 class Model(instep.TrainModule):
@@ -43,7 +43,7 @@ class Model(instep.TrainModule):
             elif self.how == "in Python":
                 stuck_here()
             elif self.how == "in C":
-                ctypes.PyDLL(None).sleep(60)  # with Python's lock held
+                ctypes.PyDLL(None).sleep(10**6)  # with Python's lock held
         return self.layer(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.spawn import finish, free_port, start_command
+from tests.helpers.spawn import HANG_S, finish, free_port, start_command
 from tests.launch.elastic_job import SAMPLES
 from tests.launch.ways import REPO, UNLAUNCHED
 
@@ -24,8 +24,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the ranks end with their agent on Linux only"),
 ]
 NODES = {"nproc": 1, "num_nodes": 2, "min_nodes": 1, "max_restarts": 1, "run_id": "job", "rdzv_backend": "c10d"}
-QUICK = {"join_timeout": "60", "last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
-LIMIT_S = 120.0
+QUICK = {"join_timeout": "600", "last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "6"}
 
 
 @contextlib.contextmanager
@@ -39,10 +38,10 @@ def _agent(folder: Path, spec: dict[str, Any], *args: str, inside: tuple[str, ..
 
 
 def _until(there: Callable[[], Any], process: subprocess.Popen[str], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + HANG_S
     while not there():
         assert process.poll() is None, f"the agent ended with {process.returncode} before {what}"
-        assert time.monotonic() < deadline, f"no {what} after {LIMIT_S} s"
+        assert time.monotonic() < deadline, f"no {what} after {HANG_S} s"
         time.sleep(0.02)  # another process's file or output: there is nothing to wait on
 
 
@@ -78,7 +77,7 @@ def test_one_of_four_ranks_is_killed_ten_times_and_nothing_is_lost(tmp_path: Pat
         folder = tmp_path / f"kills-{kills}"
         folder.mkdir()
         with _agent(folder / "agent", {"nproc": 4, "max_restarts": 10}, "--kills", str(kills)) as process:
-            assert finish(process, LIMIT_S).returncode == 0, (folder / "agent/out").read_text()
+            assert finish(process).returncode == 0, (folder / "agent/out").read_text()
         said = (folder / "agent/out").read_text()
         assert said.count("failed with SIGKILL") == said.count("starting all ranks again") == kills, said
         results.append(_result(folder))
@@ -98,7 +97,7 @@ def test_a_node_comes_and_another_is_lost(tmp_path: Path) -> None:
             _until(lambda: len(_lines(tmp_path, "steps-1-1")) > 4, first, "step of a job of two nodes")
             second.kill()
             (tmp_path / "lost").touch()
-            assert finish(first, LIMIT_S).returncode == 0, (tmp_path / "a/out").read_text()
+            assert finish(first).returncode == 0, (tmp_path / "a/out").read_text()
     said = (tmp_path / "a/out").read_text()
     assert "node 1 has gone" in said, said
     assert "restart 1 of 1" in said, said  # that another node came did not count
@@ -153,7 +152,7 @@ def test_a_host_that_is_cut_off_stops_and_the_other_goes_on(tmp_path: Path, two_
         _until(lambda: len(_lines(tmp_path, "steps-0-1")) > 4, hosts[0], "step of two hosts")
         _ip("-n", two_hosts[1], "link", "set", "cable", "down")
         (tmp_path / "go").touch()
-        codes = [finish(host, LIMIT_S).returncode for host in hosts]
+        codes = [finish(host).returncode for host in hosts]
     first, second = ((tmp_path / name / "out").read_text() for name in "ab")
     assert codes == [0, 1], (first, second)
     assert "did not answer for" in first, first

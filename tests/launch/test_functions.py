@@ -17,11 +17,11 @@ from instep.errors import SettingError, UsageError
 from instep.launch import functions
 from instep.launch.forked import Forked
 from instep.launch.functions import debug_launcher, notebook_launcher
-from tests.helpers.spawn import Finished, finish, run_command, start_command
+from tests.helpers.spawn import HANG_S, Finished, finish, run_command, start_command
 from tests.launch.ways import REPO, UNLAUNCHED, same_weights
 
 HEAD = """
-import os, signal, sys
+import os, signal, sys, time
 import torch
 from instep import PartialState, debug_launcher, notebook_launcher
 from instep.distributed import gather_object
@@ -43,7 +43,7 @@ def program(folder: Path, code: str) -> list[str]:
 
 def run(folder: Path, code: str) -> Finished:
     env = {**UNLAUNCHED, "OMP_NUM_THREADS": None, "PYTHONPATH": str(REPO)}
-    return run_command(program(folder, code), env=env, timeout_s=120.0)
+    return run_command(program(folder, code), env=env)
 
 
 @pytest.mark.dist
@@ -159,7 +159,8 @@ def test_an_interrupt_reaches_the_ranks_once_and_they_do_not_outlive_the_program
     code = """
         def wait():
             say("ready", os.getpid(), os.getsid(0) == os.getpid())
-            signal.pause()
+            while True:
+                time.sleep(0.05)  # not signal.pause(): a signal just before it would be missed
 
         def saves():
             signal.signal(signal.SIGINT, lambda *_: (say("saved"), os._exit(75)))
@@ -177,9 +178,42 @@ def test_an_interrupt_reaches_the_ranks_once_and_they_do_not_outlive_the_program
         assert lines(process, 3) == ["saved", "saved", "Preempted"]
         lines(process, 2)
         process.send_signal(signal.SIGINT)
-        done = finish(process, 30)
+        done = finish(process)
     assert done.stdout.split() == ["KeyboardInterrupt"], done
     assert done.stderr.count("SIGINT: passed on to the ranks") == 2
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("when", ["_Agent._start_workers", "MultiprocessContext._start", "_Agent._take_signals"])
+def test_an_interrupt_while_the_ranks_start_is_one_too(tmp_path: Path, when: str) -> None:
+    """From the start of the context on torch's handlers raise in the agent, until it takes the signals itself."""
+    code = f"""
+        from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+        from instep.launch.agent import _Agent
+
+        here, there = os.pipe()
+        before = {when}
+
+        def interrupted(self, *args):
+            {when} = before
+            if "{when}" == "_Agent._take_signals":
+                print([os.read(here, 5) for _ in range(2)])
+            signal.raise_signal(signal.SIGINT)
+            return before(self, *args)
+
+        def waits():
+            os.write(there, b"begun")
+            while True:
+                time.sleep(0.1)
+
+        {when} = interrupted
+        try:
+            debug_launcher(waits)
+        except BaseException as error:
+            say(type(error).__name__)
+    """
+    done = run(tmp_path, code)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["KeyboardInterrupt"]), done
 
 
 def test_ranks_that_were_forked_end_where_another_one_could_not_be() -> None:
@@ -191,7 +225,7 @@ def test_ranks_that_were_forked_end_where_another_one_could_not_be() -> None:
 
 
 def lines(process: Any, count: int) -> list[str]:
-    timer = threading.Timer(30.0, process.kill)
+    timer = threading.Timer(HANG_S, process.kill)
     timer.start()
     try:
         return [process.stdout.readline().strip() for _ in range(count)]

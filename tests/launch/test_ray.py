@@ -19,7 +19,7 @@ from instep.cli.main import main
 from instep.errors import SettingError, UsageError
 from instep.launch.engine import LaunchSpec
 from instep.launch.ray import RayLauncher
-from tests.helpers.spawn import free_port, start_command
+from tests.helpers.spawn import HANG_S, free_port, start_command
 from tests.launch.ways import job, same_weights
 
 ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
@@ -51,8 +51,8 @@ def _answers(address: str) -> bool:
     return False
 
 
-def _wait_for(true: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
+def _wait_for(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_S
     while not true():
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.02)
@@ -60,7 +60,6 @@ def _wait_for(true: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 @pytest.mark.ray
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 def test_two_actors_on_two_nodes_train_to_the_same_weights(cluster: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert RayLauncher(cluster, placement="STRICT_SPREAD").run(LaunchSpec(2, job(out))) == 0
@@ -69,7 +68,6 @@ def test_two_actors_on_two_nodes_train_to_the_same_weights(cluster: str, tmp_pat
 
 @pytest.mark.ray
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 def test_jobs_on_one_node(cluster: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import ray  # an optional package
 
@@ -117,11 +115,9 @@ from instep.launch.report import report_failures
 report_failures()
 if os.environ["RANK"] == "1":
     raise ValueError("the first to fail")
-time.sleep(60)
+time.sleep(1e6)
 """
-    started = time.monotonic()
     assert _run(code) == 1
-    assert time.monotonic() - started < 30
     said = capfd.readouterr().err
     assert said.count("the first to fail") == 1
     assert said.rstrip().endswith("ValueError: the first to fail")

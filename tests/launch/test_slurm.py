@@ -17,6 +17,7 @@ from instep.errors import SettingError, UsageError
 from instep.launch.slurm import BatchJob, check_time, submit
 from tests.helpers import slurm
 from tests.helpers.slurm import Cluster
+from tests.helpers.spawn import HANG_S
 from tests.launch.ways import RAISES, REPO, UNLAUNCHED, check_error_was_told, job, same_weights
 
 HELD = Path(__file__).with_name("held_job.py")
@@ -139,7 +140,7 @@ def test_the_scripts_own_lines_are_those_of_a_shell(tmp_path: Path) -> None:
     script = BatchJob(("train.py", "$HOME `x`"), setup=("cd .",), python="py").script()
     for code in (0, 1, 75):
         env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "CODE": str(code)}
-        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, timeout=20, check=False)
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, timeout=HANG_S, check=False)
         assert done.returncode == code
         assert (tmp_path / "srun.txt").read_text().endswith("train.py $HOME `x`\n")
         assert (tmp_path / "scontrol.txt").exists() == (code == 75)
@@ -169,11 +170,11 @@ def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def over(job: dict[str, str]) -> bool:
-    return job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
+    return job["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED")
 
 
 def instep_slurm(cluster: Cluster, folder: Path, *words: str) -> str:
-    done = cluster.run([sys.executable, "-m", "instep", "slurm", *words], 60.0, cwd=folder, env=UNLAUNCHED)
+    done = cluster.run([sys.executable, "-m", "instep", "slurm", *words], cwd=folder, env=UNLAUNCHED)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -182,7 +183,9 @@ def instep_slurm(cluster: Cluster, folder: Path, *words: str) -> str:
 @pytest.mark.dist
 @pytest.mark.usefixtures("limited")
 def test_srun_alone_starts_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    done = cluster.run(["srun", "-N1", "-n2", sys.executable, *job(tmp_path / "out.json")], 120.0, tmp_path, UNLAUNCHED)
+    done = cluster.run(
+        ["srun", "-N1", "-n2", sys.executable, *job(tmp_path / "out.json")], cwd=tmp_path, env=UNLAUNCHED
+    )
     assert done.returncode == 0, done.stderr
     result = same_weights(tmp_path / "out.json")
     assert (result["launcher"], result["world_size"], result["num_nodes"]) == ("slurm", 2, 1)
@@ -192,7 +195,7 @@ def test_srun_alone_starts_ranks(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_an_error_of_a_rank_of_srun_is_told_and_ends_all(cluster: Cluster, tmp_path: Path) -> None:
     command = ["srun", "-N1", "-n2", sys.executable, *RAISES, str(tmp_path)]
-    done = cluster.run(command, 60.0, tmp_path, {**UNLAUNCHED, "PYTHONPATH": str(REPO)})
+    done = cluster.run(command, cwd=tmp_path, env={**UNLAUNCHED, "PYTHONPATH": str(REPO)})
     check_error_was_told(done, tmp_path)
 
 
@@ -201,11 +204,11 @@ def test_an_error_of_a_rank_of_srun_is_told_and_ends_all(cluster: Cluster, tmp_p
 @pytest.mark.usefixtures("limited")
 def test_srun_starts_an_agent_on_each_node(cluster: Cluster, tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "instep", "launch", "--devices=1", *job(tmp_path / "out.json")]
-    done = cluster.run(["srun", "-N2", "--ntasks-per-node=1", *launch], 120.0, tmp_path, UNLAUNCHED)
+    done = cluster.run(["srun", "-N2", "--ntasks-per-node=1", *launch], cwd=tmp_path, env=UNLAUNCHED)
     assert done.returncode == 0, done.stderr
     result = same_weights(tmp_path / "out.json")
     assert (result["launcher"], result["world_size"], result["num_nodes"]) == ("torchrun", 2, 2)
-    done = cluster.run(["srun", "-N1", "-n2", *launch], 60.0, tmp_path, UNLAUNCHED)
+    done = cluster.run(["srun", "-N1", "-n2", *launch], cwd=tmp_path, env=UNLAUNCHED)
     assert "slurm started 2 agents on this node" in done.stderr
 
 
@@ -215,7 +218,7 @@ def test_sbatch_accepts_the_script_and_refuses_what_it_cannot_run(cluster: Clust
     words = ["--nodes=2", "--time=1-0", "--sbatch", "comment=a 'b c", "--test-only", "train.py"]
     assert "to start at" in instep_slurm(cluster, tmp_path, *words)
     command = [sys.executable, "-m", "instep", "slurm", "--sbatch", "partition=none", "train.py"]
-    done = cluster.run(command, 60.0, cwd=tmp_path)
+    done = cluster.run(command, cwd=tmp_path)
     assert done.returncode == 1
     assert "instep: sbatch refuses the job: " in done.stderr
     assert "invalid partition" in done.stderr
@@ -228,7 +231,7 @@ def test_a_job_that_fails_is_not_put_back(cluster: Cluster, tmp_path: Path) -> N
     told = instep_slurm(cluster, tmp_path, "--output=%j.txt", "fails.py")
     job_id = told.split()[2].rstrip(";")
     assert f"output: {job_id}.txt" in told
-    ended = cluster.wait_for(job_id, over, 90.0)
+    ended = cluster.wait_for(job_id, over)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0")
 
 
@@ -238,15 +241,15 @@ def test_a_job_that_fails_is_not_put_back(cluster: Cluster, tmp_path: Path) -> N
 def test_at_the_time_limit_a_job_saves_is_put_back_and_goes_on(cluster: Cluster, limited: tuple[str, Path]) -> None:
     job_id, folder = limited
     log = folder / "log.txt"
-    cluster.wait_for(job_id, lambda now: len(list((folder / "held").glob("*"))) == 2 or over(now), 120.0)
+    cluster.wait_for(job_id, lambda now: len(list((folder / "held").glob("*"))) == 2 or over(now))
     minutes = int(cluster.job(job_id)["RunTime"].split(":")[1]) + 2  # less than two are left then
     change(cluster, job_id, f"TimeLimit={minutes}")
-    again = cluster.wait_for(job_id, lambda now: now["Reason"] == "BeginTime" or over(now), 90.0)
+    again = cluster.wait_for(job_id, lambda now: now["Reason"] == "BeginTime" or over(now))
     assert (again["JobState"], again["Restarts"]) == ("PENDING", "1"), log.read_text()
     change(cluster, job_id, "TimeLimit=30")
     # SLURM waits for two minutes otherwise; but a start in the second of the end would be taken for the revoked one.
     change(cluster, job_id, "StartTime=now+4")
-    ended = cluster.wait_for(job_id, over, 120.0)
+    ended = cluster.wait_for(job_id, over)
     assert ended["JobState"] == "COMPLETED", f"{ended}\n{log.read_text()}\n{cluster.logs()}"
     assert same_weights(folder / "out.json")["num_nodes"] == 2
     assert "Stopped by SIGUSR1" in log.read_text()

@@ -11,6 +11,7 @@ import torch
 
 from instep.errors import InstepError, SettingError
 from instep.loggers import TensorBoardLogger
+from tests.helpers.spawn import HANG_S
 
 # TensorBoard's readers use what newer Pythons and numpys warn about.
 pytestmark = pytest.mark.filterwarnings("default:::tensorboard.*", "default::DeprecationWarning")
@@ -49,7 +50,7 @@ def test_torch_is_not_loaded_for_it(tmp_path):
         f"logger.start({str(tmp_path)!r}); logger.log_metrics({{'a': 1.0}}, 1); logger.log_hyperparams({{'b': 2}}); "
         "logger.finalize(); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)
     assert scalars(tmp_path) == {"a": [(1, 1.0)]}
 
 

@@ -16,7 +16,7 @@ from tests.helpers.spawn import run_ranks
 def state_on_two_nodes(local_world_size: int = 2) -> PartialState:
     rank = int(os.environ["RANK"])
     os.environ.update(LOCAL_WORLD_SIZE=str(local_world_size), LOCAL_RANK=str(rank % local_world_size))
-    return PartialState(cpu=True, timeout=40)
+    return PartialState(cpu=True, timeout=300)
 
 
 def outcome(first: Any, body: Any) -> tuple[bool, str]:
@@ -39,7 +39,7 @@ def fail(text: str) -> None:
 
 
 def _nested(folder: str) -> list[Any]:
-    state = PartialState(cpu=True, timeout=40)
+    state = PartialState(cpu=True, timeout=300)
     file = Path(folder) / "file"
     report: list[Any] = []
     with state.main_process_first():
@@ -69,7 +69,7 @@ def test_an_inner_block_changes_nothing_and_its_error_is_the_outer_blocks(tmp_pa
 
 
 def _error_on_a_follower() -> list[Any]:
-    state = PartialState(cpu=True, timeout=40)
+    state = PartialState(cpu=True, timeout=300)
     report: list[Any] = []
     for first in (state.main_process_first, state.local_main_process_first):
         report.append(outcome(first, lambda: None if state.is_main_process else fail("mine")))

@@ -268,7 +268,7 @@ from instep.state import PartialState
 from instep.distributed import gather_object
 
 before = dict(os.environ)
-state = PartialState(cpu=True, timeout=60)
+state = PartialState(cpu=True, timeout=300)
 print(gather_object((state.process_index, state.local_process_index, state.node_index, state.num_nodes)))
 assert dict(os.environ) == before
 state.destroy_process_group()
@@ -316,5 +316,5 @@ def test_processes_meet_by_their_launchers_variables(job, places: str, tmp_path:
             for rank in range(2)
         ]
         for rank in ranks:
-            done = finish(rank, 60)
+            done = finish(rank)
             assert (done.returncode, done.stdout.strip()) == (0, places), done.stderr

@@ -49,7 +49,7 @@ def test_asking_for_n_cpu_processes_starts_n_that_know_each_other(tmp_path: Path
     """One starts; or N start and each believes to be rank 0 of 1."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = run_command([sys.executable, str(program)], timeout_s=90)
+    done = run_command([sys.executable, str(program)])
     assert done.stdout.strip() == str([(3, [0, 1, 2])] * 3), done.stderr
 
 
@@ -149,11 +149,11 @@ def test_a_view_that_raises_builds_no_process_state() -> None:
 
 def _end_and_build_again() -> list[Any]:
     report: list[Any] = []
-    state = PartialState(cpu=True, timeout=30)
+    state = PartialState(cpu=True, timeout=300)
     state.destroy_process_group()
     state.destroy_process_group()
     report += [state.initialized, dist.is_initialized(), repr(state), error_of(lambda: state.num_processes)]
-    state = PartialState(cpu=True, timeout=20)
+    state = PartialState(cpu=True, timeout=300)
     state.wait_for_everyone()
     report += [state.num_processes]
     state.wait_for_everyone()
@@ -176,7 +176,7 @@ def test_after_its_group_is_destroyed_the_state_says_so_and_can_be_built_again()
 
 
 def _first() -> list[Any]:
-    state = PartialState(cpu=True, timeout=30)
+    state = PartialState(cpu=True, timeout=300)
     report: list[Any] = []
     try:
         with state.main_process_first():
@@ -194,7 +194,7 @@ def test_an_error_on_the_main_process_does_not_pair_the_others_wait_with_the_nex
 
 
 def _named() -> list[Any]:
-    state = PartialState(cpu=True, timeout=30)
+    state = PartialState(cpu=True, timeout=300)
 
     @state.on_last_process
     def report() -> int:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from instep.state import PartialState
 
-state = PartialState(cpu=True, timeout=100)
+state = PartialState(cpu=True, timeout=300)
 control = state.control_group
 state.wait_for_everyone()
 if state.is_main_process:
@@ -45,7 +45,7 @@ def end_like(tmp_path: Path, ending: str) -> tuple[int, str, int, str]:
             )
             for rank in range(2)
         ]
-        first, second = finish(ranks[0], 60), finish(ranks[1], 20)
+        first, second = finish(ranks[0]), finish(ranks[1])
     return first.returncode, first.stderr, second.returncode, second.stderr
 
 

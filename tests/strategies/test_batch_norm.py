@@ -77,5 +77,5 @@ def test_statistics_are_those_of_the_whole_batch() -> None:
     module = Normalised()
     quiet(max_steps=1).fit(module, loader(16, 8))
     expected = running_mean(module)
-    for found in run_ranks(on_two_gpus, 2, timeout_s=120.0):
+    for found in run_ranks(on_two_gpus, 2):
         assert found == pytest.approx(expected, abs=1e-5)

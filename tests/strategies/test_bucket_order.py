@@ -57,6 +57,6 @@ def straight_and_resumed(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 @pytest.mark.dist
 def test_a_resumed_run_sums_in_the_order_of_the_first_one(tmp_path: Path) -> None:
-    for rank in run_ranks(straight_and_resumed, 3, tmp_path, timeout_s=120.0):
+    for rank in run_ranks(straight_and_resumed, 3, tmp_path):
         for name, (straight, resumed) in rank.items():
             assert torch.equal(straight, resumed), name

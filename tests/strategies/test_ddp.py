@@ -148,7 +148,7 @@ def both_ways() -> dict[str, tuple[Tensor, Tensor]]:
 
 @pytest.mark.dist
 def test_a_handwritten_loop_has_the_trainer_s_bits_under_every_hook() -> None:
-    first, second = run_ranks(both_ways, 2, timeout_s=120.0)
+    first, second = run_ranks(both_ways, 2)
     for name, (trainer, by_itself) in first.items():
         assert torch.equal(trainer, by_itself), name
         assert torch.equal(trainer, second[name][0]), f"{name}: ranks differ"
@@ -320,7 +320,7 @@ def joined_alone() -> Tensor:
 
 @pytest.mark.dist
 def test_torch_s_options_train_the_same_weights() -> None:
-    first, second = run_ranks(with_options, 2, timeout_s=150.0)
+    first, second = run_ranks(with_options, 2)
     for name, weights in first["same"].items():
         if "static_graph" in OPTIONS[name]:  # the first window's gradients are averaged as they come
             torch.testing.assert_close(weights, first["plain"], atol=1e-6, rtol=0, msg=name)

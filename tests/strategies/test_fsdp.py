@@ -124,7 +124,7 @@ def train_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(train_all, 2, timeout_s=120)
+    return run_ranks(train_all, 2)
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,7 @@ def in_one_process(validates_after: int = 0, steps: int = STEPS) -> list[list[Te
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     folder = tmp_path_factory.mktemp("local")
-    return run_ranks(everything, 2, folder, timeout_s=120.0), folder
+    return run_ranks(everything, 2, folder), folder
 
 
 @pytest.mark.dist

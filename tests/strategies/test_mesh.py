@@ -185,7 +185,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.dist
 def test_two_processes_that_share_their_data(tmp_path: Path):
-    first, second = run_ranks(two_ranks, 2, tmp_path, timeout_s=120.0)
+    first, second = run_ranks(two_ranks, 2, tmp_path)
     assert first["meta"] == second["meta"] == pytest.approx(made_late("auto"), abs=1e-5)
     expected = predictions("auto")
     for name in ("tp", "cp"):
@@ -232,7 +232,7 @@ FOUR: dict[str, Any] = {
 def test_products_of_dimensions_train_as_one_process_does():
     alone = train(steps=3)
     elements = sum(p.numel() for p in TinyGPT().parameters())
-    ranks = run_ranks(four_ranks, 4, tuple(FOUR), timeout_s=180.0)
+    ranks = run_ranks(four_ranks, 4, tuple(FOUR))
     for name in FOUR:
         for rank in ranks:
             assert rank[name][0] == pytest.approx(alone.losses, abs=1e-5), name

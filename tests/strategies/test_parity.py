@@ -83,7 +83,7 @@ def alone() -> dict[str, Any]:
     "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_losses_agree_with_one_process(world_size: int, alone: dict[str, Any]) -> None:
-    ranks = run_ranks(train_all, world_size, timeout_s=120.0)
+    ranks = run_ranks(train_all, world_size)
     for name, (settings, samples, _) in CASES.items():
         losses, weights, mean = alone[name]
         steps = -(-samples // GLOBAL_BATCH) * 3
@@ -167,7 +167,7 @@ def losses_in(precision: str, names: list[str]) -> dict[str, list[float]]:
 def test_strategies_agree_in_mixed_precision_but_for_its_rounding() -> None:
     alone = losses_in("bf16-mixed", ["single process"])["single process"]
     exact = losses_in("32-true", ["single process"])["single process"]
-    [first, _] = run_ranks(losses_in, 2, "bf16-mixed", ["DDP x2", "FSDP x2", "TP x2", "PP x2 (1F1B)"], timeout_s=120.0)
+    [first, _] = run_ranks(losses_in, 2, "bf16-mixed", ["DDP x2", "FSDP x2", "TP x2", "PP x2 (1F1B)"])
     for name, losses in first.items():
         assert difference(losses, alone) < 0.01, name
         assert difference(losses, exact) > LIMIT, f"{name} trained in float32"

@@ -273,7 +273,7 @@ def alone(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
-    return run_ranks(two_ranks, 2, str(folder), timeout_s=150.0)
+    return run_ranks(two_ranks, 2, str(folder))
 
 
 @pytest.mark.dist
@@ -333,7 +333,7 @@ def test_what_a_pipe_cannot_do_is_refused(mistake: str, answer: str, two: list[d
 
 @pytest.mark.dist
 def test_pipes_with_sharded_weights(folder: Path, two: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    ranks = run_ranks(four_ranks, 4, str(folder), timeout_s=60.0)
+    ranks = run_ranks(four_ranks, 4, str(folder))
     for name in ("2x2", "from one", "from two", "from four"):
         for rank, results in enumerate(ranks):
             check_like(results[name], alone["1f1b"], rank == 0, name)

@@ -14,6 +14,7 @@ import torch
 from instep.errors import SettingError
 from instep.strategies import DDPStrategy, Precision, Strategy, register_strategy, resolve_strategy, strategy_names
 from instep.strategies import registry as room
+from tests.helpers.spawn import HANG_S
 from tests.trainer.toys import Toy, loader, quiet
 
 
@@ -97,7 +98,7 @@ def test_a_strategy_is_loaded_when_it_is_used() -> None:
         "print([n for n in ('torch.distributed.fsdp', 'torch.distributed.tensor', 'torch.distributed.pipelining', "
         "'torch.distributed.checkpoint', 'deepspeed', 'torch_xla', 'torchao') if n in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 

@@ -88,7 +88,7 @@ def outputs_and_gradients() -> dict[str, Any]:
 
 @pytest.mark.dist
 def test_outputs_and_gradients_are_those_of_one_process() -> None:
-    ranks = run_ranks(outputs_and_gradients, 2, timeout_s=60.0)
+    ranks = run_ranks(outputs_and_gradients, 2)
     alone = Net().eval()
     for kind in ("1f1b", "gpipe"):
         for rank in ranks:

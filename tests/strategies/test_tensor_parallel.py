@@ -246,6 +246,6 @@ def fit_llamas() -> list[tuple[float, int]]:
 def test_the_plan_of_a_transformers_model_is_used():
     pytest.importorskip("transformers", reason="transformers is not installed")
     alone = [fit_llama("auto", tied)[0] for tied in (False, True)]
-    for rank in run_ranks(fit_llamas, 2, timeout_s=120.0):
+    for rank in run_ranks(fit_llamas, 2):
         # Seven layers in each of two blocks, the embedding and the head, which may be one.
         assert rank == [(pytest.approx(alone[0], abs=1e-5), 16), (pytest.approx(alone[1], abs=1e-5), 15)]

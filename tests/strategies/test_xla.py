@@ -22,6 +22,7 @@ from instep.errors import MissingPackageError, SettingError, StateError
 from instep.state import GradientState, PartialState
 from instep.strategies import Precision, XLAStrategy, resolve_strategy
 from instep.strategies import xla as xla_file
+from tests.helpers.spawn import HANG_S
 from tests.strategies import xla_mlp
 from tests.strategies.xla_mlp import TiedMLP, Trained, handwritten, train
 
@@ -275,7 +276,7 @@ def spmd(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `xla_spmd.py` saw."""
     environ = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "TF_CPP_MIN_LOG_LEVEL": "2"}
     command = [sys.executable, "-m", "tests.strategies.xla_spmd", str(tmp_path_factory.mktemp("spmd"))]
-    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=170)
+    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=HANG_S)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -182,7 +182,7 @@ def test_a_handwritten_loop_divides_its_optimizers(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(everything, 2, tmp_path_factory.mktemp("zero"), timeout_s=170.0)
+    return run_ranks(everything, 2, tmp_path_factory.mktemp("zero"))
 
 
 @pytest.mark.dist

@@ -17,7 +17,7 @@ from instep.errors import SettingError
 from tests.helpers.spawn import Finished, free_port, run_command
 from tests.launch.ways import check_error_was_told
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 HERE = Path(__file__)
 REPO = HERE.parents[2]
@@ -33,7 +33,7 @@ def torchrun(nproc: int) -> tuple[str, ...]:
 def run(root: Path, *args: str, start: tuple[str, ...] = SCRIPT) -> Finished:
     root.mkdir(exist_ok=True)
     argv = [sys.executable, *start, "--root", str(root), *args]
-    return run_command(argv, env={"PYTHONPATH": str(REPO)}, cwd=REPO, timeout_s=90.0)
+    return run_command(argv, env={"PYTHONPATH": str(REPO)}, cwd=REPO)
 
 
 def results(root: Path, ranks: int) -> list[dict[str, Any]]:

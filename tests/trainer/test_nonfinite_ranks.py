@@ -96,7 +96,7 @@ def run_cases() -> list[dict[str, Any]]:
 
 
 def test_one_decision_on_all_ranks() -> None:
-    first, second = run_ranks(run_cases, 2, timeout_s=120.0)
+    first, second = run_ranks(run_cases, 2)
     for case, one, other in zip(CASES, first, second, strict=True):
         for a, b in zip((*one["history"], one["end"]), (*other["history"], other["end"]), strict=True):
             assert torch.equal(a, b) or (a.isnan().all() and b.isnan().all()), case
@@ -172,7 +172,7 @@ def replay_all() -> list[tuple[int, int, Tensor, Tensor]]:
 
 
 def test_nothing_comes_of_a_replayed_batch_not_even_of_a_nan() -> None:
-    first, second = run_ranks(replay_all, 2, timeout_s=60.0)
+    first, second = run_ranks(replay_all, 2)
     assert [replays for replays, *_ in first] == [0] * 4
     assert [replays for replays, *_ in second] == [2] * 4, "one in each epoch"
     for (_, count, spoilt, healthy), (_, _, others, _) in zip(first, second, strict=True):

@@ -148,7 +148,7 @@ def test_any_rank_or_all(tmp_path: Path) -> None:
         ("epoch end", "SIGTERM", 1),
         ("save", "SIGTERM", 0),
     ]
-    first, second = run_ranks(stop_and_go_on, 2, tmp_path, cases, timeout_s=150)
+    first, second = run_ranks(stop_and_go_on, 2, tmp_path, cases)
     assert [batches for batches, _ in first] == [batches for batches, _ in second], "left at the same batch"
     assert first[3][0] % 5 == 2
 

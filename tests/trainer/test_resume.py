@@ -38,7 +38,6 @@ from tests.trainer.test_ranks import Gan
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata with a new torch
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # dynamo with torchmetrics
-    pytest.mark.timeout(300),
 ]
 
 # 6 batches an epoch. A stop that is asked for at step s happens at s + 1, or at the epoch's end if s was its last step.
@@ -202,7 +201,7 @@ def check_on_ranks(root: Path, cases: list[tuple[Case, list[list[int]]]]) -> Non
     ids=["map", "workers-and-fractions", "own-states"],
 )
 def test_on_two_ranks(cases: Any, tmp_path: Path) -> None:
-    run_ranks(check_on_ranks, 2, tmp_path, cases, timeout_s=150.0)
+    run_ranks(check_on_ranks, 2, tmp_path, cases)
 
 
 # ---- at another world size
@@ -262,8 +261,8 @@ class _Stop(Callback):
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_at_another_world_size(before: int, after: int, tmp_path: Path) -> None:
     whole_seen, whole_losses, whole_weights, whole_mean = train_part(tmp_path / "whole", None)
-    first = run_ranks(train_part, before, tmp_path / "parts", 2, timeout_s=60.0)
-    second = run_ranks(train_part, after, tmp_path / "parts", None, timeout_s=60.0)
+    first = run_ranks(train_part, before, tmp_path / "parts", 2)
+    second = run_ranks(train_part, after, tmp_path / "parts", None)
 
     def epoch(parts: list[Any], micro_batches: slice) -> list[int]:
         return [index for part in parts for batch in part[0][micro_batches] for index in batch]
@@ -305,7 +304,7 @@ def test_every_sample_once_at_any_world_size(worlds: tuple[int, ...], tmp_path: 
     seen: list[int] = []
     for part, world in enumerate(worlds):
         stop = 2 * part + 1 if part < len(worlds) - 1 else None
-        for of_rank in run_ranks(indices_of_epoch, world, tmp_path, stop, timeout_s=90.0):
+        for of_rank in run_ranks(indices_of_epoch, world, tmp_path, stop):
             seen += of_rank
     assert sorted(seen) == list(range(47))
 

@@ -163,7 +163,7 @@ def damaged(top: Path, rank: int) -> None:
 
 
 def test_parts_are_taken_up_by_any_strategy_and_world_size(tmp_path: Path) -> None:
-    whole, _ = run_ranks(two_ranks, 2, str(tmp_path), timeout_s=120)
+    whole, _ = run_ranks(two_ranks, 2, str(tmp_path))
     saved = at(tmp_path / "parts", 2)
     assert unequal(state_of(*fit("auto", tmp_path / "alone", saved)), whole, 1e-6) == []
     assert unequal(state_of(*fit(Parts(), tmp_path / "alone in parts", saved)), whole, 1e-6) == []
@@ -222,7 +222,7 @@ class SavesAlone(Callback):
 
 
 def save_on_one_rank(root: str) -> None:
-    PartialState(cpu=True, timeout=timedelta(seconds=4))
+    PartialState(cpu=True, timeout=timedelta(seconds=15))
     trainer = Trainer(
         accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, callbacks=[SavesAlone()],
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=root,
@@ -233,6 +233,6 @@ def save_on_one_rank(root: str) -> None:
 @pytest.mark.slow  # it waits for a time-out
 def test_a_save_on_one_rank_says_who_did_not_come(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(save_on_one_rank, 2, str(tmp_path), timeout_s=40)
+        run_ranks(save_on_one_rank, 2, str(tmp_path))
     assert "trainer.save_checkpoint(), which all ranks call" in failed.value.errors[0]
     assert "rank 1" in failed.value.errors[0]

@@ -114,7 +114,7 @@ fit(Path(sys.argv[1]), sends, callbacks=[sends, saver], enable_checkpointing=Tru
 @pytest.mark.parametrize("every", [1, 9])
 def test_a_second_signal_that_ends_the_process_is_told_and_written_down(every: int, tmp_path: Path):
     command = [sys.executable, "-c", TWICE, str(tmp_path), str(every)]
-    done = run_command(command, cwd=Path(__file__).parents[2], timeout_s=120)
+    done = run_command(command, cwd=Path(__file__).parents[2])
     assert done.returncode == -signal.SIGTERM, done
     [folder] = tmp_path.rglob("version_0")
     saved = f"the last checkpoint is {folder}/checkpoints/step-00000001-1" if every == 1 else "there is no checkpoint"

@@ -55,7 +55,7 @@ def test_what_the_scripts_print_before(which: str, tmp_path: Path) -> None:
     pytest.importorskip(which)
     script = tmp_path / "script.py"
     script.write_text((HERE / f"{which}_script.txt").read_text())
-    done = run_command([sys.executable, str(script), str(tmp_path)], timeout_s=120.0)
+    done = run_command([sys.executable, str(script), str(tmp_path)])
     assert numbers(done.stdout) == pytest.approx([float(word) for word in SCRIPTS[which]], rel=1e-6)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from instep.errors import DistributedError
 from instep.strategies.deepspeed.loading import check_builds
+from tests.helpers.spawn import HANG_S
 
 
 def lock(folder: Path, age_s: float) -> Path:
@@ -38,6 +39,6 @@ def test_a_build_that_has_just_begun_or_is_at_work_is_left_alone(tmp_path: Path)
     try:
         check_builds(tmp_path)
     finally:
-        compiler.communicate(timeout=10)
+        compiler.communicate(timeout=HANG_S)
     with pytest.raises(DistributedError, match="cpu_adam"):
         check_builds(tmp_path)
