@@ -90,7 +90,8 @@ class LogBook:
         self._outstanding: tuple[PackedCopy, list[tuple[Slot, int]], list[Slot], int] | None = None
         self._held_weights: list[float] = []
         self.step_values: dict[str, Any] = {}
-        """The last step values by name (numbers or device tensors), for whoever shows them."""
+        """The last step values by name (numbers or device tensors), for whoever shows them; without those whose name a
+        later epoch value has taken."""
 
     # ---- where we are
 
@@ -202,15 +203,18 @@ class LogBook:
             "Log in a step, in a batch hook, or in an *_epoch_start / *_epoch_end hook."
         )
 
-    def bar_values(self) -> dict[str, Any]:
-        """The last step values that were logged with `prog_bar=True`, but for those on a device.
+    def bar_values(self, on_device: bool = False) -> dict[str, Any]:
+        """The last step values that were logged with `prog_bar=True`.
 
-        Read by the progress bar's thread, which must not make the device wait; what is there arrives by `hand_over`.
+        Args:
+            on_device: with those on a device. The progress bar's thread, which must not make the device wait, leaves
+                them out; they arrive by `hand_over`.
         """
         return {
             slot.step_name: slot.last
             for slot in self._all()
-            if slot.options.prog_bar and slot.on_step and slot.last is not None and not _on_device(slot.last)
+            if slot.options.prog_bar and slot.on_step and slot.step_name in self.step_values
+            if slot.last is not None and (on_device or not _on_device(slot.last))
         }
 
     # ---- out of the slots
@@ -343,6 +347,7 @@ class LogBook:
                 "weight": slot.weight,
                 "last": None if slot.last is None or not slot.on_step else float(slot.last),
                 "fresh": slot.fresh,
+                "replaced": slot.step_name not in self.step_values,
                 "metric": names.get(id(slot.metric)),
             }
             for (hook, dataloader_idx), slots in self._slots.items()
@@ -369,8 +374,9 @@ class LogBook:
             slot.total, slot.weight = saved["total"], saved["weight"]
             slot.metric = None if saved["metric"] is None else metrics[saved["metric"]]
             if saved["last"] is not None:
-                slot.last = self.step_values[slot.step_name] = saved["last"]
-                slot.fresh = saved["fresh"]
+                slot.last, slot.fresh = saved["last"], saved["fresh"]
+                if not saved.get("replaced"):
+                    self.step_values[slot.step_name] = slot.last
         self._hook, self._dataloader_idx = "", None
         self._select()
 
