@@ -233,9 +233,11 @@ def _collect(accelerator: Checkpointing, optimizers: list[Optimizer], shared: di
     window = accelerator.window
     loaders: dict[str, Any] = {}
     own: dict[str, Any] = {}
+    if window.running and any(optimizer.begins_by_hand for optimizer in accelerator.optimizers):
+        window.running[0].trains = True
     for name, loader in named_loaders(accelerator.dataloaders).items():
-        within = window.length if loader is window.loader and not accelerator.sync_gradients else 0
-        (own if loader.source.rank_state else loaders)[name] = loader.state_dict(within)
+        begin = window.begin if loader is window.loader and not accelerator.sync_gradients else None
+        (own if loader.source.rank_state else loaders)[name] = loader.state_dict(begin)
     shared.update(
         instep_version=__version__,
         world_size=accelerator.num_processes,
