@@ -319,7 +319,7 @@ class LogBook:
             else:
                 value = final(slot.op, slot.total, slot.weight)
             if value is not None:
-                result.append(EpochMetric(slot.epoch_name, value, slot.options, slot.full_name))
+                result.append(EpochMetric(slot.epoch_name, value, slot.options, slot.full_name, self._loaders_of(slot)))
             if reset:
                 slot.clear()
         # A name that only other ranks logged is still one decision for all.
@@ -327,6 +327,13 @@ class LogBook:
             EpochMetric(name, value, Options(), name) for (name, _), value in shared.items() if value is not None
         ]
         return arrived, result
+
+    def _loaders_of(self, slot: Slot) -> frozenset[int] | None:
+        """The loaders whose batches it was logged with; None where it belongs to all, or its name says to which."""
+        if slot.options.add_dataloader_idx:
+            return None
+        found = [index for (_, index), slots in self._slots.items() if slots.get(slot.name) is slot]
+        return frozenset(index for index in found if index is not None) or None
 
     # ---- resume
 
@@ -382,12 +389,17 @@ class LogBook:
 
 
 class EpochMetric(NamedTuple):
-    """One reduced epoch value; `plain` is its name without the "_epoch" that parts it from a step value."""
+    """One reduced epoch value.
+
+    `plain` is its name without the "_epoch" that parts it from a step value; `loaders` are those whose value it is,
+    None where that is all of them, or the one in the name.
+    """
 
     name: str
     value: float
     options: Options
     plain: str
+    loaders: frozenset[int] | None = None
 
 
 def _on_device(value: Any) -> bool:

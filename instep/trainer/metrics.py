@@ -49,7 +49,7 @@ class Metrics:
         to_log: dict[str, float] = {}
         session = self._trainer._session
         books = [book for book in (self._trainer._book, session and session.book) if book is not None]
-        for name, value, options, plain in metrics:
+        for name, value, options, plain, _ in metrics:
             self.callback[name] = self.callback[plain] = value
             for book in books:
                 book.step_values.pop(name, None)

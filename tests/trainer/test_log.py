@@ -327,14 +327,15 @@ def test_several_loaders_get_their_index_in_the_name(tmp_path: Any):
             self.log("x", float(dataloader_idx))
             self.log("both", float(dataloader_idx), on_step=True)
             self.log("all", float(dataloader_idx), add_dataloader_idx=False)
+            self.log(f"of_{dataloader_idx}", 1.0, add_dataloader_idx=False)
 
         def on_validation_epoch_end(self) -> None:
             self.log("end", 7.0)
 
     trainer = quiet(logger=(logger := ListLogger()), default_root_dir=tmp_path)
     first, second = trainer.validate(Model(), [loader(2, 2), loader(6, 3)], verbose=False)
-    assert first == {"x/dataloader_idx_0": 0, "both_epoch/dataloader_idx_0": 0, "all": 0.75, "end": 7}
-    assert second == {"x/dataloader_idx_1": 1, "both_epoch/dataloader_idx_1": 1, "all": 0.75, "end": 7}
+    assert first == {"x/dataloader_idx_0": 0, "both_epoch/dataloader_idx_0": 0, "all": 0.75, "end": 7, "of_0": 1}
+    assert second == {"x/dataloader_idx_1": 1, "both_epoch/dataloader_idx_1": 1, "all": 0.75, "end": 7, "of_1": 1}
     assert trainer.callback_metrics["both/dataloader_idx_1"] == 1.0
     assert logger.of("all") == [(0, 0.75)]
 
