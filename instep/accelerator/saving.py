@@ -33,6 +33,7 @@ from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheck
 from instep.strategies import Strategy
 from instep.utils.learning_rate import follow_schedule, put_rates, rates_of, set_learning_rates
 from instep.utils.optimizer_state import clean_name
+from instep.utils.paths import local_path
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def _place(accelerator: Checkpointing, path: Path | None) -> tuple[CheckpointSto
             "there is no place to save to or load from: give a folder, or Accelerator(project_config="
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)) for one of its own each time."
         )
-    return CheckpointStore(Path(project) / "checkpoints"), None
+    return CheckpointStore(local_path(project) / "checkpoints"), None
 
 
 # ---- out

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.errors import InstepError, LogError
 from instep.types import Location, PathLike
-from instep.utils.paths import to_path
+from instep.utils.paths import local_path, to_path
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -89,7 +89,7 @@ class Logger:
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        self._save_dir = None if save_dir is None else Path(save_dir)
+        self._save_dir = None if save_dir is None else local_path(save_dir)
         self._name = name
         self._version = version
         self._prefix = f"{prefix}-" if prefix else ""

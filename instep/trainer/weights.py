@@ -20,7 +20,7 @@ from instep.trainer.snapshot import VIEW
 from instep.types import Location, PathLike
 from instep.utils.hparams import CLASS_PATH, AttributeDict
 from instep.utils.optimizer_state import clean_name
-from instep.utils.paths import to_path
+from instep.utils.paths import local_path, to_path
 
 if TYPE_CHECKING:
     from instep.checkpoint import Reader
@@ -120,7 +120,7 @@ def load_module(
         checkpoint = _view_of(CheckpointStore(folder.parent).read(folder))
     saved = checkpoint["hyper_parameters"]
     if hparams_file is not None:
-        saved = {**saved, **json.loads(Path(hparams_file).read_text())}
+        saved = {**saved, **json.loads(local_path(hparams_file).read_text())}
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     name = checkpoint.get("hparams_name")

@@ -19,6 +19,7 @@ from instep.checkpoint.stored import read_parts
 from instep.checkpoint.tensors import dtype_from_name
 from instep.errors import SettingError, UsageError, one_of
 from instep.utils.imports import require
+from instep.utils.paths import local_path
 
 _FILES = "a .safetensors file or an index of several, a folder with them or with a transformers config.json"
 _NAMES = {"float": "float32", "half": "float16", "bf16": "bfloat16", "long": "int64", "int": "int32"}
@@ -59,7 +60,7 @@ def find_subject(
         SettingError: there is no such thing, or an argument does not fit it.
     """
     make_optimizer = None if optimizer is None else _optimizer_class(optimizer)
-    path = Path(what)
+    path = local_path(what)
     batch = _batch_of(inputs) if inputs else _batch_from(data, data_arguments) if data is not None else None
     if path.exists():
         if path.suffix == ".py":
