@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -182,13 +183,13 @@ class Accelerator(Checkpointing):
     def project_dir(self) -> str | None:
         """Where checkpoints go."""
         folder = self.project_configuration.project_dir
-        return None if folder is None else str(folder)
+        return None if folder is None else os.path.expanduser(folder)
 
     @property
     def logging_dir(self) -> str | None:
         """Where loggers write."""
         folder = self.project_configuration.logging_dir
-        return self.project_dir if folder is None else str(folder)
+        return self.project_dir if folder is None else os.path.expanduser(folder)
 
     # ---- the step
 
@@ -408,7 +409,8 @@ class Accelerator(Checkpointing):
         """Start the loggers of `log_with`, and write what was logged before.
 
         Args:
-            project_name: the run's name, or the project's where a logger has projects.
+            project_name: the project's name with W&B, and with other loggers the folder's below the logging folder,
+                unless they have a `save_dir`.
             config: hyperparameters.
             init_kwargs: arguments by logger name, such as `{"wandb": {"tags": ["a"]}}`.
 

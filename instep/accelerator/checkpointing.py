@@ -23,7 +23,7 @@ from instep.errors import SettingError
 from instep.state import PartialState
 from instep.strategies import Precision
 from instep.types import Location, PathLike, Stateful
-from instep.utils.paths import to_path
+from instep.utils.paths import local_path, to_path
 
 
 class Checkpointing(Preparing):
@@ -210,7 +210,7 @@ class Checkpointing(Preparing):
         """
         self.wait_for_everyone("save_model")
         state = {name: value for name, value in self.get_state_dict(model).items() if isinstance(value, Tensor)}
-        return save_weights(state, Path(save_directory) / "model.safetensors")
+        return save_weights(state, local_path(save_directory) / "model.safetensors")
 
     def save(self, obj: Any, file: PathLike) -> None:
         """`torch.save` by the main process, at one instant: a reader sees the whole file or the one before.
@@ -222,7 +222,7 @@ class Checkpointing(Preparing):
         Raises:
             UnsavableStateError: it cannot be pickled; the file that was there is intact.
         """
-        save_object(obj, Path(file), self.is_main_process)
+        save_object(obj, local_path(file), self.is_main_process)
 
 
 def _register(hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> Callable[[], None]:

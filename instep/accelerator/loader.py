@@ -31,7 +31,9 @@ class AcceleratedLoader:
     Attributes:
         batch_idx: number of the batch in hand, from 0 in an epoch; -1 before the first.
         epoch: the epoch of the pass that runs or ran last; -1 before the first.
-        batches_done: how many of the epoch's batches `backward` has seen; None in a pass that trains nothing.
+        batches_done: how many of the epoch's batches were trained on: `backward` has seen them, or an optimizer has
+            stepped after them. None in a pass where neither has happened yet.
+        trains: whether either has happened in this pass or an earlier one.
         full_batches: batches with a lower number weigh the same.
         reliable: whether the number of batches was known when the pass began.
     """
@@ -49,6 +51,7 @@ class AcceleratedLoader:
         self.batch_idx = -1
         self.epoch = -1
         self.batches_done: int | None = None
+        self.trains = False
         self.full_batches = 0
         self.reliable = True
         self._gradient = gradient
@@ -103,10 +106,11 @@ class AcceleratedLoader:
         if batches is not None:
             source.start_at(batches)
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-        resumed, self._loaded = self._loaded is not None, None
+        self.trains = self.trains or self.batches_done is not None
+        self._loaded = None
         source.history = gradient.num_steps  # a checkpoint within a window goes back to its beginning
         self.batch_idx = source.first_batch - 1
-        self.batches_done = source.first_batch if resumed else None
+        self.batches_done = None
         self.full_batches = source.full_batches(gradient.num_steps)
         self.reliable = source.reliable
         self._pass = this = object()
@@ -121,7 +125,7 @@ class AcceleratedLoader:
                         "this loader was iterated anew before this pass over it had ended. Prepare a second loader for "
                         "a loop within the loop."
                     )
-            self.batches_done = None
+            self.trains, self.batches_done = self.trains or self.batches_done is not None, None
         finally:
             if self._pass is this:
                 references = [other for other in gradient.dataloader_references if other is not self]
@@ -155,24 +159,33 @@ class AcceleratedLoader:
         """The epoch, and the number of the batch in hand."""
         return self.epoch, self.batch_idx
 
-    def state_dict(self, within: int = 0) -> StateDict:
-        """Where training stands in this loader: the epoch, and how many of its batches are done.
+    def state_dict(self, window_begin: int | None = None) -> StateDict:
+        """Where the loop stands in this loader: the epoch, and how many of its batches are done.
 
-        A batch is done when `backward` has seen it. A pass without any (an evaluation) has no place to go back to.
+        In a loop that trains on it a batch is done when `accelerator.backward` has seen it, or a prepared optimizer has
+        stepped after it. Else it is done when it was given out, the one in hand too; a pass that was left has no place
+        to go back to then.
 
         Args:
-            within: micro-batches to go back by, to the beginning of the window.
+            window_begin: number of the first batch of an accumulation window that is open: batches from there on count
+                for nothing yet.
         """
         if self._loaded is not None:
             return self._loaded
-        if self.batches_done is None:
-            return {"epoch": self._next_epoch, "source": None}
-        return {"epoch": self.epoch, "source": self.source.state_dict(self.batches_done - within)}
+        done, trains = self.batches_done, self.trains or self.batches_done is not None
+        if done is None:
+            if self._pass is None:
+                return {"epoch": self._next_epoch, "source": None}
+            done = self.source.first_batch if trains else self.batch_idx + 1
+        if window_begin is not None:
+            done = max(min(done, window_begin), self.source.first_batch)
+        return {"epoch": self.epoch, "source": self.source.state_dict(done), "trains": trains}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Make the next pass go on where the state says."""
         self._next_epoch = int(state["epoch"])
         self._loaded = state
+        self.trains = state.get("trains", True)
         source = self.source
         if state["source"] is not None:
             source.load_state_dict(state["source"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from instep.accelerator.handlers import ProfileKwargs
+from instep.utils.paths import local_path
 
 if TYPE_CHECKING:
     from torch.profiler import profile as Profiler
@@ -40,7 +41,7 @@ def profile(handler: ProfileKwargs | None = None, process_index: int = 0) -> Ite
     options = (handler or ProfileKwargs()).options()
     folder, schedule = options.pop("output_trace_dir", None), options.pop("schedule_option", None)
     activities, ready = options.pop("activities", None), options.pop("on_trace_ready", None)
-    ready = _Ready(None if folder is None else Path(folder), process_index, ready)
+    ready = _Ready(None if folder is None else local_path(folder), process_index, ready)
     with torch.profiler.profile(
         activities=None if activities is None else [_activity(name) for name in activities],
         schedule=None if schedule is None else torch.profiler.schedule(**schedule),

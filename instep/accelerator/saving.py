@@ -35,6 +35,7 @@ from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheck
 from instep.strategies import Strategy
 from instep.utils.learning_rate import checked_schedule, follow_schedule, put_rates, rates_of, set_learning_rates
 from instep.utils.optimizer_state import check_trees, clean_name
+from instep.utils.paths import local_path
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def _place(accelerator: Checkpointing, path: Path | None) -> tuple[CheckpointSto
             "there is no place to save to or load from: give a folder, or Accelerator(project_config="
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)) for one of its own each time."
         )
-    return CheckpointStore(Path(project) / "checkpoints"), None
+    return CheckpointStore(local_path(project) / "checkpoints"), None
 
 
 # ---- out
@@ -235,9 +236,11 @@ def _collect(accelerator: Checkpointing, optimizers: list[Optimizer], shared: di
     window = accelerator.window
     loaders: dict[str, Any] = {}
     own: dict[str, Any] = {}
+    if window.running and any(optimizer.begins_by_hand for optimizer in accelerator.optimizers):
+        window.running[0].trains = True
     for name, loader in named_loaders(accelerator.dataloaders).items():
-        within = window.length if loader is window.loader and not accelerator.sync_gradients else 0
-        (own if loader.source.rank_state else loaders)[name] = loader.state_dict(within)
+        begin = window.begin if loader is window.loader and not accelerator.sync_gradients else None
+        (own if loader.source.rank_state else loaders)[name] = loader.state_dict(begin)
     shared.update(
         instep_version=__version__,
         world_size=accelerator.num_processes,

@@ -74,7 +74,8 @@ class Trackers:
                 logger: Logger = getattr(loggers, NAMES[item])(**options)
             else:
                 logger = item
-            logger.start(folder, is_main=self._is_main)
+            place = folder if _name(item) == "wandb" else folder / project_name  # W&B parts projects itself
+            logger.start(place, is_main=self._is_main)
             self._started[name] = logger
             if config:
                 logger.log_hyperparams(config)

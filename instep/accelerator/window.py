@@ -39,7 +39,10 @@ class Window:
         """The loader whose batch was trained on last; None where windows do not end with one."""
         self.length = run.gradient.num_steps
         """Micro-batches of the open window so far, or of the one that ended last."""
+        self.begin = 0
+        """The number of its first batch."""
         self._places: dict[int, tuple[int, int]] = {}  # of the loaders that run, when they were looked at last
+        self._stepped: tuple[AcceleratedLoader | None, dict[int, tuple[int, int]]] = None, {}  # the same, of steps
         self._calls = 0  # micro-batches of loops without a prepared loader
         self._entered = self._inside = False
         self._items: Tensor | float | None = None
@@ -72,8 +75,14 @@ class Window:
         self._items_of_batch = None
         self._entered = self._inside = True
         self.length = place
+        self.begin = 0 if loader is None else loader.batch_idx + 1 - place
         gradient.sync_gradients = ends
         return ends
+
+    @property
+    def running(self) -> list[AcceleratedLoader]:
+        """The loaders that give batches now, the outermost first."""
+        return self._gradient.dataloader_references
 
     def leave(self) -> None:
         """The micro-batch is done."""
@@ -85,17 +94,34 @@ class Window:
         It stays the same as long as it gives batches. Else it is the outermost one that has: a batch of other data,
         pulled within the loop, makes no window.
         """
-        running: list[AcceleratedLoader] = self._gradient.dataloader_references
-        if not self._gradient.sync_with_dataloader or not running:
+        if not self._gradient.sync_with_dataloader or not self.running:
             self.loader = None
             return True
-        moved = [loader for loader in running if self._places.get(id(loader)) != loader.place]
-        if moved and not any(loader is self.loader for loader in moved):
-            self.loader = moved[0]
-        elif not moved and not any(loader is self.loader for loader in running):
-            self.loader = running[-1]
-        self._places = {id(loader): loader.place for loader in running}
-        return bool(moved)
+        self.loader, self._places, moved = self._find(self.loader, self._places)
+        return moved
+
+    def _find(
+        self, known: AcceleratedLoader | None, places: dict[int, tuple[int, int]]
+    ) -> tuple[AcceleratedLoader, dict[int, tuple[int, int]], bool]:
+        running = self.running
+        moved = [loader for loader in running if places.get(id(loader)) != loader.place]
+        found = known
+        if moved and not any(loader is known for loader in moved):
+            found = moved[0]
+        elif not moved and not any(loader is known for loader in running):
+            found = running[-1]
+        assert found is not None
+        return found, {id(loader): loader.place for loader in running}, bool(moved)
+
+    def mark_step(self) -> None:
+        """An optimizer has stepped: the batch in hand is done, also where `backward` was not asked to compute it."""
+        loader = self.loader
+        if loader is not None and loader.batches_done == loader.batch_idx + 1:
+            return
+        if self.running:
+            loader, places, _ = self._find(*self._stepped)
+            self._stepped = loader, places
+            loader.batches_done = loader.batch_idx + 1
 
     def weight(self) -> float:
         """What the mean loss of the batch in hand counts in its window, for the mean over all samples of all ranks."""

@@ -65,6 +65,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._strategy.optimizer_step(self.optimizer, closure, **kwargs)
         self.step_was_skipped = self._strategy.step_was_skipped
         self.steps_taken += 1
+        self._window.mark_step()
         self._open = self._corrected = False
         self._stepped = True
 
@@ -89,6 +90,13 @@ class AcceleratedOptimizer(OptimizerProxy):
     def hold_gradients(self) -> None:
         """A backward within a window has added to the gradients."""
         self._open = True
+
+    @property
+    def begins_by_hand(self) -> bool:
+        """Whether it has gradients and has never stepped: the loop is in its first window, which it counts itself."""
+        return not self.steps_taken and any(
+            p.grad is not None for g in self.optimizer.param_groups for p in g["params"]
+        )
 
     def owns(self, parameters: set[int]) -> bool:
         """Whether it steps one of these parameters, given by their ids, that has a gradient."""

@@ -18,7 +18,7 @@ from instep.checkpoint.tensors import content_of, framing, why_unsavable
 from instep.checkpoint.weights import stored_weights
 from instep.errors import CheckpointError, UnsavableStateError
 from instep.types import Location, PathLike
-from instep.utils.paths import to_path
+from instep.utils.paths import local_path, to_path
 
 _INDEX = "model.safetensors.index.json"  # as the Hugging Face hub has it
 _Weights: TypeAlias = "Mapping[str, StoredTensor] | Mapping[str, Tensor]"
@@ -56,7 +56,7 @@ def merge(path: Location, file: PathLike) -> Path:
         os.link(temporary, target)  # unlike a rename it fails where there is something
         temporary.unlink()
 
-    return _put(Path(file), write, publish)
+    return _put(local_path(file), write, publish)
 
 
 def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
@@ -106,7 +106,7 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
             raise FileExistsError(target)
         temporary.rename(target)
 
-    return _put(Path(folder), write, publish)
+    return _put(local_path(folder), write, publish)
 
 
 def _write(weights: _Weights, names: Iterable[str], file: Path) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from instep.cli import output
 from instep.errors import SettingError
+from instep.utils.paths import local_path
 
 _UNITS = {
     "": 1,
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Merge, and say what was written."""
     from instep.checkpoint import merge, merge_in_parts  # late: loads torch
 
-    out = Path(args.out)
+    out = local_path(args.out)
     is_file = out.suffix == ".safetensors"
     if not is_file and re.match(r"\.[A-Za-z]", out.suffix) and not args.out.endswith("/") and not out.is_dir():
         raise SettingError(

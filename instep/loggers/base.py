@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import CorruptCheckpointError, InstepError, LogError
 from instep.types import Location, PathLike
-from instep.utils.paths import to_path
+from instep.utils.paths import local_path, to_path
 
 if TYPE_CHECKING:
     from torch.nn import Module
+
+
+RUNS = "instep_runs"
+"""The folder of run folders, in a Trainer's `default_root_dir`."""
 
 
 class NoExperiment:
@@ -25,14 +31,17 @@ class NoExperiment:
 class Logger:
     """Where metrics and hyperparameters of a run go.
 
-    The public methods may be called at any time and on any rank: only the main process writes; what comes before
-    `start` is kept and written at the start; what comes after `finalize` opens the logger again. A subclass overrides
-    the hooks `_start`, `_log_metrics`, `_log_hyperparams`, `_log_graph`, `_after_save_checkpoint`, `_save` and
-    `_finalize`: they run on the main process only, between `start` and `finalize`, with plain numbers. An exception in
-    a hook ends the run with an error that names the logger.
+    The public methods may be called at any time and on any rank: only the main process writes. What comes before
+    `start` is kept and written at the start, or by `save`, `finalize` and the program's end where no run starts; what
+    comes after `finalize` opens the logger again. A subclass overrides the hooks `_start`, `_log_metrics`,
+    `_log_hyperparams`, `_log_graph`, `_after_save_checkpoint`, `_save` and `_finalize`: they run on the main process
+    only, while the logger is open, with plain numbers. An exception in a hook ends the run with an error that names the
+    logger. A subclass that shows its writer calls `self._opened()` first: outside a run too that opens the logger.
 
     A logger writes into `log_dir`: the run folder that the Trainer gives to `start`, or, with an explicit `save_dir`,
-    `<save_dir>/<name>/<version>`, where the version is the next free `version_N` unless given.
+    `<save_dir>/<name>/<version>`, where the version is the next free `version_N` unless given. Opened before a run it
+    takes the folder that the run will have; where that turns out to be another one (the run is resumed, or has another
+    `default_root_dir`), what was written moves there.
 
     Args:
         save_dir: the logger's own folder. None: the run folder.
@@ -63,7 +72,11 @@ class Logger:
     _log_dir: Path | None = None
     _is_main: bool = True
     _open: bool = False
-    _finalized: bool = False
+    _early: bool = False  # opened before any run
+    _early_version: int | str | None = None  # what `_version` was then
+    _earlier: Path | None = None  # where it wrote then, when the run goes on elsewhere
+    _fresh: bool = False  # nothing was in that folder
+    _claim: Callable[[], Path] | None = None  # the Trainer's, which gives the folder of its next run
     _resumed: bool = False
     _kept: list[tuple[str, tuple[Any, ...]]] | None = None
     _last_step: int = -1
@@ -76,7 +89,7 @@ class Logger:
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        self._save_dir = None if save_dir is None else Path(save_dir)
+        self._save_dir = None if save_dir is None else local_path(save_dir)
         self._name = name
         self._version = version
         self._prefix = f"{prefix}-" if prefix else ""
@@ -116,16 +129,37 @@ class Logger:
             run_dir: the run folder, used unless the logger has a `save_dir`.
             is_main: True on the main process; elsewhere the logger stays closed and swallows its records.
         """
+        run_dir, early = Path(run_dir), self._early
+        self._early = False
+        if self._open and (self._run_dir == run_dir or (early and self._stays(run_dir))):
+            self._run_dir = run_dir
+            return
+        if early:
+            self._earlier = self._log_dir
         if self._open:
-            if self._run_dir == Path(run_dir):
-                return
             self.finalize("success")
         self._is_main = is_main
-        self._run_dir = Path(run_dir)
+        self._run_dir = run_dir
         if not is_main:
             self._kept = None
             return
         self._reopen()
+
+    def attach(self, claim: Callable[[], Path]) -> None:
+        """Say where the next run will write, for what is written before it. Called by the Trainer.
+
+        Args:
+            claim: makes the run folder, if it is not there yet, and returns it.
+        """
+        self._claim = claim
+
+    def discard(self) -> None:
+        """Take back what was written before a run: the ranks that are about to start do all of it again."""
+        self._kept = None
+        if self._early:
+            self.finalize("success")
+            self._call("_discard")
+            self._early, self._run_dir, self._log_dir, self._version = False, None, None, self._early_version
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics.
@@ -178,7 +212,7 @@ class Logger:
 
     def save(self) -> None:
         """Bring everything recorded so far to the disk."""
-        if self._open:
+        if self._open or (self._waits and self._opened()):
             self._call("_save")
 
     def finalize(self, status: str = "success") -> None:
@@ -187,9 +221,10 @@ class Logger:
         Args:
             status: "success", "interrupted" or "failed".
         """
+        if self._waits:
+            self._opened()
         if self._open:
             self._open = False  # first: a failing close is not tried again
-            self._finalized = True
             self._call("_finalize", status)
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,7 +232,8 @@ class Logger:
 
         Flushes first, so that a checkpoint never knows more than the files do.
         """
-        self.save()
+        if self._open:
+            self._call("_save")
         return {"version": self._version, "step": self._last_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -210,7 +246,10 @@ class Logger:
         Raises:
             CorruptCheckpointError: its version leads out of the folder of logs.
         """
-        self.finalize("success")
+        if self._open:
+            self.finalize("success")
+        if self._early:
+            self._early, self._earlier, self._version = False, self._log_dir, self._early_version
         if self._version is None:
             version = state_dict.get("version")
             name, kind = str(version), type(self).__name__
@@ -247,7 +286,70 @@ class Logger:
     def _finalize(self, status: str) -> None:
         """Close what `_start` opened."""
 
+    def _take_along(self, earlier: Path) -> None:
+        """Move what was written before the run from `earlier` to `log_dir`; after `_start`."""
+
+    def _discard(self) -> None:
+        """Delete what was written before the run; after `_finalize`."""
+        if self._fresh and self._log_dir is not None:
+            rmtree(self._log_dir, ignore_errors=True)
+
     # ---- the books
+
+    @property
+    def _waits(self) -> bool:
+        """Whether something is kept for a run that has not begun."""
+        return bool(self._kept) and self._run_dir is None
+
+    def _opened(self) -> bool:
+        """Open the logger if it is not open, outside a run too; whether this process writes."""
+        if not self._open and self._is_main and self._run_dir is None and self._is_main_here():
+            self._open_early()
+        elif not self._open and self._is_main and self._run_dir is not None:
+            self._reopen()  # the run is over but its logger is still used
+            self._close_at_exit()
+        return self._open
+
+    def _open_early(self) -> None:
+        self._early_version = self._version
+        self._run_dir = self._claim_folder() if self._save_dir is None else self._save_dir
+        folder = self._choose_log_dir(self._run_dir)
+        self._fresh = not folder.exists() or not any(folder.iterdir())
+        self._early = True
+        self._reopen()
+        self._close_at_exit()
+
+    def _claim_folder(self) -> Path:
+        """The folder of the next run: the Trainer's, or of one that would be made without a `default_root_dir`."""
+        if self._claim is not None:
+            return self._claim()
+        base = Path.cwd() / RUNS
+        base.mkdir(exist_ok=True)
+        while True:
+            folder = base / f"version_{_next_version(base)}"
+            with suppress(FileExistsError):  # another program took it in the meantime
+                folder.mkdir()
+                return folder
+
+    @property
+    def early_folder(self) -> Path | None:
+        """The run folder that the logger has taken before a run; None where it has not, or has a folder of its own."""
+        return self._run_dir if self._early and self._save_dir is None else None
+
+    def _stays(self, run_dir: Path) -> bool:
+        """Whether a logger that was opened before the run writes into the same folder in it."""
+        return self._choose_log_dir(run_dir) == self._log_dir
+
+    def _is_main_here(self) -> bool:
+        """Whether this process will be the main one of a run, by its launcher's environment."""
+        from instep.state import read_environment  # late: it loads torch, which a logger alone does not need
+
+        self._is_main = read_environment().rank == 0
+        return self._is_main
+
+    def _close_at_exit(self) -> None:
+        atexit.unregister(self.finalize)
+        atexit.register(self.finalize, "success")  # last: it runs before the end of the package that it writes with
 
     def _do(self, hook: str, *args: Any) -> None:
         if self._open:
@@ -256,14 +358,14 @@ class Logger:
             self._later(hook, *args)
 
     def _later(self, hook: str, *args: Any) -> None:
-        if self._finalized:
-            # The run is over but its logger is still used: open again, and close at the interpreter's exit at last.
-            self._reopen()
-            atexit.register(self.finalize, "success")
+        if self._run_dir is not None:
+            self._opened()
             self._call(hook, *args)
-        else:
-            self._kept = self._kept or []
+        elif self._kept is not None:
             self._kept.append((hook, args))
+        elif self._is_main_here():
+            self._kept = [(hook, args)]
+            self._close_at_exit()
 
     def _reopen(self) -> None:
         assert self._run_dir is not None
@@ -271,6 +373,11 @@ class Logger:
         self._call("_start")
         self._open = True
         self._resumed = False
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None and earlier != self._log_dir:
+            self._call("_take_along", earlier)
+            with suppress(OSError):  # others write there too
+                earlier.rmdir()
         kept, self._kept = self._kept, None
         for hook, args in kept or ():
             self._call(hook, *args)
@@ -280,8 +387,7 @@ class Logger:
             return run_dir
         parent = self._save_dir / self._name if self._name else self._save_dir
         if self._version is None:
-            taken = [path.name[8:] for path in parent.glob("version_*")]
-            self._version = max((int(number) for number in taken if number.isdigit()), default=-1) + 1
+            self._version = _next_version(parent)
         return parent / (f"version_{self._version}" if isinstance(self._version, int) else self._version)
 
     def _call(self, hook: str, *args: Any) -> None:
@@ -309,3 +415,8 @@ class Logger:
                 f"got {type(value).__name__}: {repr(value)[:80]}. "
                 "Log one scalar per name; texts and settings go to log_hyperparams."
             ) from error
+
+
+def _next_version(parent: Path) -> int:
+    taken = [path.name[8:] for path in parent.glob("version_*")]
+    return max((int(number) for number in taken if number.isdigit()), default=-1) + 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from instep.errors import SettingError
 from instep.loggers.base import Logger
-from instep.loggers.hparams import merge_file
+from instep.loggers.hparams import merge_file, move_file
 from instep.types import PathLike
 
 
@@ -159,6 +159,16 @@ class CSVLogger(Logger):
 
     def _finalize(self, status: str) -> None:
         self._save()
+
+    def _take_along(self, earlier: Path) -> None:
+        assert self._log_dir is not None
+        move_file(earlier / "hparams.json", self._log_dir)
+        path = earlier / "metrics.csv"
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                step = row.pop("step")
+                self._log_metrics({name: float(text) for name, text in row.items() if text}, int(float(step)))
+        path.unlink()
 
 
 def _write_table(path: Path, header: list[str], rows: list[list[str]]) -> None:

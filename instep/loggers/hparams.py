@@ -70,3 +70,10 @@ def merge_file(path: Path, params: Mapping[str, Any]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(known, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(part, path)
+
+
+def move_file(path: Path, folder: Path) -> None:
+    """Add the hyperparameters of a JSON file, if it is there, to those of the folder, and delete it."""
+    if path.exists():
+        merge_file(folder / path.name, json.loads(path.read_text(encoding="utf-8")))
+        path.unlink()

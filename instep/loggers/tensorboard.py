@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 from instep.errors import SettingError
 from instep.loggers.base import Logger, NoExperiment
-from instep.loggers.hparams import flatten, merge_file
+from instep.loggers.hparams import flatten, merge_file, move_file
 from instep.types import PathLike
 from instep.utils.imports import require
 
@@ -73,10 +74,10 @@ class TensorBoardLogger(Logger):
     def experiment(self) -> Any:
         """A `torch.utils.tensorboard.SummaryWriter` on the same folder, for images, texts and histograms.
 
-        It is loaded on first use, and closed with the logger. Where the logger does not write, on other ranks and
-        before the start, every method of it does nothing.
+        It is loaded on first use, before and after a run too, and closed with the logger. On other ranks than the main
+        one every method of it does nothing.
         """
-        if not self._open:
+        if not self._opened():
             return NoExperiment()
         if self._summary_writer is None:
             module = require("torch.utils.tensorboard", extra=None, purpose="TensorBoardLogger.experiment")
@@ -165,3 +166,9 @@ class TensorBoardLogger(Logger):
             if self._summary_writer is not None:
                 self._summary_writer.close()
                 self._summary_writer = None
+
+    def _take_along(self, earlier: Path) -> None:
+        assert self._log_dir is not None
+        move_file(earlier / "hparams.json", self._log_dir)
+        for file in earlier.glob("events.out.tfevents.*"):
+            shutil.move(file, self._log_dir / file.name)

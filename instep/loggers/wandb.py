@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, Literal
 
 from instep.errors import InstepError, SettingError, one_of
@@ -108,11 +109,17 @@ class WandbLogger(Logger):
         self._given = experiment
         self._run: Any = None
         self._ours = False
+        self._own_dir: Path | None = None  # the run's own folder, of all runs below `<log_dir>/wandb`
+        self._config: dict[str, Any] = {}  # of a run that was opened before a resumed one was known
 
     @property
     def experiment(self) -> Any:
-        """The `wandb.Run`, for images, tables and artifacts; where the logger does not write, one that does nothing."""
-        return self._run if self._run is not None else NoExperiment()
+        """The `wandb.Run`, for images, tables and artifacts; on other ranks than the main one it does nothing.
+
+        It is opened on first use, before a run too; a run of the Trainer then goes on with it. Where that is resumed
+        under another id, the configuration is taken over.
+        """
+        return self._run if self._opened() else NoExperiment()
 
     def state_dict(self) -> dict[str, Any]:
         """The base's, whose `version` is the run's id, and the project's name."""
@@ -120,6 +127,8 @@ class WandbLogger(Logger):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the run of this id, unless the logger was given another."""
+        if self._early and self._run is not None:
+            self._config = dict(self._run.config)
         super().load_state_dict(state_dict)
         if self._project is None:
             self._project = state_dict.get("project")
@@ -127,6 +136,9 @@ class WandbLogger(Logger):
     def _choose_log_dir(self, run_dir: Path) -> Path:
         # W&B makes a folder per run by itself, below `<folder>/wandb`.
         return run_dir if self._save_dir is None else self._save_dir
+
+    def _stays(self, run_dir: Path) -> bool:
+        return True  # users hold its run, which would end
 
     def _start(self) -> None:
         wandb = require("wandb", extra=None, purpose="WandbLogger")  # a slow import, 0.3 s and more
@@ -143,10 +155,14 @@ class WandbLogger(Logger):
         if self._run is None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
             self._run, self._ours = self._open_run(wandb), True
+            self._own_dir = Path(self._run.dir).parent
             _OPEN.add(self._run.id)
         self._version = self._run.id
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP, step_sync=True)
+        if self._config:
+            self._run.config.update(self._config, allow_val_change=True)
+            self._config = {}
 
     def _open_run(self, wandb: Any) -> Any:
         mode = self._mode or os.environ.get("WANDB_MODE") or "online"
@@ -222,3 +238,8 @@ class WandbLogger(Logger):
         if self._ours:
             _OPEN.discard(run.id)
             run.finish(exit_code=0 if status == "success" else 1)
+
+    def _discard(self) -> None:
+        super()._discard()
+        if self._own_dir is not None:
+            rmtree(self._own_dir, ignore_errors=True)

@@ -13,6 +13,7 @@ from typing import Any
 from instep.errors import SettingError, one_of
 from instep.state.device import KINDS
 from instep.utils.duration import parse_duration
+from instep.utils.paths import local_path
 
 ACCELERATORS = ("auto", "gpu", *KINDS)
 
@@ -144,7 +145,7 @@ def folder(field: str, value: Any) -> Path:
         raise wrong(field, value, "the path of a folder")
     if "://" in str(value):
         raise wrong(field, value, "the path of a folder; checkpoints may go to a URL, by ModelCheckpoint(dirpath=...)")
-    return Path(value).expanduser()
+    return local_path(value)
 
 
 def plugins(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:

@@ -211,11 +211,11 @@ def _log_steps(run: Session, book: LogBook, stage: str) -> None:
 def _by_loader(metrics: Sequence[EpochMetric], loaders: int) -> list[dict[str, float]]:
     """A dict for each loader; what belongs to none of them is in all."""
     results: list[dict[str, float]] = [{} for _ in range(max(loaders, 1))]
-    for name, value, *_ in metrics:
-        _, mark, index = name.rpartition("/dataloader_idx_")
+    for metric in metrics:
+        _, mark, index = metric.name.rpartition("/dataloader_idx_")
         for i, result in enumerate(results):
-            if not mark or index == str(i):
-                result[name] = value
+            if (not mark or index == str(i)) and (metric.loaders is None or i in metric.loaders):
+                result[metric.name] = metric.value
     return results
 
 

@@ -33,6 +33,8 @@ class FitSession(Session):
     """The session of one `fit`."""
 
     source: BatchSource
+    _batches_without_loss = 0
+    _last_without_loss = (-1, -1)
     _handed_over = 0  # the step whose values were handed over last: a manual step may take several batches
     _resume_last: Callable[[], None] | None = None  # restores what hooks before the first step would disturb
 
@@ -87,6 +89,7 @@ class FitSession(Session):
     def start_training(self) -> None:
         """Everything is ready: from here on the position is the loop's."""
         self.trainer.state.stage = self.trainer.progress.stage = "train"
+        self._batches_before = self.position.earlier_batches + self.position.batch
         self.set_book(self.book)
         torch.set_grad_enabled(True)
         if not self.module.training:
@@ -205,6 +208,7 @@ class FitSession(Session):
         """
         at, trainer = self.position, self.trainer
         self.heart.enter("epoch")
+        self._check_losses()
         self.settle()
         stopped = not complete and self.stopping
         if self._validates and not at.validated and (stopped or (complete and self._validates_at_end)):
@@ -228,6 +232,23 @@ class FitSession(Session):
         else:
             self._save_now("the run ended within an epoch")  # its metrics are not there to rank it by
         self.agree_on_triggers()
+
+    def note_no_loss(self) -> None:
+        """`training_step` returned None; perhaps not for the first time in this batch."""
+        place = self.position.epoch, self.position.batch
+        self._batches_without_loss += place != self._last_without_loss
+        self._last_without_loss = place
+
+    def _check_losses(self) -> None:
+        """Raise where no batch so far had a loss: such a run has trained nothing, and must not look finished."""
+        done = self.position.earlier_batches + self.position.batch - self._batches_before
+        if self.optimizers and self._batches_without_loss and self._batches_without_loss == done:
+            name = type(self.module).__name__
+            raise HookError(
+                f"{name}.training_step returned None for every batch so far ({done}), so nothing was trained. Return "
+                "the loss. If training_step steps the optimizer itself, set self.automatic_optimization = False in "
+                "__init__; if nothing is to be trained, return None from configure_optimizers."
+            )
 
     def skips(self, hooks: tuple[Hook, ...], batch: Any, batch_idx: int) -> bool:
         """Call `on_train_batch_start`; True when one of them returned -1."""

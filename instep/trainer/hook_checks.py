@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Iterator
+from difflib import get_close_matches
+from types import CodeType
+from typing import TYPE_CHECKING, Any
 
+from instep.callbacks.base import Callback
 from instep.errors import HookError, UsageError
-from instep.trainer.hooks import is_overridden
+from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.module import TrainModule
 
 if TYPE_CHECKING:
@@ -22,6 +27,27 @@ GONE = {
 }
 """Hooks of Lightning 1.x, and what took their place."""
 
+UNCALLED = {
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_init_start": "__init__",
+    "on_init_end": "__init__",
+    "on_keyboard_interrupt": "on_exception of a callback",
+    "on_configure_sharded_model": "configure_model of the module",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_post_move_to_device": "on_fit_start",
+    "on_hpc_save": "on_save_checkpoint",
+    "on_hpc_load": "on_load_checkpoint",
+}
+"""More of them, which may as well be a method of the user's own: for these a warning."""
+
+_LIKE_A_HOOK = 0.8  # difflib's ratio: on_train_epoch_finish is 0.82 of on_train_epoch_end
+_told: set[tuple[type, str]] = set()
+
 _NEEDED = {
     "fit": ("training_step", "configure_optimizers"),
     "validate": ("validation_step",),
@@ -37,6 +63,9 @@ def check_hooks(run: Session) -> None:
         UsageError: a setting has no effect in manual optimization.
     """
     module, name = run.module, type(run.module).__name__
+    if run.rank == 0:
+        for owner, base in ((module, TrainModule), *((callback, Callback) for callback in run.callbacks)):
+            _warn_of_uncalled(owner, base)
     for old, successor in GONE.items():
         if callable(getattr(module, old, None)):
             raise HookError(
@@ -58,3 +87,39 @@ def check_hooks(run: Session) -> None:
                 "Trainer(accumulate_grad_batches=...) has no effect in manual optimization: leave it out and step "
                 "every N batches in training_step."
             )
+
+
+def _warn_of_uncalled(owner: Any, base: type) -> None:
+    """Warn once of each `on_...` method that nothing calls and that was probably meant as a hook."""
+    kind = type(owner)
+    theirs = [cls for cls in kind.__mro__ if issubclass(cls, base) and not cls.__module__.startswith("instep.")]
+    names = {name for cls in theirs for name, value in vars(cls).items() if callable(value)}
+    names |= {name for name, value in vars(owner).items() if callable(value)}
+    names = {name for name in names if name.startswith("on_") and not hasattr(base, name)}
+    names = {name for name in names if (kind, name) not in _told}
+    if not names:
+        return
+    hooks = [name for name in dir(base) if name.startswith("on_")]
+    other, whose = (Callback, "callbacks") if base is TrainModule else (ModuleHooks, "modules")
+    called = set(_names_in_code(theirs))
+    for name in sorted(names - called):
+        if hasattr(other, name):
+            advice = f"only {whose} have this hook"
+        elif name in UNCALLED:
+            advice = f"it is of Lightning 1.x. Use {UNCALLED[name]}"
+        elif close := get_close_matches(name.replace("_val_", "_validation_"), hooks, 1, _LIKE_A_HOOK):
+            advice = f"did you mean {close[0]}?"
+        else:
+            continue
+        _told.add((kind, name))
+        warnings.warn(f"{kind.__name__}.{name} is not called by anything: {advice}", stacklevel=2)
+
+
+def _names_in_code(classes: list[type]) -> Iterator[str]:
+    """The names of attributes and functions that the methods of these classes use."""
+    members = [getattr(value, "__code__", None) for cls in classes for value in vars(cls).values()]
+    codes = [code for code in members if isinstance(code, CodeType)]
+    while codes:
+        code = codes.pop()
+        yield from code.co_names
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]

@@ -90,7 +90,8 @@ class LogBook:
         self._outstanding: tuple[PackedCopy, list[tuple[Slot, int]], list[Slot], int] | None = None
         self._held_weights: list[float] = []
         self.step_values: dict[str, Any] = {}
-        """The last step values by name (numbers or device tensors), for whoever shows them."""
+        """The last step values by name (numbers or device tensors), for whoever shows them; without those whose name a
+        later epoch value has taken."""
 
     # ---- where we are
 
@@ -202,15 +203,18 @@ class LogBook:
             "Log in a step, in a batch hook, or in an *_epoch_start / *_epoch_end hook."
         )
 
-    def bar_values(self) -> dict[str, Any]:
-        """The last step values that were logged with `prog_bar=True`, but for those on a device.
+    def bar_values(self, on_device: bool = False) -> dict[str, Any]:
+        """The last step values that were logged with `prog_bar=True`.
 
-        Read by the progress bar's thread, which must not make the device wait; what is there arrives by `hand_over`.
+        Args:
+            on_device: with those on a device. The progress bar's thread, which must not make the device wait, leaves
+                them out; they arrive by `hand_over`.
         """
         return {
             slot.step_name: slot.last
             for slot in self._all()
-            if slot.options.prog_bar and slot.on_step and slot.last is not None and not _on_device(slot.last)
+            if slot.options.prog_bar and slot.on_step and slot.step_name in self.step_values
+            if slot.last is not None and (on_device or not _on_device(slot.last))
         }
 
     # ---- out of the slots
@@ -315,7 +319,7 @@ class LogBook:
             else:
                 value = final(slot.op, slot.total, slot.weight)
             if value is not None:
-                result.append(EpochMetric(slot.epoch_name, value, slot.options, slot.full_name))
+                result.append(EpochMetric(slot.epoch_name, value, slot.options, slot.full_name, self._loaders_of(slot)))
             if reset:
                 slot.clear()
         # A name that only other ranks logged is still one decision for all.
@@ -323,6 +327,13 @@ class LogBook:
             EpochMetric(name, value, Options(), name) for (name, _), value in shared.items() if value is not None
         ]
         return arrived, result
+
+    def _loaders_of(self, slot: Slot) -> frozenset[int] | None:
+        """The loaders whose batches it was logged with; None where it belongs to all, or its name says to which."""
+        if slot.options.add_dataloader_idx:
+            return None
+        found = [index for (_, index), slots in self._slots.items() if slots.get(slot.name) is slot]
+        return frozenset(index for index in found if index is not None) or None
 
     # ---- resume
 
@@ -343,6 +354,7 @@ class LogBook:
                 "weight": slot.weight,
                 "last": None if slot.last is None or not slot.on_step else float(slot.last),
                 "fresh": slot.fresh,
+                "replaced": slot.step_name not in self.step_values,
                 "metric": names.get(id(slot.metric)),
             }
             for (hook, dataloader_idx), slots in self._slots.items()
@@ -369,19 +381,25 @@ class LogBook:
             slot.total, slot.weight = saved["total"], saved["weight"]
             slot.metric = None if saved["metric"] is None else metrics[saved["metric"]]
             if saved["last"] is not None:
-                slot.last = self.step_values[slot.step_name] = saved["last"]
-                slot.fresh = saved["fresh"]
+                slot.last, slot.fresh = saved["last"], saved["fresh"]
+                if not saved.get("replaced"):
+                    self.step_values[slot.step_name] = slot.last
         self._hook, self._dataloader_idx = "", None
         self._select()
 
 
 class EpochMetric(NamedTuple):
-    """One reduced epoch value; `plain` is its name without the "_epoch" that parts it from a step value."""
+    """One reduced epoch value.
+
+    `plain` is its name without the "_epoch" that parts it from a step value; `loaders` are those whose value it is,
+    None where that is all of them, or the one in the name.
+    """
 
     name: str
     value: float
     options: Options
     plain: str
+    loaders: frozenset[int] | None = None
 
 
 def _on_device(value: Any) -> bool:

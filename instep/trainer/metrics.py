@@ -40,14 +40,20 @@ class Metrics:
                 self._send({**metrics, "epoch": float(self._trainer.current_epoch)}, step)
 
     def keep(self, book: LogBook) -> None:
-        """Take the step values as they stand, of a book that others give way to: callbacks may watch them."""
+        """Take the step values as they stand, of a book that gives way to another: callbacks may watch them."""
         self.callback.update({name: float(value) for name, value in book.step_values.items()})
+        self.bar.update({name: float(value) for name, value in book.bar_values(on_device=True).items()})
 
     def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
-        """Take epoch values; the final ones go to the loggers."""
+        """Take epoch values; the final ones go to the loggers. They replace older step values of the same name."""
         to_log: dict[str, float] = {}
-        for name, value, options, plain in metrics:
+        session = self._trainer._session
+        books = [book for book in (self._trainer._book, session and session.book) if book is not None]
+        for name, value, options, plain, _ in metrics:
             self.callback[name] = self.callback[plain] = value
+            for book in books:
+                book.step_values.pop(name, None)
+                book.step_values.pop(plain, None)
             if options.prog_bar:
                 self.bar[name] = value
             if options.logger is not False:

@@ -225,14 +225,12 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let gradients reach only this optimizer's parameters, until `untoggle_optimizer`."""
-        mine = {id(p) for group in _bare(optimizer).param_groups for p in group["params"]}
-        state: dict[Tensor, bool] = {}
-        for other in self.trainer.optimizers:
-            for group in other.param_groups:
-                for p in group["params"]:
-                    state[p] = p.requires_grad
-                    p.requires_grad = p.requires_grad and id(p) in mine
-        self._toggled: dict[Tensor, bool] = state
+        self.untoggle_optimizer(optimizer)  # whichever is toggled still: what that has frozen is not to stay so
+        mine = {p for group in _bare(optimizer).param_groups for p in group["params"]}
+        every = {p for other in self.trainer.optimizers for group in other.param_groups for p in group["params"]}
+        self._toggled: dict[Tensor, bool] = {p: p.requires_grad for p in every}
+        for p in every - mine:
+            p.requires_grad = False
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Undo `toggle_optimizer`."""

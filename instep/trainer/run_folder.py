@@ -30,6 +30,7 @@ from instep.launch.status import (
     leave_failure,
     write_status,
 )
+from instep.loggers.base import RUNS
 from instep.state.restarts import read_job
 from instep.utils.paths import to_path
 
@@ -49,9 +50,10 @@ class RunFolder:
     """
 
     def __init__(self, root: Path) -> None:
-        self.base = root / "instep_runs"
+        self.base = root / RUNS
         self.path: Path | None = None
         self._said: dict[str, Any] = {}  # what `status.json` has
+        self._claimed: Path | None = None  # made for a logger that was used before the run
         self.given: Sequence[Path] = ()  # folders of configurations; the first that is a run's is where to look
 
     @property
@@ -139,12 +141,24 @@ class RunFolder:
     def choose(self, run: Session) -> Path:
         """The folder, made with the next free number the first time."""
         if self.path is None:
-            self.path = run.on_rank_zero(self._make, f"making a run folder in {self.base}")
+            doing = f"making a run folder in {self.base}"
+            self.path = run.on_rank_zero(lambda: self._taken(run) or self._make(), doing)
         return self.path
+
+    def claim(self) -> Path:
+        """The folder of the next run, for a logger that is used before it. On the main process only."""
+        if self.path is None and self._claimed is None:
+            self._claimed = self._make()
+        return self.path or self._claimed  # pyright: ignore[reportReturnType]
+
+    def _taken(self, run: Session) -> Path | None:
+        """The folder that a logger has taken before this run."""
+        folders = [self._claimed, *(logger.early_folder for logger in run.trainer.loggers)]
+        return next((it for it in folders if it is not None and it.parent == self.base.absolute()), None)
 
     def forget(self, main: bool) -> None:
         """Let the next run choose anew; the main process removes a folder that holds no more than a run's status."""
-        folder, self.path = self.path, None
+        folder, self.path, self._claimed = self.path, None, None
         if main and folder is not None:
             files = [path.name for path in folder.rglob("*") if not path.is_dir()]
             if all(is_bookkeeping(name) or name.startswith(".lease-") for name in files):

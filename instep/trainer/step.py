@@ -240,6 +240,7 @@ def _loss_of(output: Any, run: FitSession) -> Tensor | None:
                 "training_step returned None to skip a batch. With several processes the others would wait for this "
                 "rank's gradients: return a loss multiplied by 0 instead."
             )
+        run.note_no_loss()
         warnings.warn("training_step returned None: the batch is skipped. Is a `return loss` missing?", stacklevel=2)
         return None
     if not isinstance(loss, Tensor):

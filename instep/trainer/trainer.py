@@ -183,6 +183,8 @@ class Trainer(TrainerView):
         self.metrics = Metrics(self)
         self.state = TrainerState()
         self.run_folder = RunFolder(self.settings.default_root_dir)
+        if isinstance(self.settings.logger, tuple):
+            self.loggers  # noqa: B018  they learn of the run folder now: they may be used before the first run
         self.run_id = uuid.uuid4().hex[:16]
         self.how_to_give_data = "pass loaders or a datamodule"  # for errors; a command line has another way
         self._seed: int | None = None
@@ -480,6 +482,8 @@ class Trainer(TrainerView):
                 "inside the function that is launched"
             )
         if self.world_size > 1 and self._environment.launcher == "none":
+            for logger in self.loggers:
+                logger.discard()
             launch(self.settings, self._device_count)
         replay.silence(self)
 

@@ -307,6 +307,8 @@ class TrainerView:
                 self._loggers = [TensorBoardLogger()]
             else:
                 self._loggers = list(self.settings.logger or ())
+            for logger in self._loggers:
+                logger.attach(self.run_folder.claim)
         return self._loggers
 
     @property

@@ -20,7 +20,7 @@ from instep.trainer.snapshot import VIEW
 from instep.types import Location, PathLike
 from instep.utils.hparams import CLASS_PATH, AttributeDict
 from instep.utils.optimizer_state import clean_name
-from instep.utils.paths import to_path
+from instep.utils.paths import local_path, to_path
 from instep.utils.regular_files import INDEX_BYTES, read_regular
 from instep.utils.strict_json import parse_object
 
@@ -131,7 +131,7 @@ def load_module(
         checkpoint = _view_of(CheckpointStore(folder.parent).read(folder))
     saved = checkpoint["hyper_parameters"]
     if hparams_file is not None:
-        saved = {**saved, **_read_hparams(Path(hparams_file))}
+        saved = {**saved, **_read_hparams(local_path(hparams_file))}
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     name = checkpoint.get("hparams_name")

@@ -8,11 +8,16 @@ from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
 from instep.errors import MissingPackageError, SettingError
-from instep.types import Location
+from instep.types import Location, PathLike
 from instep.utils.imports import require
 
 _LOCAL = ("file", "local")
 _INSTALL = {"s3": "'instep[remote]'", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
+
+
+def local_path(value: PathLike) -> Path:
+    """The path on this machine that a user's text or object means: with the home folder for a leading `~`."""
+    return Path(os.path.expanduser(value))
 
 
 def to_path(value: Location, like: Any = None) -> Path:
@@ -23,8 +28,8 @@ def to_path(value: Location, like: Any = None) -> Path:
         like: a path whose options (endpoint, credentials) hold for a URL of the same protocol too.
 
     Returns:
-        A `pathlib.Path` for what is on this machine, else a `upath.UPath`, which has the same interface. Its listings
-        are never cached: other processes write there too.
+        A `pathlib.Path` for what is on this machine (`~` is the home folder), else a `upath.UPath`, which has the same
+        interface. Its listings are never cached: other processes write there too.
 
     Raises:
         MissingPackageError: a URL needs a package that is not installed.
@@ -41,7 +46,7 @@ def to_path(value: Location, like: Any = None) -> Path:
         if parts.scheme in _LOCAL and parts.netloc in ("", "localhost"):
             return Path(unquote(parts.path))
     elif isinstance(value, (str, os.PathLike)):
-        return Path(value)
+        return local_path(value)
     upath = require("upath", extra="remote", purpose=str(value))  # late, as fsspec: optional
     fsspec = require("fsspec", extra="remote", purpose=str(value))
     try:

@@ -61,6 +61,18 @@ def test_names_make_loggers_in_the_projects_folder(make: Any, tmp_path: Path) ->
     assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
+def test_projects_of_two_names_have_folders_of_their_own(make: Any, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        accelerator = make(log_with=["csv", "tensorboard"], project_dir=tmp_path)
+        accelerator.init_trackers(name, config={"name": name})
+        accelerator.log({name: 0.5}, step=3)
+        accelerator.end_training()
+    for name in ("first", "second"):
+        [row] = csv.DictReader((tmp_path / name / "metrics.csv").read_text().splitlines())
+        assert row == {"step": "3", name: "0.5"}
+        assert len(list((tmp_path / name).glob("events.out.tfevents.*"))) == 1
+
+
 def test_logging_to_nowhere_is_said_once(make: Any, recwarn: pytest.WarningsRecorder) -> None:
     accelerator = make()
     with pytest.warns(UserWarning, match="nowhere to write to"):

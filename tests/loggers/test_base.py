@@ -40,7 +40,6 @@ def test_what_comes_before_the_start_is_kept_in_order(tmp_path):
     logger.log_hyperparams({"lr": 0.1})
     logger.log_metrics({"loss": 1.0}, step=0)
     logger.after_save_checkpoint("a")
-    logger.save()
     assert logger.calls == []
     logger.start(tmp_path)
     logger.log_metrics({"loss": 0.5}, step=1)
@@ -76,6 +75,40 @@ def test_finalize_and_start_are_idempotent(tmp_path):
         ("start", str(tmp_path)),
         ("finalize", "failed"),
     ]
+
+
+@pytest.mark.parametrize("save_dir", [None, "own"])
+def test_without_a_run_save_and_finalize_write_what_was_kept(tmp_path, monkeypatch, save_dir):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("instep.loggers.base.atexit.register", lambda *call: None)
+    logger = Recorder()
+    logger._save_dir = None if save_dir is None else Path(save_dir)
+    logger.save()
+    logger.finalize()
+    assert logger.calls == []
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.save()
+    logger.finalize()
+    folder = Path("own") if save_dir else tmp_path / "instep_runs"
+    assert logger.calls == [
+        ("start", str(folder / "version_0")),
+        ("metrics", {"loss": 1.0}, 1),
+        ("save",),
+        ("finalize", "success"),
+    ]
+
+
+def test_without_a_run_another_rank_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    logger = Recorder()
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.save()
+    logger.finalize()
+    assert not logger._opened()
+    assert logger.calls == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_logging_after_finalize_opens_again(tmp_path, monkeypatch):

@@ -136,14 +136,31 @@ def test_the_hparams_tab_shows_hyperparameters_and_metrics(tmp_path):
     assert json.loads((tmp_path / "version_0" / "hparams.json").read_text())["lr"] == 0.1
 
 
-def test_experiment_is_a_summary_writer_on_the_same_folder(tmp_path):
+def texts(folder: Path) -> dict[str, str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["tensors"] if tag.endswith("/text_summary")]
+    return {tag.partition("/")[0]: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in tags}
+
+
+def test_experiment_is_a_summary_writer_on_the_same_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     logger = TensorBoardLogger(sub_dir="tb")
-    logger.experiment.add_text("note", "lost")  # before the start: does nothing
-    logger.start(tmp_path)
+    logger.experiment.add_text("note", "before the start")
+    logger.log_hyperparams({"lr": 0.1})
+    assert list((tmp_path / "instep_runs").iterdir())
+    logger.start(tmp_path / "run")
     logger.log_metrics({"a": 1.0}, step=1)
     logger.experiment.add_scalar("b", 2.0, 3)
     logger.finalize()
-    assert scalars(tmp_path / "tb") == {"a": [(1, 1.0)], "b": [(3, 2.0)]}
+    logger.experiment.add_text("end", "after it")
+    logger.finalize()
+    assert scalars(tmp_path / "run" / "tb") == {"a": [(1, 1.0)], "b": [(3, 2.0)]}
+    assert texts(tmp_path / "run" / "tb") == {"note": "before the start", "end": "after it"}
+    assert json.loads((tmp_path / "run" / "tb" / "hparams.json").read_text()) == {"lr": 0.1}
+    assert not list((tmp_path / "instep_runs").rglob("*.*"))
 
 
 def test_the_graph_needs_an_input(tmp_path):

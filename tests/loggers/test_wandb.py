@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,54 @@ def test_testing_after_finalize_continues_the_run(tmp_path):
     first, second = read_all(tmp_path)
     assert first["id"] == second["id"]
     assert second["history"] == [{"test": 1.0, STEP: 3}]
+
+
+def test_a_run_that_is_used_first_goes_on_through_start_and_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logger = WandbLogger(project="digits", mode="offline")
+    run = logger.experiment
+    run.config.update({"seed": 1})
+    logger.start(tmp_path / "run")
+    assert logger.experiment is run
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.finalize()
+    logger.experiment.config.update({"late": 2})
+    logger.finalize()
+    found = read_all(tmp_path / "instep_runs" / "version_0") + read_all(tmp_path / "run")
+    assert [it["id"] for it in found] == [logger.version] * 2
+    assert found[0]["config"]["seed"] == 1
+    assert found[0]["history"] == [{"loss": 1.0, STEP: 1}]
+    assert found[1]["config"]["late"] == 2
+
+
+def test_a_resumed_run_takes_over_the_configuration_of_before(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logger = WandbLogger(mode="offline")
+    logger.experiment.config.update({"seed": 1})
+    logger.load_state_dict({"version": "older", "step": 3})
+    logger.start(tmp_path / "run")
+    logger.finalize()
+    (found,) = read_all(tmp_path / "run")
+    assert (found["id"], found["config"]["seed"]) == ("older", 1)
+
+
+def test_what_is_written_without_a_run_is_in_the_file_when_the_program_ends(tmp_path):
+    code = (
+        "import sys; from instep.loggers import WandbLogger; logger = WandbLogger(save_dir='.', mode='offline'); "
+        "logger.log_metrics({'loss': 1.0}, step=1); logger.experiment.config.update({'seed': 1}) "
+        "if sys.argv[1] == 'used' else None"
+    )
+    for how, config in (("used", {"seed": 1}), ("kept", {})):
+        folder = tmp_path / how
+        folder.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", code, how], cwd=folder, check=True, timeout=120, capture_output=True, text=True
+        )
+        assert "Traceback" not in done.stderr
+        (found,) = read_all(folder)
+        assert found["history"] == [{"loss": 1.0, STEP: 1}]
+        assert found["config"].get("seed") == config.get("seed")
+        assert found["exit_code"] == 0
 
 
 def test_two_loggers_write_two_runs(tmp_path):

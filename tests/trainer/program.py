@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--do", default="")
     parser.add_argument("--step", type=int, default=4)
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--early", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     seed_everything(3)
@@ -64,6 +65,9 @@ def main() -> None:
         trigger_every=1,
         callbacks=[Event(args.do, args.step, args.rank)] if args.do else [],
     )
+    if args.early and trainer.logger is not None:
+        trainer.logger.log_metrics({"early": 1.0}, step=0)
+        trainer.logger.save()
     module = Net(averaged=False)
     train = DataLoader(Augmented(22), batch_size=4, shuffle=True, num_workers=args.workers)
     trainer.fit(module, train, DataLoader(Plain(7), batch_size=3), ckpt_path="auto")

@@ -146,6 +146,15 @@ def test_a_signal_to_one_rank_stops_all(pair: dict[str, Any], tmp_path: Path) ->
 
 
 @pytest.mark.dist
+def test_what_is_written_before_the_ranks_are_started_is_there_once(tmp_path: Path) -> None:
+    """The process that becomes the agent has run the same lines as the main rank."""
+    expect(run(tmp_path, "--devices", "2", "--early"), 0)
+    header, *rows = [line.split(",") for line in table(tmp_path).splitlines()]
+    assert [row[header.index("early")] for row in rows if row[header.index("early")]] == ["1.0"]
+    assert len(list(tmp_path.rglob("version_*"))) == 1
+
+
+@pytest.mark.dist
 def test_the_signals_of_batch_systems_to_one_rank_stop_all(pair: dict[str, Any], tmp_path: Path) -> None:
     for name, rank, step in (("SIGUSR1", 1, 4), ("SIGUSR2", 0, 7)):
         expect(run(tmp_path, "--devices", "2", "--do", name, "--rank", str(rank), "--step", str(step)), 75)

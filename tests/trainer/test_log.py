@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from instep import Logger
+from instep import Callback, Logger
+from instep.callbacks import EarlyStopping, ModelCheckpoint
 from instep.errors import LogError, UsageError
 from tests.trainer.toys import Toy, loader, quiet, samples
 
@@ -111,6 +112,51 @@ def test_step_values_stay_after_a_fit_that_logged_none_of_them(tmp_path: Any):
     assert trainer.logged_metrics == {}
     assert seen == [3.0]
     assert trainer.callback_metrics == {"x": 3.0}
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_epoch_end"])
+def test_of_a_name_logged_by_step_and_by_epoch_the_later_value_counts(hook: str, tmp_path: Any):
+    seen: dict[str, list[tuple[float, float]]] = {"step": [], "end": []}
+
+    class Watching(Callback):
+        monitoring = True
+
+        def look(self, trainer: Any, when: str) -> None:
+            seen[when].append((float(trainer.callback_metrics["x"]), float(trainer.progress_bar_metrics["x"])))
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.look(trainer, "step")
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            self.look(trainer, "end")
+
+    class Both(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", float(batch_idx), prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    module = Both()
+    setattr(module, hook, lambda: module.log("x", 100.0 + module.current_epoch, prog_bar=True))
+
+    def watchers() -> list[Any]:
+        return [Watching(), EarlyStopping("x", patience=9), ModelCheckpoint(tmp_path / "ck", monitor="x", mode="max")]
+
+    callbacks = _, stopping, saver = watchers()
+    settings: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True, "num_sanity_val_steps": 0}
+    trainer, _ = run(tmp_path, module, loader(), loader(3), callbacks=callbacks, **settings)
+    assert seen["step"] == [(float(i), float(i)) for i in range(4)] * 2
+    assert seen["end"] == [(100.0, 100.0), (101.0, 101.0)]
+    assert (float(stopping.best_score), saver.best_model_score) == (100.0, 101.0)
+    assert (float(trainer.callback_metrics["x"]), trainer.progress_bar_metrics["x"]) == (101.0, 101.0)
+
+    again = quiet(**settings, callbacks=watchers())
+    again.fit(Both(), loader(), loader(3), ckpt_path=saver.best_model_path)
+    assert again.callback_metrics["x"] == 101.0, "nothing is left to train; the epoch's value is still the later"
+
+
+def test_what_the_bar_showed_last_stays_after_fit(tmp_path: Any):
+    trainer, _ = run(tmp_path, logging_in("training_step", prog_bar=True), log_every_n_steps=50)
+    assert trainer.progress_bar_metrics == {"x": 3.0}
 
 
 def test_by_epoch_only(tmp_path: Any):
@@ -281,14 +327,15 @@ def test_several_loaders_get_their_index_in_the_name(tmp_path: Any):
             self.log("x", float(dataloader_idx))
             self.log("both", float(dataloader_idx), on_step=True)
             self.log("all", float(dataloader_idx), add_dataloader_idx=False)
+            self.log(f"of_{dataloader_idx}", 1.0, add_dataloader_idx=False)
 
         def on_validation_epoch_end(self) -> None:
             self.log("end", 7.0)
 
     trainer = quiet(logger=(logger := ListLogger()), default_root_dir=tmp_path)
     first, second = trainer.validate(Model(), [loader(2, 2), loader(6, 3)], verbose=False)
-    assert first == {"x/dataloader_idx_0": 0, "both_epoch/dataloader_idx_0": 0, "all": 0.75, "end": 7}
-    assert second == {"x/dataloader_idx_1": 1, "both_epoch/dataloader_idx_1": 1, "all": 0.75, "end": 7}
+    assert first == {"x/dataloader_idx_0": 0, "both_epoch/dataloader_idx_0": 0, "all": 0.75, "end": 7, "of_0": 1}
+    assert second == {"x/dataloader_idx_1": 1, "both_epoch/dataloader_idx_1": 1, "all": 0.75, "end": 7, "of_1": 1}
     assert trainer.callback_metrics["both/dataloader_idx_1"] == 1.0
     assert logger.of("all") == [(0, 0.75)]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -534,6 +537,45 @@ def test_a_gan_counts_batches_and_toggles_its_halves():
     assert all(not torch.equal(value, before[name]) for name, value in weights(module).items() if "weight" in name)
 
 
+class Three(TrainModule):
+    """Three optimizers; the last two share a layer."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.shared, self.frozen = (nn.Linear(4, 4) for _ in range(4))
+        self.frozen.requires_grad_(False)
+        self.required: list[list[bool]] = []
+
+    def look(self) -> None:
+        self.required.append([part.weight.requires_grad for part in self.children()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        one, two, three = self.optimizers()
+        self.toggle_optimizer(one)
+        self.look()
+        self.untoggle_optimizer(one)
+        self.look()
+        self.toggle_optimizer(two)
+        self.toggle_optimizer(three)  # without the other in between
+        self.look()
+        self.untoggle_optimizer(three)
+        self.look()
+        one.step()
+
+    def configure_optimizers(self) -> Any:
+        groups = [[self.first, self.frozen], [self.second, self.shared], [self.shared]]
+        return [torch.optim.SGD([p for part in group for p in part.parameters()], lr=0.1) for group in groups]
+
+
+def test_what_two_optimizers_share_is_free_again_after_a_toggle():
+    module = Three()
+    quiet(max_steps=1).fit(module, loader())
+    free = [True, True, True, False]
+    assert module.required == [[True, False, False, False], free, [False, False, True, False], free]
+
+
 def test_accumulation_by_hand_counts_the_batches_that_stepped():
     steps: list[int] = []
 
@@ -605,5 +647,42 @@ def test_a_forgotten_return_is_told():
         def training_step(self, batch: Any, batch_idx: int) -> None:
             super().training_step(batch, batch_idx)
 
-    with pytest.warns(UserWarning, match="return loss"):
-        quiet(max_steps=2).fit(Forgets(), loader())
+    with (
+        pytest.warns(UserWarning, match="return loss"),
+        pytest.raises(HookError, match=r"Forgets.training_step returned None for every batch so far \(4\)"),
+    ):
+        quiet(max_epochs=3).fit(Forgets(), loader())
+
+
+class NoLoss(Toy):
+    """Returns a loss from a given batch of the run on."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.start = start
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if len(self.seen) > self.start else None
+
+
+@pytest.mark.filterwarnings("ignore:training_step returned None")
+@pytest.mark.parametrize("settings", [{"max_epochs": 2}, {"max_steps": 3}, {"accumulate_grad_batches": 3}])
+def test_a_run_without_a_single_loss_ends_with_an_error_and_no_checkpoint(settings: dict[str, Any], tmp_path: Path):
+    trainer = quiet(**{"max_epochs": 1, **settings}, enable_checkpointing=True, default_root_dir=tmp_path)
+    with pytest.raises(HookError, match="nothing was trained"):
+        trainer.fit(NoLoss(math.inf), loader(), loader(3))
+    [status] = tmp_path.rglob("status.json")
+    assert json.loads(status.read_text())["status"] == "failed"
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+@pytest.mark.filterwarnings("ignore:training_step returned None")
+def test_a_run_with_one_loss_is_trained_and_may_skip_whole_epochs():
+    trainer = quiet(max_epochs=3)
+    module = NoLoss(3)  # the fourth batch, the last of the first epoch, is the first with a loss
+    trainer.fit(module, loader())
+    assert trainer.global_step == 12
+    module.start = math.inf
+    with pytest.raises(HookError, match="nothing was trained"):  # a fit of its own
+        quiet(max_epochs=1).fit(module, loader())

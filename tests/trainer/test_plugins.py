@@ -24,6 +24,7 @@ from instep.callbacks import (
 )
 from instep.errors import SettingError, UsageError
 from instep.loggers import CSVLogger, TensorBoardLogger
+from tests.loggers.test_tensorboard import texts
 from tests.trainer.toys import LoggingToy, Toy, assert_same, loader, quiet, weights
 
 
@@ -214,6 +215,50 @@ def test_hyperparameters_are_logged_once_with_those_of_the_data(tmp_path: Path):
 
     quiet(max_epochs=1, logger=Notes(), default_root_dir=tmp_path).fit(Silent(), loader())
     assert len(seen) == 1
+
+
+@pytest.mark.filterwarnings("default:::tensorboard.*", "default::DeprecationWarning")
+@pytest.mark.parametrize("used", ["before the Trainer", "after it"])
+@pytest.mark.parametrize("save_dir", [None, "own"])
+def test_what_users_write_around_a_fit_is_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_dir: str | None, used: str
+):
+    monkeypatch.chdir(tmp_path)
+
+    def write(when: str, step: int = 0) -> None:
+        board.experiment.add_text(when, "text", step)
+        table.log_metrics({when: 1.0}, step)
+        table.save()
+
+    for attempt in ("first", "resumed"):  # the second process finds a finished run, and goes on with it
+        board, table = TensorBoardLogger(save_dir), CSVLogger(save_dir and f"{save_dir}-csv")
+        if used == "before the Trainer":
+            write(attempt)
+        trainer = Trainer(
+            accelerator="cpu",
+            max_epochs=1 if attempt == "first" else 2,
+            default_root_dir="root",
+            logger=[board, table],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=1,
+        )
+        if used == "after it":
+            write(attempt)
+        trainer.fit(LoggingToy(), loader(), loader(3), ckpt_path="auto")
+        write(f"after-{attempt}", trainer.global_step)
+        board.finalize()
+        table.finalize()
+        assert board.log_dir is not None
+
+    found = rows(Path(table.log_dir or "") / "metrics.csv")
+    assert sorted(float(row["step"]) for row in found if row["train_loss_step"]) == list(range(1, 9))
+    for name in ("first", "after-first", "resumed", "after-resumed"):
+        assert [row[name] for row in found if row[name]] == ["1.0"]
+    assert set(texts(Path(board.log_dir or ""))) == {"first", "after-first", "resumed", "after-resumed"}
+    assert len({path.parent for path in tmp_path.rglob("events.out.tfevents.*")}) == 1
+    assert len(list(tmp_path.rglob("metrics.csv"))) == 1
+    assert len(list(Path("root").rglob("version_*"))) == 1
 
 
 def test_run_folders_are_numbered_and_say_how_the_run_ended(tmp_path: Path):

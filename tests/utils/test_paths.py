@@ -5,9 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from instep import Accelerator, Trainer
+from instep.accelerator import ProjectConfiguration
+from instep.callbacks import ModelCheckpoint
 from instep.errors import MissingPackageError, SettingError
-from instep.utils.paths import to_path
+from instep.loggers import CSVLogger
+from instep.utils.paths import local_path, to_path
 from tests.helpers.object_store import need_packages
 
 
@@ -25,6 +30,27 @@ from tests.helpers.object_store import need_packages
 def test_what_is_on_this_machine_is_a_plain_path(value: str | Path, expected: Path) -> None:
     assert type(to_path(value)) is type(expected)
     assert to_path(value) == expected
+
+
+def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert to_path("~/a") == local_path(Path("~/a")) == tmp_path / "a"
+    assert ModelCheckpoint(dirpath="~/a").dirpath == tmp_path / "a"
+    assert Trainer(default_root_dir="~/a", logger=False).default_root_dir == tmp_path / "a"
+    assert CSVLogger("~/a").save_dir == str(tmp_path / "a")
+    accelerator = Accelerator(
+        cpu=True, project_config=ProjectConfiguration("~/a", automatic_checkpoint_naming=True), log_with="csv"
+    )
+    assert accelerator.project_dir == accelerator.logging_dir == str(tmp_path / "a")
+    accelerator.init_trackers("mine")
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.save(1, "~/object.pt")
+    assert accelerator.save_state().is_relative_to(tmp_path / "a")
+    assert accelerator.save_state("~/b").parent == tmp_path
+    assert accelerator.load_state("~/b").parent == tmp_path
+    accelerator.end_training()
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_local_path_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from instep.checkpoint.tensors import dtype_from_name
 from instep.checkpoint.weights import indexed_files
 from instep.errors import SettingError, UsageError, one_of
 from instep.utils.imports import require
+from instep.utils.paths import local_path
 from instep.utils.regular_files import INDEX_BYTES, read_regular
 from instep.utils.strict_json import parse_object
 
@@ -64,7 +65,7 @@ def find_subject(
         SettingError: there is no such thing, or an argument does not fit it.
     """
     make_optimizer = None if optimizer is None else _optimizer_class(optimizer)
-    path = Path(what)
+    path = local_path(what)
     batch = _batch_of(inputs) if inputs else _batch_from(data, data_arguments) if data is not None else None
     if path.exists():
         if path.suffix == ".py":

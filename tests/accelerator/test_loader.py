@@ -1,0 +1,126 @@
+"""Where a loop stands in its loader, also where `accelerator.backward` does not say so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from instep import Accelerator
+from tests.accelerator.loops import Net, sgd
+from tests.helpers.spawn import run_ranks
+
+SAMPLES = 22  # no multiple of the batch, nor of the window
+LOOPS = ("nothing", "foreign", "plain", "by hand", "accumulate", "backward", "backward by window")
+EVERY = bool(os.environ.get("INSTEP_LOADER_EVERY"))
+
+
+def one_pass(folder: Path, loop: str, workers: int, stop: int | None, top: bool = False) -> list[float]:
+    """The samples whose batch had its effect in this pass: it was used, and stepped on where the loop trains.
+
+    Args:
+        folder: where the state is saved, or loaded from where `stop` is None.
+        loop: what it does with a batch.
+        workers: of the loader.
+        stop: save the state and leave with the batch of this number in hand.
+        top: save at the top of the loop's body, before that batch is used.
+    """
+    torch.manual_seed(1)
+    windows = loop in ("accumulate", "backward by window")
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3 if windows else 1)
+    model = Net(0.0)
+    optimizer = sgd(model)
+    loader = DataLoader(TensorDataset(torch.arange(float(SAMPLES))), 2, shuffle=True, num_workers=workers)
+    if loop in ("nothing", "foreign"):
+        loader = accelerator.prepare(loader)
+    else:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if stop is None:
+        accelerator.load_state(folder / "state")
+    done: list[float] = []
+    open_window: list[float] = []
+    for index, (x,) in enumerate(loader, 0 if stop is not None else -1000):
+        if top and index == stop:
+            accelerator.save_state(folder / "state")
+            break
+        seen = accelerator.gather_for_metrics(x).tolist()
+        loss = model(x[:, None].expand(-1, 4)).square().mean()
+        open_window += seen
+        if windows:
+            with accelerator.accumulate(model):
+                loss.backward() if loop == "accumulate" else accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            ends = accelerator.sync_gradients
+        else:
+            if loop == "backward":
+                accelerator.backward(loss)
+            elif loop != "nothing":
+                loss.backward()
+            ends = loop != "by hand" or loader.batch_idx % 3 == 2 or loader.is_last
+            if ends:
+                optimizer.step()
+                optimizer.zero_grad()
+        if ends:
+            done += open_window
+            open_window = []
+        if index == stop:
+            accelerator.save_state(folder / "state")
+            break
+    accelerator.free_memory()
+    return done
+
+
+def both_parts(folder: Path, loop: str, workers: int, stop: int, top: bool) -> list[float]:
+    return sorted(one_pass(folder, loop, workers, stop, top) + one_pass(folder, loop, workers, None))
+
+
+CASES = [
+    (loop, workers, stop, top)
+    for loop in LOOPS
+    for workers in (0, 2)
+    for stop in (0, 1, 2, 4, 5)
+    for top in (False, True)
+    if not (top and loop in ("nothing", "foreign"))  # a batch in hand is taken for used there
+    if not (top and stop == 0)  # nothing tells yet that the loop trains
+]
+FEW = [case for case in CASES if case[1:] in ((0, 4, False), (0, 4, True), (0, 1, False))] + [("plain", 2, 4, False)]
+
+
+@pytest.mark.filterwarnings("ignore:this state is saved in the middle of an accumulation window")
+@pytest.mark.parametrize(("loop", "workers", "stop", "top"), CASES if EVERY else FEW)
+def test_every_sample_counts_once_over_an_interrupted_pass(
+    tmp_path: Path, loop: str, workers: int, stop: int, top: bool
+) -> None:
+    assert both_parts(tmp_path, loop, workers, stop, top) == [float(i) for i in range(SAMPLES)]
+
+
+def some_cases(folder: Path, cases: list[Any]) -> list[list[float]]:
+    return [both_parts(folder / f"case-{number}", *case) for number, case in enumerate(cases)]
+
+
+@pytest.mark.dist
+def test_every_sample_counts_once_over_ranks_too(tmp_path: Path) -> None:
+    few = [(loop, 0, 4, False) for loop in ("nothing", "plain", "by hand")] + [("plain", 2, 1, False)]
+    cases = [case for case in CASES if case[2] < 5] if EVERY else few  # a rank has 6 batches
+    for found in run_ranks(some_cases, 2, tmp_path, cases, timeout_s=580.0 if EVERY else 240.0):
+        assert found == [[float(i) for i in range(SAMPLES)]] * len(cases)
+
+
+def test_a_pass_that_trains_nothing_and_was_left_begins_anew(make: Any) -> None:
+    accelerator = make()
+    model, optimizer, train, val = accelerator.prepare(
+        Net(0.0), torch.optim.SGD(Net(0.0).parameters(), lr=0.1), *(DataLoader(torch.arange(6.0)) for _ in range(2))
+    )
+    for _ in train:
+        for _ in val:  # an evaluation of a few batches
+            break
+        optimizer.step()
+        assert val.state_dict()["source"] is None
+    batches = iter(val)
+    next(batches), next(batches)
+    assert val.state_dict()["source"]["batches"] == 2
