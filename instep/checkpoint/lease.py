@@ -236,10 +236,10 @@ def _highest(root: Path, files: Files) -> int | None:
 def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
     """A lease's content, empty where it cannot be understood; None where it is gone."""
     try:
-        content = json.loads(files.read(root / f".lease-{number:08d}"))
+        content = json.loads(files.read_small(root / f".lease-{number:08d}", MAX_BYTES))
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
