@@ -1,108 +1,183 @@
 """Weights out of the folders that torch.distributed.checkpoint writes, without running code of theirs.
 
-Such a folder has `.metadata`, a pickle, and the ranks' `.distcp` files. The pickle may name what describes a
-checkpoint, and nothing else; tensors are read with `weights_only=True`, other objects never. So FSDP's sharded
-checkpoints of other trainers can be read.
+Such a folder has `.metadata`, a pickle, and the ranks' `.distcp` files, in which each piece of a tensor is a file of
+torch.save. The pickle is read as data: plain records stand for what it names. Pieces are read with `weights_only=True`,
+other objects never. So FSDP's sharded checkpoints of other trainers can be read.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.checkpoint.manifest import MANIFEST
+from instep.checkpoint.edge import reading
+from instep.checkpoint.names import MANIFEST, inside
+from instep.checkpoint.pickles import Record, read_pickle
+from instep.checkpoint.remote import files_of
+from instep.checkpoint.schema import check, count, list_of, text
+from instep.checkpoint.shard import StoredTensor
+from instep.checkpoint.tensors import dtype_from_name
+from instep.checkpoint.torch_files import load_torch
 from instep.errors import CheckpointError, CorruptCheckpointError
+from instep.utils.regular_files import read_regular
 
 _METADATA = ".metadata"
+_METADATA_BYTES = 2**29
 _WITHIN = "pytorch_model_fsdp_0"  # Accelerate's folder, in that of a state
-_ALLOWED = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-    *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
-            "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}  # fmt: skip
+_OF_DCP = ("torch.distributed.checkpoint.metadata.", "torch.distributed.checkpoint.filesystem.")
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows the classes of a description, and dtypes."""
+@dataclass(frozen=True)
+class _Piece:
+    """A box of a tensor, and where its file of torch.save lies."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        found = getattr(torch, name, None) if module == "torch" else None
-        if (module, name) in _ALLOWED or isinstance(found, torch.dtype):
-            return super().find_class(module, name)
-        raise CheckpointError(
-            f"a {_METADATA} file names {module}.{name}, which does not describe a checkpoint: reading it would run "
-            "code. Save the model's state dict alone where it was made."
-        )
+    path: Path
+    begin: int
+    length: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class _DcpTensor:
+    """A tensor of a folder, read when asked for."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[_Piece]) -> None:
+        self.name, self.shape, self.dtype, self._pieces = name, torch.Size(shape), dtype, pieces
+
+    def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
+        """The tensor, or a box of it, on the CPU, in memory of its own."""
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for piece in self._pieces:
+            with reading(piece.path, f"does not hold {self.name}"):
+                data = files_of(piece.path).read_range(piece.path, piece.begin, piece.begin + piece.length)
+                tensor = load_torch(BytesIO(data), piece.path)
+                if not isinstance(tensor, Tensor) or tuple(tensor.shape) != piece.sizes or tensor.dtype != self.dtype:
+                    raise CorruptCheckpointError(
+                        f"{piece.path} holds something else than {piece.sizes} of {self.name}", path=piece.path
+                    )
+                at = tuple(slice(low, low + size) for low, size in zip(piece.offsets, piece.sizes, strict=True))
+                whole[at] = tensor
+        return whole if box is None else whole[box].clone()
 
 
 def find_dcp_folder(path: Path) -> Path | None:
     """The folder with `.metadata`: the path itself, or Accelerate's folder in it; None where there is none."""
-    if not isinstance(path, Path):  # a URL: torch reads local folders
+    if not isinstance(path, Path):  # a URL: torch writes local folders
         return None
     if (path / MANIFEST).exists():
         return None
     return next((it for it in (path, path / _WITHIN) if (it / _METADATA).is_file()), None)
 
 
-def load_dcp_weights(folder: Path, roots: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors of a model.
+def stored_dcp_weights(folder: Path, roots: tuple[str, ...]) -> Mapping[str, StoredTensor]:
+    """The tensors of a model, each left where it is until it is read.
 
     Args:
         folder: what `find_dcp_folder` found.
         roots: keys under which a model's weights may lie; without any of them all tensors but an optimizer's are taken.
 
-    Returns:
-        Name -> tensor on the CPU.
-
     Raises:
-        CheckpointError: it cannot be read without running code, or there is no tensor in it.
+        CheckpointError: there is no tensor in it, or it names what lies elsewhere.
         CorruptCheckpointError: it is damaged, or files are missing.
     """
-    # Late: half a second, which only these folders need.
-    from torch.distributed.checkpoint import CheckpointException, FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    metadata = _read_metadata(folder / _METADATA)
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return metadata
-
-    stored = {name: it for name, it in metadata.state_dict_metadata.items() if isinstance(it, TensorStorageMetadata)}
-    names = _of_model(stored, metadata.planner_data or {}, roots)
+    path = folder / _METADATA
+    with reading(path, "does not describe a checkpoint of torch.distributed.checkpoint"):
+        stored, ways = _describe(read_pickle(read_regular(path, _METADATA_BYTES)), folder)
+        names = _of_model(stored, ways, roots)
     if not names:
         raise CheckpointError(f"{folder} holds no tensor of a model: {', '.join(list(stored)[:8])}", path=folder)
-    weights = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
-    try:
-        _load_state_dict(dict(weights), storage_reader=Reader(folder), no_dist=True)
-    except CheckpointException as error:
-        reasons = "; ".join(f"{reason!r}" for reason, _ in error.failures.values())
-        raise CorruptCheckpointError(f"{folder} could not be read whole: {reasons}", path=folder) from error
-    return {names[name]: tensor for name, tensor in weights.items()}
+    return {weight: stored[name] for name, weight in names.items()}
 
 
-def _read_metadata(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:
-            return _Unpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CorruptCheckpointError(f"{path} is damaged: {error!r}", path=path) from error
+def _describe(metadata: Any, folder: Path) -> tuple[dict[str, _DcpTensor], dict[str, tuple[Any, ...]]]:
+    """The tensors by name, and the keys that lead to each."""
+    about = _state(metadata, "Metadata")
+    places: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    for key, value in about["storage_data"].items():
+        index, place = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
+        check(index, {"fqn": text}, "an index")
+        check(place, {"offset": count, "length": count, "relative_path": text}, f"the place of {index['fqn']}")
+        if place.get("transform_descriptors"):
+            raise CheckpointError(f"{folder} is compressed, which is not read here", path=folder)
+        places[index["fqn"], _sizes(index.get("offset"))] = place
+    found: dict[str, _DcpTensor] = {}
+    for name, record in about["state_dict_metadata"].items():
+        if type(record) is Record and record.name.endswith(".TensorStorageMetadata"):
+            found[str(name)] = _tensor(str(name), _state(record, "TensorStorageMetadata"), places, folder)
+    _check_ranges(found.values())
+    ways = about.get("planner_data") or {}
+    return found, {name: ways.get(name, (name,)) for name in found}
+
+
+def _tensor(name: str, about: Mapping[str, Any], places: Mapping[Any, dict[str, Any]], folder: Path) -> _DcpTensor:
+    properties, shape = about["properties"], _sizes(about["size"])
+    kind = properties.state[0] if type(properties.state) is tuple else properties.state["dtype"]
+    if type(kind) is not Record or not kind.name.startswith("torch."):
+        raise ValueError(f"{name} has no dtype")
+    dtype = dtype_from_name(kind.name.removeprefix("torch."))
+    pieces = {}
+    for record in about["chunks"]:
+        chunk = _state(record, "ChunkStorageMetadata")
+        offsets, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
+        place = places[name, offsets]
+        inner = inside(folder, place["relative_path"], folder / _METADATA)
+        pieces[offsets, sizes] = _Piece(inner, place["offset"], place["length"], offsets, sizes)
+        if any(at + size > end for at, size, end in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"a piece of {name} leads out of it")
+        if math.prod(sizes) * dtype.itemsize > place["length"]:
+            raise ValueError(f"a piece of {name} is longer than what is stored of it")
+    there = sum(math.prod(piece.sizes) for piece in pieces.values())
+    if there != math.prod(shape):
+        raise ValueError(f"{there:,} of the {math.prod(shape):,} elements of {name} are there")
+    return _DcpTensor(name, shape, dtype, list(pieces.values()))
+
+
+def _check_ranges(tensors: Any) -> None:
+    """Refuse pieces that lie over each other, or beyond the end of a file that is there."""
+    ranges: dict[Path, set[tuple[int, int]]] = {}
+    for piece in (it for tensor in tensors for it in tensor._pieces):
+        ranges.setdefault(piece.path, set()).add((piece.begin, piece.length))
+    for path, found in ranges.items():
+        end = 0
+        for begin, length in sorted(found):
+            if begin < end:
+                raise ValueError(f"pieces overlap in {path.name}")
+            end = begin + length
+        try:
+            size = files_of(path).size(path)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(f"{path} is missing; {_METADATA} names it", path=path) from error
+        if end > size:
+            raise ValueError(f"{path.name} is cut short")
+    if sum(map(len, ranges.values())) != sum(len(tensor._pieces) for tensor in tensors):
+        raise ValueError("two tensors have the same place")
+
+
+def _state(record: Any, name: str) -> Mapping[str, Any]:
+    """The attributes of an object of torch.distributed.checkpoint."""
+    if type(record) is not Record or record.name not in [f"{module}{name}" for module in _OF_DCP]:
+        what = record.name if type(record) is Record else type(record).__name__
+        raise ValueError(f"it names {what}, which does not describe a checkpoint; {name} is expected")
+    if type(record.state) is not dict:
+        raise ValueError(f"a {name} without attributes")
+    return record.state
+
+
+def _sizes(size: Any) -> tuple[int, ...]:
+    """The numbers of a torch.Size; none for None."""
+    if size is None:
+        return ()
+    values = size.args[0] if type(size) is Record and size.name == "torch.Size" and size.args else size
+    if not list_of(count)(values):
+        raise ValueError(f"{str(values)[:80]} is no size")
+    return tuple(values)
 
 
 def _of_model(

@@ -23,9 +23,11 @@ from torch import Tensor
 from instep.checkpoint.objects import MAKERS, state_of
 from instep.checkpoint.shard import Shard, StoredTensor
 from instep.checkpoint.tensors import dtype_from_name, dtype_name, why_unsavable
-from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
+from instep.errors import CorruptCheckpointError, InstepError, UnsavableStateError
+from instep.utils.strict_json import MOST_DEPTH
 
 TAG = "$"
+_MOST_OPEN = MOST_DEPTH // 3 - 5  # each is at most three containers of JSON: an object, a list of pairs, a pair
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
 _PURE_PATHS: dict[str, type[PurePath]] = {"posix": PurePosixPath, "windows": PureWindowsPath}
 _ARRAY_KINDS = "biufc"  # arrays that become tensors where torch has their dtype
@@ -121,9 +123,9 @@ def decode(json_tree: Any, tensors: Mapping[str, Tensor] | Mapping[str, StoredTe
     """
     try:
         return _decode(json_tree, tensors)
-    except CheckpointError:
+    except InstepError:
         raise
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # what a node of the wrong kind makes of the code behind it may be any
         raise CorruptCheckpointError(
             f"a saved state cannot be decoded ({type(error).__name__}: {error}); "
             "it is damaged, or a newer instep wrote it"
@@ -172,6 +174,8 @@ class _Encoder:
     def _container(self, obj: Any, kind: type, path: tuple[Any, ...]) -> Any:
         if id(obj) in self._open:
             raise self._refuse(path, "a container that contains itself; break the cycle")
+        if len(self._open) == _MOST_OPEN:
+            raise self._refuse(path[:3], f"more than {_MOST_OPEN} containers within each other; save a flat list")
         self._open.add(id(obj))
         try:
             if kind is list:
@@ -280,6 +284,8 @@ def _decode(node: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(node, list):
         return [_decode(item, tensors) for item in node]
     if not isinstance(node, dict):
+        if isinstance(node, float) and not math.isfinite(node):  # 1e999
+            raise ValueError("a number that no float can hold")
         return node
     if TAG not in node:
         return {key: _decode(value, tensors) for key, value in node.items()}

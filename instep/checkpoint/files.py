@@ -17,6 +17,7 @@ from instep.checkpoint import names, small_files
 from instep.checkpoint.hashing import Data, FileRecord, hash_file
 from instep.checkpoint.out_file import OutFile, Trace
 from instep.checkpoint.owner import is_gone, this_process
+from instep.utils.regular_files import open_regular, read_regular
 
 
 class Files(ABC):
@@ -59,8 +60,8 @@ class Files(ABC):
         """The record of a file as it is there."""
 
     @abstractmethod
-    def read(self, path: Path) -> bytes:
-        """The content of a small file."""
+    def read(self, path: Path, most: int) -> bytes:
+        """The content of a file that has at most so many bytes; OSError where it has more."""
 
     @abstractmethod
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
@@ -174,22 +175,24 @@ class LocalFiles(Files):
 
     def take_in(self, path: Path) -> FileRecord:
         self._before("fsync", path)
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             _fsync(file.fileno())
         return hash_file(path)
 
     def size(self, path: Path) -> int:
-        return path.stat().st_size
+        with open_regular(path) as file:
+            return os.fstat(file.fileno()).st_size
 
     def hash(self, path: Path) -> FileRecord:
         return hash_file(path)
 
-    def read(self, path: Path) -> bytes:
-        return path.read_bytes()
+    def read(self, path: Path, most: int) -> bytes:
+        return read_regular(path, most)
 
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
-        data = bytearray(end - begin)
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            data = bytearray(max(0, min(end, size) - begin))  # what a damaged header asks for may be any number
             file.seek(begin)
             done = 0
             while count := file.readinto(memoryview(data)[done:]):  # one call reads 2 GiB at most
@@ -199,6 +202,7 @@ class LocalFiles(Files):
 
     @contextmanager
     def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:
+        open_regular(path).close()  # what follows may open it by its name
         yield path, hash_file(path) if check else None
 
     def folders(self, root: Path) -> list[str]:

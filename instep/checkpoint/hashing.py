@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from instep.utils.regular_files import open_regular
+
 CHUNK_BYTES = 64 * 2**20  # a part of a large file can be verified by itself in these pieces
 
 Data: TypeAlias = "bytes | bytearray | memoryview"
@@ -70,7 +72,7 @@ def hash_file(path: Path) -> FileRecord:
     """The record of a file as it is on the disk."""
     hasher = Hasher()
     buffer = memoryview(bytearray(4 * 2**20))
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         while size := file.readinto(buffer):
             hasher.update(buffer[:size])
     return hasher.record()

@@ -12,14 +12,25 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from instep.checkpoint.edge import reading
 from instep.checkpoint.encode import decode, encode
 from instep.checkpoint.hashing import FileRecord, digest
-from instep.checkpoint.names import MANIFEST
+from instep.checkpoint.names import MANIFEST, is_inner_name
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.retry import patiently
+from instep.checkpoint.schema import check, count, dict_of, list_of, named, none_or, number, text
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UnsavableStateError
+from instep.utils.regular_files import INDEX_BYTES
+from instep.utils.strict_json import parse_object
 
 FORMAT_VERSION = 1
+_BODY = {
+    **dict.fromkeys(("step", "attempt", "world_size"), count),
+    **dict.fromkeys(("run_id", "created"), text),
+    **dict.fromkeys(("info", "files"), named),
+    "versions": dict_of(text),
+}
+_INFO = {"kind": text, "epoch": none_or(count), "monitor": none_or(text), "mode": none_or(text), "score": none_or(number)}
 _END = "\n}\n"
 _SEAL = ',\n "xxh3": "'
 
@@ -72,8 +83,8 @@ class Manifest:
             "info": info,
             "files": {name: _record_out(record) for name, record in sorted(self.files.items())},
         }
-        text = json.dumps(body, indent=1, allow_nan=False).removesuffix("\n}")
-        return f'{text}{_SEAL}{digest(text.encode())}"{_END}'.encode()
+        content = json.dumps(body, indent=1, allow_nan=False).removesuffix("\n}")
+        return f'{content}{_SEAL}{digest(content.encode())}"{_END}'.encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, path: Path) -> Manifest:
@@ -87,23 +98,27 @@ class Manifest:
             CorruptCheckpointError: the bytes are not those that were written.
             CheckpointError: a newer instep wrote them.
         """
-        text, seal, rest = data.rpartition(_SEAL.encode())
-        if not seal or rest != f'{digest(text)}"{_END}'.encode():
+        content, seal, rest = data.rpartition(_SEAL.encode())
+        if not seal or rest != f'{digest(content)}"{_END}'.encode():
             raise CorruptCheckpointError(f"{path} is cut short or damaged: its checksum differs", path=path)
-        try:
-            body = json.loads(text + b"\n}")
+        with reading(path, "is not a manifest"):
+            body = parse_object(content + b"\n}")
+            check(body, {"format_version": count}, "it")
             if body["format_version"] > FORMAT_VERSION:
                 raise CheckpointError(
                     f"{path} has format version {body['format_version']}; this instep reads up to {FORMAT_VERSION}. "
                     "Upgrade instep to read it.",
                     path=path,
                 )
+            check(body, _BODY, "it")
             body["info"] = decode(body["info"], {})
-            body["files"] = {_plain(name): _record_in(record) for name, record in body["files"].items()}
+            check(body["info"], {}, "its info", _INFO)
+            outside = [name for name in body["files"] if not is_inner_name(name)]
+            if outside:
+                raise ValueError(f"the file name {outside[0][:200]!r} leads out of the folder")
+            body["files"] = {name: _record_in(record, name) for name, record in body["files"].items()}
             known = {one.name for one in fields(cls)}  # a later instep may add what this one can do without
             return cls(**{key: value for key, value in body.items() if key in known})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CorruptCheckpointError(f"{path} is not a manifest: {error!r}", path=path) from error
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -114,8 +129,9 @@ def read_manifest(folder: Path) -> Manifest:
         CorruptCheckpointError: it is damaged.
     """
     path = folder / MANIFEST
+    refuse_link(path)
     try:
-        data = patiently(lambda: files_of(path).read(path))
+        data = patiently(lambda: files_of(path).read(path, INDEX_BYTES))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(
             f"{folder} is not a checkpoint: it has no {MANIFEST}, which a save writes last", path=folder
@@ -132,24 +148,20 @@ def _record_out(record: FileRecord) -> dict[str, Any]:
     return out
 
 
-def _record_in(record: Mapping[str, Any]) -> FileRecord:
-    return FileRecord(int(record["bytes"]), str(record["xxh3"]), tuple(record.get("chunks", ())))
+def _record_in(record: Any, name: str) -> FileRecord:
+    check(record, {"bytes": count, "xxh3": text}, name, {"chunks": list_of(text)})
+    return FileRecord(record["bytes"], record["xxh3"], tuple(record.get("chunks", ())))
 
 
-def _plain(name: str) -> str:
-    if not is_inner_name(name):
-        raise ValueError(f"the file name {name!r} leads out of the folder")
-    return name
+def refuse_link(path: Path) -> None:
+    """Refuse a symbolic link among the files of a checkpoint, which a save never writes.
 
-
-def is_plain_name(name: str) -> bool:
-    """Whether a name is that of a visible file in the folder itself, and not the manifest's."""
-    return "/" not in name and is_inner_name(name)
-
-
-def is_inner_name(name: str) -> bool:
-    """Whether a name is that of a visible file in the folder or in one below it, and not the manifest's."""
-    parts = name.split("/")
-    return name != MANIFEST and all(
-        part == Path(part).name and not part.startswith(".") and "\0" not in part and part != "" for part in parts
-    )
+    Raises:
+        CorruptCheckpointError: it is one.
+    """
+    if isinstance(path, Path) and path.is_symlink():
+        raise CorruptCheckpointError(
+            f"{path} is a symbolic link, and a checkpoint has none. Where it comes from a cache that keeps files "
+            "elsewhere, copy the folder with what it links to: cp -rL.",
+            path=path,
+        )

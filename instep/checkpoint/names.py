@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
+from typing import Any
 
-from instep.errors import SettingError
+from instep.errors import CheckpointError, SettingError
 
 MANIFEST = "manifest.json"
 SAVING = ".saving-"  # being written by the process that the name ends with
@@ -62,3 +65,41 @@ def saving_name(final: str, owner: str) -> str:
 def saving_owner(folder: str) -> str:
     """The process that writes to a hidden sibling."""
     return folder.rpartition("@")[2]
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name is that of a visible file in the folder itself, and not the manifest's."""
+    return "/" not in name and is_inner_name(name)
+
+
+def is_inner_name(name: str) -> bool:
+    """Whether a name is that of a visible file in the folder or in one below it, and not the manifest's."""
+    parts = name.split("/")
+    return name != MANIFEST and all(
+        part == Path(part).name and not part.startswith(".") and "\0" not in part and part != "" for part in parts
+    )
+
+
+def inside(folder: Path, name: Any, said_by: Path) -> Path:
+    """The path of what a file names in a folder.
+
+    Args:
+        folder: where it must lie.
+        name: what the file says.
+        said_by: the file, for the text of errors.
+
+    Raises:
+        CheckpointError: it leads out of the folder, by its text or by a link to another folder.
+    """
+    if not isinstance(name, str) or not is_inner_name(name) or _leads_out(folder, folder / name):
+        raise CheckpointError(f"{said_by} names {str(name)[:200]!r}, which leads out of its folder", path=said_by)
+    return folder / name
+
+
+def _leads_out(folder: Path, path: Path) -> bool:
+    if not isinstance(path, Path):  # an object store has no links
+        return False
+    holder = path if path.is_dir() else path.parent
+    if holder == folder:
+        return False
+    return not Path(os.path.realpath(holder)).is_relative_to(os.path.realpath(folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from instep.checkpoint.encode import decode
 from instep.checkpoint.hashing import FileRecord, Hasher
-from instep.checkpoint.manifest import Manifest, read_manifest
+from instep.checkpoint.manifest import Manifest, read_manifest, refuse_link
+from instep.checkpoint.names import MANIFEST, inside
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.retry import patiently
 from instep.checkpoint.shard import StoredTensor
@@ -20,6 +20,8 @@ from instep.checkpoint.stored import JoinedTensor, join_tensors, join_trees, rea
 from instep.checkpoint.tensors import read_tensors
 from instep.distributed.nested import map_leaves
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from instep.utils.regular_files import STATE_BYTES
+from instep.utils.strict_json import parse_json
 
 
 class Reader:
@@ -68,7 +70,7 @@ class Reader:
         """The value of a JSON file; raises like `tensors`."""
         path = self._listed(name)
         try:
-            data = patiently(lambda: files_of(path).read(path))
+            data = patiently(lambda: files_of(path).read(path, STATE_BYTES))
         except OSError as error:
             raise self._corrupt(_unreadable(name, error)) from error
         if name in self._unverified:
@@ -76,7 +78,7 @@ class Reader:
             hasher.update(data)
             self._settle(name, _difference(name, hasher.record(), self.manifest.files[name]))
         try:
-            return json.loads(data)
+            return parse_json(data)
         except ValueError as error:
             raise self._corrupt(f"{name} is not JSON: {error}") from error
 
@@ -147,7 +149,9 @@ class Reader:
                 f"{self.path} has no {name}; it has {', '.join(sorted(self.manifest.files)) or 'no files'}",
                 path=self.path,
             )
-        return self.path / name
+        path = self.path / name
+        refuse_link(path)
+        return path if "/" not in name else inside(self.path, name, self.path / MANIFEST)
 
     def _settle(self, name: str, problem: str | None) -> None:
         if problem is not None:
@@ -172,10 +176,13 @@ def file_problem(path: Path, record: FileRecord) -> str | None:
     """What is wrong with a file of a checkpoint; None where it is what was written."""
     files = files_of(path)
     try:
+        refuse_link(path)
         size = patiently(lambda: files.size(path))
         if size != record.bytes:  # no need to read it
             return f"{path.name} has {size:,} bytes instead of {record.bytes:,}"
         return _difference(path.name, patiently(lambda: files.hash(path)), record)
+    except CorruptCheckpointError as error:
+        return str(error)
     except OSError as error:
         return _unreadable(path.name, error)
 

@@ -19,7 +19,7 @@ from instep.checkpoint.choose import CheckpointInfo, best_first, check_keyword
 from instep.checkpoint.files import Files
 from instep.checkpoint.hashing import FileRecord
 from instep.checkpoint.lease import Lease, check_seen
-from instep.checkpoint.manifest import Manifest, is_inner_name
+from instep.checkpoint.manifest import Manifest
 from instep.checkpoint.reader import Reader, file_problem, folder_problems
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.retry import PAUSES_S, passing, wait
@@ -363,7 +363,7 @@ class CheckpointStore:
         try:
             sizes = self.files.sizes(folder)
             records = _joined(parts, sizes, folder)
-            foreign = [name for name in sorted(sizes.keys() - records.keys()) if is_inner_name(name)]
+            foreign = [name for name in sorted(sizes.keys() - records.keys()) if names.is_inner_name(name)]
             manifest = Manifest(
                 step=parts[0][0],
                 attempt=attempt,

@@ -5,7 +5,6 @@ Only the bytes that a box needs are asked for, so that no rank ever holds a whol
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.checkpoint.edge import reading
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.retry import patiently
+from instep.checkpoint.schema import Kind, check, count, flag, list_of, text
 from instep.checkpoint.tensors import ALIASES, DTYPES, FORMAT_NAMES, OFFSETS, SHARDS, dtype_from_name
 from instep.errors import CheckpointError, CorruptCheckpointError
+from instep.utils.strict_json import parse_object
 
 _LONGEST = 100 * 10**6  # bytes of a header, as the safetensors library allows
 _TORCH_NAMES = {code: name for name, code in FORMAT_NAMES.items()}
+_FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}  # a torch may lack some, but their headers can be read
+
+
+def _span(value: Any) -> bool:
+    """A list of two numbers of bytes."""
+    return list_of(count)(value) and len(value) == 2
+
+
+_ENTRY: dict[str, Kind] = {"dtype": text, "shape": list_of(count), "data_offsets": _span}
 
 
 @dataclass(frozen=True)
@@ -78,31 +89,58 @@ def read_parts(path: Path) -> dict[str, Part]:
         CorruptCheckpointError: it is not a whole safetensors file.
     """
     files = files_of(path)
-    try:
+    with reading(path, "is not a safetensors file"):
+        size = patiently(lambda: files.size(path))
         length = int.from_bytes(patiently(lambda: files.read_range(path, 0, 8)), "little")
-        if not 0 < length <= _LONGEST:
-            raise ValueError(f"a header of {length} bytes")
-        header = json.loads(patiently(lambda: files.read_range(path, 8, 8 + length)))
+        if not 0 < length <= min(_LONGEST, size - 8):
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        header = parse_object(patiently(lambda: files.read_range(path, 8, 8 + length)))
         notes = header.pop("__metadata__", {})
-        raw, aliases = json.loads(notes.get(DTYPES, "{}")), json.loads(notes.get(ALIASES, "{}"))
-        shards, offsets = json.loads(notes.get(SHARDS, "{}")), json.loads(notes.get(OFFSETS, "{}"))
+        check(notes, {}, "its metadata", dict.fromkeys(notes, text))
+        raw, aliases, shards, offsets = (parse_object(notes.get(it, "{}")) for it in (DTYPES, ALIASES, SHARDS, OFFSETS))
         found: dict[str, Part] = {}
         for name, entry in header.items():
-            sizes = tuple(int(size) for size in entry["shape"])
+            check(entry, _ENTRY, name)
+            sizes = tuple(entry["shape"])
             dtype = str(raw.get(name, _TORCH_NAMES.get(entry["dtype"], entry["dtype"])))
             if name in raw:  # stored as bytes, one more dimension of them
                 sizes = sizes[:-1]
-            begin, end = (8 + length + int(at) for at in entry["data_offsets"])
-            about = shards.get(name, {"shape": sizes})
-            at = tuple(offsets[name]["saved_offsets"][: len(sizes)]) if name in offsets else (0,) * len(sizes)
-            shape, flat = tuple(about["shape"]), bool(about.get("flat"))
+            begin, end = (8 + length + at for at in entry["data_offsets"])
+            shape, flat, at = sizes, False, (0,) * len(sizes)
+            if name in shards:
+                check(shards[name], {"shape": list_of(count)}, name, {"flat": flag})
+                shape, flat = tuple(shards[name]["shape"]), bool(shards[name].get("flat"))
+            if name in offsets:
+                check(offsets[name], {"saved_offsets": list_of(count)}, name)
+                at = tuple(offsets[name]["saved_offsets"][: len(sizes)])
             found[name] = Part(path, begin, end, dtype, sizes, shape, at, flat, name)
+            _check_place(found[name])
+        _check_ranges(found.values(), 8 + length, size)
         found.update({alias: found[name] for alias, name in aliases.items()})
-    except OSError as error:
-        raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{path} is not a safetensors file: {error!r}", path=path) from error
     return found
+
+
+def _check_place(part: Part) -> None:
+    """Refuse a part whose bytes are not as many as its elements, or that does not lie within its tensor."""
+    dtype = vars(torch).get(part.dtype)
+    elements, nbytes = math.prod(part.sizes), part.end - part.begin
+    if isinstance(dtype, torch.dtype) and elements * dtype.itemsize != nbytes:
+        raise ValueError(f"{part.name} has {elements:,} elements of {part.dtype} in {nbytes:,} bytes")
+    if not isinstance(dtype, torch.dtype) and part.dtype not in _FORMATS_OWN:
+        raise ValueError(f"{part.name} is of the dtype {part.dtype[:40]!r}, which is not known")
+    total = (math.prod(part.shape),) if part.flat else part.shape
+    if any(at + size > end for at, size, end in zip(part.offsets, part.sizes, total, strict=True)):
+        raise ValueError(f"{part.name}: a part of shape {part.sizes} at {part.offsets} is not within {part.shape}")
+
+
+def _check_ranges(parts: Iterable[Part], begin: int, size: int) -> None:
+    """Refuse tensors with gaps between them, or over each other: as the format says, they fill the file."""
+    for part in sorted(parts, key=lambda it: (it.begin, it.end)):
+        if part.begin != begin or part.end < begin:
+            raise ValueError(f"{part.name} does not begin where the tensor before it ends")
+        begin = part.end
+    if begin != size:
+        raise ValueError(f"its tensors end at byte {begin:,}, and the file has {size:,}")
 
 
 class JoinedTensor:

@@ -16,12 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from instep.checkpoint.edge import reading
 from instep.checkpoint.files import Files
 from instep.checkpoint.hashing import Data, FileRecord
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.retry import patiently
 from instep.checkpoint.shard import Shard
-from instep.errors import CheckpointError, CorruptCheckpointError, UnsavableStateError
+from instep.errors import UnsavableStateError
+from instep.utils.strict_json import parse_object
 
 ALIASES = "instep.aliases"
 DTYPES = "instep.dtypes"
@@ -61,7 +63,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_from_name(name: str) -> torch.dtype:
     """The dtype of that name; ValueError where this torch has none."""
-    dtype = getattr(torch, name, None)
+    dtype = vars(torch).get(name)  # no attribute: torch's own imports modules of that name
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return dtype
@@ -181,31 +183,25 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         CorruptCheckpointError: the file is not a whole safetensors file.
     """
     tensors, metadata = _read_stored(path)
-    try:
-        for name, dtype in json.loads(metadata.get(DTYPES, "{}")).items():
+    with reading(path, "has metadata that does not fit its tensors"):
+        for name, dtype in parse_object(metadata.get(DTYPES, "{}")).items():
             raw = tensors[name]
             flat = raw.reshape(-1).view(dtype_from_name(dtype))
             tensors[name] = flat.reshape(raw.shape[:-1])
-        for alias, name in json.loads(metadata.get(ALIASES, "{}")).items():
+        for alias, name in parse_object(metadata.get(ALIASES, "{}")).items():
             tensors[alias] = tensors[name]
-    except (ValueError, KeyError, AttributeError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"{path}: its metadata does not fit its tensors: {error}", path=path) from error
     return tensors
 
 
 def _read_stored(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    from safetensors import SafetensorError, safe_open  # late: needed only where something is read
+    from safetensors import safe_open  # late: needed only where something is read
 
     def read() -> tuple[dict[str, Tensor], dict[str, str]]:
         with files_of(path).fetched(path, False) as (local, _), safe_open(local, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
-    try:
+    with reading(path, "is not a whole safetensors file"):
         return patiently(read)
-    except SafetensorError as error:
-        raise CorruptCheckpointError(f"{path} is not a whole safetensors file: {error}", path=path) from error
-    except OSError as error:
-        raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error
 
 
 def _about(part: Shard) -> dict[str, object]:

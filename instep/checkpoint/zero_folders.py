@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.checkpoint.edge import reading
+from instep.checkpoint.names import inside
 from instep.errors import CheckpointError, CorruptCheckpointError
+from instep.utils.regular_files import LEASE_BYTES, read_regular
 
 _OPTIMIZER = "optim_states.pt"
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
@@ -38,7 +41,10 @@ _STAND_INS: list[Any] = [
 def find_zero_folder(path: Path) -> Path | None:
     """The folder of a tag: the path itself, or the tag in it that `latest` names; None where it is no such folder."""
     latest = path / "latest"
-    tagged = path / latest.read_text().strip() if latest.is_file() else path
+    tagged = path
+    if isinstance(path, Path) and latest.is_file():
+        with reading(latest, "names no folder"):
+            tagged = inside(path, read_regular(latest, LEASE_BYTES).decode().strip(), latest)
     return tagged if tagged.is_dir() and any(it.name.endswith(_OPTIMIZER) for it in tagged.iterdir()) else None
 
 
@@ -58,8 +64,13 @@ def load_zero_weights(folder: Path, read_file: Callable[[Path], Any]) -> dict[st
     """
     names = [it.name for it in folder.iterdir()]
     with torch.serialization.safe_globals(_STAND_INS):
-        optimizers = [read_file(folder / name)["optimizer_state_dict"] for name in _in_order(names, _OPTIMIZER, folder)]
+        states = [read_file(folder / name) for name in _in_order(names, _OPTIMIZER, folder)]
         models = [read_file(folder / name) for name in _in_order(names, "model_states.pt", folder)]
+    with reading(folder, "has partitions that do not make up the weights"):
+        return _put_together(folder, [state["optimizer_state_dict"] for state in states], models)
+
+
+def _put_together(folder: Path, optimizers: Sequence[Any], models: Sequence[Any]) -> dict[str, Tensor]:
     first = optimizers[0]
     if not models or "zero_stage" not in first:
         raise CheckpointError(f"{folder} was not written with ZeRO stage 1, 2 or 3", path=folder)
@@ -72,16 +83,13 @@ def load_zero_weights(folder: Path, read_file: Callable[[Path], Any]) -> dict[st
             path=folder,
         )
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
-    try:
-        if int(first["zero_stage"]) == 3:
-            weights = _stage_3(shapes, [_runs(it["fp32_flat_groups"]) for it in optimizers])
-            frozen = _frozen_of_stage_3(models)
-        else:
-            parts = [it["single_partition_of_fp32_groups"] for it in optimizers]
-            weights = _stage_1_and_2(shapes, parts, first.get("param_alignment_paddings"))
-            frozen = {}  # whole in the module's state
-    except (RuntimeError, IndexError, KeyError) as error:
-        raise CorruptCheckpointError(f"{folder}: the partitions do not make up the weights: {error}") from error
+    if int(first["zero_stage"]) == 3:
+        weights = _stage_3(shapes, [_runs(it["fp32_flat_groups"]) for it in optimizers])
+        frozen = _frozen_of_stage_3(models)
+    else:
+        parts = [it["single_partition_of_fp32_groups"] for it in optimizers]
+        weights = _stage_1_and_2(shapes, parts, first.get("param_alignment_paddings"))
+        frozen = {}  # whole in the module's state
     cut = {name for group in shapes for name in group} | frozen.keys()
     rest = {name: it for name, it in models[0]["module"].items() if name not in cut and isinstance(it, Tensor)}
     found = {**rest, **frozen, **weights}
@@ -99,7 +107,7 @@ def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], ga
         begin = 0
         for position, (name, shape) in enumerate(group.items()):
             found[name] = flat.narrow(0, begin, math.prod(shape)).view(shape).clone()
-            begin += math.prod(shape) + (gaps[index][position] if gaps else 0)
+            begin += math.prod(shape) + (max(0, gaps[index][position]) if gaps else 0)
     return found
 
 

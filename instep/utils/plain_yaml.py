@@ -7,14 +7,13 @@ configuration ever is, is refused. What the library cannot make a value of is an
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from instep.errors import SettingError
+from instep.utils.regular_files import read_regular
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 50
@@ -28,22 +27,13 @@ def read_text(path: Path) -> str:
     """The text of a configuration file.
 
     Raises:
-        SettingError: it is no regular file, larger than `MAX_BYTES`, cannot be read, or is no UTF-8.
+        SettingError: it is no regular file, has more than `MAX_BYTES`, cannot be read, or is no UTF-8.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))  # which a pipe does not hold up
-        with open(fd, "rb") as file:
-            about = os.fstat(fd)
-            if not stat.S_ISREG(about.st_mode):
-                raise SettingError(f"{path} is no regular file; expected a file of settings", field="config")
-            data = file.read(MAX_BYTES + 1)
+        data = read_regular(path, MAX_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         why = getattr(error, "strerror", None) or error
         raise SettingError(f"the config file {str(path)!r} cannot be read: {why}", field="config") from error
-    if len(data) > MAX_BYTES:
-        raise SettingError(
-            f"{path} has {about.st_size:,} bytes; a config file has {MAX_BYTES:,} at most. {_HOW_ELSE}.", field="config"
-        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from instep.checkpoint import FileRecord, Manifest
-from instep.checkpoint.manifest import is_plain_name, read_manifest
+from instep.checkpoint.manifest import read_manifest
+from instep.checkpoint.names import is_plain_name
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UnsavableStateError
 
 MANIFEST = Manifest(

@@ -74,7 +74,7 @@ def test_of_several_files_with_an_index(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"part-0\.safetensors"):
         load_weights(index)
     index.write_text('{"weight_map": 3}')
-    with pytest.raises(CorruptCheckpointError, match="is no index of safetensors files"):
+    with pytest.raises(CorruptCheckpointError, match="is no index"):
         load_weights(index)
 
 

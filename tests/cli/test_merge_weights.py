@@ -107,11 +107,11 @@ def test_of_a_folder_of_torch_nothing_runs(tmp_path: Path) -> None:
         load_weights(folder)
     assert not (tmp_path / "pwned").exists()
     (folder / ".metadata").write_bytes(whole[:-40])
-    with pytest.raises(CorruptCheckpointError, match="is damaged"):
+    with pytest.raises(CorruptCheckpointError, match="does not describe a checkpoint"):
         load_weights(folder)
     (folder / ".metadata").write_bytes(whole)
     (folder / "__0_0.distcp").unlink()
-    with pytest.raises(CorruptCheckpointError, match="could not be read whole: FileNotFoundError"):
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp is missing; .metadata names it"):
         load_weights(folder)
     with pytest.raises(CheckpointError, match="no tensor of a model: optimizer"):
         load_weights(write_dcp(tmp_path / "other", {"optimizer": {"m": torch.ones(2)}}))

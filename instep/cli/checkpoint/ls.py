@@ -12,12 +12,13 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.cli import output
+from instep.utils.regular_files import LEASE_BYTES
+from instep.utils.strict_json import parse_object
 
 if TYPE_CHECKING:
     from instep.checkpoint import CheckpointInfo
@@ -63,7 +64,7 @@ def _lease(root: Path, files: Files) -> dict[str, Any] | None:
 
     for path in sorted(root.glob(".lease-*"), reverse=True)[:1]:
         try:
-            content = json.loads(files.read(path))
+            content = parse_object(files.read(path, LEASE_BYTES))
             if not content["released"]:
                 fields = ("run_id", "host", "pid", "command", "since")
                 return {**{key: content.get(key) for key in fields}, "dead": is_gone(str(content.get("owner")))}
