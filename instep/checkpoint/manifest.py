@@ -30,7 +30,13 @@ _BODY = {
     **dict.fromkeys(("info", "files"), named),
     "versions": dict_of(text),
 }
-_INFO = {"kind": text, "epoch": none_or(count), "monitor": none_or(text), "mode": none_or(text), "score": none_or(number)}
+_INFO = {
+    "kind": text,
+    "epoch": none_or(count),
+    "monitor": none_or(text),
+    "mode": none_or(text),
+    "score": none_or(number),
+}
 _END = "\n}\n"
 _SEAL = ',\n "xxh3": "'
 

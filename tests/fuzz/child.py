@@ -200,7 +200,8 @@ def _in_child(
     null = os.open(os.devnull, os.O_RDONLY)
     for fd, place in ((null, 0), (said, 1), (said, 2)):
         os.dup2(fd, place)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  not pytest's
+    sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115  not pytest's
+    sys.stderr = open(2, "w", errors="backslashreplace")  # noqa: SIM115
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGXCPU, file=2, chain=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
@@ -253,7 +254,7 @@ def _text(value: Any) -> Any:
 
 
 def _hook(home: Path, report: Callable[..., None], may_start: bool) -> Callable[[str, tuple[Any, ...]], None]:
-    """Ends the child at the first forbidden event, before it happens."""
+    """What ends the child at the first forbidden event, before it happens."""
     inside = [os.path.realpath(home / "in"), os.path.realpath(tempfile.gettempdir()) + "/instep-"]
     own = {os.path.realpath(it) for it in (sys.prefix, sys.base_prefix, Path(__file__).parents[2])}
     own |= {os.path.realpath(it) for it in sys.path if it}
@@ -282,9 +283,6 @@ def _hook(home: Path, report: Callable[..., None], may_start: bool) -> Callable[
             mode, flags = args[1], args[2]
             writes = bool(flags & (os.O_WRONLY | os.O_RDWR)) if mode is None else any(it in mode for it in "wax+")
             check(event, args[0], writes)
-        elif event == "import":
-            if MARKER in args[0] or args[0].split(".")[0] in PLANTED_MODULES:
-                stop("import", event, args[0])
         elif event in _STARTS:
             if event == "ctypes.dlopen" and (args[0] is None or MARKER not in str(args[0])):
                 return  # of the interpreter's own
@@ -298,6 +296,15 @@ def _hook(home: Path, report: Callable[..., None], may_start: bool) -> Callable[
         elif event == "pickle.find_class" and (MARKER in f"{args}" or args[1] in _FORBIDDEN_CALLS):
             stop("import", event, *args)
 
+    class Imports:
+        """Sees every import, where the event of that name leaves out importlib's own functions."""
+
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> None:
+            if MARKER in name or name.split(".")[0] in PLANTED_MODULES:
+                stop("import", name)
+
+    sys.meta_path.insert(0, Imports)  # pyright: ignore[reportArgumentType]
     return hook
 
 
@@ -321,7 +328,12 @@ def _attributes() -> dict[str, int]:
 
     classes = [pathlib.PosixPath, pathlib.PurePath, pathlib.Path, OrderedDict, InstepError]
     classes += [it for room in (filesystem, metadata) for it in vars(room).values() if isinstance(it, type)]
-    return {f"{cls.__qualname__}.{name}": id(value) for cls in classes for name, value in vars(cls).items() if name not in _CACHES}
+    return {
+        f"{cls.__qualname__}.{name}": id(value)
+        for cls in classes
+        for name, value in vars(cls).items()
+        if name not in _CACHES
+    }
 
 
 def _look_at(folder: Path) -> dict[str, tuple[int, ...]]:
