@@ -15,7 +15,7 @@ class and optimizer, loaders by name or data, registered objects by name. Two of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,14 +25,16 @@ from torch.optim import Optimizer
 
 from instep import __version__
 from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Shard, Writer, find_checkpoint
+from instep.checkpoint.edge import reading, taking_up
 from instep.checkpoint.resume import Resume, ResumeReport, compare
+from instep.checkpoint.schema import anything, check, count, dict_of, list_of, mapping, named, text
 from instep.checkpoint.together import on_rank_zero
 from instep.checkpoint.writer import BaseWriter
 from instep.distributed import gather_object, raise_together
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError, UsageError
 from instep.strategies import Strategy
-from instep.utils.learning_rate import follow_schedule, put_rates, rates_of, set_learning_rates
-from instep.utils.optimizer_state import clean_name
+from instep.utils.learning_rate import checked_schedule, follow_schedule, put_rates, rates_of, set_learning_rates
+from instep.utils.optimizer_state import check_tree, clean_name
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
 
 if TYPE_CHECKING:
@@ -322,7 +324,7 @@ def _schedulers(accelerator: Checkpointing, optimizers: Sequence[Optimizer | Non
 
 
 def _restore(accelerator: Checkpointing, reader: Reader, parts: Resume, report: ResumeReport) -> None:
-    shared, models = reader.state("accelerator"), accelerator.models_by_name
+    shared, models = _shared_state(reader), accelerator.models_by_name
     loaders = named_loaders(accelerator.dataloaders) if parts.position else {}
     objects = accelerator.registered if parts.callbacks else {}
     if parts.callbacks:
@@ -330,7 +332,7 @@ def _restore(accelerator: Checkpointing, reader: Reader, parts: Resume, report: 
     if parts.position:
         _same_names(reader, "loaders", [*shared["loaders"], *shared["rank_loaders"]], loaders)
     rank, seat = accelerator.process_index, accelerator.seat
-    own = reader.state(f"rank-{rank:05d}") if rank < shared["world_size"] else None
+    own = _rank_state(reader, f"rank-{rank:05d}") if rank < shared["world_size"] else None
     before = None if own is None else (shared["world_size"], shared["data_world_size"], own["data_rank"])
     same = all(gather_object(before == (accelerator.num_processes, seat.data_world_size, seat.data_rank)))
     if not parts.position:
@@ -352,22 +354,48 @@ def _restore(accelerator: Checkpointing, reader: Reader, parts: Resume, report: 
         optimizers, schedulers = accelerator.optimizers, accelerator.schedulers
         set_learning_rates([it.optimizer for it in optimizers], [it.scheduler for it in schedulers], parts.lr)
     for name, obj in objects.items():
-        obj.load_state_dict(shared["objects"][name])
+        with taking_up(reader.path, f"the object {name}"):
+            obj.load_state_dict(shared["objects"][name])
     if not parts.position:
         return
     accelerator.restore_counters(shared["step"], shared["seed"], shared["run_id"])
     for name, loader in loaders.items():
-        loader.load_state_dict(places[name])
-    every = [own] if own is not None and same else map(reader.state, _names_of_ranks(shared))
+        with taking_up(reader.path, f"the loader {name}"):
+            loader.load_state_dict(places[name])
+    every = [own] if own is not None and same else _every_rank(reader, shared)
     rng = next((it["rng"] for it in every if it["data_rank"] == seat.data_rank), None)
     if rng is not None:  # of a rank that read this part of the data
-        set_rng_state(rng)
+        with taking_up(reader.path, "the random generators"):
+            set_rng_state(rng)
     else:
         seed_process(derive_seed(shared["seed"], "rank", seat.data_rank, "step", shared["step"]))
 
 
-def _names_of_ranks(shared: Mapping[str, Any]) -> list[str]:
-    return [f"rank-{rank:05d}" for rank in range(shared["world_size"])]
+def _shared_state(reader: Reader) -> dict[str, Any]:
+    """What the ranks share, of the right kinds."""
+    state = reader.state("accelerator")
+    with reading(reader.path / "accelerator.json", "is not the state of an Accelerator"):
+        needed = {
+            **dict.fromkeys(("world_size", "data_world_size", "step", "seed"), count),
+            **dict.fromkeys(("models", "rank_loaders"), list_of(text)),
+            **dict.fromkeys(("objects", "schedulers", "loaders"), named),
+            "run_id": text,
+            "scaler": anything,
+        }
+        check(state, needed, "it")
+    return state
+
+
+def _rank_state(reader: Reader, name: str) -> dict[str, Any]:
+    """What one rank saved of itself, of the right kinds."""
+    state = reader.state(name)
+    with reading(reader.path / f"{name}.json", "is not the state of a rank"):
+        check(state, {"rng": mapping, "loaders": dict_of(mapping), "data_rank": count}, "it")
+    return state
+
+
+def _every_rank(reader: Reader, shared: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    return (_rank_state(reader, f"rank-{rank:05d}") for rank in range(shared["world_size"]))
 
 
 def _places_of_another_world(accelerator: Checkpointing, reader: Reader, shared: Mapping[str, Any]) -> dict[str, Any]:
@@ -375,8 +403,9 @@ def _places_of_another_world(accelerator: Checkpointing, reader: Reader, shared:
     names, world_size = shared["rank_loaders"], shared["world_size"]
     if not names:
         return {}
-    every = [reader.state(name)["loaders"] for name in _names_of_ranks(shared)]
-    within = [name for name in names if any(of_rank[name]["source"] is not None for of_rank in every)]
+    every = [state["loaders"] for state in _every_rank(reader, shared)]
+    with taking_up(reader.path, "the loaders"):
+        within = [name for name in names if any(of_rank[name]["source"] is not None for of_rank in every)]
     if within:
         raise CheckpointError(
             f"{reader.path} was saved by {world_size} processes and is loaded by {accelerator.num_processes}, but "
@@ -425,7 +454,8 @@ def _restore_optimizers_and_schedulers(
     rates = [(it.optimizer, rates_of(it.optimizer)) for it in accelerator.optimizers]
     schedulers = _schedulers(accelerator, _restore_optimizers(accelerator, reader, parts, report))
     if parts.optimizer:
-        accelerator.precision.load_state_dict(shared["scaler"])
+        with taking_up(reader.path, "the loss scale"):
+            accelerator.precision.load_state_dict(shared["scaler"])
     if not parts.schedulers:
         for optimizer, own in rates if schedulers else ():
             put_rates(optimizer, own)
@@ -435,9 +465,10 @@ def _restore_optimizers_and_schedulers(
         _same_names(reader, "schedulers", saved, schedulers)
     report.left_out += sorted(saved.keys() ^ schedulers.keys())
     for name in saved.keys() & schedulers.keys():
-        schedulers[name].load_state_dict(saved[name])
-        if not parts.optimizer:
-            follow_schedule(schedulers[name])
+        with taking_up(reader.path, f"the scheduler {name}"):
+            schedulers[name].load_state_dict(checked_schedule(schedulers[name], saved[name]))
+            if not parts.optimizer:
+                follow_schedule(schedulers[name])
 
 
 def _restore_optimizers(
@@ -447,7 +478,10 @@ def _restore_optimizers(
     trees: list[Any] = reader.state("optimizer", lazy=accelerator.seat.sharded)
     here = _optimizers(accelerator)
     strict = parts.strict is not False
-    places = {_parameters(tree): place for place, tree in enumerate(trees)}
+    with taking_up(reader.path, "the optimizers"):
+        for tree in trees:
+            check_tree(tree)
+        places = {_parameters(tree): place for place, tree in enumerate(trees)}
     order: list[Optimizer | None] = [None] * len(trees)
     strategy = _of_all(accelerator)
     for names, (optimizer, own) in here.items():
@@ -462,7 +496,8 @@ def _restore_optimizers(
             report.left_out.append(f"the state of any optimizer for {own['optimizer']} of {len(own['shapes'])}")
             continue
         if parts.optimizer:
-            report.left_out += strategy.load_optimizer_state(optimizer, trees[place], strict)
+            with taking_up(reader.path, f"the optimizer {own['optimizer']}"):
+                report.left_out += strategy.load_optimizer_state(optimizer, trees[place], strict)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
         order[place] = optimizer
     if strict and len(here) < len(trees):

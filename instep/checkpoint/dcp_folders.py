@@ -99,7 +99,7 @@ def stored_dcp_weights(folder: Path, roots: tuple[str, ...]) -> Mapping[str, Sto
 def _describe(metadata: Any, folder: Path) -> tuple[dict[str, _DcpTensor], dict[str, tuple[Any, ...]]]:
     """The tensors by name, and the keys that lead to each."""
     about = _state(metadata, "Metadata")
-    places: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    places: dict[tuple[str, tuple[int, ...]], Mapping[str, Any]] = {}
     for key, value in about["storage_data"].items():
         index, place = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
         check(index, {"fqn": text}, "an index")
@@ -116,7 +116,7 @@ def _describe(metadata: Any, folder: Path) -> tuple[dict[str, _DcpTensor], dict[
     return found, {name: ways.get(name, (name,)) for name in found}
 
 
-def _tensor(name: str, about: Mapping[str, Any], places: Mapping[Any, dict[str, Any]], folder: Path) -> _DcpTensor:
+def _tensor(name: str, about: Mapping[str, Any], places: Mapping[Any, Mapping[str, Any]], folder: Path) -> _DcpTensor:
     properties, shape = about["properties"], _sizes(about["size"])
     kind = properties.state[0] if type(properties.state) is tuple else properties.state["dtype"]
     if type(kind) is not Record or not kind.name.startswith("torch."):
@@ -174,7 +174,7 @@ def _sizes(size: Any) -> tuple[int, ...]:
     """The numbers of a torch.Size; none for None."""
     if size is None:
         return ()
-    values = size.args[0] if type(size) is Record and size.name == "torch.Size" and size.args else size
+    values: Any = size.args[0] if type(size) is Record and size.name == "torch.Size" and size.args else size
     if not list_of(count)(values):
         raise ValueError(f"{str(values)[:80]} is no size")
     return tuple(values)

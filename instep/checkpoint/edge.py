@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import distributed
+
 from instep.errors import CheckpointError, CorruptCheckpointError, InstepError
 
 
@@ -35,3 +37,30 @@ def reading(path: Path, what: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:500]
         raise CorruptCheckpointError(f"{path} {what}: {type(error).__name__}: {reason}", path=path) from error
+
+
+@contextmanager
+def taking_up(path: Path, what: str) -> Iterator[None]:
+    """Turn errors of an object that takes up its state into one of the checkpoint.
+
+    Args:
+        path: the checkpoint.
+        what: whose state it is.
+
+    Raises:
+        CorruptCheckpointError: for what a state of the wrong kind makes of the code behind it. Errors of instep's and
+            of the system pass as they are; so does RuntimeError among several ranks: it may be another rank's end.
+    """
+    try:
+        yield
+    except (InstepError, OSError):
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and distributed.is_available() and distributed.is_initialized():
+            raise
+        reason = " ".join(str(error).split())[:500]
+        raise CorruptCheckpointError(
+            f"{path} holds a state of {what} that cannot be taken up: {type(error).__name__}: {reason}. Resume from "
+            "another checkpoint, or leave that part out by resume=Resume(...).",
+            path=path,
+        ) from error

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from instep.checkpoint.files import LocalFiles
 from instep.checkpoint.shard import StoredTensor
-from instep.checkpoint.tensors import content_of, framing
+from instep.checkpoint.tensors import content_of, framing, why_unsavable
 from instep.checkpoint.weights import stored_weights
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, UnsavableStateError
 from instep.types import Location, PathLike
 from instep.utils.paths import to_path
 
@@ -110,6 +110,11 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
 
 
 def _write(weights: _Weights, names: Iterable[str], file: Path) -> None:
+    for name in names:
+        tensor = weights[name]
+        problem = why_unsavable(tensor) if isinstance(tensor, Tensor) else None
+        if problem is not None:
+            raise UnsavableStateError(f"{name} is {problem}")
     # Of the right shape and dtype, and of no size in memory.
     shells = {name: torch.empty((), dtype=weights[name].dtype).expand(weights[name].shape) for name in names}
     head, order = framing(shells)

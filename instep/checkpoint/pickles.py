@@ -1,8 +1,8 @@
 """Pickles read as data: whatever they name becomes a record of that name, and nothing of theirs is called or imported.
 
-`pickle.Unpickler` with a `find_class` of its own is not enough: a pickle may set attributes on what it is given, ask for
-memory by a length alone, and share parts in such a way that hashing or walking over them never ends. So the opcodes are
-taken one by one, by the standard library's own parser, and make plain containers and `Record`s only.
+`pickle.Unpickler` with a `find_class` of its own is not enough: a pickle may set attributes on what it is given, ask
+for memory by a length alone, and share parts in such a way that hashing or walking over them never ends. So the opcodes
+are taken one by one, by the standard library's own parser, and make plain containers and `Record`s only.
 """
 
 from __future__ import annotations

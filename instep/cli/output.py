@@ -12,12 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+_LONG_BITS = 256  # of a number that is written in full
 _FEW = 8  # elements of a tensor that are worth printing
 
 
 def say(text: str = "") -> None:
     """One line of output."""
-    sys.stdout.write(f"{text}\n")
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")  # half a surrogate is no text
 
 
 def say_json(value: Any, indent: int | None = None) -> None:
@@ -101,6 +103,8 @@ def plain(value: Any) -> Any:
     """A value as JSON: what JSON lacks becomes text, a large tensor its dtype and shape."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, int) and value.bit_length() > _LONG_BITS:  # Python writes no more than 4,300 digits
+        return hex(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, Mapping):

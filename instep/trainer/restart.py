@@ -8,13 +8,14 @@ did at the first start.
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.state.restarts import read_job
 from instep.trainer.plugins import saves
+from instep.utils.regular_files import LEASE_BYTES, read_regular
+from instep.utils.strict_json import parse_object
 
 if TYPE_CHECKING:
     from instep.checkpoint.choose import CheckpointInfo
@@ -75,7 +76,7 @@ def _runs_of(base: Path, job: str) -> list[Path]:
     found = []
     for path in base.glob("version_*/status.json"):
         try:
-            status = json.loads(path.read_text())
+            status = parse_object(read_regular(path, LEASE_BYTES))
         except (OSError, ValueError):  # being written by another run, or removed
             continue
         if status.get("job") == job:

@@ -12,9 +12,10 @@ from instep.distributed import gather_object
 from instep.errors import CheckpointError, CorruptCheckpointError, DataError, SettingError
 from instep.trainer.metric_states import load_metric_states, metric_objects
 from instep.trainer.position import Position
+from instep.trainer.saved_state import full_state, rank_state, weights_state
 from instep.trainer.slots import merge_states
 from instep.trainer.snapshot import by_class
-from instep.utils.learning_rate import follow_schedule, put_rates, rates_of, set_learning_rates
+from instep.utils.learning_rate import checked_schedule, follow_schedule, put_rates, rates_of, set_learning_rates
 from instep.utils.seed import derive_seed, seed_process, set_rng_state
 
 if TYPE_CHECKING:
@@ -75,14 +76,15 @@ def begin(run: Session, path: Path, folder_before: Path | None) -> None:
             "resume=Resume.weights()), or resume from a full checkpoint.",
             path=path,
         )
-    state = {} if reader is None else reader.state("trainer")
+    state = {} if reader is None else weights_state(reader)
     if asked is not None:
         run.resumed_with = asked.record()
         if run.ckpt_path in ("auto", "last") and state.get("resumed_with") == run.resumed_with:
             parts = Resume(strict=asked.strict)  # the same command again: what was asked for was done then
     run.parts, run.report = parts, ResumeReport(path, parts.parts)
     if parts.position:
-        run.continues = reader
+        assert reader is not None
+        run.continues, state = reader, full_state(reader)
         trainer._seed, trainer.run_id = state["seed"], state["run_id"]
         if run.restarted:
             run.resumed_with = state.get("resumed_with")
@@ -107,22 +109,29 @@ def resume_plugins(run: Session, reader: Reader) -> None:
     assert parts is not None
     if parts.weights_only:
         return
-    state, trainer = reader.state("trainer"), run.trainer
+    from instep.checkpoint.edge import taking_up  # late, as above
+
+    state, trainer = full_state(reader), run.trainer
     for key, logger in by_class(trainer.loggers).items() if parts.loggers else ():
         if key in state["loggers"]:
-            logger.load_state_dict(state["loggers"][key])
+            with taking_up(reader.path, f"the logger {key[0]}"):
+                logger.load_state_dict(state["loggers"][key])
     if run.rank == 0 and parts.position and parts.lr is None:
         _warn_of_changes(state["hyper_parameters"], dict(run.module.hparams), reader.path)
     if run.datamodule is not None and state["datamodule"] is not None and parts.position:
-        run.datamodule.load_state_dict(state["datamodule"])
+        with taking_up(reader.path, "the datamodule"):
+            run.datamodule.load_state_dict(state["datamodule"])
     if parts.callbacks:
         _resume_callbacks(run, reader, state["callbacks"])
 
 
 def _resume_callbacks(run: Session, reader: Reader, states: dict[str, Any]) -> None:
+    from instep.checkpoint.edge import taking_up  # late, as above
+
     for callback in run.callbacks:
         if callback.state_key in states:
-            callback.load_state_dict(states[callback.state_key])
+            with taking_up(reader.path, f"the callback {type(callback).__name__}"):
+                callback.load_state_dict(states[callback.state_key])
     unclaimed = sorted(set(states) - {callback.state_key for callback in run.callbacks})
     if not unclaimed:
         return
@@ -164,7 +173,9 @@ def resume(run: FitSession) -> Callable[[], None] | None:
 
 
 def _resume_optimizers(run: FitSession, reader: Reader, parts: Resume) -> None:
-    state, report = reader.state("trainer"), run.report
+    from instep.checkpoint.edge import taking_up  # late, as above
+
+    state, report = full_state(reader), run.report
     assert report is not None
     strict = parts.strict is not False
     schedulers = [config.scheduler for config in run.schedulers]
@@ -177,17 +188,20 @@ def _resume_optimizers(run: FitSession, reader: Reader, parts: Resume) -> None:
         if _fits(differ, "optimizer", reader, strict, report.left_out):
             for optimizer, tree in zip(run.optimizers, trees, strict=True):
                 rates = rates_of(optimizer)
-                report.left_out += run.strategy.load_optimizer_state(optimizer, tree, strict)
+                with taking_up(reader.path, f"the optimizer {type(optimizer).__name__}"):
+                    report.left_out += run.strategy.load_optimizer_state(optimizer, tree, strict)
                 if schedulers and (other_schedule or not parts.schedulers):
                     put_rates(optimizer, rates)
                 if state["global_step"]:
                     optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a wrong order by it
-        run.precision.load_state_dict(state["scaler"])
+        with taking_up(reader.path, "the loss scale"):
+            run.precision.load_state_dict(state["scaler"])
     if parts.schedulers and _fits(other_schedule, "schedulers", reader, strict, report.left_out):
         for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
-            if not parts.optimizer:
-                follow_schedule(scheduler)
+            with taking_up(reader.path, f"the scheduler {type(scheduler).__name__}"):
+                scheduler.load_state_dict(checked_schedule(scheduler, saved))
+                if not parts.optimizer:
+                    follow_schedule(scheduler)
 
 
 def _differing(schedulers: list[Any], state: dict[str, Any]) -> str:
@@ -196,7 +210,8 @@ def _differing(schedulers: list[Any], state: dict[str, Any]) -> str:
     if kinds != saved:
         return f"the schedulers {', '.join(saved) or '(none)'} saved, {', '.join(kinds) or '(none)'} now"
     for scheduler, kept in zip(schedulers, state["schedulers"], strict=True):
-        groups = [len(rates) for rates in (kept.get("_last_lr"), getattr(scheduler, "_last_lr", None)) if rates]
+        both = (kept.get("_last_lr"), getattr(scheduler, "_last_lr", None))
+        groups = [len(rates) for rates in both if rates and isinstance(rates, list)]
         if len(set(groups)) > 1:
             return f"{groups[0]} parameter groups under {type(scheduler).__name__} saved, {groups[1]} now"
     return ""
@@ -215,23 +230,28 @@ def _fits(differ: str, switch: str, reader: Reader, strict: bool, left_out: list
 
 
 def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
-    state, trainer = reader.state("trainer"), run.trainer
+    from instep.checkpoint.edge import taking_up  # late, as above
+
+    state, trainer = full_state(reader), run.trainer
     at = Position()
     at.load_state_dict(state["position"])
     name = f"rank-{run.rank:05d}"
-    own = reader.state(name) if reader.has_state(name) else None
+    own = rank_state(reader, name) if reader.has_state(name) else None
     first_part = run.strategy.counts and run.strategy.data_rank == 0
     seats = gather_object((own is not None and _same_seat(run, state, own), first_part))
     same_world, heir = all(same for same, _ in seats), [first for _, first in seats].index(True)
     _resume_data(run, at, state, own if same_world else None, reader)
     run.position.load_state_dict(at.state_dict())  # not before all of it fits: the Trainer may fit something else next
-    trainer.metrics.load_state_dict(state["metrics"])
+    with taking_up(reader.path, "the logged values"):
+        trainer.metrics.load_state_dict(state["metrics"])
     if state["strategy"] == run.strategy.name:
-        of_rank = own if own is not None and same_world else reader.state("rank-00000")
-        run.strategy.load_rank_state(of_rank.get("strategy", {}), own=same_world)
-    log = own["log"] if own is not None and same_world else []
+        of_rank = own if own is not None and same_world else rank_state(reader, "rank-00000")
+        with taking_up(reader.path, f"the strategy {run.strategy.name}"):
+            run.strategy.load_rank_state(of_rank.get("strategy", {}), own=same_world)
+    log = own.get("log", []) if own is not None and same_world else []
     if not same_world and run.rank == heir:  # it takes over for all; one only, where several with this data count
-        log = merge_states([saved["log"] for saved in _every_rank(reader, state) if saved["counts"]])
+        with taking_up(reader.path, "the logged sums"):
+            log = merge_states([saved["log"] for saved in _every_rank(reader, state) if saved["counts"]])
     if own is not None and not same_world and own["metric_states"] and run.rank == 0:
         warnings.warn(
             f"{reader.path} was saved in the middle of an epoch by {state['world_size']} processes"
@@ -243,11 +263,13 @@ def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
     rng = own["rng"] if own is not None and same_world else _rng_of(reader, state, run.strategy.data_rank)
 
     def last() -> None:
-        run.book.load_state_dict(log, metric_objects(run.module))
-        if own is not None and same_world:
-            load_metric_states(run.module, own["metric_states"])
+        with taking_up(reader.path, "the logged sums"):
+            run.book.load_state_dict(log, metric_objects(run.module))
+            if own is not None and same_world:
+                load_metric_states(run.module, own["metric_states"])
         if rng is not None:
-            set_rng_state(rng)
+            with taking_up(reader.path, "the random generators"):
+                set_rng_state(rng)
         else:
             part = run.strategy.data_rank
             seed_process(derive_seed(trainer.seed, "rank", part, "step", run.position.global_step))
@@ -263,7 +285,7 @@ def _same_seat(run: Session, state: dict[str, Any], own: dict[str, Any]) -> bool
 
 
 def _every_rank(reader: Reader, state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    return (reader.state(f"rank-{rank:05d}") for rank in range(state["world_size"]))
+    return (rank_state(reader, f"rank-{rank:05d}") for rank in range(state["world_size"]))
 
 
 def _rng_of(reader: Reader, state: dict[str, Any], part: int) -> dict[str, Any] | None:
@@ -281,6 +303,8 @@ def _layout(state: dict[str, Any], run: Session) -> str:
 def _resume_data(
     run: FitSession, at: Position, state: dict[str, Any], own: dict[str, Any] | None, reader: Reader
 ) -> None:
+    from instep.checkpoint.edge import taking_up  # late, as above
+
     data = state.get("data", None if own is None else own.get("data"))
     if data is None and at.epoch_ended:
         return  # the next epoch starts at its beginning
@@ -291,9 +315,10 @@ def _resume_data(
             path=reader.path,
         )
     if not at.epoch_ended:
-        run.source.load_state_dict(data)
+        with taking_up(reader.path, "the data"):
+            run.source.load_state_dict(data)
         at.batch = at.window_batch = run.source.first_batch
         return
     # Only data with a state that lives on over epochs needs it; at an epoch's end the data may be exchanged.
-    with suppress(DataError):
+    with suppress(DataError), taking_up(reader.path, "the data"):
         run.source.load_state_dict(data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,15 +11,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, SettingError
 from instep.strategies.base import shapes_of
 from instep.trainer.configured import build_configured
 from instep.trainer.hooks import ModuleHooks, is_overridden
+from instep.trainer.saved_state import weights_state
 from instep.trainer.snapshot import VIEW
 from instep.types import Location, PathLike
 from instep.utils.hparams import CLASS_PATH, AttributeDict
 from instep.utils.optimizer_state import clean_name
 from instep.utils.paths import to_path
+from instep.utils.regular_files import INDEX_BYTES, read_regular
+from instep.utils.strict_json import parse_object
 
 if TYPE_CHECKING:
     from instep.checkpoint import Reader
@@ -66,7 +68,7 @@ def load_weights(run: Session, path: Path, reader: Reader | None) -> None:
 
 
 def _view_of(reader: Reader, lazy: bool = False) -> dict[str, Any]:
-    trainer = reader.state("trainer")
+    trainer = weights_state(reader)
     state_dict: dict[str, Any] = dict(reader.stored_weights() if lazy else reader.weights())
     if reader.has_state("model_extra"):
         state_dict |= reader.state("model_extra")
@@ -100,6 +102,15 @@ def _load_into(
         ) from error
 
 
+def _read_hparams(path: Path) -> dict[str, Any]:
+    try:
+        return parse_object(read_regular(path, INDEX_BYTES))
+    except OSError as error:
+        raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error
+    except ValueError as error:
+        raise SettingError(f"{path} is no JSON object of arguments: {error}", field="hparams_file") from error
+
+
 def load_module(
     cls: type[M],
     path: Location,
@@ -120,7 +131,7 @@ def load_module(
         checkpoint = _view_of(CheckpointStore(folder.parent).read(folder))
     saved = checkpoint["hyper_parameters"]
     if hparams_file is not None:
-        saved = {**saved, **json.loads(Path(hparams_file).read_text())}
+        saved = {**saved, **_read_hparams(Path(hparams_file))}
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     name = checkpoint.get("hparams_name")

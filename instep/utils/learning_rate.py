@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.errors import SettingError
+from instep.utils.alike import check_alike
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # what schedulers keep of rates in the optimizer's groups
 
@@ -67,6 +68,16 @@ def put_rates(optimizer: Optimizer, rates: Sequence[dict[str, Any]]) -> None:
     for group, own in zip(optimizer.param_groups, rates, strict=True):
         for key, value in own.items():
             _put(group, key, value)
+
+
+def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """A schedule's saved state; TypeError where it is of another kind than the schedule's own."""
+    own = scheduler.state_dict()
+    check_alike(own, saved, type(scheduler))
+    inner = zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=True)
+    for part, state in inner:
+        checked_schedule(part, state)
+    return saved
 
 
 def follow_schedule(scheduler: Any) -> None:

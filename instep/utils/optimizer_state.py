@@ -13,6 +13,7 @@ first one when the parameter is tied. The tree is what a checkpoint stores:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep.errors import CheckpointError
+from instep.utils.alike import check_alike
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -173,6 +175,7 @@ def match_state(
     """
     left_out: list[str] = []
     settings: list[dict[str, Any]] = []
+    check_tree(tree)
     if strict:
         _check(kind, shapes, len(groups), tree)
     else:
@@ -185,7 +188,31 @@ def match_state(
         if tree["groups"] and not home:
             left_out.append(f"the settings of parameter group {len(settings)}")
         settings.append({**own, **home})
+    for own, taken in zip(groups, settings, strict=True):
+        check_alike(own, taken, Optimizer)
     return tree, settings, left_out
+
+
+def check_tree(tree: Mapping[str, Any]) -> None:
+    """Refuse a tree that is none; torch would take it, and fail in the next step.
+
+    Raises:
+        TypeError: a value in it is of another kind; names it. KeyError: it lacks one.
+    """
+    shapes, state, groups = tree["shapes"], tree["state"], tree["groups"]
+    if not (isinstance(tree["optimizer"], str) and isinstance(shapes, dict) and isinstance(groups, list)):
+        raise TypeError("it is not the state of an optimizer")
+    for name, values in state.items():
+        if not isinstance(values, dict):
+            raise TypeError(f"the state of {name} is a {type(values).__name__}, where a dict is expected")
+        step = values.get("step", 0)
+        if isinstance(step, bool) or not (
+            isinstance(step, int | float) or math.prod(getattr(step, "shape", (2,))) == 1
+        ):
+            raise TypeError(f"the step of {name} is no number")
+    for group in groups:
+        if not all(isinstance(name, str) for name in group["params"]):
+            raise TypeError("a group's parameters have no names")
 
 
 def _shapes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, list[int]]:
@@ -227,11 +254,11 @@ def _group_of(names: list[str], position: int, groups: list[dict[str, Any]]) -> 
     for group in [groups[position], *groups]:  # the same place first: several groups may be empty
         if set(group["params"]) == wanted:
             return group
-    here = next(i for i, group in enumerate(groups) if wanted & set(group["params"]))
-    moved = sorted(wanted ^ set(groups[here]["params"]))
+    here: set[str] = next((set(group["params"]) for group in groups if wanted & set(group["params"])), set())
+    moved = sorted(wanted ^ here)
     raise CheckpointError(
         f"The optimizer's parameter groups differ from the saved ones: {_few(moved)} left or joined the group of "
-        f"{names[0]!r}. Build the groups as they were, or resume from the weights alone."
+        f"{next(iter(names), 'none')!r}. Build the groups as they were, or resume from the weights alone."
     )
 
 

@@ -34,6 +34,8 @@ def to_path(value: Location, like: Any = None) -> Path:
         >>> to_path("file:///data/run"), to_path("runs/a")
         (PosixPath('/data/run'), PosixPath('runs/a'))
     """
+    if "\0" in str(value):
+        raise SettingError(f"{str(value)!r} has a null byte, which no path has", got=value)
     if isinstance(value, str) and "://" in value:
         parts = urlsplit(value)
         if parts.scheme in _LOCAL and parts.netloc in ("", "localhost"):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 LEASE_BYTES = 2**16  # a lease, a status or a name: one kilobyte in practice
 INDEX_BYTES = 64 * 2**20  # a manifest or an index: 100 bytes for each file or tensor, so several 100,000 of them
@@ -25,7 +25,7 @@ _KINDS = (
 )
 
 
-def open_regular(path: Path | str, follow: bool = True) -> BinaryIO:
+def open_regular(path: Path | str, follow: bool = True) -> FileIO:
     """Open a regular file to read its bytes, without waiting for anything.
 
     Args:
@@ -39,7 +39,7 @@ def open_regular(path: Path | str, follow: bool = True) -> BinaryIO:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     try:
         _check(path, os.fstat(fd))
-        return open(fd, "rb", buffering=0)
+        return FileIO(fd, "rb")
     except BaseException:
         os.close(fd)
         raise

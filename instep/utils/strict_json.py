@@ -8,7 +8,7 @@ from typing import Any
 MOST_DEPTH = 256  # containers within each other; who walks over the value recursively must come to its end
 
 
-def parse_json(text: bytes | str) -> Any:
+def parse_json(text: bytes | bytearray | str) -> Any:
     """The value of a JSON text.
 
     Stricter than `json.loads`: UTF-8 alone, no key twice in an object, no NaN or Infinity, and at most 256 containers
@@ -32,7 +32,7 @@ def parse_json(text: bytes | str) -> Any:
     return value
 
 
-def parse_object(text: bytes | str) -> dict[str, Any]:
+def parse_object(text: bytes | bytearray | str) -> dict[str, Any]:
     """The same, of a text that holds one object.
 
     Raises:

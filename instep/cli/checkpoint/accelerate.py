@@ -5,7 +5,6 @@ Source: what `Accelerator.save_state` and `save_model` write.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 from instep.checkpoint import read_tensors, write_tensors
-from instep.checkpoint.weights import load_weights
+from instep.checkpoint.weights import indexed_files, load_weights
 from instep.cli.checkpoint.contents import Contents, put
-from instep.errors import CheckpointError, CorruptCheckpointError
+from instep.errors import CorruptCheckpointError
 
 # A whole file, or an index that names the shards; the safe ones first.
 _WEIGHTS = (
@@ -31,26 +30,14 @@ def is_accelerate(folder: Path) -> bool:
 def read_accelerate(folder: Path) -> Contents:
     """Read the first model's weights. The other files are pickles by number: they are left out, and named."""
     name = next(name for name in _WEIGHTS if (folder / name).is_file())
-    parts = _shards(folder / name) if name.endswith(".json") else [name]
+    parts = indexed_files(folder / name) if name.endswith(".json") else [folder / name]
     weights: dict[str, Tensor] = {}
-    for part in parts:
-        path = folder / part
+    for path in parts:
         if not path.is_file():
             raise CorruptCheckpointError(f"{path} is missing; {name} lists it", path=path)
         weights.update(read_tensors(path) if path.suffix == ".safetensors" else load_weights(path))
-    others = sorted(path.name for path in folder.iterdir() if path.name not in (name, *parts))
+    others = sorted(path.name for path in folder.iterdir() if path.name != name and path not in parts)
     return Contents(weights, left_out=others)
-
-
-def _shards(index: Path) -> list[str]:
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CorruptCheckpointError(f"{index} is not an index of shards: {error!r}", path=index) from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r}, which leads out of its folder", path=index)
-    return names
 
 
 def write_accelerate(contents: Contents, folder: Path) -> Path:

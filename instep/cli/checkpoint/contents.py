@@ -18,6 +18,7 @@ from instep.checkpoint import CheckpointStore, Writer, load_weights, names, read
 from instep.checkpoint.catalog import folder_names
 from instep.checkpoint.reader import whole_name
 from instep.errors import CheckpointError
+from instep.trainer.saved_state import weights_state
 
 _WITHOUT_NAME = (torch.complex128, torch.complex32)
 
@@ -76,7 +77,7 @@ class Contents:
                 torch.save(value, buffer)
                 buffer.seek(0)
                 torch.load(buffer, weights_only=True)
-            except (pickle.PickleError, AttributeError, TypeError, RuntimeError):
+            except (pickle.PickleError, AttributeError, TypeError, ValueError, RuntimeError):
                 self.left_out.append(f"{whose} {key!r} ({type(value).__name__}: only a pickle can hold it)")
             else:
                 kept[key] = value
@@ -91,7 +92,7 @@ def read_instep(path: Path) -> Contents:
     if reader.has_state("model_extra"):
         contents.extra = reader.state("model_extra")
     if reader.has("trainer.json"):
-        state = reader.state("trainer")
+        state = weights_state(reader)
         contents.hyper_parameters = dict(state["hyper_parameters"])
         contents.hparams_name = state["hparams_name"]
         contents.epoch, contents.user = state["epoch"], state["user"]

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.checkpoint.weights import read_torch_file
+from instep.checkpoint.edge import reading
+from instep.checkpoint.schema import check, count, named, none_or, text
+from instep.checkpoint.torch_files import read_torch_file
+from instep.checkpoint.weights import plain_tensors
 from instep.cli.checkpoint.contents import Contents, put
 from instep.errors import CheckpointError
 
@@ -32,6 +35,11 @@ _KNOWN = {
 def read_lightning(path: Path) -> Contents:
     """Read the weights, hyperparameters and what hooks added."""
     loaded = read_torch_file(path)
+    with reading(path, "is no checkpoint of Lightning"):
+        return _contents(loaded, path)
+
+
+def _contents(loaded: Any, path: Path) -> Contents:
     if not isinstance(loaded, dict) or not isinstance(loaded.get("state_dict"), dict):
         found = ", ".join(map(str, list(loaded)[:8])) if isinstance(loaded, dict) else type(loaded).__name__
         raise CheckpointError(
@@ -39,16 +47,23 @@ def read_lightning(path: Path) -> Contents:
             "instep.checkpoint.load_weights.",
             path=path,
         )
+    kinds = {
+        **dict.fromkeys(("epoch", "global_step"), count),
+        "hparams_name": none_or(text),
+        "hyper_parameters": none_or(named),
+        "state_dict": named,
+    }
+    check(loaded, {}, "it", kinds)
     state = loaded["state_dict"]
     name = loaded.get("hparams_name")
     return Contents(
-        weights={key: value for key, value in state.items() if isinstance(value, Tensor)},
+        weights=plain_tensors({key: value for key, value in state.items() if isinstance(value, Tensor)}),
         extra={key: value for key, value in state.items() if not isinstance(value, Tensor)},
         hyper_parameters=dict(loaded.get("hyper_parameters") or {}),
         hparams_name=None if name == "kwargs" else name,
-        epoch=int(loaded.get("epoch", 0)),
-        global_step=int(loaded.get("global_step", 0)),
-        user={key: value for key, value in loaded.items() if key not in _KNOWN},
+        epoch=loaded.get("epoch", 0),
+        global_step=loaded.get("global_step", 0),
+        user={str(key): value for key, value in loaded.items() if key not in _KNOWN},
         left_out=[text for key, text in _LEFT.items() if loaded.get(key)],
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from instep.checkpoint.edge import reading
 from instep.checkpoint.stored import read_parts
 from instep.checkpoint.tensors import dtype_from_name
+from instep.checkpoint.weights import indexed_files
 from instep.errors import SettingError, UsageError, one_of
 from instep.utils.imports import require
+from instep.utils.regular_files import INDEX_BYTES, read_regular
+from instep.utils.strict_json import parse_object
 
 _FILES = "a .safetensors file or an index of several, a folder with them or with a transformers config.json"
+_DEEPEST = 100  # modules within each other
+_MOST_LAYERS = 10_000
 _NAMES = {"float": "float32", "half": "float16", "bf16": "bfloat16", "long": "int64", "int": "int32"}
 
 
@@ -179,8 +184,12 @@ def _transformers_model(
 ) -> tuple[str, Callable[[], nn.Module], Callable[[], Any] | None]:
     transformers = require("transformers", extra=None, purpose=f"a model by its configuration, {path}")
     try:
+        file = path / "config.json" if path.is_dir() else path
+        for key, value in parse_object(read_regular(file, INDEX_BYTES)).items():
+            if "layer" in key and isinstance(value, int) and value > _MOST_LAYERS:
+                raise ValueError(f"{key} is {value:,}, and no model has more than {_MOST_LAYERS:,} layers")
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers takes the values as they come
         raise SettingError(f"{path} has no configuration that transformers can read: {error}", field="what") from error
     kinds = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]
     kind = kinds[0] if kinds else None
@@ -241,7 +250,7 @@ def _weight_files(path: Path) -> list[Path] | None:
     elif path.suffix == ".safetensors":
         return [path]
     elif path.name.endswith(".index.json"):
-        return [path.parent / name for name in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
+        return indexed_files(path)
     elif path.suffix == ".json":
         return None
     raise SettingError(f"{path}: what is it? Known are {_FILES}", field="what", got=str(path))
@@ -253,16 +262,22 @@ class _Weights(nn.Module):
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__()
         for file in files:
-            for name, part in read_parts(file).items():
-                owner, key = self._owner(name)
-                tensor = torch.empty(part.shape, dtype=dtype_from_name(part.dtype))
-                if tensor.is_floating_point() or tensor.is_complex():
-                    owner.register_parameter(key, nn.Parameter(tensor))
-                else:
-                    owner.register_buffer(key, tensor)
+            parts = read_parts(file)
+            with reading(file, "holds no weights of a model"):
+                for name, part in parts.items():
+                    self._add(name, torch.empty(part.shape, dtype=dtype_from_name(part.dtype)))
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        owner, key = self._owner(name)
+        if tensor.is_floating_point() or tensor.is_complex():
+            owner.register_parameter(key, nn.Parameter(tensor))
+        else:
+            owner.register_buffer(key, tensor)
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         *path, key = name.split(".")
+        if len(path) > _DEEPEST:
+            raise ValueError(f"{name[:80]!r} is of a module within {len(path)} others")
         owner: nn.Module = self
         for part in path:
             if part not in owner._modules:

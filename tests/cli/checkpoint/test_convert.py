@@ -213,8 +213,8 @@ def test_from_a_folder_that_accelerate_wrote(tmp_path: Path, instep: Command) ->
     [
         ('{"weight_map": {"x": "../secret.safetensors"}}', "leads out of its folder"),
         ('{"weight_map": {"x": "gone.safetensors"}}', "gone.safetensors is missing"),
-        ("[]", "is not an index of shards"),
-        ("{", "is not an index of shards"),
+        ("[]", "is no index of weights' files"),
+        ("{", "is no index of weights' files"),
     ],
 )
 def test_a_bad_index(index: str, said: str, tmp_path: Path, instep: Command) -> None:
