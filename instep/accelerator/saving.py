@@ -365,8 +365,7 @@ def _restore(accelerator: Checkpointing, reader: Reader, parts: Resume, report: 
     every = [own] if own is not None and same else _every_rank(reader, shared)
     rng = next((it["rng"] for it in every if it["data_rank"] == seat.data_rank), None)
     if rng is not None:  # of a rank that read this part of the data
-        with taking_up(reader.path, "the random generators"):
-            set_rng_state(rng)
+        set_rng_state(rng, reader.path)
     else:
         seed_process(derive_seed(shared["seed"], "rank", seat.data_rank, "step", shared["step"]))
 

@@ -34,6 +34,7 @@ from instep.checkpoint.files import Files, LocalFiles
 from instep.checkpoint.owner import is_gone, this_process
 from instep.errors import CheckpointError, FolderInUseError, LeaseLostError
 from instep.state.restarts import read_job
+from instep.utils.hidden import hide_arguments
 from instep.utils.regular_files import LEASE_BYTES
 from instep.utils.strict_json import parse_json
 
@@ -173,7 +174,7 @@ class Lease:
             "pid": os.getpid(),
             "run_id": self.run_id,
             "job": read_job(),
-            "command": shlex.join(sys.orig_argv).partition("\n")[0][:200],
+            "command": shlex.join(hide_arguments(sys.orig_argv)[0]).partition("\n")[0][:200],
             "since": self._since,
             "interval_s": self._interval_s,
             "counter": self._counter,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from instep.errors import CheckpointError
+from instep.utils.generators import check_bit_generator, check_python, check_torch
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
@@ -103,6 +104,7 @@ def _enum(name: Any, node: Mapping[str, Any]) -> Any:
 
 
 def _random(state: Any, _: Mapping[str, Any]) -> Any:
+    check_python(state)
     version, words, gauss = state
     generator = random.Random(0)
     generator.setstate((version, tuple(words), gauss))
@@ -117,6 +119,7 @@ def _torch_generator(state: Any, node: Mapping[str, Any]) -> Any:
         raise CheckpointError(
             f"this state holds a torch.Generator of {device}, which this process does not have: {error}"
         ) from error
+    check_torch(state, generator.get_state().numel(), device.type)
     generator.set_state(state)
     return generator
 
@@ -126,6 +129,7 @@ def _numpy_generator(state: Any, node: Mapping[str, Any]) -> Any:
 
     if state["bit_generator"] not in _BIT_GENERATORS:
         raise ValueError(f"{state['bit_generator']!r} is no bit generator of numpy")
+    check_bit_generator(state)
     bits = getattr(np.random, state["bit_generator"])()
     if node["$"] == "numpy.Generator":
         bits.state = state

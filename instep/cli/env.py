@@ -22,9 +22,10 @@ from typing import Any
 
 from instep import __version__
 from instep.cli import output
-from instep.cli.config.files import CONFIG_HELP, shown
+from instep.cli.config.files import CONFIG_HELP
 from instep.cli.config.show import as_json, print_settings
 from instep.launch.sources import resolve
+from instep.utils.hidden import hide
 
 _PACKAGES = (
     "torch", "numpy", "safetensors", "rich", "tensorboard", "wandb", "deepspeed", "torchdata", "torchao", "torch_xla",
@@ -122,7 +123,7 @@ def _processor() -> str:
 
 
 def _variables() -> dict[str, str]:
-    return shown({name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)})
+    return hide({name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)})
 
 
 def _size(count: int | None) -> str | None:

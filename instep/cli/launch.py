@@ -16,9 +16,9 @@ import argparse
 import sys
 
 from instep.cli import output
-from instep.cli.config.files import shown
 from instep.cli.options import add_settings
 from instep.errors import SettingError
+from instep.utils.hidden import hide, hide_arguments
 from instep.utils.variables import misspelt_variables
 
 _USAGE = 2
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if spec.node_rank == 0 and (misspelt := misspelt_variables()):
         sys.stderr.write(f"instep: {misspelt}\n")
     if args.dry_run:
-        output.say_json({"spec": shown(vars(spec)), "sources": launch.sources, "ray": launch.settings.ray}, indent=1)
+        spec_shown = {**hide(vars(spec)), "command": hide_arguments(spec.command)[0]}
+        output.say_json({"spec": spec_shown, "sources": launch.sources, "ray": launch.settings.ray}, indent=1)
         return 0
     if launch.settings.ray is not None:
         from instep.launch.ray import RayLauncher  # late: most need none

@@ -7,6 +7,8 @@ The program that saved the checkpoint is run again, in its folder and with its a
 first `fit` goes on from the checkpoint, and ends after the last step. Nothing is logged or saved; what the program
 itself writes before that is its own. What it prints goes to stderr.
 
+A checkpoint that you did not save yourself names a program too: it is shown, and runs only after a yes.
+
 Examples:
   instep replay instep_runs/version_0/checkpoints/step-00001200-1
   instep replay instep_runs/version_0 --steps 10 --json > steps.json
@@ -20,6 +22,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -31,8 +34,16 @@ from typing import Any
 
 from instep.cli import output
 from instep.errors import CheckpointError, CorruptCheckpointError, UsageError
+from instep.utils.hidden import HIDDEN
+from instep.utils.own_mark import is_own
 
 _FEW_SAMPLES = 8  # that the table names; --json has all
+# Options of the interpreter that name no code: -W may import a class, -X and the environment say where code lies.
+_FLAGS = re.compile(r"-(?:[bBdEIOPqsSuv]+)")
+_VALUES = re.compile(
+    r"-W(?:default|error|always|module|once|ignore)(?:::[A-Z]\w*)?"
+    r"|-X(?:dev|faulthandler|importtime|no_debug_ranges|tracemalloc(?:=\d+)?|utf8(?:=[01])?|int_max_str_digits=\d+)"
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_count, default=3, help="optimizer steps (default: 3)")
     parser.add_argument("--command", metavar="TEXT", help="another program, with its arguments; or its words after --")
     parser.add_argument("--json", action="store_true", help="for programs; has all samples")
+    parser.add_argument("--yes", action="store_true", help="run the program of a checkpoint that you did not save")
     parser.set_defaults(after=[])  # the same as --command, as words after --
 
 
@@ -67,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             f"{path} cannot be replayed: it was not saved by a Trainer, or holds weights only", path=path
         )
     state = reader.state("trainer")
-    command, folder, starts_ranks = _program(args, state.get("command"), path)
+    command, folder, starts_ranks = _program(args, state.get("command"), path, state["world_size"])
     with tempfile.TemporaryDirectory(prefix="instep-replay-") as out:
         order = json.dumps({"checkpoint": str(path), "steps": args.steps, "output": out})
         sys.stderr.write(f"instep: replay in {folder} with world size {state['world_size']}: {shlex.join(command)}\n")
@@ -84,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _program(args: argparse.Namespace, recorded: dict[str, Any] | None, path: Path) -> tuple[list[str], str, bool]:
+def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) -> tuple[list[str], str, bool]:
     """The arguments after the Python executable, the folder to run in, and whether the program starts its own ranks."""
     given = shlex.split(args.command) if args.command else args.after
     if given and Path(given[0]).name.startswith("python"):
@@ -94,16 +106,89 @@ def _program(args: argparse.Namespace, recorded: dict[str, Any] | None, path: Pa
             f"{path} does not say which program saved it (a notebook, a test, or python -c). Give it with --command.",
             path=path,
         )
-    recorded = recorded or {}
-    command, folder = given or recorded["arguments"], recorded.get("folder") or os.getcwd()
+    how, own = _recorded(recorded, path)
+    command, folder = given or how["arguments"], how.get("folder") or os.getcwd()
+    if given and not own:
+        folder = os.getcwd()  # modules are looked for in it
     if not Path(folder).is_dir():
         sys.stderr.write(f"instep: {folder}, where the program ran, is gone: it is run in this folder\n")
         folder = os.getcwd()
-    pairs = zip(("", *command), command, strict=False)  # "-X" stands apart from its value
-    script = next((word for before, word in pairs if before != "-X" and not word.startswith("-")), "")
-    if "-m" not in command and not (Path(folder) / script).exists():
+    script = _script(command, path, own or bool(given))
+    if script and not (Path(folder) / script).exists():
         raise CheckpointError(f"the program {script} of {path} is gone. Give its new place with --command.", path=path)
-    return list(command), folder, bool(recorded.get("starts_ranks", True))
+    if not given:
+        if how.get("left_out"):
+            raise UsageError(
+                f"{path} was saved without what looked like a secret: {', '.join(how['left_out'])}. Give the whole "
+                f"command: instep replay {shlex.quote(str(path))} --command {shlex.quote(shlex.join(command))}, with "
+                f"the value in place of {HIDDEN}."
+            )
+        _check_place(command, script, folder, path, own)
+        if not own and not args.yes:
+            _ask(command, folder, path, ranks)
+    return list(command), folder, bool(how.get("starts_ranks", True))
+
+
+def _recorded(recorded: Any, path: Path) -> tuple[dict[str, Any], bool]:
+    """The command in a checkpoint, and whether this user saved it."""
+    if recorded is None:
+        return {}, False
+    how = {key: value for key, value in recorded.items() if key != "mark"} if isinstance(recorded, dict) else {}
+    words = [how.get("arguments"), how.get("left_out", [])]
+    texts = [it for part in words if isinstance(part, list) for it in part]
+    sound = all(isinstance(part, list) for part in words) and how.get("arguments")
+    if not sound or not all(isinstance(it, str) and "\0" not in it for it in [*texts, how.get("folder") or ""]):
+        raise CorruptCheckpointError(f"{path} has no sound command. Give the program with --command.", path=path)
+    return how, is_own(how, recorded.get("mark"))
+
+
+def _script(command: list[str], path: Path, own: bool) -> str:
+    """The script that Python runs; empty for `-m module`.
+
+    Raises:
+        CheckpointError: it would run something else.
+    """
+    words = list(command)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-"):
+            return word
+        if word == "-m" and words and (own or words[0].partition(".")[0] not in sys.stdlib_module_names):
+            return ""
+        value = word[2:] or (words.pop(0) if word in ("-W", "-X") and words else "")
+        known = _FLAGS.fullmatch(word) or _VALUES.fullmatch(word[:2] + value)
+        if not known and not (own and word[:2] in ("-W", "-X")):
+            break
+    raise CheckpointError(
+        f"{path} is replayed by a script or a module with its arguments, and python {shlex.join(command)} is none. "
+        "Give the program with --command.",
+        path=path,
+    )
+
+
+def _check_place(command: list[str], script: str, folder: str, path: Path, own: bool) -> None:
+    """Refuse a program that came with the checkpoint."""
+    places = [path] if own else [path.parent.parent if path.parent.name == "checkpoints" else path.parent]
+    start = Path(folder) / script if script else Path(folder)
+    inside = [place for place in places if start.resolve().is_relative_to(place.resolve())]
+    if inside:
+        raise CheckpointError(
+            f"the command of {path}, python {shlex.join(command)}, runs what lies in {inside[0]}: what came with a "
+            "checkpoint is not run. Read it, and if you trust it, give it with --command.",
+            path=path,
+        )
+
+
+def _ask(command: list[str], folder: str, path: Path, ranks: int) -> None:
+    """Let the user decide on a program that another one's checkpoint names."""
+    what = f"{path} was not saved by you, or not here. It names this program, to be run with your rights:\n"
+    what += f"  in {folder!r}, {ranks} processes: python {shlex.join(command)!r}\n"
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError(f"{what}Look at it, then run it with --yes, or give another one with --command.")
+    sys.stderr.write(f"instep: {what}Run it? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UsageError("nothing was run")
 
 
 def _execute(command: list[str], folder: str, order: str, ranks: int) -> int:

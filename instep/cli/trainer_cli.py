@@ -32,7 +32,7 @@ from instep.launch.engine import is_worker
 from instep.launch.report import report_failures
 from instep.state import read_environment
 from instep.trainer import Trainer, TrainModule
-from instep.trainer.configured import configured_arguments
+from instep.trainer.configured import StandIn, configured_arguments, described_arguments
 from instep.trainer.hooks import is_overridden
 from instep.trainer.place import count_devices, launch
 from instep.trainer.settings import resolve
@@ -121,6 +121,8 @@ class TrainerCLI:
         import_named(words, str(self.parser.env_prefix))
         self.parse_arguments(self.parser, words)
         self.subcommand: str | None = self.config["subcommand"] if run else None
+        self._of_checkpoint: dict[str, Any] = {}
+        self._kept_from_parser: list[str] = []
         self._defaults_of_checkpoint(words)
         self._start_ranks()
         self._set_seed()
@@ -238,17 +240,49 @@ class TrainerCLI:
     def _defaults_of_checkpoint(self, words: Any) -> None:
         """Where `--ckpt_path` names a checkpoint, its hyperparameters are the defaults of the module's arguments."""
         ckpt_path = self._get(self.config, "ckpt_path") if self.subcommand else None
-        if ckpt_path is None or ckpt_path in ("last", "best", "auto"):
+        if ckpt_path is None or ckpt_path in ("last", "best", "auto") or not self.load_from_checkpoint_support:
             return
         saved = _hyperparameters(ckpt_path)
         chosen = self._get(self.config, "model")
         path = chosen.get("class_path") if self.subclass_mode_model else saved.get(CLASS_PATH)
         if CLASS_PATH not in saved or path != saved[CLASS_PATH]:
             return
-        values = configured_arguments(_returned(self.model_class), saved, {})
+        self._path_saved = saved[CLASS_PATH]
+        values, stand_ins = described_arguments(_returned(self.model_class), saved)
         defaults = {"class_path": path, "init_args": values} if self.subclass_mode_model else values
         self._parser().set_defaults({"model": defaults})
         self.parse_arguments(self.parser, words)
+        if stand_ins:
+            self._keep_from_parser(stand_ins)
+
+    def _keep_from_parser(self, stand_ins: Mapping[str, StandIn]) -> None:
+        """Note which of the module's arguments have texts of the checkpoint: they are built without the parser."""
+        plain = self._dumped()
+        model = plain.pop("model")
+        inner = "init_args." if "class_path" in model else ""
+        for key, value in plain.items():
+            if _names_in(value, stand_ins):
+                raise UsageError(
+                    f"an argument of the module is linked to {key}, and is a text of the checkpoint, which no other "
+                    "object is made of. Give the module's argument on the command line."
+                )
+        unsaved = []
+        for name, value in (model["init_args"] if inner else model).items():
+            if names := _names_in(value, stand_ins):
+                self._of_checkpoint[name] = _put_back(value, stand_ins)
+                if not all(stand_ins[it].is_text for it in names):
+                    unsaved.append(f"model.{inner}{name}")
+        prefix = "" if self.subcommand is None else f"{self.subcommand}."
+        texts = {name: it.value for name, it in stand_ins.items() if it.is_text}
+        self._parser().leave_out(unsaved, texts)
+        if prefix:
+            self.parser.leave_out([prefix + key for key in unsaved], texts)
+        self._kept_from_parser = [f"{prefix}model.{inner}{name}" for name in self._of_checkpoint]
+
+    def _dumped(self) -> dict[str, Any]:
+        """The command's configuration as plain values."""
+        plain = json.loads(self.parser.dump(self.config, format="json", skip_link_targets=False, skip_unset=False))
+        return plain if self.subcommand is None else plain[self.subcommand]
 
     # ---- building
 
@@ -273,7 +307,10 @@ class TrainerCLI:
         builders: list[Any] = []
         if self.load_from_checkpoint_support:
             builders = [(self._build_model, _returned(self.model_class), self.subclass_mode_model)]
-        self.config_init = self.parser.instantiate(self.config, instantiators=builders)
+        config = self.config.clone()
+        for key in self._kept_from_parser:
+            del config[key]
+        self.config_init = self.parser.instantiate(config, instantiators=builders)
         self.datamodule: DataModule | None = self._get(self.config_init, "data")
         self.model: TrainModule = self._get(self.config_init, "model")
         self._configure_optimizers_of(self.model)
@@ -313,15 +350,17 @@ class TrainerCLI:
         self, class_type: Any, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
     ) -> TrainModule:
         """Build the module so that its hyperparameters are what was configured."""
-        plain = json.loads(self.parser.dump(self.config, format="json", skip_link_targets=False, skip_unset=False))
-        plain = (plain if self.subcommand is None else plain[self.subcommand])["model"]
+        plain = self._dumped()["model"]
         values = {**plain.get("init_args", {}), **plain.get("dict_kwargs", {})} if "class_path" in plain else plain
         for target, value in applied_instantiation_links.items():
             own, _, name = target.removeprefix(f"{self.subcommand}.").replace("init_args.", "").partition(".")
             if own == "model" and "." not in name:
                 values[name] = value
         path = plain.get("class_path", f"{class_type.__module__}.{class_type.__qualname__}")
-        with configured_as(class_type, {CLASS_PATH: path, **values}):
+        own = {name: value for name, value in self._of_checkpoint.items() if name not in kwargs}  # a link's value wins
+        if own:
+            kwargs |= configured_arguments(_returned(self.model_class), {CLASS_PATH: self._path_saved, **own})
+        with configured_as(class_type, {CLASS_PATH: path, **values, **own}):
             return class_type(*args, **kwargs)
 
     def _configure_optimizers_of(self, module: TrainModule) -> None:
@@ -389,6 +428,24 @@ class TrainerCLI:
 def _returned(cls: Any) -> type:
     """The class that a class or a function makes."""
     return cls if isinstance(cls, type) else inspect.signature(cls, eval_str=True).return_annotation
+
+
+def _names_in(value: Any, stand_ins: Mapping[str, StandIn]) -> list[str]:
+    """The stand-ins in plain values."""
+    if isinstance(value, dict):
+        return [name for pair in value.items() for it in pair for name in _names_in(it, stand_ins)]
+    if isinstance(value, list):
+        return [name for it in value for name in _names_in(it, stand_ins)]
+    return [value] if isinstance(value, str) and value in stand_ins else []
+
+
+def _put_back(value: Any, stand_ins: Mapping[str, StandIn]) -> Any:
+    """Plain values with what the stand-ins stand for."""
+    if isinstance(value, dict):
+        return {_put_back(key, stand_ins): _put_back(it, stand_ins) for key, it in value.items()}
+    if isinstance(value, list):
+        return [_put_back(it, stand_ins) for it in value]
+    return stand_ins[value].value if isinstance(value, str) and value in stand_ins else value
 
 
 def _hyperparameters(ckpt_path: Any) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, class_from_function
+from jsonargparse import ArgumentParser, Namespace, class_from_function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -58,6 +59,8 @@ class TrainerArgumentParser(ArgumentParser):
         self.callback_keys: list[str] = []
         self.optimizers: dict[str, tuple[Any, str]] = {}
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
+        self._left_out: list[str] = []
+        self._texts: dict[str, str] = {}
 
     def add_instep_class_args(
         self,
@@ -135,6 +138,30 @@ class TrainerArgumentParser(ArgumentParser):
                 self.link_arguments(key, link_to)
             else:
                 self.link_arguments(key, link_to, compute_fn=partial(_plain_class_path, cls))
+
+    def leave_out(self, keys: list[str], texts: dict[str, str]) -> None:
+        """Do not dump some settings, which would be read as YAML, and put texts where their stand-ins are.
+
+        Args:
+            keys: the settings.
+            texts: by the stand-in, a word that occurs nowhere else.
+        """
+        self._left_out, self._texts = keys, texts
+
+    def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
+        """As jsonargparse's, which is not shown what `leave_out` was told of."""
+        if not self._texts and not self._left_out:
+            return super().dump(namespace, *args, **kwargs)
+        import yaml  # late: only where a checkpoint gives texts
+
+        known = namespace.clone()
+        for key in self._left_out:
+            known.pop(key, None)
+        dumped = super().dump(known, *args, **kwargs)
+        for name, text in self._texts.items():
+            dumped = dumped.replace(f'"{name}"', json.dumps(text))
+            dumped = dumped.replace(name, yaml.safe_dump(text, default_style='"', width=math.inf).rstrip("\n"))
+        return dumped
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """As jsonargparse's; of regular files only, none larger than a configuration ever is."""

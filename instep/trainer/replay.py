@@ -21,6 +21,8 @@ import torch
 from instep.callbacks.base import Callback
 from instep.errors import UsageError
 from instep.trainer.plugins import saves
+from instep.utils.hidden import hide_arguments
+from instep.utils.own_mark import mark
 
 if TYPE_CHECKING:
     from instep.trainer.module import TrainModule
@@ -42,7 +44,10 @@ _STARTED_IN = _folder()  # where the program's relative arguments point from, be
 
 
 def command(run: Session) -> dict[str, Any] | None:
-    """How to run this program again, for its checkpoints; None where that cannot be done (a notebook, a test)."""
+    """How to run this program again, for its checkpoints; None where that cannot be done (a notebook, a test).
+
+    Secrets among its arguments are left out. The mark says that it is this user's own.
+    """
     from instep.launch.command import this_command  # late: only who saves pays for it
 
     try:
@@ -51,7 +56,9 @@ def command(run: Session) -> dict[str, Any] | None:
         return None
     settings = run.settings
     starts_ranks = settings.devices != "auto" and settings.num_nodes == 1
-    return {"arguments": list(arguments), "folder": _STARTED_IN, "starts_ranks": starts_ranks}
+    shown, left_out = hide_arguments(arguments)
+    how = {"arguments": list(shown), "left_out": list(left_out), "folder": _STARTED_IN, "starts_ranks": starts_ranks}
+    return {**how, "mark": mark(how)}
 
 
 def silence(trainer: Trainer) -> None:

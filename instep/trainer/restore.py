@@ -268,8 +268,7 @@ def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
             if own is not None and same_world:
                 load_metric_states(run.module, own["metric_states"])
         if rng is not None:
-            with taking_up(reader.path, "the random generators"):
-                set_rng_state(rng)
+            set_rng_state(rng, reader.path)
         else:
             part = run.strategy.data_rank
             seed_process(derive_seed(trainer.seed, "rank", part, "step", run.position.global_step))

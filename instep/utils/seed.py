@@ -6,11 +6,13 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from instep.errors import SettingError
+from instep.errors import CorruptCheckpointError, SettingError
+from instep.utils.generators import check_numpy, check_python, check_torch
 
 _others: dict[str, tuple[Callable[[], int], Callable[[int], Any]]] = {}
 
@@ -100,8 +102,25 @@ def rng_state() -> dict[str, Any]:
     return state | {name: get_state() for name, (get_state, _) in _others.items()}
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what `rng_state` returned."""
+def set_rng_state(state: dict[str, Any], source: Path | None = None) -> None:
+    """Restore what `rng_state` returned.
+
+    Args:
+        state: what it returned.
+        source: the checkpoint that it was read from; all of it is then checked before any of it is set.
+
+    Raises:
+        CorruptCheckpointError: a generator cannot have such a state.
+    """
+    if source is not None:
+        try:
+            _check(state)
+        except ValueError as error:
+            raise CorruptCheckpointError(
+                f"the random generators' states in {source} are damaged: {error}. Resume from another checkpoint, or "
+                "take up its weights alone with Resume.weights().",
+                path=source,
+            ) from error
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch"])
@@ -118,6 +137,27 @@ def set_rng_state(state: dict[str, Any]) -> None:
     for name, (_, set_state) in _others.items():
         if name in state:
             set_state(state[name])
+
+
+def _check(state: Any) -> None:
+    missing = [name for name in ("python", "torch") if not isinstance(state, dict) or name not in state]
+    if missing:
+        raise ValueError(f"those of {' and '.join(missing)} are missing")
+    check_python(state["python"])
+    check_torch(state["torch"], torch.get_rng_state().numel())
+    if "numpy" in state:
+        check_numpy(state["numpy"])
+    for name, module in _devices():
+        there = state.get(name, [])
+        if not isinstance(there, list | tuple):
+            raise ValueError(f"those of {name} are a {type(there).__name__}; expected a list")
+        for index, one in enumerate(there[: module.device_count()]):
+            check_torch(one, module.get_rng_state(index).numel(), name)
+    if "mps" in state and torch.backends.mps.is_available():
+        check_torch(state["mps"], torch.mps.get_rng_state().numel(), "mps")
+    for name in _others.keys() & state.keys():
+        if not isinstance(state[name], int) or not -(2**63) <= state[name] < 2**64:
+            raise ValueError(f"that of {name} is {str(state[name])[:40]}; expected an integer of 64 bits")
 
 
 def _devices() -> Iterator[tuple[str, Any]]:

@@ -112,6 +112,16 @@ class DeepLineNet(LineNet):
         self.depth = depth
 
 
+class TextNet(LineNet):
+    """Has texts of several types."""
+
+    def __init__(
+        self, title: str = "none", open: Any = None, kinds: dict[str, str] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.title, self.open, self.kinds = title, open, kinds
+
+
 class InjectedNet(LineNet):
     """Gets its optimizer and schedule as arguments."""
 

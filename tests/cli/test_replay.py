@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import torch
 from instep.checkpoint import CheckpointStore
 from instep.cli.main import main
 from instep.cli.replay import _few, _program
+from instep.utils.own_mark import mark
 from tests.helpers.spawn import Finished, free_port, run_command
 
 HERE = Path(__file__)
@@ -214,8 +216,8 @@ def test_a_program_that_ran_with_options_of_the_interpreter(tmp_path: Path) -> N
     program = ["-B", "-X", "dev", str(tmp_path / "train.py")]
     (tmp_path / "train.py").touch()
     recorded = {"arguments": program, "folder": str(tmp_path), "starts_ranks": True}
-    args = argparse.Namespace(command=None, after=[])
-    assert _program(args, recorded, tmp_path) == (program, str(tmp_path), True)
+    args = argparse.Namespace(command=None, after=[], yes=True)
+    assert _program(args, recorded, tmp_path / "run" / "step-1-1", 1) == (program, str(tmp_path), True)
 
 
 def test_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,8 +234,99 @@ def test_another_number_of_processes_is_refused(tmp_path: Path, capsys: pytest.C
         "pathlib.Path(order['output'], 'rank-0.jsonl').touch()\n"
     )
     path = saved(tmp_path / "c", {"world_size": 2, "command": {"arguments": [str(program)], "starts_ranks": True}})
-    assert main(["replay", str(path)]) == 1
+    assert main(["replay", str(path), "--yes"]) == 1
     assert "of 2 processes, and the program ran with 1" in capsys.readouterr().err
+
+
+# ---- what a stranger's checkpoint names, and what was left out of one's own
+
+
+def test_a_strangers_program_is_shown_and_waits_for_a_yes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = tmp_path / "ran"
+    program = tmp_path / "train.py"
+    program.write_text(f"open({str(ran)!r}, 'w')")
+    how = {"arguments": [str(program), "--lr", "1"], "folder": str(tmp_path), "starts_ranks": True}
+    path = saved(tmp_path / "c", {"world_size": 1, "command": how})
+    argv = ["replay", str(path)]
+    assert main(argv) == 1
+    said = capsys.readouterr().err
+    assert "was not saved by you" in said
+    assert f"python '{program} --lr 1'" in said
+    assert "run it with --yes" in said
+    for answer in ("", "n", "Y"):
+        monkeypatch.setattr(sys, "stdin", Terminal(answer))
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        assert not ran.exists()
+        assert main(argv) == 1
+    assert ran.exists()
+    ran.unlink()
+    assert main([*argv, "--yes"]) == 1
+    assert ran.exists()
+    ran.unlink()
+    # This user's own runs at once. The mark is of these arguments only.
+    monkeypatch.setattr(sys, "stdin", Terminal("n"))
+    assert main(["replay", str(saved(tmp_path / "d", {"world_size": 1, "command": {**how, "mark": mark(how)}}))]) == 1
+    assert ran.exists()
+    ran.unlink()
+    other = {**how, "arguments": [str(program)], "mark": mark(how)}
+    assert main(["replay", str(saved(tmp_path / "e", {"world_size": 1, "command": other}))]) == 1
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
+    assert main(["replay", str(saved(tmp_path / "f", {"world_size": 1, "command": {**how, "mark": mark(other)}}))]) == 1
+    assert not ran.exists()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-c", "open('ran', 'w') # ", "-m"],
+        ["-copen('ran','w')"],
+        ["-"],
+        ["-i", "train.py"],
+        ["-B", "-c", "open('ran', 'w')", "train.py"],
+        ["-Xpycache_prefix=.", "train.py"],
+        ["-X", "presite=evil", "train.py"],
+        ["-W", "error::evil.Category", "train.py"],
+        ["-Sc", "open('ran', 'w')"],
+        ["-m", "timeit", "open('ran', 'w')"],
+        ["-m"],
+        ["-O"],
+        ["c/step-00000001-1/evil.py"],
+        ["c/evil.py"],
+        ["linked.py"],
+        ["train.py", "a\0b"],
+        ["train.py", 7],
+        [],
+        "train.py",
+    ],
+)
+def test_what_a_stranger_cannot_have_run(
+    arguments: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = saved(tmp_path / "c", {"world_size": 1, "command": {"arguments": arguments, "folder": str(tmp_path)}})
+    for place in ("train.py", "c/evil.py", "c/step-00000001-1/evil.py"):
+        (tmp_path / place).write_text("open('ran', 'w')")
+    (tmp_path / "linked.py").symlink_to("c/evil.py")
+    assert main(["replay", str(path), "--yes"]) == 1
+    assert not (tmp_path / "ran").exists()
+    assert "--command" in capsys.readouterr().err
+
+
+def test_a_secret_that_was_left_out_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").touch()
+    how = {"arguments": [str(tmp_path / "train.py"), "--api-key", "***"], "left_out": ["--api-key"], "folder": "/"}
+    path = saved(tmp_path / "c", {"world_size": 1, "command": {**how, "mark": mark(how)}})
+    assert main(["replay", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert "saved without what looked like a secret: --api-key" in said
+    assert f"--command '{tmp_path}/train.py --api-key" in said
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "x"])

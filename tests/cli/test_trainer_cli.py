@@ -17,7 +17,7 @@ from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from instep.cli import SaveConfigCallback, TrainerArgumentParser, TrainerCLI, instantiate_class
 from instep.errors import CheckpointError, HookError, SettingError, UsageError
 from instep.trainer.configured import build_configured
-from tests.cli.configured import CalledNet, DeepLineNet, InjectedNet, LineData, LineNet, Marks, double
+from tests.cli.configured import CalledNet, DeepLineNet, InjectedNet, LineData, LineNet, Marks, TextNet, double
 
 QUIET = {
     "accelerator": "cpu",
@@ -327,21 +327,62 @@ def test_a_checkpoint_builds_no_other_objects(folder: Path) -> None:
         tampered(loss=popen)
     with pytest.raises(CheckpointError, match="which this program has not imported"):
         tampered(loss={"class_path": "antigravity.Loss"})
-    # Texts, in which jsonargparse would find the same.
-    named = ("antigravity.Loss", "['antigravity.Loss']", "{class_path: antigravity.Loss}", json.dumps(popen))
-    sizes = {"d_model": 2, "nhead": 1, "activation": "os.system"}
-    inner = {"class_path": "torch.nn.TransformerEncoderLayer", "init_args": sizes}
-    refused = {"loss": (*named, inner), "function": (*named, "os.system", "torch.load"), "open": named[2:]}
-    for key, values in refused.items():
+    # Texts stay texts, and are no objects or functions that an argument wants.
+    texts = ("antigravity.Loss", "['antigravity.Loss']", "{class_path: antigravity.Loss}", json.dumps(popen))
+    for key, values in {"loss": texts, "function": (*texts, "os.system", "torch.load", "torch.from_file")}.items():
         for value in values:
-            with pytest.raises(CheckpointError, match=rf"the checkpoint's {key}.* is a "):
+            with pytest.raises(CheckpointError, match=rf"the checkpoint's {key} is a "):
                 tampered(LineNet if key == "loss" else CalledNet, **{key: value})
+    inner = {"d_model": 2, "nhead": 1, "activation": "os.system"}
+    with pytest.raises(CheckpointError, match=r"activation should be relu/gelu, not os\.system"):
+        tampered(loss={"class_path": "torch.nn.TransformerEncoderLayer", "init_args": inner})
+    with pytest.raises(CheckpointError, match=r"loss is a torch\.fx\.GraphModule\. Only modules"):
+        tampered(loss={"class_path": "torch.fx.GraphModule", "init_args": {}})
     assert "antigravity" not in sys.modules
     for name, function in (("torch.relu", torch.relu), ("tests.cli.configured.double", double)):
-        kept = tampered(CalledNet, function=name, text="os.system", open="data.csv")
-        assert (kept.function, kept.text, kept.open) == (function, "os.system", "data.csv")
-    with pytest.raises(CheckpointError, match=r"lr: Expected a <class 'float'>|lr"):
+        for text in ("data.csv", texts[2], json.dumps(popen).replace(": ", ":\t")):
+            kept = tampered(CalledNet, function=name, text=text, open=text)
+            assert (kept.function, kept.text, kept.open) == (function, text, text)
+    with pytest.raises(CheckpointError, match="the checkpoint's lr is a str, 'fast', which is no float"):
         tampered(lr="fast")
+
+
+def test_texts_of_a_checkpoint_reach_the_module_and_no_parser(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the program that takes them up, and not in one that reads the configuration which that one saved."""
+    evil = '{"class_path":\t"antigravity.Loss"}'
+    saving: dict[str, Any] = {"model_class": TextNet, "datamodule_class": LineData, "trainer_defaults": SAVING}
+    first = cli("fit", "--model.loss=torch.nn.HuberLoss", "--model.width=3", **saving)
+    first.model.hparams.update(title=evil, open=evil, kinds={"a": evil}, lr=0.25)
+    first.trainer.save_checkpoint("stranger")
+    seen: list[str] = []
+    for loader in {yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)}:
+        load = loader.__init__
+        monkeypatch.setattr(loader, "__init__", lambda it, text, load=load: (seen.append(str(text)), load(it, text))[1])
+    words = ["--ckpt_path=stranger-1", "--trainer.max_epochs=2"]
+    later = cli("fit", *words, **saving)
+    model: Any = later.model
+    assert (model.title, model.open, model.kinds, model.hparams.lr) == (evil, evil, {"a": evil}, 0.25)
+    assert isinstance(model.loss, nn.HuberLoss)
+    assert dict(model.hparams) == dict(first.model.hparams)
+    assert seen
+    assert not any("antigravity" in text for text in seen)
+    given: Any = cli("validate", *words, "--model.open=x", "--model.title=y", "--model.loss=null", **saving).model
+    assert (given.title, given.open, given.kinds) == ("y", "x", {"a": evil})
+    assert isinstance(given.loss, nn.MSELoss)
+    # What is read as YAML where it stands is not in the saved configuration; the rest is, as it was.
+    saved = later.trainer.run_folder.path / "config.yaml"
+    content = yaml.safe_load(saved.read_text())["model"]
+    assert (content["title"], content["lr"], content["loss"]["init_args"]["reduction"]) == (evil, 0.25, "mean")
+    assert "open" not in content
+    again: Any = cli("fit", "-c", str(saved), "--ckpt_path=null", **saving).model
+    assert (again.title, again.open) == (evil, None)
+
+    class Linked(TrainerCLI):
+        def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
+            parser.link_arguments("model.title", "trainer.default_root_dir")
+
+    with pytest.raises(UsageError, match="is linked to trainer, and is a text of the checkpoint"):
+        Linked(TextNet, LineData, trainer_defaults=SAVING, args=["fit", *words])
 
 
 @pytest.mark.parametrize(

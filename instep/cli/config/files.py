@@ -1,10 +1,9 @@
-"""What the `instep config` commands share: where the file lies, how it is written, how settings are shown."""
+"""What the `instep config` commands share: where the file lies, how it is written."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from instep.launch.settings import DICTS, NAMES, check, choices
 from instep.launch.sources import FILE_VARIABLE, NO_FILE, default_file, put, read_file
 
 CONFIG_HELP = "the file (default: INSTEP_CONFIG_FILE, else ~/.config/instep/config.yaml)"
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -115,10 +113,3 @@ def write_file(path: Path, values: Mapping[str, Any]) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def shown(value: Any) -> Any:
-    """A setting's value without secrets: what people copy into reports."""
-    if isinstance(value, Mapping):
-        return {name: "***" if _SECRET.search(name) else shown(inner) for name, inner in value.items()}
-    return value

@@ -15,9 +15,10 @@ import json
 from typing import Any
 
 from instep.cli import output
-from instep.cli.config.files import CONFIG_HELP, shown
+from instep.cli.config.files import CONFIG_HELP
 from instep.launch.settings import NAMES, about
 from instep.launch.sources import Launch, default_file, resolve
+from instep.utils.hidden import hide
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 def as_json(launch: Launch) -> dict[str, Any]:
     """Every setting with its value and source."""
     return {
-        name: {"value": shown(getattr(launch.settings, name)), "source": launch.sources.get(name, "default")}
+        name: {"value": hide(getattr(launch.settings, name)), "source": launch.sources.get(name, "default")}
         for name in NAMES
     }
 

@@ -1,0 +1,76 @@
+"""Leaving secrets out of what is kept, shown or sent: values of variables and options whose names look like one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+HIDDEN = "***"
+_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)  # of a variable or setting
+# In an option's name only as a word of its own: --tokenizer and --num_tokens are no secrets.
+_WORD = (
+    r"(?<![a-z])(?:(?:api|access|secret|private|auth)?(?:key|token)|secret|pass|passwd|password|passphrase|pwd"
+    r"|credentials?)(?![a-z])"
+)
+_OPTION = re.compile(rf"(?i)(?=.*{_WORD})(?!.*(?:file|path|dir|folder)$)[-+~\w.:/\[\]]+")
+_INSIDE = re.compile(rf"""(?i)({_WORD}["']?\s*[:=]\s*)("[^"]*"|'[^']*'|[^"',}}\s&]+)""")  # JSON, or a URL's query
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+# Keys that services issue, by their look.
+_ISSUED = re.compile(r"\b(?:sk-|gh[a-z]_|github_pat_|hf_|glpat-|xox[a-z]-|AKIA|ASIA|eyJ)[\w.-]{12,}")
+
+
+def hide(value: Any) -> Any:
+    """A setting's value without secrets: a mapping's entries are hidden by their names.
+
+    Example:
+        >>> hide({"WANDB_API_KEY": "abc", "NCCL_DEBUG": "INFO"})
+        {'WANDB_API_KEY': '***', 'NCCL_DEBUG': 'INFO'}
+    """
+    if isinstance(value, Mapping):
+        return {name: HIDDEN if _NAME.search(name) else hide(inner) for name, inner in value.items()}
+    return value
+
+
+def hide_arguments(words: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The words of a command line without secrets.
+
+    Hidden are the values of options whose names say so (`--api-key VALUE`, `--wandb.token=VALUE`, `password=VALUE`),
+    the same within JSON and URLs, and what looks like a key that a service has issued. A number is shown.
+
+    Args:
+        words: the command line.
+
+    Returns:
+        The words, and the names of the options that lack something.
+
+    Example:
+        >>> hide_arguments(["train.py", "--lr", "0.1", "--api-key", "abc"])
+        (('train.py', '--lr', '0.1', '--api-key', '***'), ('--api-key',))
+    """
+    shown: list[str] = []
+    left_out: list[str] = []
+    option = ""  # whose value the next word is
+    for word in words:
+        name, equals, value = word.partition("=")
+        if option and not word.startswith("--"):
+            safe = word if _is_number(word) else HIDDEN
+        elif equals and _OPTION.fullmatch(name):
+            safe = word if not value or _is_number(value) else f"{name}={HIDDEN}"
+        else:
+            safe = _INSIDE.sub(rf"\1{HIDDEN}", word)
+            for pattern in (_IN_URL, _ISSUED):
+                safe = pattern.sub(HIDDEN, safe)
+        if safe != word:
+            left_out.append(option or (name if equals and name.strip("-").replace(".", "").isidentifier() else safe))
+        shown.append(safe)
+        option = word if not option and not equals and word.startswith("-") and _OPTION.fullmatch(word) else ""
+    return tuple(shown), tuple(left_out)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text.lower() in ("true", "false", "none", "null")
+    return len(text) < 8  # a longer one may be a password

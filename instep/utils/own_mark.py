@@ -1,0 +1,69 @@
+"""A mark that what was saved is this user's own: a MAC by a key that only this user can read.
+
+A stranger's files may be owned by this user (unpacked, downloaded), so an owner proves nothing. The key is made at the
+first use, in the user's state folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_SIZE_BYTES = 32
+
+
+def mark(value: Any) -> str | None:
+    """The mark of JSON values; None where no key can be kept.
+
+    Args:
+        value: what is marked.
+    """
+    key = _key(make=True)
+    return None if key is None else _mac(key, value)
+
+
+def is_own(value: Any, given: Any) -> bool:
+    """Whether this user made a mark, of these values.
+
+    Args:
+        value: what was marked.
+        given: the mark that stands beside it.
+    """
+    key = _key(make=False)
+    return key is not None and isinstance(given, str) and hmac.compare_digest(_mac(key, value).encode(), given.encode())
+
+
+def _mac(key: bytes, value: Any) -> str:
+    return hmac.new(key, json.dumps(value, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def _key(make: bool) -> bytes | None:
+    try:
+        path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "instep" / "own.key"
+    except RuntimeError:  # a user without a home
+        return None
+    with suppress(OSError):
+        if make and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # another process of this user was first
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                try:
+                    os.write(file, secrets.token_bytes(_SIZE_BYTES))
+                finally:
+                    os.close(file)
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            found, key = os.fstat(file), os.read(file, _SIZE_BYTES)
+        finally:
+            os.close(file)
+        alone = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        if alone and len(key) == _SIZE_BYTES:
+            return key
+    return None
