@@ -252,10 +252,12 @@ def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
 def _checked(content: dict[str, Any]) -> dict[str, Any]:
     """What is of the kind that a lease has, of a file that anybody may have written; the rest is left out."""
     texts = ("id", "owner", "host", "run_id", "command", "since")
-    kept = {key: it[:_LONG] for key in texts if isinstance(it := content.get(key), str) and it.isprintable()}
+    kept: dict[str, Any] = {
+        key: it[:_LONG] for key in texts if isinstance(it := content.get(key), str) and it.isprintable()
+    }
     for key, least in (("pid", 0), ("counter", 0), ("interval_s", 1e-3)):
         value = content.get(key)
-        if type(value) in (int, float) and least <= value <= _MOST[key]:
+        if isinstance(value, (int, float)) and least <= value <= _MOST[key]:
             kept[key] = value
     match content.get("job"):
         case [str() as job, int() as restart]:

@@ -112,14 +112,20 @@ def _load_state(folder: Path, rng: Random) -> Any:
 
 def _commands(folder: Path, rng: Random) -> int:
     paths = [str(_one(folder, rng)), str(folder / "run"), str(folder)]
-    words = rng.choice((
-        ["checkpoint", "ls", rng.choice(paths)], ["checkpoint", "ls", paths[1], "--json"],
-        ["checkpoint", "verify", paths[1]], ["checkpoint", "show", paths[0]], ["checkpoint", "show", paths[0], "--json"],
-        ["checkpoint", "diff", paths[0], str(_one(folder, rng))],
-        ["checkpoint", "convert", paths[0], rng.choice(("out.ckpt", "out.safetensors"))],
-        ["checkpoint", "convert", paths[0], "out", "--to", "accelerate"],
-        ["merge-weights", paths[0], "out.safetensors"], ["replay", paths[0]],
-    ))  # fmt: skip
+    words = rng.choice(
+        (
+            ["checkpoint", "ls", rng.choice(paths)],
+            ["checkpoint", "ls", paths[1], "--json"],
+            ["checkpoint", "verify", paths[1]],
+            ["checkpoint", "show", paths[0]],
+            ["checkpoint", "show", paths[0], "--json"],
+            ["checkpoint", "diff", paths[0], str(_one(folder, rng))],
+            ["checkpoint", "convert", paths[0], rng.choice(("out.ckpt", "out.safetensors"))],
+            ["checkpoint", "convert", paths[0], "out", "--to", "accelerate"],
+            ["merge-weights", paths[0], "out.safetensors"],
+            ["replay", paths[0]],
+        )
+    )
     return main(words)
 
 
@@ -260,7 +266,7 @@ def _launch_yaml(folder: Path, rng: Random) -> int:
                 ["config", "update", "--config", "new.yaml", "--from", "config.yaml"],
                 ["config", "show", "--config", "config.yaml", "--json"],
             )
-        )  # fmt: skip
+        )
     )
 
 
@@ -277,10 +283,40 @@ def _words(rng: Random) -> list[str]:
     parser = make_parser(command, load(command))
     options = [name for action in parser._actions for name in action.option_strings]
     odd = [
-        *TEXTS, *drawn_texts(1), *map(str, NUMBERS), "--", "-", "@words", "@config.yaml", "@/etc/passwd", "--x", "-" * 500,
-        "--=", "-\0", "=\0", "a\0b", "\udcff", "--config=\0", "\udc80=1", "env.\ud800=1", "a=b", "precision=\0", "devices=-2",
-        "config.yaml", "run", ".", "script.py", "run/checkpoints", "missing", "0", "1", "2", "none", "fsdp", "--help",
-    ]  # fmt: skip
+        *TEXTS,
+        *drawn_texts(1),
+        *map(str, NUMBERS),
+        "--",
+        "-",
+        "@words",
+        "@config.yaml",
+        "@/etc/passwd",
+        "--x",
+        "-" * 500,
+        "--=",
+        "-\0",
+        "=\0",
+        "a\0b",
+        "\udcff",
+        "--config=\0",
+        "\udc80=1",
+        "env.\ud800=1",
+        "a=b",
+        "precision=\0",
+        "devices=-2",
+        "config.yaml",
+        "run",
+        ".",
+        "script.py",
+        "run/checkpoints",
+        "missing",
+        "0",
+        "1",
+        "2",
+        "none",
+        "fsdp",
+        "--help",
+    ]
     words = list(command)
     for _ in range(rng.randint(0, 5)):
         words.append(rng.choice(rng.choice((odd, options or odd, odd))))
@@ -329,9 +365,23 @@ def warm() -> None:
     for command in COMMANDS:
         load(command)
     for name in (
-        "torch.distributed.checkpoint", "instep.cli.trainer_cli", "instep.cli.checkpoint.contents", "yaml", "jsonargparse",
-        "instep.cli.checkpoint.accelerate", "instep.cli.checkpoint.lightning", "safetensors.torch", "pydantic", "rich.table",
-        "torch.distributed.checkpoint.state_dict_loader", "instep.strategies.registry", "instep.launch.plan",
-        "instep.launch.command", "instep.cli.config.machine", "instep.callbacks", "instep.loggers", "instep.strategies",
-    ):  # fmt: skip
+        "torch.distributed.checkpoint",
+        "instep.cli.trainer_cli",
+        "instep.cli.checkpoint.contents",
+        "yaml",
+        "jsonargparse",
+        "instep.cli.checkpoint.accelerate",
+        "instep.cli.checkpoint.lightning",
+        "safetensors.torch",
+        "pydantic",
+        "rich.table",
+        "torch.distributed.checkpoint.state_dict_loader",
+        "instep.strategies.registry",
+        "instep.launch.plan",
+        "instep.launch.command",
+        "instep.cli.config.machine",
+        "instep.callbacks",
+        "instep.loggers",
+        "instep.strategies",
+    ):
         import_module(name)
