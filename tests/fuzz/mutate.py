@@ -135,9 +135,8 @@ def entry(path: Path, rng: Random) -> None:
     elif way == 1:
         path.symlink_to("/dev/zero")
     elif way == 2:
-        (outside / "outside/planted").write_bytes(content)
-        os.utime(outside / "outside/planted", (0, 10**9))
-        path.symlink_to(outside / "outside/planted")
+        (outside / "linked").write_bytes(content)
+        path.symlink_to(outside / "linked")
     elif way == 3:
         path.symlink_to(path.name)
     elif way == 4:
