@@ -4,11 +4,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 RUNS ?= runs/digits
+# Of make fuzz: the inputs are made of the seed alone; READERS names some readers, by default all.
+SEED ?= 0
+COUNT ?= 1000
+READERS ?=
 # torch_xla fits a torch of its own, so it has an environment of its own.
 XLA_VENV ?= .venv-xla
 XLA_PIP := $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help venv quickstart test check test-xla venv-xla bench soak-short soak clean
+.PHONY: help venv quickstart test check fuzz test-xla venv-xla bench soak-short soak clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +44,9 @@ check: $(VENV)/.dev  ## lint, formatting, types, import floors
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+fuzz: $(VENV)/.dev  ## damaged and hostile inputs for every reader: make fuzz SEED=7 COUNT=1000
+	$(BIN)/python -m tests.fuzz $(READERS) --seed $(SEED) --count $(COUNT)
 
 test-xla: $(XLA_VENV)/.ready  ## run the tests that need torch_xla, on the CPU
 	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -q tests/strategies/test_xla.py

@@ -41,7 +41,9 @@ from instep.utils.strict_json import parse_json
 INTERVAL_S = 5.0
 SEEN_S = 10.0
 _WATCHED = 3  # intervals without a beat after which a holder on another host is taken for dead
-_NAME = re.compile(r"\.lease-(\d{8,})")
+_NAME = re.compile(r"\.lease-([0-9]{8,18})")
+_LONG = 300
+_MOST = {"pid": 2**31, "counter": 2**63, "interval_s": 60.0}  # a taker waits for three intervals, not for days
 _held: dict[str, Lease] = {}  # this process's, by the id in their files
 
 
@@ -244,7 +246,23 @@ def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
         return None
     except ValueError:
         return {}
-    return content if isinstance(content, dict) else {}
+    return _checked(content) if isinstance(content, dict) else {}
+
+
+def _checked(content: dict[str, Any]) -> dict[str, Any]:
+    """What is of the kind that a lease has, of a file that anybody may have written; the rest is left out."""
+    texts = ("id", "owner", "host", "run_id", "command", "since")
+    kept: dict[str, Any] = {
+        key: it[:_LONG] for key in texts if isinstance(it := content.get(key), str) and it.isprintable()
+    }
+    for key, least in (("pid", 0), ("counter", 0), ("interval_s", 1e-3)):
+        value = content.get(key)
+        if isinstance(value, (int, float)) and least <= value <= _MOST[key]:
+            kept[key] = value
+    match content.get("job"):
+        case [str() as job, int() as restart]:
+            kept["job"] = [job, restart]
+    return {**kept, "released": content.get("released") is True}
 
 
 def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Lease | None:

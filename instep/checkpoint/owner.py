@@ -8,7 +8,7 @@ import re
 import socket
 from pathlib import Path
 
-_PATTERN = re.compile(r"(?P<host>.+)-(?P<pid>\d+)-(?P<life>[0-9a-f]{8})")
+_PATTERN = re.compile(r"(?P<host>.+)-(?P<pid>[0-9]{1,9})-(?P<life>[0-9a-f]{8})")
 
 _UNKNOWN = "00000000"  # of a system without /proc, or one that hides the processes of others
 

@@ -56,6 +56,8 @@ class Reader:
         path = self._listed(name)
 
         def read() -> dict[str, Tensor]:
+            if name in self._unverified and files_of(path).size(path) != self.manifest.files[name].bytes:
+                self._settle(name, file_problem(path, self.manifest.files[name]))  # no need to read it
             with files_of(path).fetched(path, name in self._unverified) as (local, record):
                 if record is not None:
                     self._settle(name, _difference(name, record, self.manifest.files[name]))

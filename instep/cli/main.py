@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from io import TextIOWrapper
 from types import ModuleType
 
 from instep import __version__
@@ -87,6 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete()
         return 0
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold bytes that are no text
+    for word in words:
+        if (why := _unusable(word)) is not None:
+            _complain(f"the word {word[:80]!r} holds {why}, which no path or value may")
+            return EXIT_USAGE
     command = find(words)
     rest = words[len(command) :] if command else words
     if command is None or (command in _WITH_INNER and rest and not rest[0].startswith("-")):
@@ -103,6 +110,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return code
+
+
+def _unusable(word: str) -> str | None:
+    """What keeps a word from being given to the system; None for nothing."""
+    if "\0" in word:
+        return "a NUL"
+    try:
+        os.fsencode(word)
+    except UnicodeEncodeError:
+        return "half of a surrogate pair"
+    return None
 
 
 def find(words: Sequence[str]) -> Command | None:

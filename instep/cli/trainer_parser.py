@@ -23,10 +23,11 @@ from instep.callbacks import Callback
 from instep.cli.optimizer_config import with_class_path
 from instep.cli.parse_errors import EXIT_USAGE, explain
 from instep.data import DataModule
-from instep.errors import UsageError
+from instep.errors import SettingError, UsageError
 from instep.launch.sources import repeated_keys
 from instep.state import read_environment
 from instep.trainer import Trainer, TrainModule
+from instep.utils.plain_yaml import compose, read_text
 
 AUTOMATIC = "AUTOMATIC"
 ROOMS: tuple[ModuleType, ...] = (callbacks, loggers, strategies)
@@ -162,16 +163,24 @@ class TrainerArgumentParser(ArgumentParser):
             dumped = dumped.replace(name, yaml.safe_dump(text, default_style='"', width=math.inf).rstrip("\n"))
         return dumped
 
-    def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Any:
-        """As jsonargparse's; a key that stands twice is an error."""
-        import yaml  # late: only where there is a configuration file
+    def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """As jsonargparse's; of regular files only, none larger than a configuration ever is."""
+        try:
+            read_text(Path(path))
+        except SettingError as error:
+            self.error(str(error))
+        return super().parse_path(path, *args, **kwargs)
 
+    def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Any:
+        """As jsonargparse's; a key that stands twice is an error, as is more than a configuration may hold."""
         if self.parser_mode == "yaml":
-            with suppress(yaml.YAMLError):  # which is told below
-                if repeated := repeated_keys(
-                    yaml.compose(content, Loader=yaml.SafeLoader), path or "the configuration"
-                ):
-                    self.error("\n".join(repeated))
+            where = path or "the configuration"
+            try:
+                node, _ = compose(content, where)
+            except SettingError as error:
+                self.error(str(error))
+            if repeated := repeated_keys(node, where):
+                self.error("\n".join(repeated))
         return super().parse_string(content, path, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -203,7 +212,9 @@ def import_named(args: Any, env_prefix: str) -> None:
     texts = [str(args), *(value for name, value in os.environ.items() if name.startswith(f"{env_prefix}_"))]
     if not isinstance(args, Mapping) and not hasattr(args, "as_dict"):
         paths = [Path(word.partition("=")[2] if word.startswith("-") else word) for word in args]
-        texts += [path.read_text(errors="replace") for path in paths if path.suffix in _FILES and path.is_file()]
+        for path in paths:
+            with suppress(SettingError, ValueError):  # which the parser tells; ValueError: a NUL in a word
+                texts += [read_text(path)] if path.suffix in _FILES and path.is_file() else []
     words = set(re.findall(r"\w+", " ".join(texts)))
     for room in ROOMS:
         for name in words.intersection(room.__all__):

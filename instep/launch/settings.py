@@ -7,15 +7,15 @@ plain, so that `--help` need not load pydantic.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import IO, Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 
 from instep.errors import SettingError, one_of
+from instep.utils.plain_yaml import load
 
 Accelerators = Literal["auto", "cpu", "gpu", "cuda", "xpu", "hpu", "npu", "mps", "xla"]
 Backends = Literal["static", "c10d"]
@@ -248,8 +248,6 @@ def pairs(name: str, text: str) -> dict[str, Any]:
     Raises:
         ValueError: the text is neither; says what was expected.
     """
-    import yaml  # late: only those who need it pay for it
-
     try:
         if text.startswith("{"):
             value = _object(text)
@@ -258,34 +256,16 @@ def pairs(name: str, text: str) -> dict[str, Any]:
         parts = [part.partition("=") for part in ([text] if name == "env" else text.split(",")) if part]
         if any(not sign or not key for key, sign, _ in parts):
             raise ValueError("NAME=VALUE")
-        return {key.strip(): load_yaml(value) if name == "strategy_options" else value for key, _, value in parts}
-    except yaml.YAMLError:
-        raise ValueError("JSON, or NAME=VALUE with a value as in YAML") from None
+        return {key.strip(): load(value, name) if name == "strategy_options" else value for key, _, value in parts}
+    except SettingError as error:
+        raise ValueError(f"JSON, or NAME=VALUE with a value as in YAML ({error})") from None
 
 
 def _object(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
-        return load_yaml(text)  # which needs fewer quotes
-
-
-def load_yaml(source: str | IO[str]) -> Any:
-    """Plain values of YAML, where 1e-5 is a number, as in JSON and YAML 1.2."""
-    import yaml  # late, as above
-
-    return yaml.load(source, _loader())
-
-
-@cache
-def _loader() -> Any:
-    import yaml  # late, as above
-
-    loader = type("_Loader", (yaml.SafeLoader,), {})
-    loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-    )
-    return loader
+    except (ValueError, RecursionError):
+        return load(text, "the value")  # which needs fewer quotes
 
 
 def schema() -> dict[str, Any]:

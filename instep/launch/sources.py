@@ -14,13 +14,15 @@ from typing import Any
 
 from instep.errors import SettingError, one_of
 from instep.launch.elsewhere import advice
-from instep.launch.settings import DICTS, NAMES, LaunchSettings, check, load_yaml
+from instep.launch.settings import DICTS, NAMES, LaunchSettings, check
+from instep.utils.plain_yaml import compose, read_text
 from instep.utils.variables import variable_of
 
 TEMPLATES = Path(__file__).parent.parent / "configs"
 FILE_VARIABLE = "INSTEP_CONFIG_FILE"
 NO_FILE = "none"
 _OF_FIT = {"model", "data", "trainer", "ckpt_path", "seed_everything"}
+_FEW = 8  # problems of a kind that are told one by one
 _ALSO = {"node_rank": "NODE_RANK", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}  # torchrun's
 
 Layer = Mapping[str, tuple[Any, str]]
@@ -163,30 +165,27 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
     Raises:
         SettingError: it is no YAML, no mapping, or has unknown or repeated names; then wrong values are told as well.
     """
-    import yaml  # late: not needed where there is no file
-
-    try:
-        with path.open(encoding="utf-8") as file:
-            node = yaml.compose(file, Loader=yaml.SafeLoader)
-            file.seek(0)
-            values = load_yaml(file)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingError(f"{path} is no YAML: {error}", field="config") from error
+    node, values = compose(read_text(path), path)
     if values is None:
         return {}
-    if not isinstance(node, yaml.MappingNode):
+    if not isinstance(values, dict):
         raise SettingError(f"{path}: expected settings, one `name: value` on each line, got {values!r}", field="config")
     if check_names and any(key.value in _OF_FIT for key, _ in node.value):
         raise SettingError(f"{path} is a configuration of `instep fit`: instep fit --config {path}", field="config")
     said: dict[str, tuple[Any, str]] = {}
     problems = repeated_keys(node, path)
+    unknown = 0
     for key, _ in node.value:
         where = f"{path}:{key.start_mark.line + 1}"
         name = str(key.value)
         if check_names and name not in NAMES:
-            problems.append(f"{where}: {advice(name)}")
+            unknown += 1
+            if unknown <= _FEW:  # a near name takes a millisecond to find
+                problems.append(f"{where}: {advice(name)}")
         if values.get(key.value) is not None:  # `name:` alone leaves it open
             said[name] = values[key.value], where
+    if unknown > _FEW:
+        problems.append(f"{path}: and {unknown - _FEW:,} more names that are no settings")
     if problems:
         known = {name: it for name, it in said.items() if name in NAMES}
         try:
@@ -208,7 +207,7 @@ def repeated_keys(root: Any, path: object) -> list[str]:
     nodes = [] if root is None else [("", root)]
     seen: set[int] = set()  # an alias is a node that was there before
     for above, node in nodes:  # grows
-        if id(node) in seen:
+        if id(node) in seen or len(said) >= _FEW:
             continue
         seen.add(id(node))
         if node.id == "sequence":

@@ -413,3 +413,40 @@ def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(CheckpointError, match="Permission denied"):
         Lease.take(tmp_path, "run")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 30_000,
+        '{"interval_s": ' + "1" * 5000 + "}",
+        '{"interval_s": "x", "owner": 5, "pid": [], "job": {}}',
+        '{"interval_s": 1e300, "owner": "elsewhere-1-01234567"}',
+        '{"interval_s": -1, "job": [1, 2, 3], "released": "no"}',
+        '{"owner": "' + "9" * 5000 + '-99999999999999999999-01234567"}',
+        "[]",
+        "\ud800",
+    ],
+    ids=["deep", "digits", "kinds", "long wait", "negative", "owner", "list", "no text"],
+)
+def test_a_lease_that_anybody_wrote_is_watched_for_a_short_time(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".lease-00000004").write_bytes(content.encode("utf-8", "surrogatepass"))
+    waited: list[float] = []
+    monkeypatch.setattr(lease.time, "monotonic", lambda: sum(waited))
+    monkeypatch.setattr(lease.time, "sleep", waited.append)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    taken = Lease.take(tmp_path, "a run", interval_s=1000)
+    assert taken.number == 5
+    assert sum(waited) <= 200
+    taken.release()
+
+
+def test_what_a_lease_says_is_shown_without_escapes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    content = {"owner": "elsewhere-1-01234567", "pid": 1, "host": "\x1b[2J", "run_id": "x" * 10_000, "interval_s": 0.01}
+    (tmp_path / ".lease-00000004").write_text(json.dumps(content))
+    Lease.take(tmp_path, "a run", interval_s=1000).release()
+    said = capfd.readouterr().err
+    assert "\x1b" not in said
+    assert len(said) < 2000

@@ -204,3 +204,66 @@ def test_env(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     shown = instep(capsys, "env")
     assert "abc123" not in shown
     assert "environment INSTEP_PRECISION" in shown
+
+
+_ALIASES = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["launch", "--config", "x.yaml", "--dry-run", "train.py"],
+        ["config", "show", "--config", "x.yaml"],
+        ["config", "validate", "x.yaml"],
+        ["config", "update", "--config", "x.yaml", "devices=2"],
+        ["config", "update", "--from", "x.yaml"],
+        ["fit", "--config", "x.yaml"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (f"{_ALIASES}\nenv: *a11\n", "more than 10,000 values"),
+        ("\n".join(f"key{i}: 1" for i in range(50_000)), "2,000 in one list or mapping"),
+        ("env: " + "[" * 3000, "nested more than 50 deep"),
+        ("env: !!python/name:os.system ''", "the tag tag:yaml.org,2002:python/name:os.system is not read"),
+        ("devices: !!bool z", "cannot be read"),
+        (b"devices: \xff", "is no YAML"),
+        ("pipe", "it is a pipe"),
+    ],
+    ids=["aliases", "keys", "deep", "tag", "value", "bytes", "pipe"],
+)
+def test_files_of_strangers(
+    words: list[str],
+    text: str | bytes,
+    said: str,
+    tmp_path: Path,
+    file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "x.yaml"
+    if text == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    captured = capsys.readouterr()
+    assert code in (1, 2)
+    assert said in captured.err + captured.out or (text == "pipe" and "no config file" in captured.err + captured.out)
+
+
+def test_of_many_unknown_names_the_first_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("\n".join(f"devicez{i}: 1" for i in range(1500)) + "\ndevices: x\n")
+    assert main(["config", "validate", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "x.yaml:1: devicez0 is no setting; did you mean devices?" in said
+    assert "and 1,492 more names that are no settings" in said
+    assert "devices='x'" in said
+    assert len(said.splitlines()) < 20

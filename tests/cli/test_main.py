@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -79,6 +80,23 @@ def test_errors_without_traceback(error: BaseException, code: int, monkeypatch: 
 
     monkeypatch.setattr(import_module("instep.cli.checkpoint.ls"), "run", fail)
     assert main(["checkpoint", "ls"]) == code
+
+
+@pytest.mark.parametrize("word", ["\0", "a\0b", "--config=\0", "\ud800"])
+@pytest.mark.parametrize("command", [[], ["checkpoint", "ls"], ["config", "update"], ["fit", "--config"], ["launch"]])
+def test_words_that_the_system_does_not_take(command: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, word]) == 2
+    assert "which no path or value may" in capsys.readouterr().err
+
+
+def test_a_path_that_is_no_text_is_shown(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    done = subprocess.run(
+        [sys.executable, "-m", "instep", "checkpoint", "ls", folder], capture_output=True, check=False
+    )
+    assert done.returncode == 1
+    assert b"udcff" in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 def test_our_own_faults_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
