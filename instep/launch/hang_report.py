@@ -16,6 +16,7 @@ import torch
 
 from instep.errors import EXIT_HUNG
 from instep.launch.beats import HEARTBEAT_FILE, Beat, Beats, Watch, folder_of
+from instep.state.awaiting import ENDED_FILE
 
 _TO_SAY_S = (
     2.5  # what ranks that can run get to write their reports; a stack of C code comes a second later than others
@@ -60,6 +61,7 @@ class NodeWatch:
         recorder = {size: "2000", dump: str(self._folder / _NCCL_DUMP), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
         return {
             HEARTBEAT_FILE: str(self._folder / "heartbeats"),
+            ENDED_FILE: str(self._folder / "ended"),
             **{name: value for name, value in recorder.items() if name not in given},
         }
 
@@ -67,6 +69,21 @@ class NodeWatch:
         """Ranks are about to start."""
         self.beats.clear()
         self._watch = Watch(self.beats)
+        self._ended: dict[int, int] = {}
+        (self._folder / "ended").unlink(missing_ok=True)
+
+    def note_ends(self, codes: Mapping[int, int | None]) -> None:
+        """Let the ranks that run know which ones have ended, and will come to no collective.
+
+        Args:
+            codes: the exit code of each rank of this node; None while it runs.
+        """
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        if ended != self._ended:
+            self._ended = ended
+            written = self._folder / ".ended"
+            written.write_text(json.dumps(ended))
+            os.replace(written, self._folder / "ended")
 
     def hangs(self, says_so: bool) -> bool:
         """Whether the ranks hang.
