@@ -174,14 +174,8 @@ def _with_control_group(timeout: timedelta | None, owned: bool) -> Groups:
     hosts = [""] * control.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=control)
     groups = Groups(_world(), control, step, owned, timeout or default_pg_timeout, tuple(hosts))
-    awaiting.begin(groups.hosts, lambda: _end_waits(groups))
+    awaiting.begin(groups.hosts)
     return groups
-
-
-def _end_waits(groups: Groups) -> None:
-    """Whoever waits in a group of the job gets an error: a rank has gone."""
-    for group in (groups.control, groups.step, groups.default):
-        group.abort()
 
 
 def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Store:

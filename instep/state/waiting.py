@@ -8,13 +8,12 @@ time, and needs no help from the rank that is missing.
 from __future__ import annotations
 
 import warnings
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from instep.errors import DistributedError, SettingError
-from instep.state.awaiting import awaited, said_of
+from instep.state.awaiting import awaited, finish, said_of
 from instep.state.book import Book, digest_of
 from instep.state.checked import announce
 from instep.state.meeting import gather_texts, header
@@ -53,15 +52,15 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
     moment_s = min(_MOMENT_S, limit_s / 2)
     try:
         work: Any = dist.all_gather(list(seen.unbind()), mine, group=groups.control, async_op=True)
-        late = not _is_done(work, moment_s)
+        late = not finish(work, moment_s)
         if late:
             _write(groups, turn, name)
             said_s = min(_SAY_AFTER_S, limit_s)
-            late = not _is_done(work, said_s - moment_s)
+            late = not finish(work, said_s - moment_s)
             if late and said_s < limit_s:
                 warnings.warn(_report(groups, turn, name, f"goes on after {said_s:g} s", last=False), stacklevel=5)
             # Who came within the last moment writes it down within the next.
-            late = late and not _is_done(work, limit_s - said_s + 2 * _MOMENT_S)
+            late = late and not finish(work, limit_s - said_s + 2 * _MOMENT_S)
     except RuntimeError as error:
         _write(groups, turn, name)
         gone = said_of(watch.gone_by_now())
@@ -115,17 +114,6 @@ def _limit(groups: Groups, timeout_s: float | None) -> float:
             got=timeout_s,
         )
     return timeout_s
-
-
-def _is_done(work: Any, seconds: float) -> bool:
-    """Wait so long for a collective, which goes on if the time is over."""
-    try:
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
-    return True
 
 
 def _quoted(name: str | None) -> str:
