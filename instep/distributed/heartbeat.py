@@ -52,6 +52,7 @@ __all__ = ["BATCH", "STEP", "Heartbeat", "heartbeat"]
 _TOGETHER_S = 3.0  # from the first rank's report to the last one's
 _AT_ONCE_S = 5.0  # if the report hangs in turn: a disk
 _CALLS = 12
+_COLLECTIVES = ("awaiting.py", "meeting.py", "control.py", "waiting.py", "agree.py", "collectives.py", "objects.py")
 _RECORDS = 5
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
@@ -170,7 +171,9 @@ class Heartbeat:
 
 
 def _is_deep(path: str) -> bool:
-    """Whether a file is torch's or Python's own, where it matters less who waits than who called."""
+    """Whether a file is torch's, Python's or that of a collective: it matters less who waits than who called."""
+    if os.path.basename(path) in _COLLECTIVES and f"{os.sep}instep{os.sep}" in path:
+        return True
     packages = f"{os.sep}site-packages{os.sep}"
     return f"{packages}torch{os.sep}" in path or (path.startswith(_PYTHON) and packages not in path)
 
