@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from instep import __version__
 from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Shard, Writer, find_checkpoint
+from instep.checkpoint.catalog import facts
 from instep.checkpoint.edge import reading, taking_up
 from instep.checkpoint.resume import Resume, ResumeReport, compare
 from instep.checkpoint.schema import anything, check, count, dict_of, list_of, mapping, named, text
@@ -135,8 +136,8 @@ def _too_old(store: CheckpointStore, limit: int, run_id: str, *new: Saved) -> li
     """The oldest of this run, beyond a limit. Collective."""
 
     def old() -> list[str]:
-        own = [info for info in reversed(store.scan()) if info.manifest.run_id == run_id]
-        return KeepNewest(limit).doomed([*(Saved(str(info.path), info.step) for info in own), *new])
+        own = [it for it in reversed(facts(store.root)) if it.run_id == run_id]
+        return KeepNewest(limit).doomed([*(Saved(str(store.root / it.name), it.step) for it in own), *new])
 
     return on_rank_zero(old, f"looking at {store.root}")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from instep.checkpoint import names
 from instep.checkpoint.choose import CheckpointInfo
+from instep.checkpoint.files import LocalFiles
 from instep.checkpoint.manifest import Manifest, read_manifest
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.retry import patiently
@@ -64,6 +66,75 @@ def look(root: Path) -> list[CheckpointInfo | Broken]:
             step, attempt = names.step_of(name) or (math.inf, 0)
             found.append(((step, attempt, name), Broken(path, problem)))
     return [what for _, what in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a save needs to know of a checkpoint beside it.
+
+    Args:
+        name: the folder's.
+        step: the global step by its manifest; by its name where the manifest was not asked.
+        attempt: counts the saves of that step.
+        run_id: the run that saved it; None where the manifest was not asked.
+    """
+
+    name: str
+    step: int
+    attempt: int
+    run_id: str | None
+
+
+_Stamp = tuple[int, int, int]  # of a manifest: when it was changed, its bytes, its inode
+_index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}
+
+
+def facts(root: Path, by_name: bool = False) -> list[Facts]:
+    """The checkpoints of a folder, the highest (step, attempt) first, each manifest read once by this process.
+
+    What was read holds as long as the manifest is the same file. Nothing is loaded by this: `look` and the reader read
+    every manifest again.
+
+    Args:
+        root: the folder.
+        by_name: do not look into a folder whose name says the step.
+
+    Raises:
+        CheckpointError: the folder cannot be listed.
+    """
+    local = isinstance(files_of(root), LocalFiles)
+    before = _index.get(str(root), {})
+    now: dict[str, tuple[_Stamp, Facts]] = {}
+    found: list[Facts] = []
+    for name in folder_names(root):
+        if name.startswith("."):
+            continue
+        known = before.get(name)
+        if by_name and (said := names.step_of(name)) is not None:
+            found.append(Facts(name, *said, None))
+            if known is not None:
+                now[name] = known
+            continue
+        stamp = _stamp(f"{root}/{name}/{names.MANIFEST}") if local else None
+        if known is None or known[0] != stamp:
+            manifest, _ = read_or_say(root / name)
+            if manifest is None:
+                continue
+            known = (stamp or (0, 0, 0), Facts(name, manifest.step, manifest.attempt, manifest.run_id))
+        found.append(known[1])
+        if stamp is not None:
+            now[name] = known
+    _index[str(root)] = now
+    return sorted(found, key=lambda it: (it.step, it.attempt, it.name), reverse=True)
+
+
+def _stamp(manifest: str) -> _Stamp | None:
+    """What tells a file from a later one of its name; None where it is missing."""
+    try:
+        seen = os.stat(manifest)
+    except OSError:
+        return None
+    return seen.st_mtime_ns, seen.st_size, seen.st_ino
 
 
 def read_or_say(folder: Path) -> tuple[Manifest | None, str]:

@@ -207,7 +207,8 @@ class LocalFiles(Files):
 
     def folders(self, root: Path) -> list[str]:
         try:
-            return sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+            with os.scandir(root) as entries:
+                return sorted(entry.name for entry in entries if _is_folder(entry))
         except FileNotFoundError:
             return []
 
@@ -316,6 +317,13 @@ class LocalFiles(Files):
                     Path(here, name).unlink(missing_ok=True)
             self._before("rmdir", Path(here))
             os.rmdir(here)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()  # mostly without a question to the system, unlike Path.is_dir
+    except OSError:
+        return False  # a link that leads to itself
 
 
 def _fsync(fd: int) -> None:

@@ -121,10 +121,7 @@ class Lease:
             ) from error
         if problem:
             raise LeaseLostError(
-                f"this run does not own {self.root} any more, so it writes nothing there: {problem}. It was suspended, "
-                "or cut off from the file system, for longer than another start waits. End it; its last checkpoint is "
-                "intact, and the other run goes on from there.",
-                path=self.root,
+                f"this run does not own {self.root} any more, so it writes nothing there: {problem}.", path=self.root
             )
 
     def release(self) -> None:
@@ -186,9 +183,23 @@ class Lease:
         """Why this lease does not hold any more; empty where it does."""
         highest = _highest(self.root, self._files)
         there = None if highest is None else _read(self.root, highest, self._files)
+        if isinstance(self.root, Path) and not self.root.is_dir():  # a bucket has no folders
+            return (
+                f"the folder {self.root} does not exist any more. It was removed or renamed, or its file system is no "
+                "longer mounted. Put it back where its checkpoints are wanted, and start this run again"
+            )
         if there is None or highest is None or highest < self.number:
-            return f"its lease {self.path.name} is gone"
-        return "" if there.get("id") == self._id else f"{_describe(there)} has taken it over"
+            return (
+                f"its lease {self.path.name} is gone, and the folder has no newer one: somebody removed it, or made "
+                "the folder anew. Start this run again to take the folder"
+            )
+        if there.get("id") == self._id:
+            return ""
+        return (
+            f"{_describe(there)} has taken it over. This run was suspended, or cut off from the file system, for "
+            "longer than another start waits. End it; its last checkpoint is intact, and the other run goes on from "
+            "there"
+        )
 
     def _beat(self) -> None:
         missed = 0

@@ -14,7 +14,7 @@ import torch
 
 from instep import __version__
 from instep.checkpoint import names
-from instep.checkpoint.catalog import Broken, folder_names, look, read_or_say
+from instep.checkpoint.catalog import Broken, facts, folder_names, look, read_or_say
 from instep.checkpoint.choose import CheckpointInfo, best_first, check_keyword
 from instep.checkpoint.files import Files
 from instep.checkpoint.hashing import FileRecord
@@ -331,10 +331,11 @@ class CheckpointStore:
                 f"saving step {step} failed, and is tried again in another folder: {before.why}",
             )
         base = names.base_name(step, name)
+        self._check_lease()  # a folder that was taken away is not made again beside what it held
         try:
             self.files.make_root(self.root)
             # One number for all saves of a step, so that the order of two folders with other names is certain too.
-            used = [info.attempt for info in self.scan() if info.step == step]
+            used = [it.attempt for it in facts(self.root, by_name=True) if it.step == step]
             used += [parts[1] for parts in map(names.split_name, folder_names(self.root)) if parts and parts[0] == base]
             attempt = max([*used, before.attempt]) + 1
             while True:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -36,7 +35,7 @@ from instep.launch.blame import RankEnd, find_cause
 from instep.launch.forked import Failure, Forked
 from instep.launch.hang_report import NodeWatch, in_time
 from instep.launch.peers import Alarm, Peers, Round, open_round
-from instep.launch.prepare import entrypoint, environment, job_environment, logs, signals_restored
+from instep.launch.prepare import agent_folder, entrypoint, environment, job_environment, logs, signals_restored
 from instep.launch.ranks import Ranks
 from instep.launch.rendezvous import Nodes, make_rendezvous
 from instep.launch.status import NAME, finish_status
@@ -73,7 +72,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
     program, args = (forked.run, ()) if forked else entrypoint(spec)
     rendezvous = make_rendezvous(spec)
     with (
-        tempfile.TemporaryDirectory(prefix="instep-agent-") as folder,
+        agent_folder() as folder,
         environment(job_environment(spec, again=forked is None)),
         signals_restored(_ALL_SIGNALS) as handlers_before,
         environment((watch := NodeWatch(Path(folder), spec.nproc)).environment(os.environ)),
@@ -197,6 +196,7 @@ class _Agent(LocalElasticAgent):
         peers = self._peers
         assert peers is not None
         codes = self._ranks.codes()
+        self._watch.note_ends(codes)
         if not self._hung and self._watch.hangs(says_so=EXIT_HUNG in codes.values()):
             self._hung = True
             _say(self._watch.report())

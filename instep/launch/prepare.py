@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
+import stat
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +37,42 @@ if sys.argv[2]:
     os.sched_setaffinity(0, map(int, sys.argv[2].split(";")[int(sys.argv[3])].split(",")))
 os.execv(sys.argv[4], sys.argv[4:])
 """
+
+
+_FOLDER, _HELD = "instep-agent-", "held"
+
+
+@contextlib.contextmanager
+def agent_folder() -> Iterator[str]:
+    """A private temporary folder for an agent, which first removes those that killed agents of this user have left.
+
+    A file in it is locked for as long as the agent, or a rank that was forked from it, lives.
+    """
+    parent = tempfile.gettempdir()
+    for name in os.listdir(parent):
+        if name.startswith(_FOLDER):
+            _remove_if_left(os.path.join(parent, name))
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+        held = os.open(os.path.join(folder, f".{_HELD}"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            os.rename(os.path.join(folder, f".{_HELD}"), os.path.join(folder, _HELD))  # seen only once it is locked
+            yield folder
+        finally:
+            os.close(held)
+
+
+def _remove_if_left(folder: str) -> None:
+    with contextlib.suppress(OSError):  # another user's, another agent's, or another agent removes it just now
+        seen = os.lstat(folder)
+        if seen.st_uid != os.geteuid() or not stat.S_ISDIR(seen.st_mode) or stat.S_IMODE(seen.st_mode) != 0o700:
+            return
+        held = os.open(os.path.join(folder, _HELD), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+        finally:
+            os.close(held)
 
 
 def entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:

@@ -384,6 +384,19 @@ def test_a_holder_whose_lease_was_removed_writes_nothing(tmp_path: Path) -> None
     assert files_in(tmp_path) == []
 
 
+def test_a_folder_that_was_taken_away_is_called_so_and_not_made_again(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    held = Lease.take(root, "mine")
+    store = CheckpointStore(root, lease=held)
+    root.rename(tmp_path / "elsewhere")
+    for act in (held.check, store.sweep, lambda: store.save(1, writes(1.0))):
+        with pytest.raises(LeaseLostError, match=f"the folder {root} does not exist any more") as caught:
+            act()
+        assert "suspended" not in str(caught.value)
+    assert not root.exists()
+    held.release()
+
+
 def test_the_owner_sweeps_what_other_hosts_left(tmp_path: Path) -> None:
     left = tmp_path / ".saving-step-00000003-1@elsewhere-1-0123abcd"
     left.mkdir()

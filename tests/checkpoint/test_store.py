@@ -6,6 +6,7 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from instep.checkpoint import CheckpointStore, LocalFiles, Writer, find_checkpoint, is_checkpoint
+from instep.checkpoint import CheckpointStore, LocalFiles, Writer, catalog, find_checkpoint, is_checkpoint
+from instep.checkpoint.manifest import Manifest, read_manifest
 from instep.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -510,3 +512,24 @@ def test_a_run_folder_for_a_checkpoint_is_answered_with_the_newest_in_it(tmp_pat
     newest = CheckpointStore(tmp_path / "version_0" / "checkpoints").save(3, lambda writer: writer.state("trainer", {}))
     with pytest.raises(CheckpointNotFoundError, match=f"The newest in it is {newest}"):
         find_checkpoint(tmp_path / "version_0")
+
+
+def test_a_save_reads_no_manifest_whose_step_it_knows_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        store.save(step, writes(1.0))
+        store.save(step, writes(1.0), name="best")
+    read: list[str] = []
+
+    def noted(folder: Path) -> Manifest:
+        read.append(folder.name)
+        return read_manifest(folder)
+
+    monkeypatch.setattr(catalog, "read_manifest", noted)
+    store.save(3, writes(1.0))
+    store.save(2, writes(1.0), name="other")
+    assert read == ["best-3"], "the one that came since the last look, once"
+    assert CheckpointStore(tmp_path).scan()[0].step == 3  # what is loaded is read anew
+    later = tmp_path / "best-3" / "manifest.json"
+    later.write_bytes(replace(read_manifest(later.parent), step=2, attempt=9).to_bytes())
+    assert store.save(2, writes(1.0), name="again").name == "again-10"  # another file under the same name
