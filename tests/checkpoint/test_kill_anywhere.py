@@ -110,13 +110,14 @@ def kill_training_everywhere(folder: str, way: Way) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("background", [False, True], ids=["", "background"])
 def test_a_training_killed_at_any_operation_of_its_saves_ends_bit_for_bit_the_same(
     background: bool, tmp_path: Path
 ) -> None:
     """The newest is saved and the one before deleted, then what a validation measured is saved as one of the best."""
     way = Way(ranks=1, batch_size=4, epochs=1, background=background)
-    (count,) = run_ranks(kill_training_everywhere, 1, str(tmp_path), way)
+    (count,) = run_ranks(kill_training_everywhere, 1, str(tmp_path), way, timeout_s=3500.0)
     assert count["rename"] >= 3, "two saves and a delete"
     assert count["create"] == count["fsync"] >= 12
     assert count["unlink"] >= 6
@@ -205,7 +206,7 @@ def test_a_sharded_training_killed_at_any_operation_of_a_rank_ends_bit_for_bit_t
     """At a few of them; at all with INSTEP_KILL_EVERY=1, which takes a quarter of an hour."""
     every = int(os.environ.get("INSTEP_KILL_EVERY", "30"))
     way = Way(strategy=strategy, epochs=1)
-    (kills,) = run_ranks(kill_ranks_everywhere, 1, str(tmp_path), way, every)
+    (kills,) = run_ranks(kill_ranks_everywhere, 1, str(tmp_path), way, every, timeout_s=3500.0)
     print(f"{kills} kills")
     assert kills >= 4
 

@@ -164,8 +164,9 @@ def train_and_lose_power(folder: str, way_to_train: Way) -> tuple[int, int]:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_training_survives_every_power_loss(tmp_path: Path) -> None:
     way = Way(ranks=1, batch_size=4, epochs=1)
-    ((count, resumed),) = run_ranks(train_and_lose_power, 1, str(tmp_path), way)
+    ((count, resumed),) = run_ranks(train_and_lose_power, 1, str(tmp_path), way, timeout_s=3500.0)
     assert count > 600
     assert resumed > 30

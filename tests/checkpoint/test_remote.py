@@ -341,9 +341,10 @@ def kill_everywhere(url: str, name: str, counted: str) -> int:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [action.__name__ for action in ACTIONS])
 def test_a_kill_at_any_operation_leaves_the_old_or_the_new(name: str, bucket: Bucket, tmp_path: Path) -> None:
-    (count,) = run_ranks(kill_everywhere, 1, bucket.url, name, str(tmp_path / "count"))
+    (count,) = run_ranks(kill_everywhere, 1, bucket.url, name, str(tmp_path / "count"), timeout_s=3500.0)
     assert count == (8 if name != "save_then_delete_the_old" else 8 + 1 + 8)  # .owner, 6 files, manifest; and all again
     (action,) = (action for action in ACTIONS if action.__name__ == name)
     seen: list[float] = []

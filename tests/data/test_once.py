@@ -140,6 +140,7 @@ REAL = {
 }
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)

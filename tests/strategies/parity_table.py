@@ -156,7 +156,7 @@ def by_ranks(names: Iterable[str], fn: Callable[..., dict[Any, Any]], *args: Any
         groups.setdefault((CASES[name].ranks, CASES[name].package), []).append(name)
     found: dict[Any, Any] = {}
     for (ranks, _), group in groups.items():
-        first, *others = run_ranks(fn, ranks, group, *args)
+        first, *others = run_ranks(fn, ranks, group, *args, timeout_s=3500.0)
         assert all(other == first for other in others), "ranks report different losses"
         found |= first
     return found
@@ -210,7 +210,7 @@ def on_xla(folder: str, sources: Iterable[str]) -> tuple[dict[str, list[float]],
     if not python.exists():
         return {}, {}
     command = [str(python), "-m", "tests.strategies.parity_table", "--xla", folder, *sources]
-    done = run_command(command, cwd=ROOT, env={"PJRT_DEVICE": "CPU"})
+    done = run_command(command, timeout_s=3500.0, cwd=ROOT, env={"PJRT_DEVICE": "CPU"})
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout.splitlines()[-1])
     return {XLA: got["losses"]}, {(source, XLA): values for source, values in got["loaded"].items()}
