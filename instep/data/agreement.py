@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from instep.distributed import control_group
+from instep.state.process import step_group
 
 
 class NextBatch:
@@ -22,7 +22,7 @@ class NextBatch:
 
     def __init__(self, have: bool, size: int | None) -> None:
         self._numbers = torch.tensor([have, size is not None, size or 0], dtype=torch.int64)
-        self._work: Any = dist.all_reduce(self._numbers, group=control_group(), async_op=True)
+        self._work: Any = dist.all_reduce(self._numbers, group=step_group(), async_op=True)
         self._read: tuple[int, int | None] | None = None
 
     def read(self) -> tuple[int, int | None]:

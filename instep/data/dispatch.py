@@ -29,6 +29,7 @@ from instep.distributed.nested import map_leaves
 from instep.errors import DataError
 from instep.state import PartialState
 from instep.state.checked import announce
+from instep.state.process import step_group
 from instep.types import StateDict
 
 _END, _BATCH, _FAILED = range(3)
@@ -288,7 +289,7 @@ class DispatchLoader(PreparedLoader):
             mine = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
             if size:
                 to_send = [_filled(buffers[rank], size) for rank in self._ranks] if self._reads else None
-                dist.scatter(mine, to_send, src=0, group=control_group())
+                dist.scatter(mine, to_send, src=0, group=step_group())
             yield _Step(_put_together(self._parts[self.rank], mine), rows, bool(last))
             if last:
                 return
@@ -343,7 +344,7 @@ def _hear(head: torch.Tensor, error: Exception | None, operation: str, doing: st
     if error is not None:
         head[0] = _FAILED
     announce(control_group(), f"dispatch: {operation}")
-    dist.broadcast(head, src=0, group=control_group())
+    dist.broadcast(head, src=0, group=step_group())
     numbers = head.tolist()
     if numbers[0] == _FAILED:
         raise_together(error, doing)

@@ -7,16 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-
-from instep.errors import DistributedError, SettingError
+from instep.errors import SettingError
 from instep.state import PartialState
-from instep.state.book import digest_of
 from instep.state.checked import announce
-from instep.state.control import exchange
-
-HEADER = 16  # int64 numbers in the message: a digest, then as many sizes as find room
+from instep.state.meeting import meet
 
 
 def agree(operation: str, described: Sequence[str], sizes: Sequence[int] = ()) -> list[list[int]]:
@@ -38,16 +32,7 @@ def agree(operation: str, described: Sequence[str], sizes: Sequence[int] = ()) -
     if group is None:
         return [list(sizes)]
     announce(group, operation, ", ".join(described))
-    text = "\n".join([operation, *described])
-    digest = digest_of(text)
-    table = _all_gather([digest, *sizes[: HEADER - 1]], HEADER, group)
-    if table[:, 0].ne(digest).any():  # the same on every rank: either all digests are equal or all see a difference
-        raise DistributedError(_describe(operation, exchange(text, group)))
-    known = table[:, 1 : len(sizes) + 1]
-    rest = sizes[HEADER - 1 :]
-    if rest:
-        known = torch.cat([known, _all_gather(rest, len(rest), group)], dim=1)
-    return known.tolist()
+    return meet(group, operation, described, sizes).tolist()
 
 
 def check_rank(from_process: int) -> None:
@@ -59,18 +44,3 @@ def check_rank(from_process: int) -> None:
             field="from_process",
             got=from_process,
         )
-
-
-def _all_gather(numbers: Sequence[int], width: int, group: dist.ProcessGroup) -> torch.Tensor:
-    mine = torch.tensor([*numbers, *[0] * (width - len(numbers))])
-    table = torch.empty(group.size(), width, dtype=torch.int64)
-    dist.all_gather(list(table.unbind()), mine, group=group)
-    return table
-
-
-def _describe(operation: str, texts: list[str]) -> str:
-    lines = [f"ranks disagree in a collective; this rank called {operation}. By rank:"]
-    lines += [f"  rank {rank}: " + ", ".join(text.split("\n")) for rank, text in enumerate(texts)]
-    return "\n".join(
-        [*lines, "Call the same function on every rank, with tensors of the same names, shapes and dtypes."]
-    )

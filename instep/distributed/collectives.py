@@ -18,7 +18,9 @@ from instep.distributed.agree import agree, check_rank
 from instep.distributed.nested import map_leaves, tensor_leaves, with_tensors
 from instep.errors import SettingError, one_of
 from instep.state import PartialState
+from instep.state.awaiting import awaited
 from instep.state.checked import announce
+from instep.state.process import step_group
 
 REDUCTIONS = ("sum", "mean", "min", "max", "none")
 _OPS = {
@@ -116,7 +118,8 @@ def reduce(data: Any, op: str = "mean") -> Any:
         wide = torch.int64 if exact else torch.float32 if kept.itemsize < 4 else kept
         value = tensor.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
         if state.num_processes > 1 and value.numel():
-            dist.all_reduce(value, op=_OPS[op], group=_group_of(state, value))
+            with _awaited(state, f"reduce({op})"):
+                dist.all_reduce(value, op=_OPS[op], group=_group_of(state, value))
         if op == "mean":
             value = (value.double() if exact else value) / state.num_processes
         return value if exact and op in ("sum", "mean") else value.to(kept)
@@ -143,7 +146,10 @@ def all_reduce_(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     if op == "none" or state.num_processes == 1:
         return tensor
     announce(state.control_group, f"all_reduce_({op})", _described("", tensor, tuple(tensor.shape)))
-    dist.all_reduce(tensor, op=_OPS[op], group=_group_of(state, tensor))
+    # Nothing was compared before: not in the group where a rank alone may meet others in messages of another size.
+    group = step_group() if tensor.device.type == "cpu" else None
+    with _awaited(state, f"all_reduce_({op})"):
+        dist.all_reduce(tensor, op=_OPS[op], group=group)
     return tensor.div_(state.num_processes) if op == "mean" else tensor
 
 
@@ -171,7 +177,8 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
             return tensor
         mine = state.process_index == from_process
         value = tensor.contiguous() if mine else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        dist.broadcast(_as_bytes(value), src=from_process, group=_group_of(state, tensor))
+        with _awaited(state, f"broadcast(from_process={from_process})"):
+            dist.broadcast(_as_bytes(value), src=from_process, group=_group_of(state, tensor))
         return tensor if mine else value
 
     return _map_tensors(broadcast_tensor, data)
@@ -224,6 +231,12 @@ def _group_of(state: PartialState, tensor: torch.Tensor) -> dist.ProcessGroup | 
     return state.control_group if tensor.device.type == "cpu" else None
 
 
+def _awaited(state: PartialState, operation: str) -> awaited:
+    group = state.control_group
+    assert group is not None
+    return awaited(group, operation)
+
+
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
@@ -236,7 +249,8 @@ def _all_gather(state: PartialState, tensor: torch.Tensor) -> torch.Tensor:
     rows = tensor.new_empty((state.num_processes * tensor.shape[0], *tensor.shape[1:]))
     if rows.numel():
         parts = [_as_bytes(part) for part in rows.chunk(state.num_processes)]
-        dist.all_gather(parts, _as_bytes(tensor.contiguous()), group=_group_of(state, tensor))
+        with _awaited(state, "gather"):
+            dist.all_gather(parts, _as_bytes(tensor.contiguous()), group=_group_of(state, tensor))
     return rows
 
 

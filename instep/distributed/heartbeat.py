@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.distributed.flight import described, recorded
-from instep.distributed.stragglers import PaceWatch
+from instep.distributed.stragglers import PaceWatch, activity
 from instep.errors import EXIT_HUNG, SettingError
 from instep.launch.beats import (
     BATCH,
@@ -38,6 +38,7 @@ from instep.launch.beats import (
     SAID,
     STEP,
     TURN,
+    WAITS,
     Beats,
     Watch,
 )
@@ -48,9 +49,10 @@ from instep.state.control import exchange
 
 __all__ = ["BATCH", "STEP", "Heartbeat", "heartbeat"]
 
-_TOGETHER_S = 1.5  # from the first rank's report to the last one's
+_TOGETHER_S = 3.0  # from the first rank's report to the last one's
 _AT_ONCE_S = 5.0  # if the report hangs in turn: a disk
 _CALLS = 12
+_COLLECTIVES = ("awaiting.py", "meeting.py", "control.py", "waiting.py", "agree.py", "collectives.py", "objects.py")
 _RECORDS = 5
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
@@ -143,8 +145,9 @@ class Heartbeat:
         It does not return where the watchdog has found a hang, and is about to end the process: what is raised then,
         since another rank has gone, comes of the hang and must not replace it in `status.json`.
         """
-        if self.hangs:
-            threading.Event().wait(_AT_ONCE_S)
+        found = self._beats is not None and any(beat.said for beat in self._beats.read())
+        if self.hangs or (found and self.numbers[LIMIT_MS]):
+            threading.Event().wait(2 * _AT_ONCE_S)
         self.numbers[BATCH], self.numbers[PHASE] = -1, PHASES.index("end")
 
     def _leave(self) -> None:
@@ -168,7 +171,9 @@ class Heartbeat:
 
 
 def _is_deep(path: str) -> bool:
-    """Whether a file is torch's or Python's own, where it matters less who waits than who called."""
+    """Whether a file is torch's, Python's or that of a collective: it matters less who waits than who called."""
+    if os.path.basename(path) in _COLLECTIVES and f"{os.sep}instep{os.sep}" in path:
+        return True
     packages = f"{os.sep}site-packages{os.sep}"
     return f"{packages}torch{os.sep}" in path or (path.startswith(_PYTHON) and packages not in path)
 
@@ -224,7 +229,8 @@ class Watchdog:
         watch = Watch(self._beats)
         while not self._closed.wait(self._poll_s):
             self._note_compiler()
-            if watch.look():
+            # What one rank has found is so on all: the others report at once, before its end breaks their connections.
+            if watch.look() or any(beat.said for beat in self._beats.read()):
                 self._end()
             self._set_alarm()
 
@@ -273,6 +279,7 @@ class Watchdog:
             self._write(records)
         except OSError as error:
             os.write(2, f"instep: the report of rank {self._heart.numbers[RANK]} was not written: {error}\n".encode())
+        self._heart.numbers[WAITS] = activity(frame) == "wait"
         self._heart.numbers[SAID] = 1
         wait_until_said(self._beats, _TOGETHER_S)
         if not self._heart.by_agent and self._first():

@@ -33,7 +33,12 @@ SAMPLES = 60
 APART = 0.25
 """What a straggler works longer than the median rank, as a part of the step's time."""
 
-_WAITS = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}torch{os.sep}autograd{os.sep}graph.py", "triggers.py")
+_WAITS = (
+    f"{os.sep}torch{os.sep}distributed{os.sep}",
+    f"{os.sep}torch{os.sep}autograd{os.sep}graph.py",
+    "triggers.py",
+    "awaiting.py",
+)
 _LOADS = (f"{os.sep}instep{os.sep}data{os.sep}", f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}", "transfer.py")
 _TRAIN = PHASES.index("train")
 

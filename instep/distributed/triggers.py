@@ -34,6 +34,8 @@ from instep.errors import DistributedError, SettingError
 from instep.state import PartialState
 from instep.state.checked import announce
 from instep.state.control import exchange
+from instep.state.meeting import meet
+from instep.state.process import step_group
 
 BOUNDARY_S = 0.05
 MAX_EVERY = 10_000
@@ -79,7 +81,7 @@ class Triggers:
     def __init__(self, every: int | None = None, reserved: Collection[str] = LOOP_TRIGGERS) -> None:
         if every is not None and every < 1:
             raise SettingError(f"trigger_every={every} must be at least 1 step", field="trigger_every", got=every)
-        self._group = PartialState().control_group
+        self._group, self._step = PartialState().control_group, step_group()
         self._maximum = dist.AllreduceOptions()
         self._maximum.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._reserved = frozenset(reserved)
@@ -161,8 +163,7 @@ class Triggers:
             return ()
         self._drain()
         snapshot = dict(self._set)
-        pending, _ = self._read(self._start("triggers: sync", snapshot))
-        return self._consume(self._exchange(snapshot)) if pending else ()
+        return self._consume(self._exchange(snapshot)) if self._any("triggers: sync", snapshot) else ()
 
     @contextmanager
     def inner(self) -> Iterator[None]:
@@ -199,7 +200,7 @@ class Triggers:
         asked = {
             key: why for key, why in snapshot.items() if (key not in self._reserved if name is None else key == name)
         }
-        if not self._read(self._start(f"check_trigger({name!r})", asked))[0]:
+        if not self._any(f"check_trigger({name!r})", asked):
             return False
         if name not in self._reserved:
             self._unclaimed.difference_update(trigger.name for trigger in self._consume(self._exchange(asked)))
@@ -228,7 +229,7 @@ class Triggers:
                 # What a `check` has consumed since then is not reported a second time.
                 noted = {name: reason for name, reason in outstanding.snapshot.items() if name in self._set}
                 triggers = self._consume(self._exchange(noted))
-        self._outstanding = self._start("triggers: tick", dict(self._set), self._proposal(step, now))
+        self._outstanding = self._start(dict(self._set), self._proposal(step, now))
         self._last = (step, time.perf_counter())
         self._next = step + self._every
         return triggers
@@ -243,14 +244,21 @@ class Triggers:
         wanted = math.ceil(BOUNDARY_S / step_s) if step_s > BOUNDARY_S / MAX_EVERY else MAX_EVERY
         return max(1, min(wanted, 2 * self._every, MAX_EVERY))
 
-    def _start(self, operation: str, snapshot: dict[str, str], proposal: int = 1) -> _Outstanding:
+    def _any(self, operation: str, snapshot: dict[str, str]) -> bool:
+        """Whether any rank has set something."""
+        if self._group is None:
+            return bool(snapshot)
+        announce(self._group, operation)
+        return bool(meet(self._group, operation, (), [bool(snapshot)]).any())
+
+    def _start(self, snapshot: dict[str, str], proposal: int) -> _Outstanding:
         message = torch.tensor([bool(snapshot), proposal], dtype=torch.int64)
         work = None
-        if self._group is not None:
-            announce(self._group, operation)
+        if self._step is not None:
+            announce(self._group, "triggers: tick")
             try:
                 # The group's own method: the function around it costs as much again, in the middle of a step.
-                work = self._group.allreduce([message], self._maximum)
+                work = self._step.allreduce([message], self._maximum)
             except RuntimeError as error:
                 raise _gone(error) from error
         return _Outstanding(snapshot, message, work)

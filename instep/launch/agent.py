@@ -194,6 +194,7 @@ class _Agent(LocalElasticAgent):
         peers = self._peers
         assert peers is not None
         codes = self._ranks.codes()
+        self._watch.note_ends(codes)
         if not self._hung and self._watch.hangs(says_so=EXIT_HUNG in codes.values()):
             self._hung = True
             _say(self._watch.report())

@@ -21,7 +21,7 @@ SLOW = 10
 
 PHASES = ("outside", "start", "load", "train", "validate", "test", "predict", "save", "epoch", "end")
 LOOPS = ("train", "validate", "test", "predict")
-BATCH, STEP, TURN, PHASE, COMPILES, RANK, PID, LIMIT_MS, SAID = range(9)
+BATCH, STEP, TURN, PHASE, COMPILES, RANK, PID, LIMIT_MS, SAID, WAITS = range(10)
 
 _NUMBERS = struct.Struct("16q")
 _FOLDER, _WHERE, _SLOT = _NUMBERS.size, 1024, 8192
@@ -44,6 +44,7 @@ class Beat:
         limit_s: seconds that a step may take; 0: nobody watches.
         said: whether it has written its own report of a hang.
         local_rank: on this node.
+        waits: whether, by its own report, it waited for other ranks.
     """
 
     batch: int
@@ -56,6 +57,7 @@ class Beat:
     limit_s: float
     said: bool
     local_rank: int
+    waits: bool = False
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -116,12 +118,22 @@ class Beats:
         """What every rank's slot says now, by local rank."""
         beats = []
         for local_rank in range(self.count):
-            batch, step, turn, phase, compiles, rank, pid, limit_ms, said, *_ = _NUMBERS.unpack_from(
+            batch, step, turn, phase, compiles, rank, pid, limit_ms, said, waits, *_ = _NUMBERS.unpack_from(
                 self._map, local_rank * _SLOT
             )
             beats.append(
                 Beat(
-                    batch, step, turn, PHASES[phase], bool(compiles), rank, pid, limit_ms / 1000, bool(said), local_rank
+                    batch,
+                    step,
+                    turn,
+                    PHASES[phase],
+                    bool(compiles),
+                    rank,
+                    pid,
+                    limit_ms / 1000,
+                    bool(said),
+                    local_rank,
+                    bool(waits),
                 )
             )
         return beats

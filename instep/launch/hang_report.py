@@ -16,10 +16,9 @@ import torch
 
 from instep.errors import EXIT_HUNG
 from instep.launch.beats import HEARTBEAT_FILE, Beat, Beats, Watch, folder_of
+from instep.state.awaiting import ENDED_FILE
 
-_TO_SAY_S = (
-    2.5  # what ranks that can run get to write their reports; a stack of C code comes a second later than others
-)
+_TO_SAY_S = 10.0  # what ranks that can run get to write their reports, on a busy machine
 _TO_WRITE_S = 5.0
 _TO_END_S = 1.0
 _POLL_S = 0.05
@@ -60,6 +59,7 @@ class NodeWatch:
         recorder = {size: "2000", dump: str(self._folder / _NCCL_DUMP), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
         return {
             HEARTBEAT_FILE: str(self._folder / "heartbeats"),
+            ENDED_FILE: str(self._folder / "ended"),
             **{name: value for name, value in recorder.items() if name not in given},
         }
 
@@ -67,6 +67,21 @@ class NodeWatch:
         """Ranks are about to start."""
         self.beats.clear()
         self._watch = Watch(self.beats)
+        self._ended: dict[int, int] = {}
+        (self._folder / "ended").unlink(missing_ok=True)
+
+    def note_ends(self, codes: Mapping[int, int | None]) -> None:
+        """Let the ranks that run know which ones have ended, and will come to no collective.
+
+        Args:
+            codes: the exit code of each rank of this node; None while it runs.
+        """
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        if ended != self._ended:
+            self._ended = ended
+            written = self._folder / ".ended"
+            written.write_text(json.dumps(ended))
+            os.replace(written, self._folder / "ended")
 
     def hangs(self, says_so: bool) -> bool:
         """Whether the ranks hang.
@@ -87,7 +102,11 @@ class NodeWatch:
 
 def wait_until_said(beats: Beats, seconds: float) -> None:
     """Return when every rank that can run has written its own report, or the time is over."""
-    _wait(lambda: all(beat.said or state_of(beat.pid) in _SILENT for beat in beats.read()), seconds)
+    _wait(lambda: all(_is_settled(beats, beat) for beat in beats.read()), seconds)
+
+
+def _is_settled(beats: Beats, beat: Beat) -> bool:
+    return beat.said or state_of(beat.pid) in _SILENT or _is_held(beats, beat)
 
 
 def report(beats: Beats, nccl_dumps: Path | None = None) -> str:
@@ -122,13 +141,12 @@ def state_of(pid: int) -> str:
 def _text(beats: Beats, found: list[Beat]) -> str:
     begun = [beat for beat in found if beat.pid]
     limit = max((beat.limit_s for beat in begun), default=0.0)
-    lines = [f"hang on {socket.gethostname()}: no step for {limit:g} s. {_who(begun)}"]
+    lines = [f"hang on {socket.gethostname()}: no step for {limit:g} s. {_who(beats, begun)}"]
     lines.append(f"  {'rank':>5}  {'pid':>8}  {'step':>8}  {'batch':>6}  {'phase':8}  where")
     for beat in begun:
         where = beats.where(beat.local_rank).partition("\n")[0] if beat.said else f"did not answer: {_state(beat)}"
-        phase = "compile" if beat.compiles else beat.phase
         batch = str(beat.batch) if beat.batch >= 0 else "-"
-        lines.append(f"  {beat.rank:>5}  {beat.pid:>8}  {beat.step:>8}  {batch:>6}  {phase:8}  {where}")
+        lines.append(f"  {beat.rank:>5}  {beat.pid:>8}  {beat.step:>8}  {batch:>6}  {_phase(beat):8}  {where}")
     groups: dict[str, list[int]] = {}
     for beat in begun:
         if beat.said:
@@ -138,19 +156,48 @@ def _text(beats: Beats, found: list[Beat]) -> str:
     return "\n".join(lines)
 
 
-def _who(begun: list[Beat]) -> str:
-    """The verdict."""
+def _who(beats: Beats, begun: list[Beat]) -> str:
+    """The verdict, from what the table says: who holds the others up, in which phase, and where."""
+    stopped = [beat for beat in begun if not beat.said and _is_held(beats, beat)]
+    if stopped:
+        each = "; ".join(f"rank {beat.rank} (pid {beat.pid}) is {_state(beat)}" for beat in stopped)
+        first = min(stopped, key=lambda beat: beat.step)
+        return f"{each}. It was at step {first.step}, phase {_phase(first)}."
+    # Who ended or went silent since the hang was found may do so because of it: whoever does not wait comes first.
+    busy = [beat for beat in begun if beat.said and not beat.waits]
     silent = [beat for beat in begun if not beat.said]
-    if silent:
-        each = "; ".join(f"rank {beat.rank} (pid {beat.pid}) is {_state(beat)}" for beat in silent)
-        return f"{each}. It was at step {min(beat.step for beat in silent)}."
-    last = min((beat.position for beat in begun), default=None)
-    behind = [beat.rank for beat in begun if beat.position == last]
-    if len(behind) < len(begun):
-        return f"{_ranks(behind)} {'are' if len(behind) > 1 else 'is'} behind the others, which wait."
-    if len(begun) == 1:
-        return "Its stack says where it is, if the cause is not on another node."
-    return "All ranks of this node are at the same step: the stacks tell them apart, or the cause is on another node."
+    waiting = [beat for beat in begun if beat.said and beat.waits]
+    suspects = _last(busy) or silent or _last(waiting)
+    each = "; ".join(_at(beats, beat) for beat in suspects)
+    if suspects and suspects[0].waits:
+        if len(suspects) == len(begun) > 1:
+            return f"The ranks wait for each other in different places, or for another node: {each}."
+        return f"{each}. It waits for the others there, which are elsewhere."
+    return f"{each}."
+
+
+def _last(found: list[Beat]) -> list[Beat]:
+    """Those that are behind the others of them."""
+    last = min((beat.position for beat in found), default=None)
+    return [beat for beat in found if beat.position == last]
+
+
+def _at(beats: Beats, beat: Beat) -> str:
+    who = f"rank {beat.rank} (pid {beat.pid})"
+    if not beat.said:
+        return f"{who} is {_state(beat)}, at step {beat.step}, phase {_phase(beat)}"
+    where = beats.where(beat.local_rank).partition("\n")[0]
+    return f"{who} hangs at step {beat.step}, phase {_phase(beat)}, in {where}"
+
+
+def _phase(beat: Beat) -> str:
+    return "compile" if beat.compiles else beat.phase
+
+
+def _is_held(beats: Beats, beat: Beat) -> bool:
+    """Whether a rank cannot run, or cannot run Python: then `faulthandler` has written its stacks, or nobody can."""
+    state = state_of(beat.pid)
+    return state in ("T", "t", "D") or (state in ("R", "S") and bool(beats.stacks(beat.local_rank)))
 
 
 def _state(beat: Beat) -> str:

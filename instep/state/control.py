@@ -10,10 +10,13 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from instep.errors import RemoteError
+from instep.state.awaiting import awaited
 from instep.state.checked import announce
+from instep.state.meeting import all_gather, meet
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,9 +44,14 @@ def exchange(
         return [obj]
     announce(group, operation, any_line=any_line)
     parcel, error = _packed(obj)
-    parcels: list[Any] = [None] * group.size()
-    dist.all_gather_object(parcels, parcel, group=group)
-    return list(_opened(dict(enumerate(parcels)), error, operation).values())
+    message = pickle.dumps(parcel)
+    with awaited(group, operation):
+        sizes = meet(group, operation, (), [len(message)]).flatten().tolist()
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        arrived = all_gather(mine, group)
+    parcels = {rank: pickle.loads(bytes(arrived[rank, :size].numpy())) for rank, size in enumerate(sizes)}  # noqa: S301
+    return list(_opened(parcels, error, operation).values())
 
 
 def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str) -> Any:
@@ -61,7 +69,8 @@ def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str) -> Any:
     """
     parcel, error = _packed(obj) if group.rank() == source else (None, None)
     box = [parcel]
-    dist.broadcast_object_list(box, src=source, group=group)
+    with awaited(group, operation):
+        dist.broadcast_object_list(box, src=source, group=group)
     arrived: Any = box[0]
     return _opened({source: arrived}, error, operation)[source]
 

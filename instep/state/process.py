@@ -6,7 +6,7 @@ import os
 import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from instep.state.environment import ProcessEnvironment
 from instep.state.launchers import MPI, read_environment
 from instep.utils.variables import asked as asked_by_launcher
 from instep.utils.variables import misspelt_variables, variable_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _OPTIONS = ("backend", "timeout", "pg_options", "device_id")
 
@@ -76,6 +79,12 @@ def held() -> Process:
     if not _is_whole(_process):
         raise StateError(f"the process state holds nothing: {_DESTROYED}. Build PartialState() again first.")
     return _process
+
+
+def step_group() -> ProcessGroup | None:
+    """The group for what the loops agree on at each step; None for a process alone."""
+    groups = held().groups
+    return None if groups is None else groups.step
 
 
 def leave_group(abort: bool) -> None:

@@ -25,6 +25,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_proces
 from torch.distributed.rendezvous import rendezvous
 
 from instep.errors import SettingError
+from instep.state import awaiting
+from instep.state.awaiting import leave_word, wait_for_start
 from instep.state.environment import ProcessEnvironment
 from instep.state.launchers import meeting_url
 from instep.state.restarts import read_job
@@ -40,6 +42,8 @@ class Groups:
     Args:
         default: torch's default group.
         control: a gloo group of the same ranks for control messages.
+        step: another one, for what the loops agree on at each step: a rank that makes a call alone, while the others
+            go on, must not meet them in messages of another kind.
         owned: False where the user had made the default group before.
         timeout: of every operation of the control group.
         hosts: the machine of each rank.
@@ -48,6 +52,7 @@ class Groups:
 
     default: ProcessGroup
     control: ProcessGroup
+    step: ProcessGroup
     owned: bool
     timeout: timedelta
     hosts: tuple[str, ...]
@@ -84,9 +89,11 @@ def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any])
         SettingError: the address to meet at is not known.
     """
     timeout: timedelta | None = options.get("timeout")
+    store = _next_store(environment, {} if timeout is None else {"timeout": timeout})
+    wait_for_start(store, environment.rank, environment.world_size, (timeout or default_pg_timeout).total_seconds())
     dist.init_process_group(
         backend,
-        store=_next_store(environment, {} if timeout is None else {"timeout": timeout}),
+        store=store,
         rank=environment.rank,
         world_size=environment.world_size,
         **options,
@@ -125,7 +132,9 @@ def leave(groups: Groups, abort: bool = False) -> None:
     if not is_current(groups):
         return
     groups.control.abort()  # control messages nobody waits for any more
+    groups.step.abort()
     if not groups.owned:
+        dist.destroy_process_group(groups.step)
         dist.destroy_process_group(groups.control)
     elif abort:
         _abort_process_group()
@@ -146,6 +155,8 @@ def _leave_in_the_end(groups: Groups) -> Groups:
 
 
 def _leave_at_exit(groups: Groups) -> None:
+    if is_current(groups):
+        leave_word(groups.control)
     leave(groups, abort=True)
     # gloo's threads give back the tensors of operations that have just ended, for which they need the interpreter; one
     # that asks for it when the interpreter is being torn down ends the process with SIGABRT.
@@ -158,10 +169,13 @@ def _world() -> Any:
 
 def _with_control_group(timeout: timedelta | None, owned: bool) -> Groups:
     control: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_control")
+    step: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_step")
     # From here on nobody needs the store, so that rank 0, which may be its host, can end before the others.
     hosts = [""] * control.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=control)
-    return Groups(_world(), control, owned, timeout or default_pg_timeout, tuple(hosts))
+    groups = Groups(_world(), control, step, owned, timeout or default_pg_timeout, tuple(hosts))
+    awaiting.begin(groups.hosts)
+    return groups
 
 
 def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Store:

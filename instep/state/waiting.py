@@ -8,16 +8,15 @@ time, and needs no help from the rank that is missing.
 from __future__ import annotations
 
 import warnings
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from instep.errors import DistributedError, SettingError
+from instep.state.awaiting import awaited, finish, said_of
 from instep.state.book import Book, digest_of
 from instep.state.checked import announce
-from instep.state.control import exchange
+from instep.state.meeting import gather_texts, header
 from instep.state.process_group import Groups
 
 _MOMENT_S = 0.25
@@ -42,28 +41,35 @@ def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None, chec
     if checked:
         announce(groups.control, f"wait_for_everyone({name!r})", timeout_s=limit_s)
         return
+    with awaited(groups.control, f"wait_for_everyone({name!r})", alone=True) as watch:
+        _wait(groups, name, limit_s, watch)
+
+
+def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> None:
     turn = next(groups.turns)
-    mine, seen = torch.tensor([digest_of(_quoted(name))]), torch.empty(groups.control.size(), dtype=torch.int64)
+    mine = header(digest_of(f"wait_for_everyone() {_quoted(name)}"))
+    seen = mine.new_empty((groups.control.size(), len(mine)))
     moment_s = min(_MOMENT_S, limit_s / 2)
     try:
-        work: Any = dist.all_gather(list(seen.split(1)), mine, group=groups.control, async_op=True)
-        late = not _is_done(work, moment_s)
+        work: Any = dist.all_gather(list(seen.unbind()), mine, group=groups.control, async_op=True)
+        late = not finish(work, moment_s)
         if late:
             _write(groups, turn, name)
             said_s = min(_SAY_AFTER_S, limit_s)
-            late = not _is_done(work, said_s - moment_s)
+            late = not finish(work, said_s - moment_s)
             if late and said_s < limit_s:
-                warnings.warn(_report(groups, turn, name, f"goes on after {said_s:g} s", last=False), stacklevel=4)
+                warnings.warn(_report(groups, turn, name, f"goes on after {said_s:g} s", last=False), stacklevel=5)
             # Who came within the last moment writes it down within the next.
-            late = late and not _is_done(work, limit_s - said_s + 2 * _MOMENT_S)
+            late = late and not finish(work, limit_s - said_s + 2 * _MOMENT_S)
     except RuntimeError as error:
         _write(groups, turn, name)
-        problem = f"the connection to another process broke ({error})"
-        raise DistributedError(_report(groups, turn, name, problem)) from error
+        gone = said_of(watch.gone_by_now())
+        problem = f"the connection to another process broke{f'. {gone}' if gone else f' ({error})'}"
+        raise DistributedError(_report(groups, turn, name, problem.removesuffix("."))) from error
     if late:
         raise DistributedError(_report(groups, turn, name, f"not everybody came within {limit_s:g} s"))
     if seen.ne(mine).any():
-        names = dict(enumerate(exchange(_quoted(name), groups.control)))
+        names = dict(enumerate(gather_texts(_quoted(name), groups.control)))
         raise DistributedError(
             f"the processes wait for different things: {_by_name(names)}. Every process must come to the same "
             f"wait_for_everyone()."
@@ -108,17 +114,6 @@ def _limit(groups: Groups, timeout_s: float | None) -> float:
             got=timeout_s,
         )
     return timeout_s
-
-
-def _is_done(work: Any, seconds: float) -> bool:
-    """Wait so long for a collective, which goes on if the time is over."""
-    try:
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
-    return True
 
 
 def _quoted(name: str | None) -> str:

@@ -141,7 +141,8 @@ def test_the_report_says_who_is_behind_and_what_could_not_be_written(node: Node,
     node.ranks[2][STEP] = 19
     wait_until_said(node.beats, 60.0)
     text = report(node.beats)
-    assert "no step for 10 s. rank 6 is behind the others, which wait." in text
+    pid = node.ranks[2][PID]
+    assert f"no step for 10 s. rank 6 (pid {pid}) hangs at step 19, phase train, in here.py:2 in wait." in text
     assert "rank 4, 5, 6 (main thread" in text.replace("ranks", "rank")
     assert "it could not be written" in text
     assert "NotADirectoryError" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -176,7 +177,7 @@ def test_a_process_alone_waits_for_nobody() -> None:
 
 def test_the_default_is_a_little_shorter_than_the_groups() -> None:
     class Groups:
-        timeout = waiting.timedelta(seconds=40)
+        timeout = timedelta(seconds=40)
 
     assert waiting._limit(Groups(), None) == 36  # type: ignore[arg-type]
     with pytest.raises(SettingError):
