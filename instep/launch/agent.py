@@ -26,7 +26,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -36,7 +35,15 @@ from instep.launch.blame import RankEnd, find_cause
 from instep.launch.forked import Failure, Forked
 from instep.launch.hang_report import NodeWatch
 from instep.launch.peers import Alarm, Peers, Round, open_round
-from instep.launch.prepare import entrypoint, environment, job_environment, logs, signals_restored
+from instep.launch.prepare import (
+    entrypoint,
+    environment,
+    job_environment,
+    logs,
+    private_environment,
+    secret_of,
+    signals_restored,
+)
 from instep.launch.ranks import Ranks
 from instep.launch.rendezvous import Nodes, make_rendezvous
 from instep.state.restarts import JOB_ID, RESTART
@@ -70,13 +77,15 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         forked: a function that the ranks run, forked from this process, in place of the command.
     """
     program, args = (forked.run, ()) if forked else entrypoint(spec)
-    rendezvous = make_rendezvous(spec)
+    secret = secret_of(spec)
     with (
         tempfile.TemporaryDirectory(prefix="instep-agent-") as folder,
         environment(job_environment(spec, again=forked is None)),
+        environment(private_environment(secret, Path(folder))),
         signals_restored(_ALL_SIGNALS) as handlers_before,
         environment((watch := NodeWatch(Path(folder), spec.nproc)).environment(os.environ)),
     ):
+        rendezvous = make_rendezvous(spec, secret, Path(folder))
         workers = WorkerSpec(
             role="rank",
             local_world_size=spec.nproc,
@@ -156,7 +165,7 @@ class _Agent(LocalElasticAgent):
         self._close_peers()
         super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]
         node, nodes = worker_group.group_rank, worker_group.group_world_size
-        meeting: Store | None = worker_group.store
+        meeting: Any = worker_group.store
         assert node is not None
         assert nodes is not None
         assert meeting is not None

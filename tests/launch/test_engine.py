@@ -21,6 +21,7 @@ from instep.launch.agent import job_code
 from instep.launch.engine import LaunchSpec, is_worker, run
 from instep.launch.prepare import job_environment
 from tests.helpers.spawn import Finished, finish, free_port, run_command, start_command
+from tests.launch.ways import SECRET
 
 pytestmark = pytest.mark.dist
 
@@ -384,7 +385,7 @@ def test_two_agents_form_one_job_and_restart_together(tmp_path: Path) -> None:
         nodes = []
         for node in (0, 1):
             command = _agent(tmp_path, code, nproc=1, node_rank=node, **both)
-            nodes.append(stack.enter_context(start_command(command, env=LAUNCHED)))
+            nodes.append(stack.enter_context(start_command(command, env={**LAUNCHED, **SECRET})))
         done = [finish(process, 60) for process in nodes]
     assert [job.returncode for job in done] == [0, 0], done
     assert [job.stdout.splitlines() for job in done] == [
@@ -400,7 +401,7 @@ def _together(folder: Path, code: str, merged: Path, **spec: Any) -> tuple[list[
         for node in (0, 1):
             command = _agent(folder, code, nproc=1, node_rank=node, **both)
             words = ["sh", "-c", 'out=$1; shift; exec "$@" >>"$out" 2>&1', "sh", str(merged), *command]
-            nodes.append(stack.enter_context(start_command(words, env=LAUNCHED)))
+            nodes.append(stack.enter_context(start_command(words, env={**LAUNCHED, **SECRET})))
         return [finish(process, 60).returncode for process in nodes], merged.read_text()
 
 
