@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,10 +82,10 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="instep-agent-") as folder,
         environment(job_environment(spec, again=forked is None)),
         environment(private_environment(secret, Path(folder))),
+        closing(make_rendezvous(spec, secret, Path(folder))) as rendezvous,
         signals_restored(_ALL_SIGNALS) as handlers_before,
         environment((watch := NodeWatch(Path(folder), spec.nproc)).environment(os.environ)),
     ):
-        rendezvous = make_rendezvous(spec, secret, Path(folder))
         workers = WorkerSpec(
             role="rank",
             local_world_size=spec.nproc,

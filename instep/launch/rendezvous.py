@@ -90,6 +90,9 @@ class Nodes(RendezvousHandler):
         self._ranks_store = None
         return True
 
+    def close(self) -> None:
+        """Give back what a round holds; may be called twice."""
+
     def _info(self, store: Store, name: str, node: int, nodes: int, address: str) -> RendezvousInfo:
         """The round of this name, whose first node hosts a new store for the ranks and says where."""
         if node == 0:
@@ -127,7 +130,7 @@ class OneNode(Nodes):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._round += 1
-        self._free_port()
+        self.close()
         # Bound, but not listening: rank 0 may still listen there, and nobody is given it as a free one.
         self._kept_port = socket.socket()
         self._kept_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,11 +143,7 @@ class OneNode(Nodes):
     def connect(self) -> SignedStore:
         return SignedStore(self._store, self._secret, "peers")
 
-    def shutdown(self) -> bool:
-        self._free_port()
-        return super().shutdown()
-
-    def _free_port(self) -> None:
+    def close(self) -> None:
         if self._kept_port is not None:
             self._kept_port.close()
             self._kept_port = None

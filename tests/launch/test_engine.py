@@ -105,6 +105,46 @@ def test_a_job_that_is_done_gives_0_and_the_ranks_their_variables(job: Job) -> N
     assert done.stderr == ""
 
 
+def test_programs_that_make_the_process_group_themselves_meet_in_every_start(job: Job) -> None:
+    done = job(
+        """
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        words = [None, None]
+        dist.all_gather_object(words, rank)
+        if os.environ["INSTEP_RESTART"] == "0":
+            sys.exit(rank)
+        from instep.distributed import gather_object
+        say(words, gather_object({"rank": rank}), os.environ["TORCHELASTIC_USE_AGENT_STORE"])
+        """,
+        max_restarts=1,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[0, 1] [{'rank': 0}, {'rank': 1}] False"] * 2
+
+
+def test_ranks_find_the_secret_in_a_private_file_and_not_in_their_environment(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SECRET.items():
+        monkeypatch.setenv(name, value)
+    done = job(
+        """
+        path = os.environ["INSTEP_JOB_SECRET_FILE"]
+        modes = [oct(os.stat(it).st_mode & 0o777) for it in (path, os.path.dirname(path))]
+        say(modes, os.environ.get("INSTEP_JOB_SECRET"), len(open(path).read()))
+        """,
+    )
+    assert done.stdout.splitlines() == ["['0o600', '0o700'] None 64"] * 2
+    assert os.environ["INSTEP_JOB_SECRET"] == SECRET["INSTEP_JOB_SECRET"]
+    assert not os.environ.keys() & {"INSTEP_JOB_SECRET_FILE", "INSTEP_MEETING_FILE"}
+
+
+def test_several_nodes_without_a_secret_do_not_start() -> None:
+    with pytest.raises(SettingError, match=r"num_nodes=2: the agents have no secret.*openssl rand -hex 32"):
+        run(LaunchSpec(1, ("x.py",), num_nodes=2, master_port=1))
+
+
 def test_arguments_arrive_as_they_are(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
     words = ("a b", "$HOME", "$$", "${local_rank}", "-x")
     assert run(LaunchSpec(1, ("-c", "import sys; print(sys.argv[1:])", *words))) == 0
