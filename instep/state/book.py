@@ -44,7 +44,8 @@ class Book:
         below: Any = store
         while isinstance(below, dist.PrefixStore):
             below = below.underlying_store
-        if type(below).__name__ == "FileStore":
+        file_store: Any = dist.FileStore  # whose stub lacks the path
+        if isinstance(below, file_store):
             mine = store.compare_set("folder", "", uuid.uuid4().hex).decode()  # the same on all ranks, of this book
             store = _Folder(Path(f"{below.path}.{kind}-{mine}"))
         self._store = store

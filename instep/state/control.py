@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _PICKLE, _JSON, _ERROR = b"P", b"J", b"E"
 _SIZE_BYTES = 8
 _HEAD_BYTES = _SIZE_BYTES + MAC_BYTES
+_MOST_BYTES = 1 << 38  # more than a machine can pickle
 
 
 class _Error(NamedTuple):
@@ -162,7 +163,10 @@ def _place(group: ProcessGroup, rank: int) -> str:
 
 
 def _size(head: torch.Tensor) -> int:
-    return int.from_bytes(bytes(head.numpy())[:_SIZE_BYTES], "little")
+    size = int.from_bytes(bytes(head.numpy())[:_SIZE_BYTES], "little")
+    if size > _MOST_BYTES:
+        raise not_ours(f"a message of {size} bytes")
+    return size
 
 
 def _bytes(data: bytes) -> torch.Tensor:

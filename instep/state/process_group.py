@@ -170,8 +170,8 @@ def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Stor
     global _store, _generation
     if _store is None:
         path = meeting_file()
-        if path:  # the world's size 0: the agent removes it
-            _store = dist.FileStore(path, 0)
+        if path:
+            _store = dist.FileStore(path, -1)  # of no fixed number: the first ranks to end would remove the file
             _store.set_timeout(kwargs.get("timeout", default_pg_timeout))
         else:
             _store = next(rendezvous(meeting_url(environment), environment.rank, environment.world_size, **kwargs))[0]
