@@ -1,6 +1,6 @@
 """Python objects, errors and waiting: what processes tell each other besides tensors, over the CPU control group.
 
-Objects travel as pickles, between the processes of one job only.
+Objects travel as pickles, and are read only where their MAC was made with the job's secret.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def gather_object(obj: Any) -> list[Any]:
     Raises:
         Exception: what pickling raised, on the ranks whose object cannot be pickled.
         RemoteError: on the others, with the first such rank and its traceback.
+        DistributedError: a message was not signed with this job's secret.
 
     Example:
         >>> gather_object({"rank": 0})
@@ -70,7 +71,8 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
 
     Raises:
         SettingError: there is no such rank.
-        DistributedError: on every rank, if the lists are not equally long; none is changed.
+        DistributedError: on every rank, if the lists are not equally long; where the message was not signed with this
+            job's secret. None is changed.
         Exception: what pickling raised, on `from_process`.
         RemoteError: on the others, where pickling raised.
     """

@@ -21,11 +21,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -35,7 +34,16 @@ from instep.launch.blame import RankEnd, find_cause
 from instep.launch.forked import Failure, Forked
 from instep.launch.hang_report import NodeWatch, in_time
 from instep.launch.peers import Alarm, Peers, Round, open_round
-from instep.launch.prepare import agent_folder, entrypoint, environment, job_environment, logs, signals_restored
+from instep.launch.prepare import (
+    agent_folder,
+    entrypoint,
+    environment,
+    job_environment,
+    logs,
+    private_environment,
+    secret_of,
+    signals_restored,
+)
 from instep.launch.ranks import Ranks
 from instep.launch.rendezvous import Nodes, make_rendezvous
 from instep.launch.status import NAME, finish_status
@@ -70,10 +78,12 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
         forked: a function that the ranks run, forked from this process, in place of the command.
     """
     program, args = (forked.run, ()) if forked else entrypoint(spec)
-    rendezvous = make_rendezvous(spec)
+    secret = secret_of(spec)
     with (
         agent_folder() as folder,
         environment(job_environment(spec, again=forked is None)),
+        environment(private_environment(secret, Path(folder))),
+        closing(make_rendezvous(spec, secret, Path(folder))) as rendezvous,
         signals_restored(_ALL_SIGNALS) as handlers_before,
         environment((watch := NodeWatch(Path(folder), spec.nproc)).environment(os.environ)),
     ):
@@ -157,7 +167,7 @@ class _Agent(LocalElasticAgent):
         self._close_peers()
         super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]
         node, nodes = worker_group.group_rank, worker_group.group_world_size
-        meeting: Store | None = worker_group.store
+        meeting: Any = worker_group.store
         assert node is not None
         assert nodes is not None
         assert meeting is not None

@@ -46,6 +46,8 @@ class LaunchSpec:
         rdzv_endpoint: `HOST:PORT` where the agents meet under "c10d"; HOST is one of the nodes.
         rdzv_conf: torchrun's settings of the rendezvous under "c10d", such as `join_timeout` and `last_call_timeout`.
         local_addr: this node's address for the others; by default its host name.
+        secret_file: a file of mode 0600 with the secret by which the agents of several nodes know each other; by
+            default what INSTEP_JOB_SECRET or INSTEP_JOB_SECRET_FILE says.
         log_dir: a folder for what the ranks print: `<run id>_.../attempt_<i>/<local rank>/stdout.log` and `stderr.log`.
         tee: with `log_dir`: print it too, each line with its rank; True or the ranks on this node.
         cpu_affinity: give each rank its own share of the cores, of one NUMA node where there are several.
@@ -69,6 +71,7 @@ class LaunchSpec:
     rdzv_endpoint: str | None = None
     rdzv_conf: Mapping[str, str] = field(default_factory=dict)
     local_addr: str | None = None
+    secret_file: Path | None = None
     log_dir: Path | None = None
     tee: bool | tuple[int, ...] = False
     cpu_affinity: bool = False

@@ -21,7 +21,7 @@ from instep.state.process import is_held
 # What LaunchSpec has for programs alone is left out.
 _SETTINGS = (
     *("max_restarts", "shutdown_s", "hang_timeout_s", "env", "log_dir", "tee"),
-    *("num_nodes", "node_rank", "master_addr", "master_port", "run_id", "local_addr"),
+    *("num_nodes", "node_rank", "master_addr", "master_port", "run_id", "local_addr", "secret_file"),
 )
 _ACCELERATES = {  # the names of its notebook_launcher
     "mixed_precision": "give precision= to the Trainer or Accelerator in the function",
@@ -48,7 +48,8 @@ def notebook_launcher(
         args: its arguments.
         num_processes: ranks on this machine; by default one for each accelerator, or one on a CPU.
         **settings: any of LaunchSpec's max_restarts, shutdown_s, hang_timeout_s, env, log_dir, tee, and, for a
-            notebook on each of several machines, num_nodes, node_rank, master_addr, master_port, run_id, local_addr.
+            notebook on each of several machines, num_nodes, node_rank, master_addr, master_port, run_id, local_addr,
+            secret_file.
 
     Returns:
         What the function returned, by rank of this machine; it must be picklable.

@@ -7,7 +7,6 @@ another one: the first node watches all, and all watch the first. Times are meas
 
 from __future__ import annotations
 
-import json
 import queue
 import socket
 import threading
@@ -18,9 +17,8 @@ from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
-from torch.distributed import PrefixStore, Store
-
 from instep.errors import InstepError
+from instep.launch.signed import SignedStore
 
 T = TypeVar("T")
 _POLL_S = 0.1
@@ -59,7 +57,7 @@ class Round:
     failures: int
 
 
-def open_round(store: Store, meeting: Store, node: int, job: str) -> Round:
+def open_round(store: SignedStore, meeting: SignedStore, node: int, job: str) -> Round:
     """Agree on a round's number. A collective of its agents.
 
     Args:
@@ -69,11 +67,12 @@ def open_round(store: Store, meeting: Store, node: int, job: str) -> Round:
         job: what to call the job, if it has no name yet.
     """
     if node == 0:
-        name = store.compare_set("job", "", job).decode()
-        now = Round(store.add("rounds", 1) - 1, name, store.add("failures", 0))
-        meeting.set("round", json.dumps(asdict(now)))
+        name = store.set_once("job", job)
+        now = Round(store.find("rounds", 0), name, store.find("failures", 0))
+        store.put("rounds", now.number + 1)  # by this node alone: it is the round's first one
+        meeting.put("round", asdict(now))
         return now
-    return Round(**json.loads(meeting.get("round")))
+    return Round(**meeting.wait_for("round"))
 
 
 class Peers:
@@ -94,7 +93,7 @@ class Peers:
 
     def __init__(
         self,
-        store: Store,
+        store: SignedStore,
         round_: Round,
         node: int,
         nodes: int,
@@ -105,7 +104,9 @@ class Peers:
         self.waiting = False
         self.node, self.nodes = node, nodes
         self._job = store
-        self._store = PrefixStore(f"round-{round_.number}", store)
+        self._store = store.below(f"round-{round_.number}")
+        self._failures = round_.failures
+        self._beat = 0
         self._patience_s = patience_s
         self._count_waiting = count_waiting
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -114,6 +115,7 @@ class Peers:
         self._done = False
         self._all_done = False
         self._beats: dict[int, tuple[int, float]] = {}
+        self._ended: set[int] = set()
         self._thread: threading.Thread | None = None
         if nodes > 1 or count_waiting is not None:
             self._thread = threading.Thread(target=self._talk, name="instep-peers", daemon=True)
@@ -147,15 +149,15 @@ class Peers:
 
     def exchange(self, name: str, value: Any, timeout_s: float) -> dict[int, Any]:
         """What each node gives under this name, by its number; without those that gave nothing in time."""
-        self._do(lambda: self._store.set(f"{name}-{self.node}", json.dumps(value)))
+        self._do(lambda: self._store.put(f"{name}-{self.node}", value))
         found: dict[int, Any] = {self.node: value}
         deadline = time.monotonic() + timeout_s
 
         def look() -> None:
             self._look()
             for node in set(range(self.nodes)) - found.keys():
-                if self._store.check([f"{name}-{node}"]):
-                    found[node] = json.loads(self._store.get(f"{name}-{node}"))
+                if (given := self._store.find(f"{name}-{node}")) is not None:
+                    found[node] = given
 
         while True:
             self._do(look)
@@ -192,7 +194,7 @@ class Peers:
 
     def _talk(self) -> None:
         try:
-            self._store.set(f"host-{self.node}", socket.gethostname())
+            self._store.put(f"host-{self.node}", socket.gethostname())
             while True:
                 try:
                     act = self._asked.get(timeout=_POLL_S)
@@ -202,42 +204,50 @@ class Peers:
                 except queue.Empty:
                     self._look()
                 self._heard = time.monotonic()
-        except (RuntimeError, InstepError) as error:
+        except InstepError as error:
+            self._broken = str(error).rstrip(".")
+        except RuntimeError as error:
             self._broken = f"the agents' store has gone with its host ({str(error).splitlines()[0]})"
 
     def _look(self) -> None:
         store = self._store
-        if self.alarm is None and store.check(["alarm"]):
-            self.alarm = Alarm(**json.loads(store.get("alarm")))
+        if self.alarm is None and (alarm := store.find("alarm")) is not None:
+            self.alarm = Alarm(**alarm)
         if self._done and not self._all_done:
-            self._all_done = store.add("done", 0) == self.nodes
+            self._look_for_ends()
         if self._count_waiting is not None and not self.waiting:
             self.waiting = self._count_waiting() > 0
         if self._thread is None:
             return
-        store.add(f"beat-{self.node}", 1)
+        self._beat += 1
+        store.put(f"beat-{self.node}", self._beat)
         if self.alarm is None and not self._all_done:
             self._watch()
 
     def _watch(self) -> None:
         now = time.monotonic()
         for node in range(1, self.nodes) if self.node == 0 else (0,):
-            beat = self._store.add(f"beat-{node}", 0)
+            beat = self._store.find(f"beat-{node}", 0)
             before, since = self._beats.get(node, (-1, now))
             if beat != before:
                 self._beats[node] = (beat, now)
             elif now - since > self._patience_s:
-                host = self._store.get(f"host-{node}").decode() if self._store.check([f"host-{node}"]) else "its host"
+                host = self._store.find(f"host-{node}", "its host")
                 self._raise(
                     Alarm("lost", self.node, self.nodes, f"node {node} ({host}) did not answer for {now - since:.0f} s")
                 )
 
     def _raise(self, alarm: Alarm) -> None:
-        text = json.dumps(asdict(alarm))
-        holds = self._store.compare_set("alarm", "", text).decode()
-        if holds == text and alarm.kind != "grow":
-            self._job.add("failures", 1)
-        self.alarm = Alarm(**json.loads(holds))
+        holds = Alarm(**self._store.set_once("alarm", asdict(alarm)))
+        if holds == alarm and alarm.kind != "grow":
+            self._job.put("failures", self._failures + 1)  # by one node of a round: whose alarm holds
+        self.alarm = holds
 
     def _post_done(self) -> None:
-        self._all_done = self._store.add("done", 1) == self.nodes
+        self._store.put(f"done-{self.node}", True)
+        self._look_for_ends()
+
+    def _look_for_ends(self) -> None:
+        left = set(range(self.nodes)) - self._ended
+        self._ended |= {node for node in left if self._store.find(f"done-{node}", False)}
+        self._all_done = len(self._ended) == self.nodes

@@ -68,6 +68,7 @@ def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, p
         run_id=settings.run_id
         or (node.run_id if node else f"instep-{endpoint or master_port}" if num_nodes > 1 else None),
         local_addr=settings.local_addr,
+        secret_file=None if settings.job_secret_file is None else Path(settings.job_secret_file).expanduser(),
         max_restarts=settings.max_restarts,
         shutdown_s=settings.grace_period_s + SHUTDOWN_MARGIN_S,
         log_dir=None if settings.log_dir is None else Path(settings.log_dir).expanduser(),

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
@@ -20,7 +21,17 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from instep.errors import SettingError
 from instep.launch.affinity import share_cores
 from instep.launch.report import AGENT_PID
+from instep.state.launchers import MEETING_FILE
 from instep.state.restarts import JOB_ID, MIN_NODES, RESTART, read_job
+from instep.state.secret import (
+    HOW_TO_GIVE,
+    JOB_SECRET,
+    JOB_SECRET_FILE,
+    Secret,
+    given_secret,
+    make_secret,
+    write_secret,
+)
 from instep.utils.variables import as_variables
 
 if TYPE_CHECKING:
@@ -139,19 +150,47 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
     return added
 
 
+def secret_of(spec: LaunchSpec) -> Secret:
+    """The job's secret: a new one on one node, on several the one that the user gives.
+
+    Raises:
+        SettingError: there is none, or it is unfit.
+    """
+    if spec.num_nodes == 1:
+        return make_secret()
+    secret = given_secret(file=spec.secret_file)
+    if secret is None:
+        raise SettingError(
+            f"num_nodes={spec.num_nodes}: the agents have no secret by which they know each other: {HOW_TO_GIVE}",
+            field="job_secret_file",
+        )
+    return secret
+
+
+def private_environment(secret: Secret, folder: Path) -> dict[str, str | None]:
+    """Variables for what ranks find in the agent's folder; the secret itself is in none of them."""
+    file = folder / "secret"
+    write_secret(file, secret)
+    return {JOB_SECRET: None, JOB_SECRET_FILE: str(file), MEETING_FILE: None}
+
+
 @contextlib.contextmanager
-def environment(added: Mapping[str, str]) -> Iterator[None]:
-    """The agent's class gives its own environment to the ranks and has no other way in."""
+def environment(added: Mapping[str, str | None]) -> Iterator[None]:
+    """The agent's class gives its own environment to the ranks and has no other way in; None takes a variable out."""
     before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)
+    _update(added)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _update(before)
+
+
+def _update(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextlib.contextmanager

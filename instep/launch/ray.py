@@ -22,6 +22,7 @@ from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, SettingError, 
 from instep.launch.engine import LaunchSpec
 from instep.launch.ray_place import Place
 from instep.state.restarts import JOB_ID, RESTART
+from instep.state.secret import JOB_SECRET, JOB_SECRET_FILE, given_secret, make_secret
 from instep.utils.imports import require
 
 _PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -93,13 +94,14 @@ class RayLauncher:
         """
         ray: Any = require("ray", extra="ray", purpose="starting ranks on a Ray cluster")
         name = uuid.uuid4().hex  # of this job alone, which a run_id need not be
-        spec = replace(spec, run_id=spec.run_id or f"instep-{name}")
+        secret = given_secret(file=spec.secret_file) or make_secret()
+        spec = replace(spec, run_id=spec.run_id or f"instep-{name}", secret_file=None)
         with ExitStack() as stack:
             stack.enter_context(self._connected(ray))
             received = stack.enter_context(_signals())
             for times in range(spec.max_restarts + 1):
                 # More than the agents can have counted before: it is the same job, started again.
-                job = {JOB_ID: name, RESTART: str(times * (spec.max_restarts + 1))}
+                job = {JOB_ID: name, RESTART: str(times * (spec.max_restarts + 1)), JOB_SECRET: secret.text()}
                 with self._placed(ray, spec.nproc * spec.num_nodes, received) as places:
                     agents = _agents(ray, spec, places, job, self.runtime_env)
                     code = _watch(ray, agents, received, spec)
@@ -185,6 +187,7 @@ def _agents(
     address = found[0][1]
     port = ray.get(first.free_port.remote())
     travels = {**{name: value for name, value in os.environ.items() if name.startswith("INSTEP_")}, **job}
+    travels.pop(JOB_SECRET_FILE, None)  # a path of this machine
     folder = None if "working_dir" in (runtime_env or {}) else os.getcwd()
     agents: list[_Agent] = []
     for number, indices in enumerate(nodes.values()):

@@ -1,8 +1,9 @@
 """Where agents and their ranks meet: a fixed set of nodes or whoever comes, and a new store for the ranks every time.
 
 torch's rendezvous for a fixed set of nodes keeps one store for all rounds, so ranks that were started again read the
-addresses of dead ones and hang; its elastic one numbers the restarts by agent and may do the same. Here the first node
-of a round hosts a new store for its ranks, and the agents talk over connections of their own (`peers`).
+addresses of dead ones and hang; its elastic one numbers the restarts by agent and may do the same. Here the ranks of
+one node meet in a new file of the agent's private folder, at no port. Of several nodes the first one hosts a new store
+for each round; the agents talk over connections of their own (`peers`), and sign what they write there (`signed`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import socket
 import uuid
 from abc import abstractmethod
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -23,11 +25,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from instep.errors import InstepError, SettingError
+from instep.errors import DistributedError, InstepError, SettingError
+from instep.launch.signed import NotOurs, SignedBackend, SignedStore
+from instep.state.launchers import MEETING_FILE, meeting_variable
+from instep.state.secret import Secret
 
 if TYPE_CHECKING:
     from instep.launch.engine import LaunchSpec
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 _NODES_MEET_S = 900.0
 _READ_S = 60.0
 _DEFAULT_PORT = 29400
+_LOOPBACK = "127.0.0.1"
 _CONF = {"last_call_timeout": "10", "keep_alive_interval": "5", "keep_alive_max_attempt": "3"}
 
 
@@ -51,13 +56,14 @@ class Nodes(RendezvousHandler):
     patience_s = 15.0
     renew = False
 
-    def __init__(self, spec: LaunchSpec) -> None:
+    def __init__(self, spec: LaunchSpec, secret: Secret) -> None:
         self._spec = spec
+        self._secret = secret
         self._run_id = spec.run_id or uuid.uuid4().hex
         self._ranks_store: TCPStore | None = None
 
     @abstractmethod
-    def connect(self) -> Store:
+    def connect(self) -> SignedStore:
         """A new connection to the agents' store, for one thread."""
 
     def count_waiting(self) -> int:
@@ -84,25 +90,72 @@ class Nodes(RendezvousHandler):
         self._ranks_store = None
         return True
 
-    def _info(self, store: Store, node: int, nodes: int, address: str) -> RendezvousInfo:
-        """The round, whose first node hosts a new store for the ranks and says where."""
+    def close(self) -> None:
+        """Give back what a round holds; may be called twice."""
+
+    def _info(self, store: Store, name: str, node: int, nodes: int, address: str) -> RendezvousInfo:
+        """The round of this name, whose first node hosts a new store for the ranks and says where."""
         if node == 0:
             self._ranks_store = _serve(address, 0)
-            store.set("ranks", f"{address} {self._ranks_store.port}")
-        address, port = store.get("ranks").decode().split()
+            store.set("ranks", self._secret.sign(f"{name}/ranks", [address, self._ranks_store.port]))
+        address, port = self._secret.verify(f"{name}/ranks", store.get("ranks"))
         self.renew = False
         # The agents' own keys must not meet the ranks' in one store.
-        return RendezvousInfo(PrefixStore("agents", store), node, nodes, RendezvousStoreInfo(address, int(port)))
+        signed: Any = SignedStore(PrefixStore("agents", store), self._secret, f"{name}/agents")
+        return RendezvousInfo(signed, node, nodes, RendezvousStoreInfo(address, port))
+
+
+class OneNode(Nodes):
+    """The rendezvous of one node, which asks nothing but this process and opens no port.
+
+    Args:
+        spec: what the agent runs.
+        secret: the job's.
+        folder: the agent's, which nobody else can enter.
+    """
+
+    def __init__(self, spec: LaunchSpec, secret: Secret, folder: Path) -> None:
+        super().__init__(spec, secret)
+        self._folder = folder
+        self._round = -1
+        self._store = HashStore()
+        self._kept_port: socket.socket | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False  # who makes the process group by `env://` has rank 0 host a store, as without an agent
+
+    def get_backend(self) -> str:
+        return "instep-one-node"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._round += 1
+        self.close()
+        # Bound, but not listening: rank 0 may still listen there, and nobody is given it as a free one.
+        self._kept_port = socket.socket()
+        self._kept_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._kept_port.bind((_LOOPBACK, 0))
+        port = self._kept_port.getsockname()[1]
+        os.environ[MEETING_FILE] = meeting_variable(_LOOPBACK, port, str(self._folder / f"ranks-{self._round}"))
+        store: Any = SignedStore(self._store, self._secret, "agents").below(str(self._round))
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
+
+    def connect(self) -> SignedStore:
+        return SignedStore(self._store, self._secret, "peers")
+
+    def close(self) -> None:
+        if self._kept_port is not None:
+            self._kept_port.close()
+            self._kept_port = None
 
 
 class FixedNodes(Nodes):
-    """A rendezvous of a fixed set of numbered nodes. With one node nothing but this process is asked.
+    """A rendezvous of a fixed set of numbered nodes, in a store that node 0 hosts at `master_addr:master_port`."""
 
-    With several the agents meet in a store that node 0 hosts at `master_addr:master_port`.
-    """
-
-    def __init__(self, spec: LaunchSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: LaunchSpec, secret: Secret) -> None:
+        super().__init__(spec, secret)
+        assert spec.master_port is not None
+        self._where = spec.master_addr, spec.master_port
         self._round = -1
         self._name = spec.run_id or "job"  # alike on all nodes
         self._meeting: Store | None = None
@@ -112,27 +165,15 @@ class FixedNodes(Nodes):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._round += 1
+        spec = self._spec
         if self._meeting is None:
-            self._meeting = self._meet()
-        spec = self._spec
-        store = PrefixStore(f"{self._name}/{self._round}", self._meeting)
-        return self._info(store, spec.node_rank, spec.num_nodes, spec.master_addr)
+            self._meeting = (_serve if spec.node_rank == 0 else _join)(*self._where)
+        name = f"{self._name}/{self._round}"
+        return self._info(PrefixStore(name, self._meeting), name, spec.node_rank, spec.num_nodes, spec.master_addr)
 
-    def connect(self) -> Store:
-        assert self._meeting is not None
-        spec = self._spec
-        if spec.num_nodes == 1:
-            return self._meeting
-        assert spec.master_port is not None
-        return PrefixStore(f"{self._name}/peers", _join(spec.master_addr, spec.master_port))
-
-    def _meet(self) -> Store:
-        spec = self._spec
-        if spec.num_nodes == 1:
-            return HashStore()
-        assert spec.master_port is not None
-        serve = spec.node_rank == 0
-        return (_serve if serve else _join)(spec.master_addr, spec.master_port)
+    def connect(self) -> SignedStore:
+        name = f"{self._name}/peers"
+        return SignedStore(PrefixStore(name, _join(*self._where)), self._secret, name)
 
 
 class ElasticNodes(Nodes):
@@ -143,8 +184,8 @@ class ElasticNodes(Nodes):
 
     elastic = True
 
-    def __init__(self, spec: LaunchSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: LaunchSpec, secret: Secret) -> None:
+        super().__init__(spec, secret)
         assert spec.rdzv_endpoint is not None
         conf = {**_CONF, **spec.rdzv_conf}
         self.patience_s = float(conf["keep_alive_interval"]) * float(conf["keep_alive_max_attempt"])
@@ -155,7 +196,7 @@ class ElasticNodes(Nodes):
         here = hosts.lower() in ("1", "true", "yes") if hosts else _is_local(self._endpoint[0], near)
         read_s = float(conf.pop("read_timeout", _READ_S))
         self._store = _serve_or_join(*self._endpoint, here, read_s)
-        backend = C10dRendezvousBackend(self._store, self._run_id)
+        backend = SignedBackend(self._store, self._run_id, secret)
         least = spec.num_nodes if spec.min_nodes is None else spec.min_nodes
         parameters = RendezvousParameters(
             "c10d", spec.rdzv_endpoint, self._run_id, least, spec.num_nodes, local_addr=self._address, **conf
@@ -177,12 +218,15 @@ class ElasticNodes(Nodes):
                 "Start an agent on each node with the same rdzv_endpoint and run_id; rdzv_conf's join_timeout (in "
                 "seconds) waits for longer, and min_nodes says how few will do."
             ) from error
+        except NotOurs as error:
+            raise DistributedError(str(error)) from error
         except RendezvousError as error:
             raise InstepError(f"the agents could not meet at {self._spec.rdzv_endpoint}: {error}") from error
-        return self._info(info.store, info.rank, info.world_size, self._address)
+        return self._info(info.store, self._run_id, info.rank, info.world_size, self._address)
 
-    def connect(self) -> Store:
-        return PrefixStore(f"{self._run_id}/peers", _join(*self._endpoint))
+    def connect(self) -> SignedStore:
+        name = f"{self._run_id}/peers"
+        return SignedStore(PrefixStore(name, _join(*self._endpoint)), self._secret, name)
 
     def count_waiting(self) -> int:
         try:
@@ -191,9 +235,17 @@ class ElasticNodes(Nodes):
             raise InstepError(str(error)) from error
 
 
-def make_rendezvous(spec: LaunchSpec) -> Nodes:
-    """The rendezvous that a spec asks for."""
-    return ElasticNodes(spec) if spec.rdzv_backend == "c10d" and spec.num_nodes > 1 else FixedNodes(spec)
+def make_rendezvous(spec: LaunchSpec, secret: Secret, folder: Path) -> Nodes:
+    """The rendezvous that a spec asks for.
+
+    Args:
+        spec: what the agent runs.
+        secret: the job's.
+        folder: the agent's, which nobody else can enter.
+    """
+    if spec.num_nodes == 1:
+        return OneNode(spec, secret, folder)
+    return (ElasticNodes if spec.rdzv_backend == "c10d" else FixedNodes)(spec, secret)
 
 
 def _serve(address: str, port: int) -> TCPStore:

@@ -67,6 +67,9 @@ class LaunchSettings:
     rdzv_conf: Annotated[dict[str, str], About("torchrun's settings of c10d", rare=True)] = field(default_factory=dict)
     run_id: Annotated[str | None, About("the job's name under c10d", rare=True)] = None
     local_addr: Annotated[str | None, About("this machine's address for the others", rare=True)] = None
+    job_secret_file: Annotated[
+        str | None, About("file of mode 0600 with the secret that the machines of a job share", rare=True)
+    ] = None
     max_restarts: Annotated[_Natural, About("starts over after a failure, a hang or a lost machine")] = 0
     strategy: Annotated[str, About("ddp, fsdp, hsdp, tp, deepspeed_stage_2 ...")] = "auto"
     strategy_options: Annotated[dict[str, Any], About("its arguments: JSON, or name=value,name=value")] = field(

@@ -18,6 +18,11 @@ from instep.errors import EXIT_PREEMPTED, SettingError, UsageError
 _CANNOT_SPLIT = "\n\r\0"
 _OWN = ("nodes", "ntasks", "ntasks-per-node", "signal", "requeue", "no-requeue", "open-mode", "array")
 _ENDING_S = 15  # from the end of the ranks to that of the job
+_SECRET = (
+    "# By this the job's agents and ranks know each other; srun hands it on.",
+    '[ -n "$INSTEP_JOB_SECRET$INSTEP_JOB_SECRET_FILE" ] ||',
+    "    export INSTEP_JOB_SECRET=\"$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\"",
+)
 _TIME = re.compile(r"\d+(:\d+(:\d+)?)?|\d+-\d+(:\d+(:\d+)?)?|(?i:infinite|unlimited)")
 
 
@@ -91,6 +96,7 @@ class BatchJob:
         lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in options if option), "", *self.setup]
         lines += [
             f"export INSTEP_GRACE_PERIOD_S={grace_s:g}  # seconds for saving; then the limit is near",
+            *(_SECRET if self.nodes > 1 else ()),
             "",
             "# An agent on each node, with all of the job's cores there; when one has ended the others may save.",
             "srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \\",

@@ -1,14 +1,17 @@
 """Messages between processes outside the data path: python objects and errors, over the CPU control group.
 
-Objects travel as pickles, between processes of one job only: never from a file or a stranger.
+Objects travel as pickles, which run code when they are read, and gloo lets in whoever reaches its ports: so each
+message carries a MAC made with the job's secret (`secret`), and is read only where that fits. This is the only place of
+the package that unpickles what came from another rank.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 import traceback
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,12 +20,20 @@ from instep.errors import RemoteError
 from instep.state.awaiting import awaited
 from instep.state.checked import announce
 from instep.state.meeting import all_gather, meet
+from instep.state.secret import job_secret, not_ours
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_PICKLE, _JSON, _ERROR = b"P", b"J", b"E"
+_HEAD = 5  # int64 numbers sent ahead of a message: its size and the four of its MAC
+_MOST_BYTES = 1 << 38  # more than a machine can pickle
 
-Parcel = tuple[bool, Any]  # True and the object, or False and the traceback of the attempt
+
+class _Error(NamedTuple):
+    """What arrives in an object's place: the traceback of the attempt to pack it."""
+
+    traceback: str
 
 
 def exchange(
@@ -39,40 +50,54 @@ def exchange(
     Raises:
         Exception: what pickling raised, where this rank's object cannot be pickled.
         RemoteError: on the others, where some rank's object cannot be.
+        DistributedError: a message was not signed with this job's secret.
     """
     if group is None:
         return [obj]
     announce(group, operation, any_line=any_line)
     parcel, error = _packed(obj)
-    message = pickle.dumps(parcel)
     with awaited(group, operation):
-        sizes = meet(group, operation, (), [len(message)]).flatten().tolist()
+        heads = meet(group, operation, (), _head(parcel, group, group.rank()))
+        sizes = [_size(head) for head in heads]
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
-        mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        arrived = all_gather(mine, group)
-    parcels = {rank: pickle.loads(bytes(arrived[rank, :size].numpy())) for rank, size in enumerate(sizes)}  # noqa: S301
-    return list(_opened(parcels, error, operation).values())
+        mine[: len(parcel)] = _bytes(parcel)
+        parcels = all_gather(mine, group)
+    found = {
+        rank: _read(bytes(parcels[rank, :size].numpy()), heads[rank], group, rank) for rank, size in enumerate(sizes)
+    }
+    return list(_opened(found, error, operation).values())
 
 
-def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str) -> Any:
-    """One rank's object on every rank. A collective, which the caller announces.
+def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str, device: torch.device | None = None) -> Any:
+    """One rank's object on every rank of a group. A collective, which the caller announces.
 
     Args:
         obj: anything that can be pickled; read on `source` only.
-        source: the rank that gives it.
-        group: the control group.
+        source: the rank that gives it, of the whole job.
+        group: the control group, or another one.
         operation: what it is called in errors.
+        device: where the group's tensors are; the CPU by default.
+
+    Returns:
+        The object itself on `source`, copies elsewhere.
 
     Raises:
         Exception: what pickling raised, on `source`.
         RemoteError: on the others, where pickling raised.
+        DistributedError: on the others, where the message was not signed with this job's secret.
     """
-    parcel, error = _packed(obj) if group.rank() == source else (None, None)
-    box = [parcel]
+    gives = dist.get_rank() == source
+    device = device or torch.device("cpu")
+    parcel, error = _packed(obj) if gives else (b"", None)
+    head = torch.tensor(_head(parcel, group, source) if gives else [0] * _HEAD, device=device)
     with awaited(group, operation):
-        dist.broadcast_object_list(box, src=source, group=group)
-    arrived: Any = box[0]
-    return _opened({source: arrived}, error, operation)[source]
+        dist.broadcast(head, source, group=group)
+        body = (_bytes(parcel) if gives else torch.empty(_size(head.cpu()), dtype=torch.uint8)).to(device)
+        dist.broadcast(body, source, group=group)
+    if gives and error is None:
+        return obj
+    arrived = parcel if gives else bytes(body.cpu().numpy())
+    return _opened({source: _read(arrived, head.cpu(), group, source)}, error, operation)[source]
 
 
 def share_error(
@@ -103,21 +128,58 @@ def share_error(
     _raise_remote({rank: report for rank, report in enumerate(reports) if report is not None}, doing)
 
 
-def _packed(obj: Any) -> tuple[Parcel, Exception | None]:
-    # Tried here before torch does it: an error has to travel like the object, or the other ranks would wait for it.
+def _packed(obj: Any) -> tuple[bytes, Exception | None]:
+    """A message; where the object cannot be pickled one that says so, or the other ranks would wait for it."""
+    if type(obj) in (type(None), bool, int, float, str):  # not isinstance: an enum of strings is to arrive as one
+        return _JSON + json.dumps(obj).encode(), None
     try:
-        pickle.dumps(obj)
+        return _PICKLE + pickle.dumps(obj), None
     except Exception as error:  # noqa: BLE001  `_opened` raises it
-        return (False, "".join(traceback.format_exception(error))), error
-    return (True, obj), None
+        return _ERROR + json.dumps("".join(traceback.format_exception(error))).encode(), error
 
 
-def _opened(parcels: Mapping[int, Parcel], error: Exception | None, operation: str) -> dict[int, Any]:
+def _head(parcel: bytes, group: ProcessGroup, rank: int) -> list[int]:
+    """The size of a message and its MAC, as int64 numbers."""
+    mac = job_secret().mac(_place(group, rank), parcel)
+    return [len(parcel), *torch.frombuffer(bytearray(mac), dtype=torch.int64).tolist()]
+
+
+def _read(parcel: bytes, head: torch.Tensor, group: ProcessGroup, rank: int) -> Any:
+    """The object in a message, or an `_Error`.
+
+    Raises:
+        DistributedError: it was not signed with this job's secret.
+    """
+    if not job_secret().fits(head[1:].numpy().tobytes(), _place(group, rank), parcel):
+        raise not_ours(f"a message of rank {rank}")
+    kind, content = parcel[:1], parcel[1:]
+    if kind == _PICKLE:
+        return pickle.loads(content)  # noqa: S301  its MAC fits
+    value = json.loads(content)
+    return _Error(value) if kind == _ERROR else value
+
+
+def _place(group: ProcessGroup, rank: int) -> str:
+    return f"{group.group_name}/{rank}"
+
+
+def _size(head: torch.Tensor) -> int:
+    size = int(head[0])
+    if not 0 <= size <= _MOST_BYTES:
+        raise not_ours(f"a message of {size} bytes")
+    return size
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _opened(found: Mapping[int, Any], error: Exception | None, operation: str) -> Mapping[int, Any]:
     if error is not None:
         raise error
-    reports = {rank: content for rank, (whole, content) in parcels.items() if not whole}
+    reports = {rank: value.traceback for rank, value in found.items() if isinstance(value, _Error)}
     _raise_remote(reports, f"{operation}: pickling the object")
-    return {rank: content for rank, (_, content) in parcels.items()}
+    return found
 
 
 def _raise_remote(reports: Mapping[int, str], doing: str) -> None:

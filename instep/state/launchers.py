@@ -5,7 +5,7 @@ innermost one says what this process is, so the first row that fits is taken:
 
 | launcher   | fits where                                   | meets at, unless MASTER_ADDR and MASTER_PORT say it     |
 |------------|----------------------------------------------|---------------------------------------------------------|
-| torchrun   | RANK is set, by torchrun or by hand          | an error: torchrun sets both                            |
+| torchrun   | RANK is set, by torchrun or by hand          | an error: torchrun sets both (our agent: a file, below) |
 | openmpi    | OMPI_COMM_WORLD_SIZE is set                  | on one node: a port of the job's name; else as mvapich  |
 | mvapich    | MV2_COMM_WORLD_SIZE is set                   | an error that says how mpirun passes them on            |
 | intelmpi   | as mpich, and an I_MPI_... variable is set   | the same                                                |
@@ -31,6 +31,7 @@ from instep.state.environment import Launcher, ProcessEnvironment, read_number
 from instep.utils.imports import require
 
 Environ = Mapping[str, str]
+MEETING_FILE = "INSTEP_MEETING_FILE"
 MPI: tuple[Launcher, ...] = ("openmpi", "mvapich", "intelmpi", "mpich")
 
 
@@ -116,6 +117,29 @@ def meeting_url(place: ProcessEnvironment, environ: Environ | None = None) -> st
             field=missing[0],
         )
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def meeting_variable(address: str, port: int, path: str) -> str:
+    """The value of `MEETING_FILE` for processes whose agent has them meet in a file."""
+    return f"{address}:{port}={path}"
+
+
+def meeting_file(environ: Environ | None = None) -> str:
+    """The file where the processes of one node meet instead of at a port; empty where their agent made none.
+
+    Its variable names the address that it stands for, since programs that a rank starts inherit it.
+
+    Example:
+        >>> environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5", "INSTEP_MEETING_FILE": "127.0.0.1:5=/a/ranks-0"}
+        >>> meeting_file(environ)
+        '/a/ranks-0'
+        >>> meeting_file({**environ, "MASTER_PORT": "6"})
+        ''
+    """
+    environ = os.environ if environ is None else environ
+    address = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
+    stands_for, _, path = environ.get(MEETING_FILE, "").partition("=")
+    return path if stands_for == address else ""
 
 
 def _places(environ: Environ) -> Iterator[ProcessEnvironment]:

@@ -172,7 +172,7 @@ def _join(environment: ProcessEnvironment, kind: DeviceKind, asked: dict[str, An
                 f"{', '.join(options)}: the process group exists already, so this cannot be set any more. Give it to "
                 f"init_process_group, or let instep make the group."
             )
-        return process_group.adopt()
+        return process_group.adopt(environment)
     backend = resolve_backend(options.pop("backend", None), kind, environment)
     return backend, process_group.join(environment, backend, options)
 

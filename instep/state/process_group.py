@@ -27,9 +27,11 @@ from torch.distributed.rendezvous import rendezvous
 from instep.errors import SettingError
 from instep.state import awaiting
 from instep.state.awaiting import leave_word, wait_for_start
+from instep.state.control import exchange
 from instep.state.environment import ProcessEnvironment
-from instep.state.launchers import meeting_url
+from instep.state.launchers import meeting_file, meeting_url
 from instep.state.restarts import read_job
+from instep.state.secret import secret_of_ranks, use_secret
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,9 +74,9 @@ def exists() -> bool:
     return dist.is_initialized()
 
 
-def adopt() -> tuple[str, Groups]:
+def adopt(environment: ProcessEnvironment) -> tuple[str, Groups]:
     """Use the default group that the user made; its backend and the groups. A collective of all its processes."""
-    return dist.get_backend(), _leave_in_the_end(_with_control_group(None, owned=False))
+    return dist.get_backend(), _leave_in_the_end(_with_control_group(environment, None, owned=False))
 
 
 def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any]) -> Groups:
@@ -99,7 +101,7 @@ def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any])
         **options,
     )
     try:
-        groups = _with_control_group(timeout, owned=True)
+        groups = _with_control_group(environment, timeout, owned=True)
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -167,21 +169,25 @@ def _world() -> Any:
     return dist.group.WORLD
 
 
-def _with_control_group(timeout: timedelta | None, owned: bool) -> Groups:
+def _with_control_group(environment: ProcessEnvironment, timeout: timedelta | None, owned: bool) -> Groups:
+    use_secret(secret_of_ranks(environment))
     control: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_control")
     step: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_step")
     # From here on nobody needs the store, so that rank 0, which may be its host, can end before the others.
-    hosts = [""] * control.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=control)
-    groups = Groups(_world(), control, step, owned, timeout or default_pg_timeout, tuple(hosts))
-    awaiting.begin(groups.hosts)
-    return groups
+    hosts = tuple(map(str, exchange(socket.gethostname(), control)))
+    awaiting.begin(hosts)
+    return Groups(_world(), control, step, owned, timeout or default_pg_timeout, hosts)
 
 
 def _next_store(environment: ProcessEnvironment, kwargs: dict[str, Any]) -> Store:
     global _store, _generation
     if _store is None:
-        _store = next(rendezvous(meeting_url(environment), environment.rank, environment.world_size, **kwargs))[0]
+        path = meeting_file()
+        if path:
+            _store = dist.FileStore(path, -1)  # of no fixed number: the first ranks to end would remove the file
+            _store.set_timeout(kwargs.get("timeout", default_pg_timeout))
+        else:
+            _store = next(rendezvous(meeting_url(environment), environment.rank, environment.world_size, **kwargs))[0]
     # On one node all ranks count the same restarts; torchrun's agents of several nodes do not, and ours agree.
     job = read_job()
     attempt = environment.restart_count if environment.num_nodes == 1 else 0 if job is None else job.restart

@@ -23,6 +23,7 @@ from torch.distributed.pipelining import (
 
 from instep.distributed.nested import tensor_leaves, with_tensors
 from instep.errors import DataError, HookError, UsageError
+from instep.state.control import hand_out
 from instep.strategies.stages import Stage
 
 
@@ -188,9 +189,7 @@ class Runner:
 
     def object_from_last(self, value: Any) -> Any:
         """The last stage's object, on every rank of the pipe. Collective."""
-        box = [value]
-        dist.broadcast_object_list(box, self._last_rank, self.group, device=self.device)
-        return box[0]
+        return hand_out(value, self._last_rank, self.group, "broadcasting the last stage's object", self.device)
 
     def tensor_from_last(self, tensor: Tensor) -> Tensor:
         """The last stage's tensor in that of every rank of the pipe, all of one shape. Collective."""
@@ -271,11 +270,11 @@ class Runner:
                 break
             source = dist.get_global_rank(self.group, index % ranks)
             outputs = _evaluated(self.stages[index], current) if index in self.stages else ()
-            box: list[Any] = [tuple(map(outline_of, outputs))]
-            dist.broadcast_object_list(box, source, self.group, device=self.device)
+            mine = tuple(map(outline_of, outputs))
+            told = hand_out(mine, source, self.group, "broadcasting a stage's outline", self.device)
             current = tuple(
                 outputs[i].contiguous() if outputs else torch.empty_like(it, device=self.device)
-                for i, it in enumerate(box[0])
+                for i, it in enumerate(told)
             )
             for it in current:
                 dist.broadcast(it, source, self.group)

@@ -15,7 +15,7 @@ import pytest
 from instep.cli import launch
 from instep.cli.main import main, make_parser
 from tests.helpers.spawn import finish, free_port, run_command, start_command
-from tests.launch.ways import REPO, UNLAUNCHED, job, same_weights
+from tests.launch.ways import REPO, SECRET, UNLAUNCHED, job, same_weights
 
 pytestmark = pytest.mark.dist
 
@@ -218,7 +218,8 @@ def test_two_machines_train_the_digits_to_the_same_weights(meeting: str, tmp_pat
     ranks = [[f"--node-rank={node}"] if meeting == "static" else [] for node in (0, 1)]
     with ExitStack() as stack:
         agents = [
-            stack.enter_context(start_command([*launch, *where, *rank, *job(tmp_path / "out.json")])) for rank in ranks
+            stack.enter_context(start_command([*launch, *where, *rank, *job(tmp_path / "out.json")], env=SECRET))
+            for rank in ranks
         ]
         for agent in agents:
             done = finish(agent)

@@ -235,6 +235,6 @@ def leave_running(how: str) -> None:
 @pytest.mark.parametrize("how", ["the end of the script", "an error", "a process of multiprocessing"])
 def test_a_program_ends_though_a_pass_is_held(how: str) -> None:
     script = f"from tests.data.test_workers import leave_running; leave_running({how!r})"
-    done = run_command([sys.executable, "-c", script], cwd=REPO, env={"PYTHONPATH": str(REPO)}, timeout_s=60.0)
+    done = run_command([sys.executable, "-c", script], cwd=REPO, env={"PYTHONPATH": str(REPO)})
     assert done.returncode == (how == "an error"), done.stderr
     assert done.stderr.count("Traceback") == (how == "an error")

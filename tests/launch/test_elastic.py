@@ -17,7 +17,7 @@ import pytest
 
 from tests.helpers.spawn import HANG_S, finish, free_port, start_command
 from tests.launch.elastic_job import SAMPLES
-from tests.launch.ways import REPO, UNLAUNCHED
+from tests.launch.ways import REPO, SECRET, UNLAUNCHED
 
 pytestmark = [
     pytest.mark.dist,
@@ -33,7 +33,7 @@ def _agent(folder: Path, spec: dict[str, Any], *args: str, inside: tuple[str, ..
     folder.mkdir(exist_ok=True)
     command = [*inside, sys.executable, "-m", "tests.launch.elastic_job", str(folder.parent), json.dumps(spec), *args]
     words = ["sh", "-c", 'out=$1; shift; exec "$@" >"$out" 2>&1', "sh", str(folder / "out"), *command]
-    with start_command(words, env={**UNLAUNCHED, "OMP_NUM_THREADS": "1", **env}, cwd=REPO) as process:
+    with start_command(words, env={**UNLAUNCHED, **SECRET, "OMP_NUM_THREADS": "1", **env}, cwd=REPO) as process:
         yield process
 
 

@@ -21,6 +21,7 @@ from instep.launch.agent import job_code
 from instep.launch.engine import LaunchSpec, is_worker, run
 from instep.launch.prepare import job_environment
 from tests.helpers.spawn import HANG_S, Finished, finish, free_port, run_command, start_command
+from tests.launch.ways import SECRET
 
 pytestmark = pytest.mark.dist
 
@@ -111,6 +112,46 @@ def test_a_job_that_is_done_gives_0_and_the_ranks_their_variables(job: Job) -> N
         "__main__ 1 1 2 2 127.0.0.1 1 $x ${local_rank} True",
     ]
     assert done.stderr == ""
+
+
+def test_programs_that_make_the_process_group_themselves_meet_in_every_start(job: Job) -> None:
+    done = job(
+        """
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        words = [None, None]
+        dist.all_gather_object(words, rank)
+        if os.environ["INSTEP_RESTART"] == "0":
+            sys.exit(rank)
+        from instep.distributed import gather_object
+        say(words, gather_object({"rank": rank}), os.environ["TORCHELASTIC_USE_AGENT_STORE"])
+        """,
+        max_restarts=1,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[0, 1] [{'rank': 0}, {'rank': 1}] False"] * 2
+
+
+def test_ranks_find_the_secret_in_a_private_file_and_not_in_their_environment(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SECRET.items():
+        monkeypatch.setenv(name, value)
+    done = job(
+        """
+        path = os.environ["INSTEP_JOB_SECRET_FILE"]
+        modes = [oct(os.stat(it).st_mode & 0o777) for it in (path, os.path.dirname(path))]
+        say(modes, os.environ.get("INSTEP_JOB_SECRET"), len(open(path).read()))
+        """,
+    )
+    assert done.stdout.splitlines() == ["['0o600', '0o700'] None 64"] * 2
+    assert os.environ["INSTEP_JOB_SECRET"] == SECRET["INSTEP_JOB_SECRET"]
+    assert not os.environ.keys() & {"INSTEP_JOB_SECRET_FILE", "INSTEP_MEETING_FILE"}
+
+
+def test_several_nodes_without_a_secret_do_not_start() -> None:
+    with pytest.raises(SettingError, match=r"num_nodes=2: the agents have no secret.*openssl rand -hex 32"):
+        run(LaunchSpec(1, ("x.py",), num_nodes=2, master_port=1))
 
 
 def test_arguments_arrive_as_they_are(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
@@ -407,7 +448,7 @@ def test_two_agents_form_one_job_and_restart_together(tmp_path: Path) -> None:
         nodes = []
         for node in (0, 1):
             command = _agent(tmp_path, code, nproc=1, node_rank=node, **both)
-            nodes.append(stack.enter_context(start_command(command, env=LAUNCHED)))
+            nodes.append(stack.enter_context(start_command(command, env={**LAUNCHED, **SECRET})))
         done = [finish(process) for process in nodes]
     assert [job.returncode for job in done] == [0, 0], done
     assert [job.stdout.splitlines() for job in done] == [
@@ -423,7 +464,7 @@ def _together(folder: Path, code: str, merged: Path, **spec: Any) -> tuple[list[
         for node in (0, 1):
             command = _agent(folder, code, nproc=1, node_rank=node, **both)
             words = ["sh", "-c", 'out=$1; shift; exec "$@" >>"$out" 2>&1', "sh", str(merged), *command]
-            nodes.append(stack.enter_context(start_command(words, env=LAUNCHED)))
+            nodes.append(stack.enter_context(start_command(words, env={**LAUNCHED, **SECRET})))
         return [finish(process).returncode for process in nodes], merged.read_text()
 
 

@@ -18,7 +18,7 @@ from instep.launch.slurm import BatchJob, check_time, submit
 from tests.helpers import slurm
 from tests.helpers.slurm import Cluster
 from tests.helpers.spawn import HANG_S
-from tests.launch.ways import RAISES, REPO, UNLAUNCHED, check_error_was_told, job, same_weights
+from tests.launch.ways import RAISES, REPO, SECRET, UNLAUNCHED, check_error_was_told, job, same_weights
 
 HELD = Path(__file__).with_name("held_job.py")
 
@@ -43,6 +43,8 @@ def test_a_batch_script_starts_one_agent_on_each_node_and_goes_back_into_the_que
     ]  # fmt: skip
     assert last_lines(script) == [
         "export INSTEP_GRACE_PERIOD_S=105  # seconds for saving; then the limit is near",
+        '[ -n "$INSTEP_JOB_SECRET$INSTEP_JOB_SECRET_FILE" ] ||',
+        "    export INSTEP_JOB_SECRET=\"$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\"",
         "srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \\",
         "    /py -m instep launch --num-nodes=2 --devices=8 --debug train.py --lr '0.1 x'",
         "code=$?",
@@ -204,7 +206,7 @@ def test_an_error_of_a_rank_of_srun_is_told_and_ends_all(cluster: Cluster, tmp_p
 @pytest.mark.usefixtures("limited")
 def test_srun_starts_an_agent_on_each_node(cluster: Cluster, tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "instep", "launch", "--devices=1", *job(tmp_path / "out.json")]
-    done = cluster.run(["srun", "-N2", "--ntasks-per-node=1", *launch], cwd=tmp_path, env=UNLAUNCHED)
+    done = cluster.run(["srun", "-N2", "--ntasks-per-node=1", *launch], cwd=tmp_path, env={**UNLAUNCHED, **SECRET})
     assert done.returncode == 0, done.stderr
     result = same_weights(tmp_path / "out.json")
     assert (result["launcher"], result["world_size"], result["num_nodes"]) == ("torchrun", 2, 2)

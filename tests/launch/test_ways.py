@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.spawn import finish, free_port, run_command, start_command
-from tests.launch.ways import UNLAUNCHED, job, reference, same_weights
+from tests.launch.ways import SECRET, UNLAUNCHED, job, reference, same_weights
 
 pytestmark = [pytest.mark.dist]
 
@@ -35,7 +35,9 @@ def test_pods_of_a_kubernetes_operator(tmp_path: Path) -> None:
         pods = [
             stack.enter_context(
                 start_command(
-                    command, env={**UNLAUNCHED, **shared, "PET_NODE_RANK": str(pod), "RANK": str(pod)}, cwd=tmp_path
+                    command,
+                    env={**UNLAUNCHED, **shared, **SECRET, "PET_NODE_RANK": str(pod), "RANK": str(pod)},
+                    cwd=tmp_path,
                 )
             )
             for pod in (0, 1)

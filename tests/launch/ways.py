@@ -30,6 +30,8 @@ RAISES = (str(REPO / "tests/trainer/program.py"), "--do", "raise", "--rank", "1"
 UNLAUNCHED: dict[str, str | None] = dict.fromkeys(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
 )
+# What agents on several machines need, and ranks of other launchers on several do not go without.
+SECRET = {"INSTEP_JOB_SECRET": "of the tests, and of nothing else"}
 _OURS = """
 import sys
 from instep.launch.engine import LaunchSpec, run

@@ -1,0 +1,125 @@
+"""The agents' store with a MAC on every value: whoever reaches its port may read and write there.
+
+What was not signed with the job's secret, or for another key, is an error and is never unpickled.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from typing import Any
+
+from torch.distributed import PrefixStore, Store
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
+
+from instep.state.secret import MAC_BYTES, Secret, not_ours
+
+
+class SignedStore:
+    """JSON values in a store of torch's, by key.
+
+    Args:
+        store: the store.
+        secret: the job's.
+        name: of the store, so that no value can be moved here from another one.
+
+    Raises:
+        DistributedError: on reading, what lies there was not signed with this job's secret.
+    """
+
+    def __init__(self, store: Store, secret: Secret, name: str) -> None:
+        self._store, self._secret, self._name = store, secret, name
+
+    def below(self, prefix: str) -> SignedStore:
+        """The part of this store whose keys begin so."""
+        return SignedStore(PrefixStore(prefix, self._store), self._secret, f"{self._name}/{prefix}")
+
+    def put(self, key: str, value: Any) -> None:
+        """Write a value."""
+        self._store.set(key, self._sign(key, value))
+
+    def find(self, key: str, default: Any = None) -> Any:
+        """The value, if there is one."""
+        return self.wait_for(key) if self._store.check([key]) else default
+
+    def wait_for(self, key: str) -> Any:
+        """The value, as soon as there is one."""
+        return self._secret.verify(f"{self._name}/{key}", self._store.get(key))
+
+    def set_once(self, key: str, value: Any) -> Any:
+        """Write a value where there is none yet, and return the one that holds."""
+        return self._secret.verify(f"{self._name}/{key}", self._store.compare_set(key, "", self._sign(key, value)))
+
+    def _sign(self, key: str, value: Any) -> str:
+        return self._secret.sign(f"{self._name}/{key}", value)
+
+    # ---- what torch's agent asks of a store, for the ranks' numbers
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.put(key, value if isinstance(value, str) else value.decode())
+
+    def get(self, key: str) -> bytes:
+        return str(self.wait_for(key)).encode()
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+
+class NotOurs(RendezvousStateError):
+    """The rendezvous's state was not signed with this job's secret."""
+
+
+class SignedBackend(RendezvousBackend):
+    """torch's backend of the "c10d" rendezvous, whose state is a pickle, behind a MAC.
+
+    Args:
+        store: the agents'.
+        run_id: the job's.
+        secret: the job's.
+    """
+
+    _NOTHING = b"-"  # a store's `get` would wait for a first value
+
+    def __init__(self, store: Store, run_id: str, secret: Secret) -> None:
+        self._store, self._secret = store, secret
+        self._key = f"torch.rendezvous.{run_id}"
+        self._call("compare_set", self._key, "", self._NOTHING.decode())
+
+    @property
+    def name(self) -> str:
+        return "c10d"
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        return self._opened(self._call("get", self._key))
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        if token and not isinstance(token, bytes):
+            found = self.get_state()
+            return None if found is None else (*found, False)
+        signed = b64encode(self._secret.mac(self._key, state) + state)
+        expected = token or self._NOTHING
+        there: bytes = self._call("compare_set", self._key, expected.decode(), signed.decode())
+        found = self._opened(there)
+        return None if found is None else (*found, there == signed)
+
+    def _opened(self, signed: bytes) -> tuple[bytes, Token] | None:
+        if signed == self._NOTHING:
+            return None
+        try:
+            data = b64decode(signed)
+        except ValueError:
+            data = b""
+        mac, state = data[:MAC_BYTES], data[MAC_BYTES:]
+        if not self._secret.fits(mac, self._key, state):
+            raise NotOurs(str(not_ours(f"the agents' state {self._key!r}")))
+        return state, signed
+
+    def _call(self, operation: str, *args: Any) -> Any:
+        try:
+            return getattr(self._store, operation)(*args)
+        except (ValueError, RuntimeError, TimeoutError) as error:
+            raise RendezvousConnectionError(f"the agents' store does not answer: {error}") from error

@@ -1,0 +1,234 @@
+"""The job's secret: what ranks and agents of one job know and other users of their machines do not.
+
+Neither gloo nor a TCPStore asks who is there, so whoever reaches a port of a job may send it anything. What this
+package reads there itself carries a MAC (HMAC-SHA256) made with the secret, over the value and the place where it
+belongs: nothing is unpickled or believed that does not verify.
+
+| who starts the ranks                       | the secret                                                       |
+|--------------------------------------------|------------------------------------------------------------------|
+| our agent, on one node                     | a random one for each job, in a file of the agent's folder       |
+| our agents, on several nodes               | INSTEP_JOB_SECRET or INSTEP_JOB_SECRET_FILE; an error without it |
+| torchrun, srun, mpirun ... on one node     | the same; else one of this user and machine, in a private folder |
+| torchrun, srun, mpirun ... on several ones | the same; else none, with a warning                              |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.errors import DistributedError, SettingError
+
+if TYPE_CHECKING:
+    from instep.state.environment import ProcessEnvironment
+
+JOB_SECRET = "INSTEP_JOB_SECRET"
+JOB_SECRET_FILE = "INSTEP_JOB_SECRET_FILE"
+TRUSTED_NETWORK = "none"  # instead of a secret
+HOW_TO_GIVE = (
+    f"make one by `openssl rand -hex 32` and set {JOB_SECRET} to it on every node, or {JOB_SECRET_FILE} to a file of "
+    f"mode 0600 that holds it ({JOB_SECRET}={TRUSTED_NETWORK} says that nobody else reaches the job's network)"
+)
+MAC_BYTES = 32
+_LEAST_CHARACTERS = 16
+_MOST_BYTES = 16 << 20  # of a value in a store
+_HEX = 2 * MAC_BYTES
+
+
+class Secret:
+    """A key for MACs; its text is shown nowhere.
+
+    Args:
+        key: empty for a network that is trusted: then a MAC is a checksum.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def text(self) -> str:
+        """What `parse` reads."""
+        return self._key.decode() or TRUSTED_NETWORK
+
+    @staticmethod
+    def parse(text: str, where: str) -> Secret:
+        """The secret that a variable or a file holds.
+
+        Raises:
+            SettingError: it is too short to be one.
+        """
+        text = text.strip()
+        if text == TRUSTED_NETWORK:
+            return Secret(b"")
+        if len(text) < _LEAST_CHARACTERS:
+            raise SettingError(
+                f"{where} holds {len(text)} characters: a job's secret has at least {_LEAST_CHARACTERS}, better 64 "
+                "random ones, as `openssl rand -hex 32` prints them.",
+                field=JOB_SECRET,
+            )
+        return Secret(text.encode())
+
+    def mac(self, place: str, data: bytes) -> bytes:
+        """The MAC of bytes that belong in a place, such as a store's key or a rank's turn."""
+        named = place.encode()
+        return hmac.digest(self._key, len(named).to_bytes(8, "little") + named + data, hashlib.sha256)
+
+    def fits(self, mac: bytes, place: str, data: bytes) -> bool:
+        """Whether bytes were written for this place by who knows the secret."""
+        return hmac.compare_digest(mac, self.mac(place, data))
+
+    def sign(self, place: str, value: Any) -> str:
+        """A JSON value for a store, behind its MAC."""
+        text = json.dumps(value)
+        return self.mac(place, text.encode()).hex() + text
+
+    def verify(self, place: str, signed: bytes) -> Any:
+        """The value that `sign` was given.
+
+        Raises:
+            DistributedError: it was signed with another secret, for another place, or not at all.
+        """
+        mac, text = signed[:_HEX], signed[_HEX:_MOST_BYTES]
+        if len(signed) > _MOST_BYTES or not hmac.compare_digest(mac, self.mac(place, text).hex().encode()):
+            raise not_ours(f"the value of {place!r} in the job's store")
+        return json.loads(text)
+
+
+def not_ours(what: str) -> DistributedError:
+    """The error about something that was not signed with this job's secret."""
+    return DistributedError(
+        f"{what} was not signed with this job's secret, and is not read. Either the secret differs between the nodes: "
+        f"{HOW_TO_GIVE}; or a stranger has written to a port of this job, and it should run where others cannot reach "
+        f"its ports."
+    )
+
+
+def given_secret(environ: Mapping[str, str] | None = None, file: str | os.PathLike[str] | None = None) -> Secret | None:
+    """The secret that the user gives; None where there is none.
+
+    Args:
+        environ: the variables; `os.environ` by default.
+        file: comes before them.
+
+    Raises:
+        SettingError: it is too short, or others can read the file.
+    """
+    environ = os.environ if environ is None else environ
+    path = file or environ.get(JOB_SECRET_FILE)
+    if path:
+        return Secret.parse(_read_private(Path(path).expanduser()), f"the file {path}")
+    text = environ.get(JOB_SECRET)
+    return Secret.parse(text, f"the variable {JOB_SECRET}") if text else None
+
+
+def make_secret() -> Secret:
+    """A new random secret."""
+    return Secret(secrets.token_hex(32).encode())
+
+
+def write_secret(path: Path, secret: Secret) -> None:
+    """Write a secret into a new file that this user alone can read."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secret.text())
+
+
+def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] | None = None) -> Secret:
+    """The secret of a job of several ranks, as the table above says.
+
+    Args:
+        environment: this rank's place.
+        environ: the variables; `os.environ` by default.
+
+    Raises:
+        SettingError: the given one is unfit, or the private folder is not private.
+    """
+    environ = os.environ if environ is None else environ
+    given = given_secret(environ)
+    if given is not None:
+        return given
+    if _is_one_node(environment, environ):
+        return _secret_of_user(environ)
+    if environment.rank == 0:
+        warnings.warn(
+            f"this job has no secret: whoever reaches its ports can run code in it. {HOW_TO_GIVE}.", stacklevel=2
+        )
+    return Secret(b"")
+
+
+def _is_one_node(environment: ProcessEnvironment, environ: Mapping[str, str]) -> bool:
+    """Whether all ranks surely share a machine; all come to the same answer."""
+    if environment.num_nodes > 1:
+        return False
+    # Who sets RANK and WORLD_SIZE alone may do so on several machines.
+    by_hand = environment.launcher == "torchrun" and "LOCAL_WORLD_SIZE" not in environ
+    address = environ.get("MASTER_ADDR", "")
+    return not by_hand or address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _secret_of_user(environ: Mapping[str, str]) -> Secret:
+    """The secret that all processes of this user on this machine share; who needs it first makes it."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    inside = os.path.isdir(runtime) and os.access(runtime, os.W_OK)
+    folder = Path(runtime, "instep") if inside else Path(tempfile.gettempdir(), f"instep-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    state = os.lstat(folder)
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
+        raise SettingError(
+            f"{folder} is to hold a secret of this user's, but is not a folder of mode 0700 that this user owns: "
+            f"remove it, or give the job a secret: {HOW_TO_GIVE}",
+            field=JOB_SECRET,
+        )
+    path = folder / "job-secret"
+    if not path.exists():
+        made = folder / f".job-secret-{os.getpid()}-{secrets.token_hex(4)}"
+        write_secret(made, make_secret())
+        with contextlib.suppress(FileExistsError):
+            os.link(made, path)  # whole, and only one of all who try
+        made.unlink()
+    return Secret.parse(_read_private(path), f"the file {path}")
+
+
+def _read_private(path: Path) -> str:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise SettingError(
+            f"the job's secret cannot be read: {error}. Give the path of a file of mode 0600",
+            field=JOB_SECRET_FILE,
+            got=str(path),
+        ) from error
+    with open(descriptor, errors="replace") as file:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode) or state.st_uid not in (0, os.geteuid()) or state.st_mode & 0o077:
+            raise SettingError(
+                f"{path} is to hold the job's secret, but others can read or change it (mode "
+                f"{stat.S_IMODE(state.st_mode):04o}, owner {state.st_uid}): chmod 600 {path}, or give the secret in "
+                f"{JOB_SECRET}",
+                field=JOB_SECRET_FILE,
+                got=str(path),
+            )
+        return file.read(4096)
+
+
+_of_this_job = Secret(b"")
+
+
+def use_secret(secret: Secret) -> None:
+    """Say what this rank's messages are signed with from now on."""
+    global _of_this_job
+    _of_this_job = secret
+
+
+def job_secret() -> Secret:
+    """What this rank's messages are signed with."""
+    return _of_this_job
