@@ -114,7 +114,7 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "an import that is there": ("import", lambda home: importlib.import_module("antigravity")),
     "a file outside": ("open", lambda home: (home / "outside/planted").read_text()),
     "a file outside, in C": ("open", lambda home: ctypes.CDLL(None).fgetc(_fopen(home / "outside/planted"))),
-    "a device": ("open", lambda home: Path("/dev/zero").open()),
+    "a device": ("open", lambda home: os.open("/dev/zero", os.O_RDONLY)),
     "a new file": ("open", lambda home: (home / "new").write_text("x")),
     "a removal": ("open", lambda home: shutil.rmtree(home / "outside")),
     "a process": ("process", lambda home: _starts()),
