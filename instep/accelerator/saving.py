@@ -34,7 +34,7 @@ from instep.distributed import gather_object, raise_together
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError, UsageError
 from instep.strategies import Strategy
 from instep.utils.learning_rate import checked_schedule, follow_schedule, put_rates, rates_of, set_learning_rates
-from instep.utils.optimizer_state import check_tree, clean_name
+from instep.utils.optimizer_state import check_trees, clean_name
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
 
 if TYPE_CHECKING:
@@ -478,8 +478,7 @@ def _restore_optimizers(
     here = _optimizers(accelerator)
     strict = parts.strict is not False
     with taking_up(reader.path, "the optimizers"):
-        for tree in trees:
-            check_tree(tree)
+        check_trees(trees)
         places = {_parameters(tree): place for place, tree in enumerate(trees)}
     order: list[Optimizer | None] = [None] * len(trees)
     strategy = _of_all(accelerator)

@@ -16,6 +16,7 @@ from instep.trainer.saved_state import full_state, rank_state, weights_state
 from instep.trainer.slots import merge_states
 from instep.trainer.snapshot import by_class
 from instep.utils.learning_rate import checked_schedule, follow_schedule, put_rates, rates_of, set_learning_rates
+from instep.utils.optimizer_state import check_trees
 from instep.utils.seed import derive_seed, seed_process, set_rng_state
 
 if TYPE_CHECKING:
@@ -182,6 +183,8 @@ def _resume_optimizers(run: FitSession, reader: Reader, parts: Resume) -> None:
     other_schedule = _differing(schedulers, state) if parts.schedulers else ""
     if parts.optimizer:
         trees = reader.state("optimizer", lazy=run.strategy.sharded) if reader.has_state("optimizer") else []
+        with taking_up(reader.path, "optimizers"):
+            check_trees(trees)
         differ = (
             "" if len(run.optimizers) == len(trees) else f"{len(trees)} optimizers saved, {len(run.optimizers)} now"
         )

@@ -30,7 +30,6 @@ def _checked(reader: Reader, full: bool) -> dict[str, Any]:
         anything,
         check,
         count,
-        dict_of,
         flag,
         list_of,
         mapping,
@@ -61,7 +60,6 @@ def _checked(reader: Reader, full: bool) -> dict[str, Any]:
             flags = ("validated", "epoch_ended", "skipped_rest")
             kinds = {**dict.fromkeys(numbers, count), **dict.fromkeys(flags, flag)}
             check(state["position"], {}, "its position", kinds)
-            check(state["callbacks"], {}, "its callbacks", dict.fromkeys(state["callbacks"], dict_of(anything)))
     return state
 
 

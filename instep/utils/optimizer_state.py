@@ -193,6 +193,14 @@ def match_state(
     return tree, settings, left_out
 
 
+def check_trees(trees: Any) -> None:
+    """Refuse what is no list of optimizers' states; raises like `check_tree`."""
+    if not isinstance(trees, list):
+        raise TypeError(f"a {type(trees).__name__}, where a list of states is expected")
+    for tree in trees:
+        check_tree(tree)
+
+
 def check_tree(tree: Mapping[str, Any]) -> None:
     """Refuse a tree that is none; torch would take it, and fail in the next step.
 

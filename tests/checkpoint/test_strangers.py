@@ -203,7 +203,7 @@ def test_a_file_of_torch_save_fits_its_size(change: Any, ending: str, tmp_path: 
     whole = torch_file(tmp_path / f"whole{ending}", {"state_dict": WEIGHTS})
     assert load_weights(whole).keys() == WEIGHTS.keys()
     path = torch_file(tmp_path / f"x{ending}", {"state_dict": WEIGHTS}, change)
-    with pytest.raises(CorruptCheckpointError, match="is not a whole file of torch.save"):
+    with pytest.raises(CorruptCheckpointError, match=r"is not a whole file of torch\.save"):
         load_weights(path)
     assert main(["checkpoint", "convert", str(path), str(tmp_path / "out")]) == 1
 
