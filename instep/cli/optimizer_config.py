@@ -40,7 +40,7 @@ class LRSchedulerOptions:
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Build an object from a class's path and arguments.
+    """Build an object from a class's path and arguments; imports what the path names, so never a stranger's.
 
     Args:
         args: its first argument, or a tuple of them, such as the parameters for an optimizer.

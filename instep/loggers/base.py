@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.errors import InstepError, LogError
+from instep.errors import CorruptCheckpointError, InstepError, LogError
 from instep.types import Location, PathLike
 from instep.utils.paths import to_path
 
@@ -206,10 +206,21 @@ class Logger:
         Args:
             state_dict: what `state_dict` gave; `global_step` beside it says where the checkpoint was saved, for what
                 was logged at that step but after the save, such as a test's result: it is kept.
+
+        Raises:
+            CorruptCheckpointError: its version leads out of the folder of logs.
         """
         self.finalize("success")
         if self._version is None:
-            self._version = state_dict.get("version")
+            version = state_dict.get("version")
+            name, kind = str(version), type(self).__name__
+            is_name = name != ".." and Path(name).name == name and "\0" not in name
+            if not is_name or not isinstance(version, int | str | None):
+                raise CorruptCheckpointError(
+                    f"the checkpoint's {kind} has the version {version!r}, which is no name of a folder. Give "
+                    f"version=... to {kind}, or resume with Resume(loggers=False)."
+                )
+            self._version = version
         self._last_step = max(state_dict.get("step", -1), state_dict.get("global_step", -1))
         self._resumed = True
 

@@ -340,7 +340,7 @@ class _Building:
             raise _Unfit from error
         return _same(isinstance(value, kind), value)
 
-    def written(self, text: str, kind: type) -> Any:
+    def written(self, text: str, kind: Any) -> Any:
         """What has a form as a text."""
         if issubclass(kind, bytes | bytearray):
             return kind(base64.b64decode(text, validate=True))
@@ -356,9 +356,8 @@ class _Building:
             return kind(text)
         if kind is os.PathLike:
             return self.text(text)
-        if issubclass(kind, (os.PathLike, str)) and kind.__module__.startswith("jsonargparse."):
-            restricted: Any = kind  # one of its texts or paths
-            return restricted(text)
+        if kind.__module__.startswith("jsonargparse."):
+            return kind(text)  # one of its restricted texts and paths
         return self.anything(_same(isinstance(text, kind), text))
 
 

@@ -26,8 +26,10 @@ def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
         if name in states:
             metric.reset()  # what a hook has counted since the start is in the state already
             metric._update_count = states[name]["updates"]
+            known = metric.metric_state.keys()
             for attribute, value in states[name]["state"].items():
-                setattr(metric, attribute, value)
+                if attribute in known:  # a checkpoint sets no other attributes
+                    setattr(metric, attribute, value)
 
 
 def metric_objects(module: nn.Module) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class RunFolder:
     def adopt(self, run: Session, folder: str | None) -> None:
         """Go on in the run folder of the checkpoint that is resumed, if it is one of this root's and still there."""
         if self.path is None and folder is not None:
-            own = Path(folder).parent == self.base.absolute()
+            own = Path(folder).parent == self.base.absolute() and Path(folder).name != ".."
             there = run.on_rank_zero(lambda: own and Path(folder).is_dir(), f"looking for {folder}")
             self.path = Path(folder) if there else None
 

@@ -77,7 +77,7 @@ def check_torch(state: Any, size: int, device: str = "cpu") -> None:
     if state.shape != (size,):
         raise ValueError(f"{what} has the shape {list(state.shape)}; expected [{size}]")
     if device == "cpu":
-        _, left, seeded, after = _TORCH_HEAD.unpack_from(state.contiguous().numpy())
+        _, left, seeded, after = _TORCH_HEAD.unpack(bytes(state[: _TORCH_HEAD.size].tolist()))
         unused = (left, after) == (1, 0)
         if not unused and not (1 <= after <= _WORDS and left + after == _WORDS + 1):
             raise ValueError(

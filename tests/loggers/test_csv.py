@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.errors import InstepError, SettingError
+from instep.errors import CorruptCheckpointError, InstepError, SettingError
 from instep.loggers import CSVLogger
 from instep.loggers import csv as module
 
@@ -163,3 +163,12 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
 def test_wrong_options():
     with pytest.raises(SettingError, match="flush_logs_every_n_steps=0"):
         CSVLogger(flush_logs_every_n_steps=0)
+
+
+@pytest.mark.parametrize("version", ["..", "../up", "/tmp/x", "a/b", "a\0b", {"a": 1}])
+def test_a_checkpoints_version_leads_nowhere_else(version, tmp_path):
+    logger = CSVLogger(tmp_path / "logs")
+    with pytest.raises(CorruptCheckpointError, match="which is no name of a folder"):
+        logger.load_state_dict({"version": version, "step": 3, "rows": 0})
+    logger.load_state_dict({"version": "mine", "step": 3, "rows": 0})
+    assert logger.version == "mine"

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader
 
 from instep import Trainer
 from instep.callbacks import LearningRateMonitor, ModelCheckpoint, Timer
+from instep.checkpoint import CheckpointStore
 from instep.loggers import CSVLogger
 from instep.trainer import replay
+from instep.utils.own_mark import is_own
 from tests.trainer.resuming import Augmented, Net
 
 
@@ -143,3 +145,22 @@ def test_otherwise_nothing_changes(tmp_path: Path) -> None:
     assert replay.take_over(ours, Net(), "best") == "best"
     assert ours.callbacks == callbacks
     assert len(ours.loggers) == 1
+
+
+def test_a_checkpoint_keeps_the_command_without_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says that it is this user's own."""
+    words = ("/home/me/train.py", "--lr", "0.1", "--api-key", "abc123secret")
+    monkeypatch.setattr("instep.launch.command.this_command", lambda: words)
+    monkeypatch.setattr("sys.orig_argv", ["python", *words])
+    ours = trainer(tmp_path)
+    ours.fit(Net(), data())
+    [path] = tmp_path.rglob("step-00000006-1")
+    how = CheckpointStore(path.parent).read(path).state("trainer")["command"]
+    given = how.pop("mark")
+    assert how["arguments"] == ["/home/me/train.py", "--lr", "0.1", "--api-key", "***"]
+    assert how["left_out"] == ["--api-key"]
+    assert is_own(how, given)
+    assert not is_own({**how, "folder": "/"}, given)
+    held = [path for path in tmp_path.rglob("*") if path.is_file() and b"abc123secret" in path.read_bytes()]
+    assert held == [], "neither a checkpoint, nor a lease, nor anything else of the run"
+    assert any(b"api-key" in path.read_bytes() for path in tmp_path.rglob(".lease-*"))
