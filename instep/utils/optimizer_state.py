@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from instep.errors import CheckpointError
 from instep.utils.alike import check_alike
 
+_PLAIN_STATES = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -218,6 +219,10 @@ def check_tree(tree: Mapping[str, Any]) -> None:
             isinstance(step, int | float) or math.prod(getattr(step, "shape", (2,))) == 1
         ):
             raise TypeError(f"the step of {name} is no number")
+        if tree["optimizer"] in _PLAIN_STATES:
+            for key, value in values.items():
+                if isinstance(value, (dict, list, str)):
+                    raise TypeError(f"{key} of {name} is a {type(value).__name__}, where a tensor is expected")
     for group in groups:
         if not all(isinstance(name, str) for name in group["params"]):
             raise TypeError("a group's parameters have no names")
