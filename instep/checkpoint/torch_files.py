@@ -7,7 +7,9 @@ file says of itself must fit its size first: torch stores records as they are, a
 
 from __future__ import annotations
 
+import io
 import math
+import os
 import pickle
 import struct
 import tarfile
@@ -43,6 +45,14 @@ _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
 
 
+class _Clipped(io.BufferedReader):
+    """Asks for no more bytes than the file has: a length in a pickle would be allocated before anything is read."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left))
+
+
 def read_torch_file(path: Path) -> Any:
     """What torch.save wrote, on the CPU; a file that would run code is refused.
 
@@ -57,7 +67,7 @@ def read_torch_file(path: Path) -> Any:
         reading(path, "is not a whole file of torch.save"),
         files_of(path).fetched(path, False) as (local, _),
         open_regular(local) as raw,
-        open(raw.fileno(), "rb", closefd=False) as file,
+        _Clipped(raw) as file,
     ):
         return load_torch(file, path)
 

@@ -66,6 +66,7 @@ def _count(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Run the program again and print its steps; 1 where it failed."""
     from instep.checkpoint import CheckpointStore  # late: loads torch
+    from instep.checkpoint.edge import reading
     from instep.cli.checkpoint.targets import find_one
 
     path = find_one(args.path)
@@ -78,13 +79,17 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{path} cannot be replayed: it was not saved by a Trainer, or holds weights only", path=path
         )
-    state = reader.state("trainer")
-    command, folder, starts_ranks = _program(args, state.get("command"), path, state["world_size"])
+    with reading(path / "trainer.json", "is not the state of a run"):
+        state = reader.state("trainer")
+        ranks, recorded = state["world_size"], state.get("command")
+        if type(ranks) is not int or ranks < 1:
+            raise ValueError(f"its world size is {ranks!r}")
+    command, folder, starts_ranks = _program(args, recorded, path, ranks)
     with tempfile.TemporaryDirectory(prefix="instep-replay-") as out:
         order = json.dumps({"checkpoint": str(path), "steps": args.steps, "output": out})
-        sys.stderr.write(f"instep: replay in {folder} with world size {state['world_size']}: {shlex.join(command)}\n")
-        code = _execute(command, folder, order, 1 if starts_ranks else state["world_size"])
-        steps = _collect(Path(out), state["world_size"], code)
+        sys.stderr.write(f"instep: replay in {folder} with world size {ranks}: {shlex.join(command)}\n")
+        code = _execute(command, folder, order, 1 if starts_ranks else ranks)
+        steps = _collect(Path(out), ranks, code)
     if args.json:
         output.say_json({"checkpoint": str(path), "step": reader.manifest.step, "steps": steps})
     else:

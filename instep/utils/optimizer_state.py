@@ -25,6 +25,9 @@ from torch.optim import Optimizer
 from instep.errors import CheckpointError
 from instep.utils.alike import check_alike
 
+_MOMENTS = {
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_inf",
+}  # fmt: skip
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -218,6 +221,9 @@ def check_tree(tree: Mapping[str, Any]) -> None:
             isinstance(step, int | float) or math.prod(getattr(step, "shape", (2,))) == 1
         ):
             raise TypeError(f"the step of {name} is no number")
+        for key in _MOMENTS.intersection(values):
+            if values[key] is not None and not hasattr(values[key], "shape"):
+                raise TypeError(f"{key} of {name} is a {type(values[key]).__name__}, where a tensor is expected")
     for group in groups:
         if not all(isinstance(name, str) for name in group["params"]):
             raise TypeError("a group's parameters have no names")

@@ -98,6 +98,7 @@ def write_sharded(root: Path) -> None:
             part = Shard(WEIGHTS["layer.weight"][rank : rank + 1], torch.Size((2, 3)), (rank, 0))
             writer.tensors(f"model-0000{rank}-of-00002.safetensors", {"layer.weight": part})
             state = {"state": {"layer.weight": {"exp_avg": part}}, "groups": [{"params": ["layer.weight"], "lr": 0.1}]}
+            state |= {"optimizer": "SGD", "shapes": {"layer.weight": [2, 3]}}
             writer.state(f"optimizer-0000{rank}-of-00002", [state])
         writer.state(
             "trainer", {"epoch": 0, "global_step": 1, "hyper_parameters": {}, "hparams_name": None, "user": {}}

@@ -149,8 +149,11 @@ def _zeros() -> tuple[bytes, int]:
 
 def add_bomb(path: Path, rng: Random) -> None:
     """Put a record of many zeros into a zip in place of one of its records, or beside them."""
-    with zipfile.ZipFile(path) as old:
-        records = {name: old.read(name) for name in old.namelist()}
+    try:
+        with zipfile.ZipFile(path) as old:
+            records = {name: old.read(name) for name in old.namelist()}
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, ValueError, zlib.error):
+        return  # damaged before
     if not records:
         return
     data, check = _zeros()

@@ -12,6 +12,7 @@ import pickletools
 import shutil
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -361,7 +362,7 @@ def _rewrite(
                 data = change(name, old.read(name))
                 if data is not None:
                     new.writestr(f"{name}{rename}" if rename else name, data)
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, ValueError):
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, ValueError, zlib.error):
         return  # damaged before
     path.write_bytes(out.getvalue())
 

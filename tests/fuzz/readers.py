@@ -203,7 +203,7 @@ def _converted(folder: Path, rng: Random) -> Any:
 
 def _folder_weights(folder: Path, rng: Random) -> Any:
     inner = sorted(it for it in folder.iterdir() if it.is_dir())
-    path = rng.choice([folder, folder, *inner])
+    path = rng.choice(inner or [folder]) if rng.random() < 0.95 else folder
     return load_weights(path) if rng.random() < 0.6 else merge(path, folder / "merged.safetensors")
 
 

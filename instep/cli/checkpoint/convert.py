@@ -36,7 +36,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, and say what was left out."""
-    from instep.cli.checkpoint import accelerate, contents, lightning  # late: loads torch
+    from instep.checkpoint.edge import reading  # late: loads torch
+    from instep.cli.checkpoint import accelerate, contents, lightning
 
     kind, source = _source(args.src)
     target = args.to or _ENDINGS.get(Path(args.dst).suffix) or ("instep" if kind != "instep" else None)
@@ -56,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
         "lightning": lightning.write_lightning,
         "accelerate": accelerate.write_accelerate,
     }
-    what = readers[kind](source)
+    with reading(source, f"cannot be read as one of {kind}"):
+        what = readers[kind](source)
     written = writers[target](what, to_path(args.dst).absolute())
     result = {
         "source": str(source),

@@ -42,11 +42,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the differences; 1 where there are any."""
     from instep.checkpoint import CheckpointStore  # late: loads torch
+    from instep.checkpoint.edge import reading
     from instep.cli.checkpoint.targets import find_one
 
     paths = [find_one(args.a), find_one(args.b)]
     a, b = (CheckpointStore(path.parent).read(path) for path in paths)
-    result = _compare(a, b, args.weights)
+    with reading(paths[0], f"cannot be compared with {paths[1]}"):
+        result = _compare(a, b, args.weights)
     if args.json:
         output.say_json(result)
     else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.cli import output
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the content."""
     from instep.checkpoint import CheckpointStore  # late: loads torch
     from instep.checkpoint.catalog import Broken
+    from instep.checkpoint.edge import reading
     from instep.cli.checkpoint.targets import candidates, pass_over
 
     found = candidates(args.path)
@@ -47,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             if isinstance(what, Broken):
                 raise CorruptCheckpointError(what.damage, path=what.path)
-            content = _content(CheckpointStore(what.path.parent).read(what.path))
+            with reading(what.path, "holds values that cannot be shown"):
+                content = _content(CheckpointStore(what.path.parent).read(what.path))
             break
         except CorruptCheckpointError as error:
             if what is found[-1]:
@@ -55,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
             pass_over(str(error))
     if args.json:
         output.say_json(content)
-    else:
+        return 0
+    with reading(Path(content["path"]), "holds values that cannot be shown"):
         _print(content, args.tensors)
     return 0
 
