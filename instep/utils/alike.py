@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+_FLOAT_BITS = 1024  # a larger integer overflows where it is multiplied with a float
+
 
 def check_alike(own: Mapping[str, Any], saved: Mapping[str, Any], owner: type) -> None:
     """Refuse saved settings of other kinds than an object's own.
@@ -34,9 +36,11 @@ def _alike(own: Any, saved: Any) -> bool:
     if isinstance(own, bool) or isinstance(saved, bool):
         return isinstance(own, bool | int) and isinstance(saved, bool | int)
     if isinstance(own, int | float | Tensor):
-        return isinstance(saved, int | float) or (isinstance(saved, Tensor) and saved.numel() == 1)
+        if isinstance(saved, int):
+            return saved.bit_length() < _FLOAT_BITS
+        return isinstance(saved, float) or (isinstance(saved, Tensor) and saved.numel() == 1)
     if isinstance(own, list | tuple):
-        return isinstance(saved, list | tuple) and all(_alike(own[0], it) for it in saved if own)
+        return isinstance(saved, list | tuple) and all(any(_alike(one, it) for one in own) for it in saved if own)
     if isinstance(own, dict):
         return isinstance(saved, dict)
     return isinstance(saved, type(own))
