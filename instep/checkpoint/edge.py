@@ -28,7 +28,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except InstepError:
+    except (InstepError, BrokenPipeError):  # who reads what a command prints has had enough
         raise
     except OSError as error:
         raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error

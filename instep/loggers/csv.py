@@ -11,6 +11,7 @@ from instep.errors import SettingError
 from instep.loggers.base import Logger
 from instep.loggers.hparams import merge_file, move_file
 from instep.types import PathLike
+from instep.utils.regular_files import open_regular
 
 
 class CSVLogger(Logger):
@@ -96,8 +97,8 @@ class CSVLogger(Logger):
         path.open("a").close()  # a folder that cannot be written is an error before the first step
 
     def _take_over(self, path: Path) -> None:
-        with path.open(newline="", encoding="utf-8") as file:
-            text = file.read()
+        with open_regular(path) as file:  # the folder may be another's run that goes on
+            text = file.readall().decode()
         whole = text[: text.rfind("\n") + 1]  # a process killed while writing leaves half a row
         table = list(csv.reader(whole.splitlines(keepends=True)))
         if not table:

@@ -12,6 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from instep.utils.regular_files import open_regular
+
 _MAX_ITEMS = 64  # of a tensor or array: more than that is data, not a setting
 
 
@@ -65,7 +67,7 @@ def merge_file(path: Path, params: Mapping[str, Any]) -> None:
     """Add hyperparameters to a JSON file; the file is always whole."""
     known: dict[str, Any] = {}
     if path.exists():
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known = _read(path)
     known.update(plain(params))
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(known, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -75,5 +77,10 @@ def merge_file(path: Path, params: Mapping[str, Any]) -> None:
 def move_file(path: Path, folder: Path) -> None:
     """Add the hyperparameters of a JSON file, if it is there, to those of the folder, and delete it."""
     if path.exists():
-        merge_file(folder / path.name, json.loads(path.read_text(encoding="utf-8")))
+        merge_file(folder / path.name, _read(path))
         path.unlink()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with open_regular(path) as file:  # the folder may be another's run that goes on
+        return json.loads(file.readall())

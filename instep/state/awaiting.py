@@ -18,6 +18,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch.distributed as dist
+
 from instep.errors import DistributedError, InstepError
 from instep.state.book import Book
 
@@ -91,7 +93,7 @@ def leave_word(group: ProcessGroup) -> None:
 
 
 class awaited:
-    """Surround a blocking collective of a group of all ranks.
+    """Surround a blocking collective.
 
     A RuntimeError of torch's becomes a DistributedError that says who did not come. Within another one of its thread
     it does nothing.
@@ -146,6 +148,8 @@ class awaited:
         if not self._written:
             self._written = True
             self._write(self._where())
+            if _open.get(self._thread) is not self:  # it ended meanwhile, and its own word came first
+                self._write("")
         before, self._gone = self._gone, bool(self.gone())
         if before and self._gone:  # twice: what it has sent may still have been on its way
             self.in_vain = True
@@ -157,10 +161,11 @@ class awaited:
 
     def gone(self) -> dict[int, str]:
         """How ranks of the group have ended, by rank."""
+        ranks = self._ranks()
         gone = {}
         with suppress(RuntimeError):
-            gone = Book(_LEFT, self.group).read(0)
-        return gone | ended_ranks()
+            gone = {ranks[place]: how for place, how in Book(_LEFT, self.group).read(0).items()}
+        return gone | {rank: how for rank, how in ended_ranks().items() if rank in ranks}
 
     def gone_by_now(self) -> dict[int, str]:
         """The same after an error: a connection breaks a moment before it is known that the process has ended."""
@@ -169,6 +174,10 @@ class awaited:
         while not known() and time.monotonic() < deadline:
             time.sleep(_KNOWN_WITHIN_S / 10)
         return self.gone()
+
+    def _ranks(self) -> list[int]:
+        """The ranks of the group, of the whole job."""
+        return dist.get_process_group_ranks(self.group)
 
     def _where(self) -> str:
         frame = sys._current_frames().get(self._thread)
@@ -185,17 +194,19 @@ class awaited:
             Book("awaiting", self.group).write(0, text)
 
     def _text(self, what: str, gone: dict[int, str]) -> str:
-        here = f"rank {self.group.rank()} {what}."
+        ranks = self._ranks()
+        own = ranks[self.group.rank()]
+        here = f"rank {own} {what}."
         try:
-            waiting = {rank: text for rank, text in Book("awaiting", self.group).read(0).items() if text}
+            waiting = {ranks[place]: text for place, text in Book("awaiting", self.group).read(0).items() if text}
         except RuntimeError:
             waiting = {}
             here += " Who came is not known: the job's store, mostly in rank 0, does not answer."
-        missing = [rank for rank in range(self.group.size()) if rank not in waiting and rank not in gone]
+        missing = [rank for rank in ranks if rank not in waiting and rank not in gone]
         parts = [said] if (said := said_of(gone)) else []
         if missing and not gone:
             parts.append(f"Missing: {', '.join(map(_named, missing))}.")
-        others = [f"rank {rank} in {text}" for rank, text in waiting.items() if rank != self.group.rank()]
+        others = [f"rank {rank} in {text}" for rank, text in waiting.items() if rank != own]
         if others:
             parts.append(f"Waiting too: {'; '.join(others)}.")
         return " ".join([here, *parts, "Every rank must make the same calls; see what the missing ones do."])

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from instep.errors import RemoteError
-from instep.state.awaiting import awaited
+from instep.state.awaiting import awaited, finish
 from instep.state.checked import announce
 from instep.state.meeting import all_gather, meet
 from instep.state.secret import job_secret, not_ours
@@ -91,13 +91,20 @@ def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str, device:
     parcel, error = _packed(obj) if gives else (b"", None)
     head = torch.tensor(_head(parcel, group, source) if gives else [0] * _HEAD, device=device)
     with awaited(group, operation):
-        dist.broadcast(head, source, group=group)
+        _wait(dist.broadcast(head, source, group=group, async_op=True), device)
         body = (_bytes(parcel) if gives else torch.empty(_size(head.cpu()), dtype=torch.uint8)).to(device)
-        dist.broadcast(body, source, group=group)
+        _wait(dist.broadcast(body, source, group=group, async_op=True), device)
     if gives and error is None:
         return obj
     arrived = parcel if gives else bytes(body.cpu().numpy())
     return _opened({source: _read(arrived, head.cpu(), group, source)}, error, operation)[source]
+
+
+def _wait(work: Any, device: torch.device) -> None:
+    if device.type == "cpu":
+        finish(work)  # which ends where a rank has gone
+    else:
+        work.wait()
 
 
 def share_error(

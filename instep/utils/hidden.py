@@ -28,7 +28,9 @@ def hide(value: Any) -> Any:
         {'WANDB_API_KEY': '***', 'NCCL_DEBUG': 'INFO'}
     """
     if isinstance(value, Mapping):
-        return {name: HIDDEN if _NAME.search(name) else hide(inner) for name, inner in value.items()}
+        return {
+            name: HIDDEN if inner is not None and _NAME.search(name) else hide(inner) for name, inner in value.items()
+        }
     return value
 
 

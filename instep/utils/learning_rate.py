@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.errors import SettingError
-from instep.utils.alike import check_alike
+from instep.utils.optimizer_state import check_alike
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # what schedulers keep of rates in the optimizer's groups
 
@@ -74,9 +74,9 @@ def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
     """A schedule's saved state; TypeError where it is of another kind than the schedule's own."""
     own = scheduler.state_dict()
     check_alike(own, saved, type(scheduler))
-    inner = zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=True)
-    for part, state in inner:
-        checked_schedule(part, state)
+    if "_schedulers" in own and "_schedulers" in saved:  # as SequentialLR and ChainedScheduler save theirs
+        for part, state in zip(scheduler._schedulers, saved["_schedulers"], strict=True):
+            checked_schedule(part, state)
     return saved
 
 

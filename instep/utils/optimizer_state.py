@@ -13,6 +13,7 @@ first one when the parameter is tied. The tree is what a checkpoint stores:
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,11 +24,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep.errors import CheckpointError
-from instep.utils.alike import check_alike
 
 _MOMENTS = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_inf",
 }  # fmt: skip
+_FLOAT_BITS = 1024  # a larger integer overflows where it is multiplied with a float
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -192,7 +193,7 @@ def match_state(
             left_out.append(f"the settings of parameter group {len(settings)}")
         settings.append({**own, **home})
     for own, taken in zip(groups, settings, strict=True):
-        check_alike(own, taken, Optimizer)
+        check_alike(own, taken)
     return tree, settings, left_out
 
 
@@ -306,3 +307,39 @@ def _check(kind: str, shapes: Mapping[str, list[int]], groups: int, tree: Mappin
 
 def _few(names: list[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def check_alike(own: Mapping[str, Any], saved: Mapping[str, Any], owner: type | None = None) -> None:
+    """Refuse saved settings of other kinds than an object's own.
+
+    Args:
+        own: what the object has now.
+        saved: what it is to have; may have more, and may lack some.
+        owner: the class of an object that keeps settings as its attributes: a setting that it does not have now may
+            not take the place of one of its methods.
+
+    Raises:
+        TypeError: one is of another kind; names it.
+    """
+    for key, value in saved.items():
+        taken = None if key in own else inspect.getattr_static(owner, str(key), None)
+        if not isinstance(key, str) or callable(taken) or isinstance(taken, property | staticmethod | classmethod):
+            raise TypeError(f"{key!r} is no setting that can be taken up")
+        if key in own and not _alike(own[key], value):
+            raise TypeError(f"{key} is {str(value)[:80]!r}, where a {type(own[key]).__name__} is expected")
+
+
+def _alike(own: Any, saved: Any) -> bool:
+    if own is None or saved is None:
+        return True
+    if isinstance(own, bool) or isinstance(saved, bool):
+        return isinstance(own, bool | int) and isinstance(saved, bool | int)
+    if isinstance(own, int | float | Tensor):
+        if isinstance(saved, int):
+            return saved.bit_length() < _FLOAT_BITS
+        return isinstance(saved, float) or (isinstance(saved, Tensor) and saved.numel() == 1)
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and all(any(_alike(one, it) for one in own) for it in saved if own)
+    if isinstance(own, dict):
+        return isinstance(saved, dict)
+    return isinstance(saved, type(own))

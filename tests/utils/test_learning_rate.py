@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler as lrs
 
 from instep.errors import SettingError
-from instep.utils.learning_rate import follow_schedule, put_rates, rates_of, set_learning_rates
+from instep.utils.learning_rate import checked_schedule, follow_schedule, put_rates, rates_of, set_learning_rates
 
 
 def optimizer_of(lr: Any, kind: Any = torch.optim.SGD, **options: Any) -> torch.optim.Optimizer:
@@ -125,3 +125,26 @@ def test_rates_can_be_put_back():
         (pytest.approx(0.1), pytest.approx(0.1)),
         (pytest.approx(0.2), pytest.approx(0.2)),
     ]
+
+
+def test_the_state_of_a_users_own_schedule_may_have_any_names():
+    class Warmed:
+        """Wraps schedules, and saves what it likes."""
+
+        def __init__(self) -> None:
+            self._schedulers = [1, 2]
+            self.done = 0
+
+        @property
+        def base(self) -> int:
+            return self.done
+
+        def state_dict(self) -> dict[str, int]:
+            return {"base": self.done}
+
+    assert checked_schedule(Warmed(), {"base": 4}) == {"base": 4}
+    with pytest.raises(TypeError, match="base is 'x'"):
+        checked_schedule(Warmed(), {"base": "x"})
+    schedule = lrs.StepLR(torch.optim.SGD([torch.ones(1)], 0.1), 1)
+    with pytest.raises(TypeError, match="'step' is no setting"):
+        checked_schedule(schedule, {**schedule.state_dict(), "step": 3})

@@ -299,3 +299,18 @@ def test_where_all_fits_it_is_like_the_strict_way(order, cut):
         assert load_optimizer_state(net, optimizer, copy.deepcopy(tree), strict) == []
         states.append(optimizer_state(net, optimizer))
     assert equal(*states)
+
+
+def test_settings_with_names_of_the_optimizers_methods_come_back():
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        return net, optimizer
+
+    net, optimizer = make()
+    optimizer.param_groups[0] |= {"step": 3, "mixed": (1, "x", None)}  # as fused optimizers count, in the group
+    fresh, other = make()
+    other.param_groups[0] |= {"mixed": (0, "y", None)}
+    load_optimizer_state(fresh, other, optimizer_state(net, optimizer))
+    assert other.param_groups[0]["step"] == 3
+    assert other.param_groups[0]["mixed"] == (1, "x", None)
