@@ -3,7 +3,7 @@
 What a block's language means here:
 
 - `python`: runs, in the names of the page's earlier blocks and of `names`. One that begins with `# name.py` is a file
-  of that name, which the page's later blocks find; where it is a program (`__main__`), it is run by itself.
+  of that name, which is run by itself, and which later blocks find.
 - `sh`, `bash` and blocks of commands: `instep` runs on the pages of RUNS. Elsewhere its words go through the real
   parser (of `launch` and `slurm`: up to the start); of other programs file, target or extra must be there.
 - `console`, or a block that begins with `$ `: a command, and its output. The output is compared where COMPARED says so;
@@ -186,7 +186,7 @@ def test_every_block_of(
             continue
         if block.file is not None:
             Path(block.file).write_text(block.code)
-            if "__main__" in block.code:
+            if block.file.endswith(".py"):
                 words = [block.file, *ARGUMENTS.get((page, block.file), "").split()]
                 printed += _run(words, tmp_path)
         elif block.kind == "python":

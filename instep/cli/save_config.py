@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from jsonargparse import ArgumentParser, Namespace
 from instep.callbacks import Callback
 from instep.checkpoint import LocalFiles
 from instep.checkpoint.together import on_rank_zero
-from instep.errors import UsageError
+from instep.errors import SettingError, UsageError
+from instep.utils.plain_yaml import check_size
 
 
 class SaveConfigCallback(Callback):
@@ -74,7 +76,12 @@ class SaveConfigCallback(Callback):
         on_rank_zero(write, "saving the configuration")
 
     def _write(self, folder: Path) -> None:
-        data = self.parser.dump(self.config, skip_unset=False).encode()
+        text = self.parser.dump(self.config, skip_unset=False)
+        try:
+            check_size(text, "the configuration that is saved beside the run")
+        except SettingError as error:
+            warnings.warn(f"{error} A run cannot be started from that file again.", stacklevel=2)
+        data = text.encode()
         files, path, number = LocalFiles(), folder / self.config_filename, 0
         if self.overwrite and path.exists():
             files.replace(path, data)

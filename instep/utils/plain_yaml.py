@@ -17,7 +17,7 @@ from instep.utils.regular_files import read_regular
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 50
-MAX_ITEMS = 2_000  # of one list or mapping: parsers above this take time by the square of it
+MAX_ITEMS = 4_000  # of one list or mapping: parsers above this take time by the square of it
 MAX_VALUES = 10_000  # keys and values, those that an alias stands for again each time
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
 _HOW_ELSE = "Keep large values in a file of their own, which the program reads"
@@ -62,7 +62,7 @@ def compose(text: str, where: object) -> tuple[Any, Any]:
     import yaml  # late: not needed where there is no file
 
     try:
-        _check_size(text, where)
+        check_size(text, where)
         loader = _loader()(text)
         try:
             node = loader.get_single_node()
@@ -77,8 +77,12 @@ def compose(text: str, where: object) -> tuple[Any, Any]:
         raise SettingError(f"{where} has a value that cannot be read: {error}", field="config") from error
 
 
-def _check_size(text: str, where: object) -> None:
-    """Count what a text stands for, before any of it is built."""
+def check_size(text: str, where: object) -> None:
+    """Count what a text stands for, before any of it is built.
+
+    Raises:
+        SettingError: it is more than a configuration may be.
+    """
     import yaml  # late, as above
 
     if len(text) > MAX_BYTES:
