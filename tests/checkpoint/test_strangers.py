@@ -172,7 +172,7 @@ def test_a_pickle_makes_records_alone() -> None:
 def test_a_shared_part_of_a_pickle_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few kB that name the same list again and again once took seconds, and as many nested tuples gigabytes."""
     looked: list[int] = []
-    inner = pickles._inner
+    inner: Any = pickles._inner
     monkeypatch.setattr(pickles, "_inner", lambda value: looked.append(len(inner(value))) or inner(value))
     part = list(range(900))
     value = read_pickle(pickle.dumps([part] * 900))
