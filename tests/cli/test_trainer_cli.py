@@ -385,6 +385,23 @@ def test_texts_of_a_checkpoint_reach_the_module_and_no_parser(folder: Path, monk
         Linked(TextNet, LineData, trainer_defaults=SAVING, args=["fit", *words])
 
 
+def test_texts_of_a_checkpoint_that_look_like_stand_ins(folder: Path) -> None:
+    """A text with the name of another's stand-in ended its own quotes, in the configuration that was saved."""
+    saving: dict[str, Any] = {"model_class": TextNet, "datamodule_class": LineData, "trainer_defaults": SAVING}
+    first = cli("fit", **saving)
+    names = " ".join(f"_of_checkpoint_{number}_" for number in range(9))
+    kinds = {"a": names, "b": f'"{names}"', "c": ", 5, "}
+    values = {"title": '", 5: x #', "kinds": kinds, "folder": "a/_of_checkpoint_1_/b"}
+    first.model.hparams.update(values)
+    first.trainer.save_checkpoint("stranger")
+    later = cli("fit", "--ckpt_path=stranger-1", "--trainer.max_epochs=2", **saving)
+    model: Any = later.model
+    assert {"title": model.title, "kinds": model.kinds, "folder": str(model.folder)} == values
+    [saved] = folder.glob("instep_runs/version_1/config.yaml")
+    content = yaml.safe_load(saved.read_text())["model"]
+    assert {name: content[name] for name in values} == values
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
