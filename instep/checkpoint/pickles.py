@@ -142,6 +142,7 @@ class _Machine:
     def _push_frozen(self, value: tuple[Any, ...] | frozenset[Any]) -> None:
         parts = [self._weight(it) for it in value]
         size, depth = 1 + sum(it[0] for it in parts), 1 + max((it[1] for it in parts), default=0)
+        size = min(size, _KEY_SIZE + 1)  # of tuples that double at each level it would be a number of as many bits
         self._weights[id(value)] = (value, size, depth)
         self._stack.append(value)
 
@@ -257,14 +258,17 @@ def _check_shape(root: Any, count: int) -> None:
     waiting = [root]
     while waiting:
         value = waiting[-1]
+        if id(value) in known:
+            waiting.pop()
+            continue
         everything = list(_inner(value))
         inner = [it for it in everything if type(it) in _CONTAINERS]
         if id(value) not in entered:
             entered.add(id(value))
-            new = [it for it in inner if id(it) not in known]
-            if any(id(it) in entered for it in new):
+            new = {id(it): it for it in inner if id(it) not in known}  # each once, however often it is there
+            if not entered.isdisjoint(new):
                 raise ValueError("a container that contains itself")
-            waiting.extend(new)
+            waiting.extend(new.values())
             continue
         waiting.pop()
         parts = [known[id(it)] for it in inner]

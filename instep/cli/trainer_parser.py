@@ -157,11 +157,16 @@ class TrainerArgumentParser(ArgumentParser):
         known = namespace.clone()
         for key in self._left_out:
             known.pop(key, None)
-        dumped = super().dump(known, *args, **kwargs)
-        for name, text in self._texts.items():
-            dumped = dumped.replace(f'"{name}"', json.dumps(text))
-            dumped = dumped.replace(name, yaml.safe_dump(text, default_style='"', width=math.inf).rstrip("\n"))
-        return dumped
+
+        def put_in(match: re.Match[str]) -> str:
+            in_json, in_yaml = match.groups()
+            text = self._texts.get(in_json or in_yaml)
+            if text is None:
+                return match[0]
+            return json.dumps(text) if in_json else yaml.safe_dump(text, default_style='"', width=math.inf).rstrip("\n")
+
+        # in one pass: a text that was put in is not searched for stand-ins again
+        return re.sub(r'"(\w+)"|(\w+)', put_in, super().dump(known, *args, **kwargs))
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """As jsonargparse's; of regular files only, none larger than a configuration ever is."""

@@ -37,7 +37,7 @@ def allowed_class(path: Any, key: str) -> type:
     found = _loaded(path)
     if not isinstance(found, type):
         raise CheckpointError(
-            f"the checkpoint's {key} is a {_short(path)}, which this program has not imported, and a checkpoint must "
+            f"the checkpoint's {key} is a {short(path)}, which this program has not imported, and a checkpoint must "
             f"not import code. Import it first, or pass {key.partition('.')[0]}=... to load_from_checkpoint."
         )
     home = f"{found.__module__}."
@@ -73,10 +73,16 @@ def allowed_function(path: Any, owner: type, key: str) -> Any:
 def refused(what: Any, key: str) -> CheckpointError:
     """The error of an argument that is not what a checkpoint may give."""
     return CheckpointError(
-        f"the checkpoint's {key} is a {_short(what)}. Only modules, optimizers and schedulers that the program has "
+        f"the checkpoint's {key} is a {short(what)}. Only modules, optimizers and schedulers that the program has "
         "imported, and functions of torch and of the module's own file, are taken from a checkpoint, where the "
         f"argument's type admits them: pass {key.partition('.')[0]}=... to load_from_checkpoint."
     )
+
+
+def short(what: Any) -> str:
+    """A text, or what a value looks like, cut to a length for an error."""
+    text = what if isinstance(what, str) else repr(what)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _loaded(path: Any) -> Any:
@@ -90,8 +96,3 @@ def _loaded(path: Any) -> Any:
             found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
         return found
     return None
-
-
-def _short(what: Any) -> str:
-    text = what if isinstance(what, str) else repr(what)
-    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -33,7 +33,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import torch
 
 from instep.errors import CheckpointError
-from instep.trainer.allowed import allowed_class, allowed_function, refused
+from instep.trainer.allowed import allowed_class, allowed_function, refused, short
 from instep.utils.hparams import CLASS_PATH, configured_as
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[
     Args:
         cls: what `load_from_checkpoint` was called on.
         saved: the hyperparameters, with the path of the configured class.
-        arguments: what takes the place of saved values.
+        arguments: what takes the place of saved values. They are the program's, and stay as they are.
 
     Raises:
         CheckpointError: a value does not fit, or names a class that it may not.
@@ -67,10 +67,10 @@ def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[
     parameters = inspect.signature(built.__init__).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     kept = {key: value for key, value in saved.items() if key not in arguments}
-    given = {key: value for key, value in {**kept, **arguments}.items() if key in parameters or takes_all}
+    given = {key: value for key, value in kept.items() if key in parameters or takes_all}
     try:
         with configured_as(built, kept):
-            return built(**configured_arguments(cls, given | {CLASS_PATH: saved[CLASS_PATH]}))
+            return built(**configured_arguments(cls, given | {CLASS_PATH: saved[CLASS_PATH]}), **arguments)
     except CheckpointError:
         raise
     except (ArithmeticError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
@@ -166,7 +166,7 @@ class _Building:
         try:
             return self.value(value, hint, key, owner)
         except _Unfit:
-            what = f"{type(value).__name__}, {_short(value)}"
+            what = f"{type(value).__name__}, {short(repr(value))}"
             raise CheckpointError(
                 f"the checkpoint's {key} is a {what}, which is no {_name(hint)} that a checkpoint may give. Pass "
                 f"{key.partition('.')[0]}=... to load_from_checkpoint."
@@ -214,7 +214,8 @@ class _Building:
                 return dict(value)
             return {name: self.value(inner, Any, f"{key}.{name}", owner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)([self.value(inner, Any, key, owner) for inner in value])
+            made = [self.value(inner, Any, key, owner) for inner in value]
+            return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
         return value
 
     def one_of(self, value: Any, hints: tuple[Any, ...], key: str, owner: type) -> Any:
@@ -352,12 +353,14 @@ class _Building:
         if kind is torch.dtype:
             found = vars(torch).get(text.removeprefix("torch."))
             return _same(isinstance(found, torch.dtype), found)
-        if kind in (uuid.UUID, torch.device) or issubclass(kind, PurePath):
-            return kind(text)
+        home = kind.__module__.partition(".")[0]
+        if kind in (uuid.UUID, torch.device) or (issubclass(kind, PurePath) and home == "pathlib"):
+            return kind(text)  # a path of another package may import and connect by what the text says
         if kind is os.PathLike:
             return self.text(text)
-        if kind.__module__.startswith("jsonargparse."):
-            return kind(text)  # one of its restricted texts and paths
+        if home == "jsonargparse":  # one of its restricted texts and paths, of which some open a URL
+            remote = {"s", "u"}.intersection(getattr(kind, "_mode", ""))
+            return kind(_same(not remote, text))
         return self.anything(_same(isinstance(text, kind), text))
 
 
@@ -366,9 +369,10 @@ class _Describing(_Building):
 
     def __init__(self) -> None:
         self.stand_ins: dict[str, StandIn] = {}
+        self._secret = uuid.uuid4().hex  # so that no text of the checkpoint has the name of a stand-in in it
 
     def _stand_in(self, value: Any, is_text: bool) -> str:
-        name = f"_of_checkpoint_{len(self.stand_ins)}_"
+        name = f"_of_checkpoint_{self._secret}_{len(self.stand_ins)}_"
         self.stand_ins[name] = StandIn(value, is_text)
         return name
 
@@ -446,8 +450,3 @@ def _can_be_called(cls: type, arguments: Mapping[str, Any]) -> bool:
 
 def _name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

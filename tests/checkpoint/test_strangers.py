@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from instep.checkpoint import CheckpointStore, load_weights, merge
+from instep.checkpoint import CheckpointStore, load_weights, merge, pickles
 from instep.checkpoint.hashing import digest, hash_file
 from instep.checkpoint.pickles import Record, read_pickle
 from instep.cli.main import main
@@ -166,6 +167,23 @@ def test_a_pickle_makes_records_alone() -> None:
         read_pickle(pickle.dumps([shared]))
     with pytest.raises(ValueError, match="a key of too many parts"):
         read_pickle(pickle.dumps([shared]).replace(b"]", b"}", 1).replace(b"a.", b"K\x01s."))
+
+
+def test_a_shared_part_of_a_pickle_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kB that name the same list again and again once took seconds, and as many nested tuples gigabytes."""
+    looked: list[int] = []
+    inner: Any = pickles._inner
+    monkeypatch.setattr(pickles, "_inner", lambda value: looked.append(len(inner(value))) or inner(value))
+    part = list(range(900))
+    value = read_pickle(pickle.dumps([part] * 900))
+    assert value == [part] * 900
+    assert sum(looked) <= 4 * (900 + 900)
+    tuples = b"\x80\x04)" + b"q\x00h\x00\x86" * 5000 + b"."
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="too deep or too many times"):
+        read_pickle(tuples)
+    assert tracemalloc.get_traced_memory()[1] < 3_000_000
+    tracemalloc.stop()
 
 
 # ---- files of torch.save

@@ -385,6 +385,23 @@ def test_texts_of_a_checkpoint_reach_the_module_and_no_parser(folder: Path, monk
         Linked(TextNet, LineData, trainer_defaults=SAVING, args=["fit", *words])
 
 
+def test_texts_of_a_checkpoint_that_look_like_stand_ins(folder: Path) -> None:
+    """A text with the name of another's stand-in ended its own quotes, in the configuration that was saved."""
+    saving: dict[str, Any] = {"model_class": TextNet, "datamodule_class": LineData, "trainer_defaults": SAVING}
+    first = cli("fit", **saving)
+    names = " ".join(f"_of_checkpoint_{number}_" for number in range(9))
+    kinds = {"a": names, "b": f'"{names}"', "c": ", 5, "}
+    values = {"title": '", 5: x #', "kinds": kinds, "folder": "a/_of_checkpoint_1_/b"}
+    first.model.hparams.update(values)
+    first.trainer.save_checkpoint("stranger")
+    later = cli("fit", "--ckpt_path=stranger-1", "--trainer.max_epochs=2", **saving)
+    model: Any = later.model
+    assert {"title": model.title, "kinds": model.kinds, "folder": str(model.folder)} == values
+    [saved] = folder.glob("instep_runs/version_1/config.yaml")
+    content = yaml.safe_load(saved.read_text())["model"]
+    assert {name: content[name] for name in values} == values
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -407,8 +424,9 @@ def test_texts_of_a_checkpoint_reach_the_module_and_no_parser(folder: Path, monk
         (["--config=gpus.yaml"], "trainer.gpus: "),
         (["--config=lrr.yaml"], "Did you mean lr?"),
         (["--config=trainr.yaml"], "trainr.max_epochs: there is no such setting. Did you mean trainer?"),
-        (["--config=broken.yaml"], "Problems parsing config"),
-        (["--config=binary.yaml"], "a configuration file is no text"),
+        (["--config=broken.yaml"], "broken.yaml is no YAML: "),
+        (["--config=itself.yaml"], "itself.yaml:2: *a stands for nothing before it"),
+        (["--config=binary.yaml"], "binary.yaml is no YAML: "),
         (["--model=tests.cli.configured.LineData"], "LineData: expected a subclass of TrainModule"),
     ],
 )
@@ -417,6 +435,7 @@ def test_mistakes_are_named(words: list[str], said: str, capsys: pytest.CaptureF
     written("lrr.yaml", {"model": {"class_path": "LineNet", "init_args": {"lrr": 2}}})
     written("trainr.yaml", {"trainr": {"max_epochs": 2}})
     Path("broken.yaml").write_text("trainer: [\n")
+    Path("itself.yaml").write_text("trainer: &a\n  callbacks: [{x: *a}]\n")
     Path("binary.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(SystemExit) as end:
         cli("fit", *ANY, *words)
@@ -427,7 +446,7 @@ def test_mistakes_are_named(words: list[str], said: str, capsys: pytest.CaptureF
 
 
 def test_a_key_that_stands_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("run.yaml").write_text("trainer: &a\n  max_epochs: 1\n  callbacks: [{x: *a}]\n  max_epochs: 2\n")
+    Path("run.yaml").write_text("trainer:\n  max_epochs: 1\n  callbacks: []\n  max_epochs: 2\n")
     for words in (["fit", *ANY, "-c", "run.yaml"], [*ANY, "-c", "run.yaml"]):
         with pytest.raises(SystemExit) as end:
             cli(*words)

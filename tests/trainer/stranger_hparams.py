@@ -145,7 +145,8 @@ def command(net: type[Net], words: list[str]) -> Any:
 
 
 def checkpoint(root: Path, name: str, on: Any) -> Path:
-    state = {"hyper_parameters": {"_class_path": name, "on": on}, "user": {}}
+    place = {"epoch": 0, "global_step": 0, "world_size": 1, "hparams_name": None}
+    state = {"hyper_parameters": {"_class_path": name, "on": on}, "user": {}, **place}
 
     def write(writer: Any) -> None:
         writer.tensors("model.safetensors", {})

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, IntEnum
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import pytest
 import torch
+from jsonargparse.typing import path_type
 from torch import nn
 from torch.nn import functional
 
@@ -24,6 +25,9 @@ from instep.trainer.configured import build_configured
 from tests.helpers.spawn import run_command
 
 REPO = Path(__file__).parents[2]
+LocalPath: Any = path_type("fc")
+UrlPath: Any = path_type("fu")
+RemotePath: Any = path_type("fs")
 
 
 class Kind(Enum):
@@ -43,6 +47,10 @@ class Point(NamedTuple):
 class Entry(TypedDict):
     name: str
     sizes: tuple[int, ...]
+
+
+class PathWithCode(PosixPath):
+    """As the paths of other packages, which find a file system by the text."""
 
 
 @dataclass
@@ -115,6 +123,8 @@ def built(hint: Any, value: Any) -> Any:
         (Options, {"rate": 1, "kind": "FAST", "names": ["1"]}, Options(1.0, Kind.FAST, None, None, ["1"])),
         (Options | None, {"rate": 1, "inner": {"rate": 2}}, Options(1.0, inner=Options(2.0))),
         (Any, {"a": ["1", "[2]", {"b": "c.d"}]}, {"a": ["1", "[2]", {"b": "c.d"}]}),
+        (Any, [Point(1, 2.0)], [Point(1, 2.0)]),
+        (LocalPath, "a", LocalPath("a")),
         (type[nn.Module], "torch.nn.ReLU", nn.ReLU),
         (Callable[..., Any], "torch.nn.functional.relu", functional.relu),
         (Callable[..., Any], "torch.tanh", torch.tanh),
@@ -142,8 +152,18 @@ def test_objects_are_built_where_the_type_admits_one() -> None:
     assert optimizer([nn.Parameter(torch.ones(1))]).defaults["lr"] == 1
     stays = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1}}  # without parameters it cannot be built
     assert built(Any, stays) == built(dict[str, Any], stays) == stays
-    mine = build_configured(Holder, {"_class_path": "gone.Net", "value": "x"}, {"value": nn.ReLU()})
-    assert isinstance(mine.value, nn.ReLU)
+
+
+@pytest.mark.parametrize(
+    "mine",
+    [nn.ReLU(), Point(1, 2), [1], (1, [2]), collections.defaultdict(list, a=[1]), {"class_path": "os.system"}, "1.5"],
+)
+@pytest.mark.parametrize("hint", [Any, int])
+def test_what_the_caller_passes_stays_as_it_is(hint: Any, mine: Any) -> None:
+    saved = {"_class_path": "gone.Net", "value": "x"}
+    assert build_configured(holder_of(hint), saved, {"value": mine}).value is mine
+    with pytest.raises(CheckpointError, match="unexpected keyword argument 'valu'"):
+        build_configured(holder_of(hint), saved, {"value": mine, "valu": mine})
 
 
 @pytest.mark.parametrize(
@@ -159,6 +179,9 @@ def test_objects_are_built_where_the_type_admits_one() -> None:
         (tuple[int, int], [1]),
         (Options, {"rate": 1, "other": 2}),
         (torch.dtype, "torch.load"),
+        (PathWithCode, "s3://bucket/x"),
+        (UrlPath, "http://host.invalid/x"),
+        (RemotePath | None, "memory://x"),
         (nn.Module, "torch.nn.ReLU"),
         (nn.Module, {"class_path": "torch.optim.SGD", "init_args": {}}),
         (type[nn.Module], "torch.optim.SGD"),
