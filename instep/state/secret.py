@@ -166,12 +166,9 @@ def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] 
 
 def _is_one_node(environment: ProcessEnvironment, environ: Mapping[str, str]) -> bool:
     """Whether all ranks surely share a machine; all come to the same answer."""
-    if environment.num_nodes > 1:
-        return False
-    # Who sets RANK and WORLD_SIZE alone may do so on several machines.
+    # Who sets RANK and WORLD_SIZE alone may do so on several machines, each with an address of its own for the first.
     by_hand = environment.launcher == "torchrun" and "LOCAL_WORLD_SIZE" not in environ
-    address = environ.get("MASTER_ADDR", "")
-    return not by_hand or address in ("localhost", "::1") or address.startswith("127.")
+    return environment.num_nodes == 1 and not by_hand
 
 
 def _secret_of_user(environ: Mapping[str, str]) -> Secret:
