@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from instep.checkpoint import CheckpointStore, LocalFiles, lease, owner
+from instep.checkpoint import CheckpointStore, LocalFiles, lease
 from instep.checkpoint.lease import Lease
 from instep.errors import CheckpointError, FolderInUseError, LeaseLostError
+from instep.utils import owner
 from tests.checkpoint.helpers import writes
 from tests.helpers.object_store import Bucket
 from tests.helpers.spawn import HANG_S, start_command
