@@ -233,10 +233,11 @@ def test_of_another_host_a_beat_is_a_sign_of_life(tmp_path: Path) -> None:
         """The lease changes after each look at it."""
 
         def __init__(self, **changes: Any) -> None:
+            super().__init__()
             self.changes = changes
 
-        def read(self, path: Path) -> bytes:
-            before = super().read(path)
+        def read(self, path: Path, *args: Any) -> bytes:
+            before = super().read(path, *args)
             as_if_elsewhere(theirs, **self.changes)
             return before
 
