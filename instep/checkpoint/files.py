@@ -13,10 +13,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from instep.checkpoint import names, small_files
+from instep.checkpoint import names
 from instep.checkpoint.hashing import Data, FileRecord, hash_file
 from instep.checkpoint.out_file import OutFile, Trace
-from instep.checkpoint.owner import is_gone, this_process
+from instep.utils import small_files
+from instep.utils.owner import is_gone, this_process
 from instep.utils.regular_files import open_regular, read_regular
 
 

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from instep.checkpoint.files import Files, LocalFiles
-from instep.checkpoint.owner import is_gone, this_process
 from instep.errors import CheckpointError, FolderInUseError, LeaseLostError
 from instep.state.restarts import read_job
 from instep.utils.hidden import hide_arguments
+from instep.utils.owner import is_gone, this_process
 from instep.utils.regular_files import LEASE_BYTES
 from instep.utils.strict_json import parse_json
 

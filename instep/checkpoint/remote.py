@@ -21,7 +21,7 @@ from instep.checkpoint import names
 from instep.checkpoint.files import Files, LocalFiles
 from instep.checkpoint.hashing import FileRecord, Hasher
 from instep.checkpoint.out_file import OutFile
-from instep.checkpoint.owner import is_gone, this_process
+from instep.utils.owner import is_gone, this_process
 from instep.utils.regular_files import LEASE_BYTES, too_large
 
 _OWNER = ".owner"

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from instep.errors import EXIT_HUNG
 from instep.launch.beats import HEARTBEAT_FILE, Beat, Beats, Watch, folder_of
+from instep.launch.status import end_status, read_status
 from instep.state.awaiting import ENDED_FILE
+from instep.utils.small_files import replace
 
 _TO_SAY_S = 10.0  # what ranks that can run get to write their reports, on a busy machine
 _TO_WRITE_S = 5.0
@@ -78,10 +80,9 @@ class NodeWatch:
         """
         ended = {rank: code for rank, code in codes.items() if code is not None}
         if ended != self._ended:
-            self._ended = ended
-            written = self._folder / ".ended"
-            written.write_text(json.dumps(ended))
-            os.replace(written, self._folder / "ended")
+            with suppress(OSError):  # the disk is full: tried again at the next look; the agent says the cause anyway
+                replace(self._folder / "ended", json.dumps(ended).encode())
+                self._ended = ended
 
     def hangs(self, says_so: bool) -> bool:
         """Whether the ranks hang.
@@ -222,18 +223,15 @@ def _write(beats: Beats, found: list[Beat], folder: Path, text: str, nccl_dumps:
     (folder / f"node-of-rank-{first}.txt").write_text(f"{text}\n")
     for dump in sorted(nccl_dumps.glob(f"{_NCCL_DUMP}*")) if nccl_dumps is not None else ():
         shutil.copy(dump, folder / dump.name)
-    status = folder.parent / "status.json"
-    if status.exists():
-        content = json.loads(status.read_text())
+    content = read_status(folder.parent)
+    if content is not None:
         content |= {
             "status": "hung",
             "exit_code": EXIT_HUNG,
             "global_step": max(beat.step for beat in found),
             "error": f"{text.splitlines()[0]} See {folder}.",
         }
-        temporary = folder.parent / f".status-{os.getpid()}.json"
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(temporary, status)
+        end_status(folder.parent, content)
 
 
 def _wait(there: Callable[[], bool], seconds: float) -> None:

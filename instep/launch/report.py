@@ -25,8 +25,11 @@ from instep.errors import RemoteError
 AGENT_PID = "INSTEP_AGENT_PID"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _RUN_FOLDER = "run-folder"  # beside it
-# What gloo and NCCL say of a peer that is gone.
-_BROKEN = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Ss]ocket closed|remote process exited")
+# What gloo and NCCL say of a peer that is gone, and this package's own waits of one that failed.
+_BROKEN = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Ss]ocket closed|remote process exited|"
+    r"will not come any more.*has ended (with exit code|its program after an error)"
+)
 _trainer: Callable[[], Any] | None = None
 
 

@@ -11,24 +11,26 @@ import contextlib
 import errno
 import json
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from instep.errors import EXIT_FAILED
 from instep.launch.report import is_remote
+from instep.utils.regular_files import LEASE_BYTES, read_regular
+from instep.utils.small_files import replace
+from instep.utils.strict_json import parse_object
 
 NAME = "status.json"
 _SPARE = ".status-spare"
-_SPARE_BYTES = 8192
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_MOST_CHARACTERS = 4000  # of an error: each has 12 bytes at most, and readers take LEASE_BYTES of all
 _FAILED = ".failed-rank-{}.json"
 
 
 def is_bookkeeping(name: str) -> bool:
     """Whether a file of a run folder is one of those written here."""
-    return name in (NAME, _SPARE) or (name.startswith(".failed-rank-") and name.endswith(".json"))
+    return name == _SPARE or name.startswith((NAME, ".failed-rank-"))
 
 
 def begin_status(folder: Path, content: dict[str, Any]) -> None:
@@ -37,40 +39,38 @@ def begin_status(folder: Path, content: dict[str, Any]) -> None:
         left.unlink(missing_ok=True)
     write_status(folder, content)
     with contextlib.suppress(OSError):  # the disk is full already: the first save says so
-        (folder / _SPARE).write_bytes(bytes(_SPARE_BYTES))
+        (folder / _SPARE).write_bytes(bytes(LEASE_BYTES))
 
 
 def end_status(folder: Path, content: dict[str, Any]) -> None:
-    """Say how a run ended, on a full disk too."""
-    write_status(folder, content)
+    """Say how a run ended; on a full disk within the room that was kept."""
+    try:
+        write_status(folder, content)
+    except OSError as error:
+        if error.errno not in _FULL or not _use_spare(folder / _SPARE, _json(content)):
+            raise
+        os.replace(folder / _SPARE, folder / NAME)
     (folder / _SPARE).unlink(missing_ok=True)
 
 
 def write_status(folder: Path, content: dict[str, Any]) -> None:
-    """Replace the file at one instant; on a full disk, within the room that was kept."""
-    data = (json.dumps(content, indent=2) + "\n").encode()
-    temporary = folder / f".status-{os.getpid()}-{threading.get_ident()}.json"
-    try:
-        try:
-            temporary.write_bytes(data)
-        except OSError as error:
-            if error.errno not in _FULL or not _use_spare(folder / _SPARE, data):
-                raise
-            os.replace(folder / _SPARE, folder / NAME)
-        else:
-            os.replace(temporary, folder / NAME)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Replace the file at one instant."""
+    replace(folder / NAME, _json(content))
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    """The content with as much of its error as a reader of it takes."""
+    error = content.get("error")
+    if error is not None and len(error) > _MOST_CHARACTERS:
+        content = content | {"error": f"{error[:_MOST_CHARACTERS]} ... ({len(error):,} characters)"}
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _use_spare(spare: Path, data: bytes) -> bool:
-    if len(data) > _SPARE_BYTES:
-        content = json.loads(data)
-        content["error"] = str(content["error"])[: _SPARE_BYTES // 16]  # a character is 6 bytes or 12 at most
-        data = json.dumps(content).encode()
     try:
         with open(spare, "r+b") as file:  # its blocks are there already, and are not freed before they are written
-            file.write(data.ljust(_SPARE_BYTES))
+            file.write(data)
+            file.truncate()
     except OSError:
         return False
     return True
@@ -78,27 +78,29 @@ def _use_spare(spare: Path, data: bytes) -> bool:
 
 def read_status(folder: Path) -> dict[str, Any] | None:
     """What the file says; None where there is none that can be read."""
+    return _read(folder / NAME)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads((folder / NAME).read_text())
+        return parse_object(read_regular(path, LEASE_BYTES))
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
 
 
 def leave_failure(folder: Path, rank: int, error: str) -> None:
     """On a rank that fails: its error, for the main process, if it can be left."""
     with contextlib.suppress(OSError):  # another disk than the main process's, or a full one: the error is printed
-        content = {"rank": rank, "error": error, "time_ns": time.time_ns()}
-        (folder / _FAILED.format(rank)).write_text(json.dumps(content))
+        replace(folder / _FAILED.format(rank), _json({"rank": rank, "error": error, "time_ns": time.time_ns()}))
 
 
 def find_failure(folder: Path) -> str:
     """The first error that another rank has left, with its rank; empty where there is none."""
     found: list[tuple[int, str]] = []
     for path in folder.glob(_FAILED.format("*")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not written to its end
-            content = json.loads(path.read_text())
-            found.append((int(content["time_ns"]), f"rank {content['rank']}: {content['error']}"))
+        with contextlib.suppress(KeyError):  # no rank has written it
+            if left := _read(path):
+                found.append((left["time_ns"], f"rank {left['rank']}: {left['error']}"))
         path.unlink(missing_ok=True)
     return min(found)[1] if found else ""
 

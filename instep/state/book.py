@@ -7,8 +7,6 @@ that is a file, which grows with each word, they lie in a folder beside it.
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
 import time
 import uuid
 from collections.abc import Iterable
@@ -22,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from instep.errors import DistributedError
 from instep.state.secret import job_secret
+from instep.utils.small_files import replace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,9 +92,7 @@ class _Folder:
     def set(self, key: str, value: str) -> None:
         try:
             self._path.mkdir(mode=0o700, exist_ok=True)
-            written = self._path / f".{os.getpid()}-{threading.get_ident()}"
-            written.write_text(value)
-            os.replace(written, self._of(key))
+            replace(self._of(key), value.encode())
         except OSError as error:
             raise RuntimeError(f"the job's folder does not answer: {error}") from error
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import DistributedError, SettingError
+from instep.utils.private_files import make_key, read_private
 
 if TYPE_CHECKING:
     from instep.state.environment import ProcessEnvironment
@@ -125,7 +126,7 @@ def given_secret(environ: Mapping[str, str] | None = None, file: str | os.PathLi
     environ = os.environ if environ is None else environ
     path = file or environ.get(JOB_SECRET_FILE)
     if path:
-        return Secret.parse(_read_private(Path(path).expanduser()), f"the file {path}")
+        return _read_secret(Path(path).expanduser())
     text = environ.get(JOB_SECRET)
     return Secret.parse(text, f"the variable {JOB_SECRET}") if text else None
 
@@ -166,12 +167,9 @@ def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] 
 
 def _is_one_node(environment: ProcessEnvironment, environ: Mapping[str, str]) -> bool:
     """Whether all ranks surely share a machine; all come to the same answer."""
-    if environment.num_nodes > 1:
-        return False
-    # Who sets RANK and WORLD_SIZE alone may do so on several machines.
+    # Who sets RANK and WORLD_SIZE alone may do so on several machines, each with an address of its own for the first.
     by_hand = environment.launcher == "torchrun" and "LOCAL_WORLD_SIZE" not in environ
-    address = environ.get("MASTER_ADDR", "")
-    return not by_hand or address in ("localhost", "::1") or address.startswith("127.")
+    return environment.num_nodes == 1 and not by_hand
 
 
 def _secret_of_user(environ: Mapping[str, str]) -> Secret:
@@ -189,35 +187,21 @@ def _secret_of_user(environ: Mapping[str, str]) -> Secret:
             field=JOB_SECRET,
         )
     path = folder / "job-secret"
-    if not path.exists():
-        made = folder / f".job-secret-{os.getpid()}-{secrets.token_hex(4)}"
-        write_secret(made, make_secret())
-        with contextlib.suppress(FileExistsError):
-            os.link(made, path)  # whole, and only one of all who try
-        made.unlink()
-    return Secret.parse(_read_private(path), f"the file {path}")
+    make_key(path)
+    return _read_secret(path)
 
 
-def _read_private(path: Path) -> str:
+def _read_secret(path: Path) -> Secret:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        data = read_private(path)
     except OSError as error:
         raise SettingError(
-            f"the job's secret cannot be read: {error}. Give the path of a file of mode 0600",
+            f"the job's secret cannot be read: {error}. Give the path of a file of mode 0600 (chmod 600 {path}), or "
+            f"the secret in {JOB_SECRET}",
             field=JOB_SECRET_FILE,
             got=str(path),
         ) from error
-    with open(descriptor, errors="replace") as file:
-        state = os.fstat(descriptor)
-        if not stat.S_ISREG(state.st_mode) or state.st_uid not in (0, os.geteuid()) or state.st_mode & 0o077:
-            raise SettingError(
-                f"{path} is to hold the job's secret, but others can read or change it (mode "
-                f"{stat.S_IMODE(state.st_mode):04o}, owner {state.st_uid}): chmod 600 {path}, or give the secret in "
-                f"{JOB_SECRET}",
-                field=JOB_SECRET_FILE,
-                got=str(path),
-            )
-        return file.read(4096)
+    return Secret.parse(data.decode(errors="replace"), f"the file {path}")
 
 
 _of_this_job = Secret(b"")

@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.launch.status import NAME, read_status
 from instep.state.restarts import read_job
 from instep.trainer.plugins import saves
-from instep.utils.regular_files import LEASE_BYTES, read_regular
-from instep.utils.strict_json import parse_object
 
 if TYPE_CHECKING:
     from instep.checkpoint.choose import CheckpointInfo
@@ -73,12 +72,6 @@ def _runs_of(base: Path, job: str) -> list[Path]:
     """The run folders that a job wrote, the newest first."""
     if not base.is_dir():
         return []
-    found = []
-    for path in base.glob("version_*/status.json"):
-        try:
-            status = parse_object(read_regular(path, LEASE_BYTES))
-        except (OSError, ValueError):  # being written by another run, or removed
-            continue
-        if status.get("job") == job:
-            found.append(path.parent.absolute())
+    folders = (path.parent for path in base.glob(f"version_*/{NAME}"))
+    found = [path.absolute() for path in folders if (read_status(path) or {}).get("job") == job]
     return sorted(found, key=lambda path: -int(path.name.removeprefix("version_")))

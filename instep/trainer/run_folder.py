@@ -187,7 +187,7 @@ class RunFolder:
     def _candidates(self, only: bool) -> list[Path]:
         """The run whose configuration was given, and unless `only` it is meant all others, the newest first."""
         for folder in self.given:
-            if folder.parent.name == self.base.name or (folder / "status.json").is_file():
+            if folder.parent.name == self.base.name or (folder / NAME).is_file():
                 return [folder, *(() if only else self._versions())]
         return self._versions()
 

@@ -10,13 +10,13 @@ import hashlib
 import hmac
 import json
 import os
-import secrets
-import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_SIZE_BYTES = 32
+from instep.utils.private_files import make_key, read_private
+
+_LEAST_BYTES = 32
 
 
 def mark(value: Any) -> str | None:
@@ -50,20 +50,10 @@ def _key(make: bool) -> bytes | None:
     except RuntimeError:  # a user without a home
         return None
     with suppress(OSError):
-        if make and not path.exists():
+        if make:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileExistsError):  # another process of this user was first
-                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                try:
-                    os.write(file, secrets.token_bytes(_SIZE_BYTES))
-                finally:
-                    os.close(file)
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            found, key = os.fstat(file), os.read(file, _SIZE_BYTES)
-        finally:
-            os.close(file)
-        alone = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-        if alone and len(key) == _SIZE_BYTES:
+            make_key(path)
+        key = read_private(path)
+        if len(key) >= _LEAST_BYTES:
             return key
     return None

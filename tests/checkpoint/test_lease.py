@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from instep.checkpoint import CheckpointStore, LocalFiles, lease, owner
+from instep.checkpoint import CheckpointStore, LocalFiles, lease
 from instep.checkpoint.lease import Lease
 from instep.errors import CheckpointError, FolderInUseError, LeaseLostError
+from instep.utils import owner
 from tests.checkpoint.helpers import writes
 from tests.helpers.object_store import Bucket
 from tests.helpers.spawn import HANG_S, start_command
@@ -232,10 +233,11 @@ def test_of_another_host_a_beat_is_a_sign_of_life(tmp_path: Path) -> None:
         """The lease changes after each look at it."""
 
         def __init__(self, **changes: Any) -> None:
+            super().__init__()
             self.changes = changes
 
-        def read(self, path: Path) -> bytes:
-            before = super().read(path)
+        def read(self, path: Path, *args: Any) -> bytes:
+            before = super().read(path, *args)
             as_if_elsewhere(theirs, **self.changes)
             return before
 

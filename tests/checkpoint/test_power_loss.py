@@ -11,8 +11,9 @@ from unittest import mock
 
 import pytest
 
-from instep.checkpoint import CheckpointStore, LocalFiles, files, lease, owner
+from instep.checkpoint import CheckpointStore, LocalFiles, files, lease
 from instep.checkpoint.lease import Lease
+from instep.utils import owner
 from tests.checkpoint.helpers import left_over, value_of, writes
 from tests.checkpoint.killing import lost, results_of
 from tests.checkpoint.victim import Board, Way, train

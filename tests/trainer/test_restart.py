@@ -15,12 +15,12 @@ from tests.trainer.toys import Toy, loader, quiet
 
 
 class Ends(Callback):
-    def __init__(self, at: int) -> None:
-        self._at = at
+    def __init__(self, at: int, text: str) -> None:
+        self._at, self._text = at, text
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self._at:
-            raise RuntimeError("the node is lost")
+            raise RuntimeError(self._text)
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Any:
     return begin
 
 
-def fit(root: Path, steps: int, ends: int = -1, **how: Any) -> Trainer:
-    saving = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+def fit(root: Path, steps: int, ends: int = -1, text: str = "the node is lost", **how: Any) -> Trainer:
+    callbacks = [ModelCheckpoint(every_n_train_steps=2, save_top_k=-1), Ends(ends, text)]
     trainer = quiet(
-        default_root_dir=root, enable_checkpointing=True, max_steps=steps, max_epochs=-1, callbacks=[saving, Ends(ends)]
+        default_root_dir=root, enable_checkpointing=True, max_steps=steps, max_epochs=-1, callbacks=callbacks
     )
     trainer.fit(Toy(), loader(), **how)
     return trainer
@@ -63,6 +63,16 @@ def test_each_fit_goes_on_from_its_own(tmp_path: Path, begin: Any) -> None:
     assert (second.resume_report.path.name, folder(second)) == ("step-00000002-1", "version_1")
     third = fit(tmp_path, 2)
     assert (third.resume_report, folder(third)) == (None, "version_2")
+
+
+def test_it_goes_on_after_an_error_of_any_length(tmp_path: Path, begin: Any) -> None:
+    begin(0)
+    with pytest.raises(RuntimeError, match="the node is lost"):
+        fit(tmp_path, 6, ends=3, text="the node is lost" + "\N{GRINNING FACE}" * 70_000)
+    begin(1)
+    again = fit(tmp_path, 6)
+    assert again.resume_report is not None
+    assert again.resume_report.path.name == "step-00000002-1"
 
 
 def test_without_a_checkpoint_of_its_own_it_does_what_it_did_at_first(tmp_path: Path, begin: Any) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.cli import output
+from instep.utils.owner import is_gone
 from instep.utils.regular_files import LEASE_BYTES
 from instep.utils.strict_json import parse_object
 
@@ -60,8 +61,6 @@ def _describe(folder: Folder) -> dict[str, Any]:
 
 def _lease(root: Path, files: Files) -> dict[str, Any] | None:
     """Which run holds the folder; None where none does."""
-    from instep.checkpoint.owner import is_gone  # late: loads torch
-
     for path in sorted(root.glob(".lease-*"), reverse=True)[:1]:
         try:
             content = parse_object(files.read(path, LEASE_BYTES))

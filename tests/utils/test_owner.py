@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from instep.checkpoint import owner
+from instep.utils import owner
 from tests.helpers.spawn import HANG_S
 
 

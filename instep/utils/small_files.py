@@ -1,4 +1,4 @@
-"""Small local files that appear and change at one instant: what a lease is made of."""
+"""Small local files that appear and change at one instant: leases, a run's status, keys, words between processes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import os
 import threading
 from pathlib import Path
 
-from instep.checkpoint.owner import this_process
+from instep.utils.owner import this_process
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
-def create_exclusive(path: Path, data: bytes) -> bool:
-    """Make a file with its content, on the disk when this returns; False where it exists."""
-    temporary = _write_beside(path, data, sync=True)
+def create_exclusive(path: Path, data: bytes, mode: int = 0o666) -> bool:
+    """Make a file with its content, on the disk when this returns; False where it exists.
+
+    Args:
+        path: of the file.
+        data: its content.
+        mode: its permissions, before the umask.
+    """
+    temporary = _write_beside(path, data, mode, sync=True)
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -22,7 +28,7 @@ def create_exclusive(path: Path, data: bytes) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        return _create_without_links(path, data)
+        return _create_without_links(path, data, mode)
     finally:
         temporary.unlink(missing_ok=True)
     return True
@@ -37,20 +43,20 @@ def replace(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _create_without_links(path: Path, data: bytes) -> bool:
+def _create_without_links(path: Path, data: bytes, mode: int) -> bool:
     """The name is exclusive all the same; the content comes after it."""
     try:
-        with open(path, "xb") as file:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
     except FileExistsError:
         return False
     return True
 
 
-def _write_beside(path: Path, data: bytes, sync: bool = False) -> Path:
+def _write_beside(path: Path, data: bytes, mode: int = 0o666, sync: bool = False) -> Path:
     temporary = path.with_name(f"{path.name}.{threading.get_ident()}@{this_process()}")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             if sync:
                 file.flush()
