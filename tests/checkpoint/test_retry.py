@@ -113,11 +113,11 @@ def test_reading_asks_again(tmp_path: Path, method: str, pauses: list[float], mo
     whole: Callable[..., Any] = getattr(LocalFiles, method)
     left = [2]
 
-    def stale(self: LocalFiles, path: Path) -> Any:
+    def stale(self: LocalFiles, path: Path, *args: Any) -> Any:
         if left[0] and (method == "folders" or newest in path.parents):
             left[0] -= 1
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return whole(self, path)
+        return whole(self, path, *args)
 
     monkeypatch.setattr(LocalFiles, method, stale)
     with pytest.warns(UserWarning, match="reading failed for now"):

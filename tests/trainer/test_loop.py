@@ -255,8 +255,6 @@ def test_the_sanity_check_leaves_random_numbers_and_metrics_alone():
             self.noise = torch.rand(())
             super().validation_step(batch, batch_idx)
 
-        def on_sanity_check_end(self) -> None: ...
-
         def on_train_start(self) -> None:
             self.metrics_at_start = dict(self.trainer.callback_metrics)
             self.draw = torch.rand(())
