@@ -236,8 +236,8 @@ def test_of_another_host_a_beat_is_a_sign_of_life(tmp_path: Path) -> None:
             super().__init__()
             self.changes = changes
 
-        def read(self, path: Path, *args: Any) -> bytes:
-            before = super().read(path, *args)
+        def read(self, path: Path, most: int) -> bytes:
+            before = super().read(path, most)
             as_if_elsewhere(theirs, **self.changes)
             return before
 
