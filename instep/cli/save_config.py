@@ -11,8 +11,8 @@ from jsonargparse import ArgumentParser, Namespace
 from instep.callbacks import Callback
 from instep.checkpoint import LocalFiles
 from instep.checkpoint.together import on_rank_zero
-from instep.errors import SettingError, UsageError
-from instep.utils.plain_yaml import check_size
+from instep.errors import UsageError
+from instep.utils.plain_yaml import MAX_BYTES, MAX_ITEMS
 
 
 class SaveConfigCallback(Callback):
@@ -76,12 +76,13 @@ class SaveConfigCallback(Callback):
         on_rank_zero(write, "saving the configuration")
 
     def _write(self, folder: Path) -> None:
-        text = self.parser.dump(self.config, skip_unset=False)
-        try:
-            check_size(text, "the configuration that is saved beside the run")
-        except SettingError as error:
-            warnings.warn(f"{error} A run cannot be started from that file again.", stacklevel=2)
-        data = text.encode()
+        data = self.parser.dump(self.config, skip_unset=False).encode()
+        if len(data) > MAX_BYTES or _longest(self.config) > MAX_ITEMS:
+            warnings.warn(
+                f"{self.config_filename} beside the run has more than {MAX_ITEMS:,} entries in one list or mapping, or "
+                f"{MAX_BYTES:,} bytes: no run can be started from it. Keep long lists in a file that the program reads.",
+                stacklevel=2,
+            )
         files, path, number = LocalFiles(), folder / self.config_filename, 0
         if self.overwrite and path.exists():
             files.replace(path, data)
@@ -89,3 +90,10 @@ class SaveConfigCallback(Callback):
         while not files.create_exclusive(path, data) and path.read_bytes() != data:
             number += 1
             path = folder / f"{Path(self.config_filename).stem}-{number}{Path(self.config_filename).suffix}"
+
+
+def _longest(value: Any) -> int:
+    """The most entries of a list or mapping in a configuration."""
+    inner = vars(value) if isinstance(value, Namespace) else value
+    entries = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple) else ()
+    return max([len(entries), *map(_longest, entries)])

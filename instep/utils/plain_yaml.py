@@ -62,7 +62,7 @@ def compose(text: str, where: object) -> tuple[Any, Any]:
     import yaml  # late: not needed where there is no file
 
     try:
-        check_size(text, where)
+        _check_size(text, where)
         loader = _loader()(text)
         try:
             node = loader.get_single_node()
@@ -77,12 +77,8 @@ def compose(text: str, where: object) -> tuple[Any, Any]:
         raise SettingError(f"{where} has a value that cannot be read: {error}", field="config") from error
 
 
-def check_size(text: str, where: object) -> None:
-    """Count what a text stands for, before any of it is built.
-
-    Raises:
-        SettingError: it is more than a configuration may be.
-    """
+def _check_size(text: str, where: object) -> None:
+    """Count what a text stands for, before any of it is built."""
     import yaml  # late, as above
 
     if len(text) > MAX_BYTES:
