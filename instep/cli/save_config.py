@@ -80,7 +80,7 @@ class SaveConfigCallback(Callback):
         if len(data) > MAX_BYTES or _longest(self.config) > MAX_ITEMS:
             warnings.warn(
                 f"{self.config_filename} beside the run has more than {MAX_ITEMS:,} entries in one list or mapping, or "
-                f"{MAX_BYTES:,} bytes: no run can be started from it. Keep long lists in a file that the program reads.",
+                f"{MAX_BYTES:,} bytes: no run can be started from it. Keep long lists in files of their own.",
                 stacklevel=2,
             )
         files, path, number = LocalFiles(), folder / self.config_filename, 0
