@@ -16,11 +16,11 @@ from instep.errors import DistributedError
 from instep.state import PartialState
 from instep.state.awaiting import ENDED_FILE, wait_for_start
 from tests.distributed.helpers import text_of
-from tests.helpers.spawn import run_ranks
+from tests.helpers.spawn import HANG_S, run_ranks
 
 
 def _different_calls() -> list[str]:
-    PartialState(cpu=True, timeout=60)
+    PartialState(cpu=True, timeout=HANG_S)
     if PartialState().is_main_process:
         said = [text_of(lambda: gather_object(1)), text_of(lambda: PartialState().wait_for_everyone("the save"))]
     else:
@@ -38,12 +38,15 @@ def test_ranks_that_come_to_different_calls_learn_it_and_can_go_on() -> None:
 
 
 def _one_stays_away() -> str:
-    state = PartialState(cpu=True, timeout=4)
+    state = PartialState(cpu=True, timeout=15)
+    store = _get_default_store()
     if state.is_last_process:
-        _get_default_store().wait(["given up"], timedelta(seconds=60))
+        store.wait(["given up"], timedelta(seconds=HANG_S))
+        store.set("seen", "")
         return ""
     said = text_of(lambda: gather_object(1))
-    _get_default_store().set("given up", "")
+    store.set("given up", "")
+    store.wait(["seen"], timedelta(seconds=HANG_S))  # it is in this process
     return said
 
 

@@ -19,6 +19,7 @@ from instep.checkpoint.catalog import folder_names
 from instep.checkpoint.reader import whole_name
 from instep.errors import CheckpointError
 from instep.trainer.saved_state import weights_state
+from instep.utils.optimizer_state import check_trees
 
 _WITHOUT_NAME = (torch.complex128, torch.complex32)
 
@@ -99,6 +100,7 @@ def read_instep(path: Path) -> Contents:
         contents.schedulers = state.get("schedulers", [])
         if reader.has_state("optimizer"):
             contents.optimizers = reader.state("optimizer")
+            check_trees(contents.optimizers)
             files -= {"optimizer.json", "optimizer.safetensors"}
         names = ("position", "data", "callbacks", "loggers", "datamodule", "metrics", "scaler")
         contents.left_out += [name for name in names if state.get(name)]
