@@ -28,6 +28,20 @@ from instep.errors import CheckpointError
 _MOMENTS = {
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_inf",
 }  # fmt: skip
+# What torch's own optimizers look up in the next step where they find any state of a parameter.
+_LOOKED_UP = {
+    "Adadelta": {"step", "square_avg", "acc_delta"},
+    "Adagrad": {"step", "sum"},
+    "Adam": {"step", "exp_avg", "exp_avg_sq"},
+    "AdamW": {"step", "exp_avg", "exp_avg_sq"},
+    "Adamax": {"step", "exp_avg", "exp_inf"},
+    "ASGD": {"step", "eta", "mu", "ax"},
+    "NAdam": {"step", "mu_product", "exp_avg", "exp_avg_sq"},
+    "RAdam": {"step", "exp_avg", "exp_avg_sq"},
+    "RMSprop": {"step", "square_avg"},
+    "Rprop": {"step", "prev", "step_size"},
+    "SparseAdam": {"step", "exp_avg", "exp_avg_sq"},
+}
 _FLOAT_BITS = 1024  # a larger integer overflows where it is multiplied with a float
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -147,6 +161,8 @@ def load_optimizer_state(
     for options, own, group in zip(optimizer.param_groups, packed, wanted, strict=True):
         by_index.update(zip(own["params"], zip(options["params"], group["params"], strict=True), strict=True))
     state.update({index: tree["state"][name] for index, (_, name) in by_index.items() if name in tree["state"]})
+    if type(optimizer).__module__.partition(".")[0] == "torch":
+        _check_complete(kind, tree["state"])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for parameter, name in by_index.values():
         then = tree.get("dtypes", {}).get(name, parameter.dtype)
@@ -228,6 +244,13 @@ def check_tree(tree: Mapping[str, Any]) -> None:
     for group in groups:
         if not all(isinstance(name, str) for name in group["params"]):
             raise TypeError("a group's parameters have no names")
+
+
+def _check_complete(kind: str, state: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, values in state.items():
+        lacking = _LOOKED_UP.get(kind, set()).difference(values)
+        if values and lacking:
+            raise TypeError(f"the state of {name} lacks {', '.join(sorted(lacking))}")
 
 
 def _shapes(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, list[int]]:

@@ -151,6 +151,17 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
         assert not fresh.state
 
 
+@pytest.mark.parametrize("lost", ["step", "exp_avg_sq"])
+def test_a_state_without_what_the_next_step_looks_up_is_refused(lost):
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    train(net, optimizer, steps=1)
+    tree = copy.deepcopy(optimizer_state(net, optimizer))
+    del tree["state"]["b.weight"][lost]
+    with pytest.raises(TypeError, match=f"the state of b.weight lacks {lost}"):
+        load_optimizer_state(net, torch.optim.Adam(net.parameters()), tree)
+
+
 def test_a_parameter_that_moved_to_another_group_is_named():
     net = Net()
     saved = torch.optim.SGD(groups_of(net, NAMES[:2], NAMES[2:], lrs=[0.1, 0.2]))
