@@ -23,8 +23,8 @@ _HOME = {
     "Strategy": "instep.strategies",
     "TrainModule": "instep.trainer",
     "Trainer": "instep.trainer",
-    "debug_launcher": "instep.launch.functions",
-    "notebook_launcher": "instep.launch.functions",
+    "debug_launcher": "instep.launchers.notebook",
+    "notebook_launcher": "instep.launchers.notebook",
     "seed_everything": "instep.utils.seed",
 }
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from instep.callbacks import Callback as Callback
     from instep.checkpoint.resume import Resume as Resume
     from instep.data import DataModule as DataModule
-    from instep.launch.functions import debug_launcher as debug_launcher
-    from instep.launch.functions import notebook_launcher as notebook_launcher
+    from instep.launchers.notebook import debug_launcher as debug_launcher
+    from instep.launchers.notebook import notebook_launcher as notebook_launcher
     from instep.loggers import Logger as Logger
     from instep.state import AcceleratorState as AcceleratorState
     from instep.state import GradientState as GradientState

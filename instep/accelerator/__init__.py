@@ -12,9 +12,8 @@ from instep.accelerator.handlers import (
 )
 from instep.accelerator.loader import skip_first_batches
 from instep.accelerator.local_sgd import LocalSGD
-from instep.accelerator.logging import get_logger
+from instep.accelerator.logging import get_logger, tqdm
 from instep.accelerator.memory import clear_device_cache, find_executable_batch_size, release_memory
-from instep.accelerator.progress import tqdm
 from instep.accelerator.rng import set_seed, synchronize_rng_states
 from instep.data import DataLoaderConfiguration
 

@@ -38,7 +38,7 @@ from instep.strategies import Precision, Strategy, resolve_strategy
 from instep.strategies.precision import precision_name
 from instep.strategies.registry import asked_strategy
 from instep.types import PathLike
-from instep.utils import variables
+from instep.utils import env
 
 _IN_CONFIG = "It is in DataLoaderConfiguration, given as dataloader_config"
 _ELSEWHERE = {
@@ -130,13 +130,13 @@ class Accelerator(Checkpointing):
             hint = _ELSEWHERE.get(name, f"Known are {', '.join(sorted(inspect.signature(Accelerator).parameters))}")
             raise SettingError(f"Accelerator({name}=...) is not taken. {hint}.", field=name, got=unknown[name])
         if mixed_precision is None:
-            asked = variables.asked("precision", precision_name) or "32-true"
+            asked = env.asked("precision", precision_name) or "32-true"
             mixed_precision = next((short for short, name in PRECISION.items() if name == asked), asked)
         if mixed_precision not in PRECISION:
             raise one_of("mixed_precision", mixed_precision, PRECISION)
         if gradient_accumulation_plugin is None:
             steps = gradient_accumulation_steps
-            steps = variables.asked("accumulate_grad_batches") if steps is None else steps
+            steps = env.asked("accumulate_grad_batches") if steps is None else steps
             gradient_accumulation_plugin = GradientAccumulationPlugin(num_steps=1 if steps is None else steps)
         elif gradient_accumulation_steps not in (None, 1, gradient_accumulation_plugin.num_steps):
             raise SettingError(
@@ -153,7 +153,7 @@ class Accelerator(Checkpointing):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         if read_environment().launcher != "none":
-            from instep.launch.report import report_failures  # late: only ranks need it
+            from instep.health.error_report import report_failures  # late: only ranks need it
 
             report_failures()
         group = self._handlers.get(InitProcessGroupKwargs)

@@ -18,7 +18,7 @@ from instep.checkpoint import CheckpointStore
 from instep.checkpoint.background import BackgroundSaver, PendingSave
 from instep.checkpoint.lease import Lease
 from instep.checkpoint.resume import Resume, ResumeReport
-from instep.checkpoint.together import Peers
+from instep.distributed.rank_zero import Peers
 from instep.errors import SettingError
 from instep.state import PartialState
 from instep.strategies import Precision

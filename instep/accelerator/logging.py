@@ -7,8 +7,9 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from instep.distributed import wait_for_everyone
-from instep.errors import one_of
+from instep.errors import SettingError, one_of
 from instep.state import ProcessEnvironment, process, read_environment
+from instep.utils.imports import require
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -99,3 +100,28 @@ def get_logger(name: str, log_level: str | None = None) -> RankLogger:
             raise one_of("log_level", log_level, _LEVELS)
         logger.setLevel(log_level.upper())
     return RankLogger(logger)
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """A `tqdm.auto` bar that only the first process of every node shows.
+
+    Args:
+        args: tqdm's own, as are `kwargs`: the iterable first.
+        main_process_only: False shows a bar on every process.
+
+    Raises:
+        MissingPackageError: tqdm is not installed.
+        SettingError: the first argument is `main_process_only`, as other libraries had it.
+
+    Example:
+        >>> sum(tqdm(range(3), disable=True))
+        3
+    """
+    if args and isinstance(args[0], bool):
+        raise SettingError(
+            "tqdm(True, ...) is not taken: main_process_only is given by name", field="main_process_only"
+        )
+    bar = require("tqdm.auto", extra=None, purpose="instep.accelerator.tqdm").tqdm
+    if main_process_only and known_place()[0].local_rank != 0:
+        kwargs["disable"] = True
+    return bar(*args, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from instep.checkpoint.together import fail_together, from_every_rank
+from instep.distributed.rank_zero import fail_together, from_every_rank
 from instep.errors import DistributedError, HookError, SettingError, UsageError
 from instep.state import DEVICE_KINDS
 

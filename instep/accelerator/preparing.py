@@ -13,11 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from instep.accelerator.facade import ProcessFacade
-from instep.accelerator.forward import put_on, take_off
 from instep.accelerator.handlers import GradientAccumulationPlugin
 from instep.accelerator.loader import AcceleratedLoader
-from instep.accelerator.window import Window
-from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
+from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler, Window, put_on, take_off
 from instep.data import DataLoaderConfiguration, PreparedLoader, prepare_loader
 from instep.distributed import broadcast_object
 from instep.errors import SettingError, UsageError

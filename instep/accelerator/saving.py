@@ -25,17 +25,16 @@ from torch.optim import Optimizer
 
 from instep import __version__
 from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Shard, Writer, find_checkpoint
-from instep.checkpoint.catalog import facts
-from instep.checkpoint.edge import reading, taking_up
+from instep.checkpoint.edge import anything, check, count, dict_of, list_of, mapping, named, reading, taking_up, text
 from instep.checkpoint.resume import Resume, ResumeReport, compare
-from instep.checkpoint.schema import anything, check, count, dict_of, list_of, mapping, named, text
-from instep.checkpoint.together import on_rank_zero
+from instep.checkpoint.scan import facts
 from instep.checkpoint.writer import BaseWriter
 from instep.distributed import gather_object, raise_together
+from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError, UsageError
 from instep.strategies import Strategy
-from instep.utils.learning_rate import checked_schedule, follow_schedule, put_rates, rates_of, set_learning_rates
 from instep.utils.optimizer_state import check_trees, clean_name
+from instep.utils.optimizers import checked_schedule, follow_schedule, put_rates, rates_of, set_learning_rates
 from instep.utils.paths import local_path
 from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
 

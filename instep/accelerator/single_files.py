@@ -14,7 +14,7 @@ from torch import Tensor
 
 from instep.checkpoint import write_tensors
 from instep.checkpoint.files import LocalFiles
-from instep.checkpoint.together import on_rank_zero
+from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import UnsavableStateError
 from instep.utils.optimizer_state import clean_name
 

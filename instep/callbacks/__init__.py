@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from instep.callbacks.base import Callback
-from instep.utils.lazy import loads
+from instep.utils.imports import loads
 
 _HOME = {
     "EarlyStopping": "early_stopping",

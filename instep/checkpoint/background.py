@@ -17,10 +17,10 @@ from pathlib import Path, PosixPath
 from queue import SimpleQueue
 from typing import Any
 
-from instep.checkpoint.host import HostBuffers, Recorder
+from instep.checkpoint.staging import HostBuffers, Recorder
 from instep.checkpoint.store import CheckpointStore
-from instep.checkpoint.together import Peers
 from instep.checkpoint.writer import BaseWriter
+from instep.distributed.rank_zero import Peers
 from instep.errors import CorruptCheckpointError
 
 _ABORT_S = 5.0  # until a thread has noticed that its group is gone

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from torch import distributed
 
 from instep.errors import CheckpointError, CorruptCheckpointError, InstepError
+
+Kind: TypeAlias = "Callable[[Any], bool]"
 
 
 @contextmanager
@@ -64,3 +68,89 @@ def taking_up(path: Path, what: str) -> Iterator[None]:
             "another checkpoint, or leave that part out by resume=Resume(...).",
             path=path,
         ) from error
+
+
+"""Whether a value is of a kind; its name is what errors say was expected."""
+
+
+def count(value: Any) -> bool:
+    """A number of things, which 64 bits hold."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def text(value: Any) -> bool:
+    """A text."""
+    return isinstance(value, str)
+
+
+def flag(value: Any) -> bool:
+    """True or False."""
+    return isinstance(value, bool)
+
+
+def number(value: Any) -> bool:
+    """A number, nan and infinite ones too, that a float can hold."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
+
+
+def finite(value: Any) -> bool:
+    """A number that is neither nan nor infinite."""
+    return number(value) and math.isfinite(value)
+
+
+def mapping(value: Any) -> bool:
+    """A dict."""
+    return isinstance(value, dict)
+
+
+def named(value: Any) -> bool:
+    """A dict with texts for keys."""
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+def anything(_: Any) -> bool:
+    """Any value."""
+    return True
+
+
+def none_or(kind: Kind) -> Kind:
+    """None, or a value of a kind."""
+    return _called(f"None or {kind.__name__}", lambda value: value is None or kind(value))
+
+
+def list_of(kind: Kind) -> Kind:
+    """A list or tuple of values of a kind."""
+    return _called(f"list of {kind.__name__}", lambda value: isinstance(value, list | tuple) and all(map(kind, value)))
+
+
+def dict_of(kind: Kind) -> Kind:
+    """A dict with texts for keys and values of a kind."""
+    return _called(f"dict of {kind.__name__}", lambda value: named(value) and all(map(kind, value.values())))
+
+
+def check(value: Any, table: Mapping[str, Kind], what: str, optional: Mapping[str, Kind] | None = None) -> None:
+    """Hold a dict against a table.
+
+    Args:
+        value: what is held against it; keys that the table does not know may be there.
+        table: the kind of each key, which must be there.
+        what: names the value in errors.
+        optional: the same for keys that may be missing.
+
+    Raises:
+        ValueError: it does not fit; names the key and what is there.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} is a {type(value).__name__}, where a dict is expected")
+    missing = [key for key in table if key not in value]
+    if missing:
+        raise ValueError(f"{what} lacks {', '.join(missing)}")
+    for key, kind in {**table, **(optional or {})}.items():
+        if key in value and not kind(value[key]):
+            short = repr(value[key])[:80]
+            raise ValueError(f"{what} has {key}={short}, where a {kind.__name__} is expected")
+
+
+def _called(name: str, kind: Kind) -> Kind:
+    kind.__name__ = name
+    return kind

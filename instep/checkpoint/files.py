@@ -7,18 +7,59 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from instep.checkpoint import names
-from instep.checkpoint.hashing import Data, FileRecord, hash_file
-from instep.checkpoint.out_file import OutFile, Trace
-from instep.utils import small_files
-from instep.utils.owner import is_gone, this_process
-from instep.utils.regular_files import open_regular, read_regular
+from instep.checkpoint.hashing import Data, FileRecord, OutFile, Trace, hash_file
+from instep.utils import atomic
+from instep.utils.process_id import is_gone, this_process
+from instep.utils.untrusted_files import open_regular, read_regular
+
+T = TypeVar("T")
+
+PAUSES_S = (0.5, 2.0)  # one more try after each
+sleep = time.sleep  # tests put their own here
+
+_PASSING_NAMES = (
+    *("EAGAIN", "EBUSY", "EINTR", "EIO", "EREMOTEIO", "ESTALE", "ETIMEDOUT", "EPIPE"),
+    *("ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH"),
+)
+_PASSING = {getattr(errno, name) for name in _PASSING_NAMES if hasattr(errno, name)}
+
+
+def passing(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is one that may not come again: a network's or a server's short fault."""
+    while error is not None:
+        if isinstance(error, (ConnectionError, TimeoutError)):
+            return True
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            return True
+        error = error.__cause__
+    return False
+
+
+def wait(pause_s: float, what: str) -> None:
+    """Say that something is tried again, and wait before it is."""
+    warnings.warn(what, stacklevel=3)
+    sleep(pause_s)
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """What `read()` returns; called again where it fails in passing."""
+    for pause_s in PAUSES_S:
+        try:
+            return read()
+        except OSError as error:
+            if not passing(error):
+                raise
+            wait(pause_s, f"reading failed for now, and is tried again: {error}")
+    return read()
 
 
 class Files(ABC):
@@ -276,13 +317,13 @@ class LocalFiles(Files):
 
     def create_exclusive(self, path: Path, data: bytes) -> bool:
         self._before("create_exclusive", path, data)
-        made = small_files.create_exclusive(path, data)
+        made = atomic.create_exclusive(path, data)
         self.sync_folder(path.parent)
         return made
 
     def replace(self, path: Path, data: bytes) -> None:
         self._before("replace", path, data)
-        small_files.replace(path, data)
+        atomic.replace(path, data)
 
     def remove(self, path: Path) -> None:
         self._before("unlink", path)

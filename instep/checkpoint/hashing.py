@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from instep.utils.regular_files import open_regular
+from instep.errors import CheckpointError
+from instep.utils.untrusted_files import open_regular
 
 CHUNK_BYTES = 64 * 2**20  # a part of a large file can be verified by itself in these pieces
 
 Data: TypeAlias = "bytes | bytearray | memoryview"
+
+_BUFFER_BYTES = 2**20  # small writes are joined up to this size
+_WRITE_BYTES = 16 * 2**20  # at most so much per call
+
+Trace: TypeAlias = "Callable[[str, Path, Any], None]"
 
 
 @dataclass(frozen=True)
@@ -76,3 +87,131 @@ def hash_file(path: Path) -> FileRecord:
         while size := file.readinto(buffer):
             hasher.update(buffer[:size])
     return hasher.record()
+
+
+class OutFile(ABC):
+    """A new file that is hashed while it is written, and safe once `close` has returned.
+
+    Args:
+        path: must not exist.
+        total_bytes: what will be written, for the text of errors; None: unknown.
+        trace: see `Files`.
+    """
+
+    def __init__(self, path: Path, total_bytes: int | None, trace: Trace) -> None:
+        self.path = path
+        self._total_bytes = total_bytes
+        self._trace = trace
+        self._hasher = Hasher()
+        self._written = 0
+        self._pending = bytearray()
+        try:
+            trace("create", path, None)
+            self._open()
+        except FileExistsError as error:
+            raise CheckpointError(
+                f"{path} was written twice in one save. Give each rank's file a name of its own.", path=path
+            ) from error
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def __enter__(self) -> OutFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._abandon()
+
+    def write(self, data: Data) -> None:
+        """Append bytes (any contiguous buffer)."""
+        view = memoryview(data).cast("B")
+        if len(view) >= _BUFFER_BYTES:
+            self._flush()
+            self._emit(view)
+        else:
+            self._pending += view
+            if len(self._pending) >= _BUFFER_BYTES:
+                self._flush()
+
+    def close(self) -> FileRecord:
+        """Write what is buffered and wait until it is safe.
+
+        Returns:
+            Size and checksums of what was written.
+        """
+        self._flush()
+        try:
+            self._finish()
+        except OSError as error:
+            raise self._failed(error) from error
+        return self._hasher.record()
+
+    @abstractmethod
+    def _open(self) -> None: ...
+
+    @abstractmethod
+    def _write(self, piece: memoryview) -> int:
+        """Write the beginning of the piece; how much."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Wait until everything is safe, and close."""
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """Give up what was not finished; the store removes the folder."""
+
+    def _flush(self) -> None:
+        if self._pending:
+            pending, self._pending = self._pending, bytearray()
+            self._emit(memoryview(pending))
+
+    def _emit(self, view: memoryview) -> None:
+        if len(view) < _WRITE_BYTES:
+            self._hasher.update(view)
+            self._write_all(view)
+            return
+        # While the system takes the data: one after the other, the checksum would add a fifth to writing and fsync.
+        hashing = threading.Thread(target=self._hasher.update, args=(view,), name="instep-hash")
+        hashing.start()
+        try:
+            self._write_all(view)
+        finally:
+            hashing.join()
+
+    def _write_all(self, view: memoryview) -> None:
+        while len(view) > 0:
+            piece = view[:_WRITE_BYTES]
+            try:
+                self._trace("write", self.path, piece)
+                written = self._write(piece)
+            except OSError as error:
+                raise self._failed(error) from error
+            self._written += written
+            view = view[written:]
+
+    def _failed(self, error: OSError) -> CheckpointError:
+        total = "" if self._total_bytes is None else f" of {self._total_bytes:,}"
+        return CheckpointError(
+            f"could not write {self.path}: {error.strerror or error} after {self._written:,}{total} bytes"
+            f"{_free_bytes(self.path.parent)}. {_advice(error)}",
+            path=self.path,
+        )
+
+
+def _free_bytes(folder: Path) -> str:
+    if not isinstance(folder, Path):  # an object store has no end
+        return ""
+    try:
+        return f" ({shutil.disk_usage(folder).free:,} bytes are free there)"
+    except OSError:
+        return ""
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "Free some space, or keep fewer checkpoints; the older ones are intact."
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "Give this user the right to write there, or choose another folder."
+    if error.errno == errno.ENOENT:
+        return "The folder has vanished; with several nodes it must be on a file system that all of them share."
+    return "The older checkpoints are intact."

@@ -32,11 +32,10 @@ from typing import Any
 
 from instep.checkpoint.files import Files, LocalFiles
 from instep.errors import CheckpointError, FolderInUseError, LeaseLostError
-from instep.state.restarts import read_job
-from instep.utils.hidden import hide_arguments
-from instep.utils.owner import is_gone, this_process
-from instep.utils.regular_files import LEASE_BYTES
-from instep.utils.strict_json import parse_json
+from instep.state.environment import read_job
+from instep.utils.process_id import is_gone, this_process
+from instep.utils.redact import hide_arguments
+from instep.utils.untrusted_files import LEASE_BYTES, parse_json
 
 INTERVAL_S = 5.0
 SEEN_S = 10.0

@@ -12,16 +12,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from instep.checkpoint.edge import reading
+from instep.checkpoint.edge import check, count, dict_of, list_of, named, none_or, number, reading, text
 from instep.checkpoint.encode import decode, encode
+from instep.checkpoint.files import patiently
 from instep.checkpoint.hashing import FileRecord, digest
 from instep.checkpoint.names import MANIFEST, is_inner_name
 from instep.checkpoint.remote import files_of
-from instep.checkpoint.retry import patiently
-from instep.checkpoint.schema import check, count, dict_of, list_of, named, none_or, number, text
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UnsavableStateError
-from instep.utils.regular_files import INDEX_BYTES
-from instep.utils.strict_json import parse_object
+from instep.utils.untrusted_files import INDEX_BYTES, parse_object
 
 FORMAT_VERSION = 1
 _BODY = {

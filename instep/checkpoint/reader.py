@@ -10,18 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from instep.checkpoint.encode import decode
+from instep.checkpoint.files import patiently
 from instep.checkpoint.hashing import FileRecord, Hasher
+from instep.checkpoint.lazy import JoinedTensor, join_tensors, join_trees, read_all, read_parts
 from instep.checkpoint.manifest import Manifest, read_manifest, refuse_link
 from instep.checkpoint.names import MANIFEST, inside
 from instep.checkpoint.remote import files_of
-from instep.checkpoint.retry import patiently
-from instep.checkpoint.shard import StoredTensor
-from instep.checkpoint.stored import JoinedTensor, join_tensors, join_trees, read_all, read_parts
-from instep.checkpoint.tensors import read_tensors
+from instep.checkpoint.tensors import StoredTensor, read_tensors
 from instep.distributed.nested import map_leaves
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from instep.utils.regular_files import STATE_BYTES
-from instep.utils.strict_json import parse_json
+from instep.utils.untrusted_files import STATE_BYTES, parse_json
 
 
 class Reader:

@@ -19,10 +19,9 @@ from typing import Any
 
 from instep.checkpoint import names
 from instep.checkpoint.files import Files, LocalFiles
-from instep.checkpoint.hashing import FileRecord, Hasher
-from instep.checkpoint.out_file import OutFile
-from instep.utils.owner import is_gone, this_process
-from instep.utils.regular_files import LEASE_BYTES, too_large
+from instep.checkpoint.hashing import FileRecord, Hasher, OutFile
+from instep.utils.process_id import is_gone, this_process
+from instep.utils.untrusted_files import LEASE_BYTES, too_large
 
 _OWNER = ".owner"
 _PART_BYTES = 32 * 2**20  # of an upload; up to about three of them are in memory

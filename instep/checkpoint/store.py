@@ -14,17 +14,24 @@ import torch
 
 from instep import __version__
 from instep.checkpoint import names
-from instep.checkpoint.catalog import Broken, facts, folder_names, look, read_or_say
-from instep.checkpoint.choose import CheckpointInfo, best_first, check_keyword
-from instep.checkpoint.files import Files
+from instep.checkpoint.files import PAUSES_S, Files, passing, wait
 from instep.checkpoint.hashing import FileRecord
 from instep.checkpoint.lease import Lease, check_seen
 from instep.checkpoint.manifest import Manifest
 from instep.checkpoint.reader import Reader, file_problem, folder_problems
 from instep.checkpoint.remote import files_of
-from instep.checkpoint.retry import PAUSES_S, passing, wait
-from instep.checkpoint.together import Peers
+from instep.checkpoint.scan import (
+    Broken,
+    CheckpointInfo,
+    best_first,
+    check_keyword,
+    facts,
+    folder_names,
+    look,
+    read_or_say,
+)
 from instep.checkpoint.writer import Writer
+from instep.distributed.rank_zero import Peers
 from instep.errors import (
     CheckpointError,
     CheckpointNotFoundError,

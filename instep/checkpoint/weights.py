@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
-from instep.checkpoint.catalog import find_checkpoint
-from instep.checkpoint.dcp_folders import find_dcp_folder, stored_dcp_weights
-from instep.checkpoint.edge import reading
+from instep.checkpoint.edge import dict_of, reading, text
+from instep.checkpoint.files import LocalFiles, patiently
+from instep.checkpoint.foreign.dcp import find_dcp_folder, stored_dcp_weights
+from instep.checkpoint.foreign.torch_files import read_torch_file
+from instep.checkpoint.foreign.zero import find_zero_folder, load_zero_weights
+from instep.checkpoint.lazy import JoinedTensor, join_tensors, read_all, read_parts
 from instep.checkpoint.names import inside
 from instep.checkpoint.reader import Reader
 from instep.checkpoint.remote import files_of
-from instep.checkpoint.retry import patiently
-from instep.checkpoint.schema import dict_of, text
-from instep.checkpoint.shard import StoredTensor
-from instep.checkpoint.stored import JoinedTensor, join_tensors, read_all, read_parts
-from instep.checkpoint.tensors import read_tensors
-from instep.checkpoint.torch_files import read_torch_file
-from instep.checkpoint.zero_folders import find_zero_folder, load_zero_weights
-from instep.errors import CheckpointError
-from instep.types import Location
-from instep.utils.paths import to_path
-from instep.utils.regular_files import INDEX_BYTES
-from instep.utils.strict_json import parse_object
+from instep.checkpoint.scan import find_checkpoint
+from instep.checkpoint.tensors import StoredTensor, content_of, framing, read_tensors, why_unsavable
+from instep.errors import CheckpointError, UnsavableStateError
+from instep.types import Location, PathLike
+from instep.utils.paths import local_path, to_path
+from instep.utils.untrusted_files import INDEX_BYTES, parse_object
 
 _FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
 _INDEX = ".json"  # of the files of a model, as the Hugging Face hub has it
 _NESTED = ("state_dict", "model", "model_state_dict")  # where Lightning and common scripts keep the weights
+
+_HUB_INDEX = "model.safetensors.index.json"  # as the Hugging Face hub has it
+_Weights: TypeAlias = "Mapping[str, StoredTensor] | Mapping[str, Tensor]"
 
 
 def load_weights(path: Location) -> dict[str, Tensor]:
@@ -129,3 +132,128 @@ def _load_foreign(path: Path) -> dict[str, Tensor]:
 
 def _is_state_dict(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
     return isinstance(value, Mapping) and len(value) > 0 and all(isinstance(v, Tensor) for v in value.values())
+
+
+def merge(path: Location, file: PathLike) -> Path:
+    """Make one safetensors file of a checkpoint's weights, which anybody reads without instep.
+
+    One tensor at a time is in memory, where they lie in safetensors files. Tied weights are written under each of their
+    names, so that `load_state_dict` misses none. Every file that is read is verified where it has a checksum, and the
+    new one is there whole or not at all.
+
+    Args:
+        path: what `load_weights` reads, of one rank or of many.
+        file: what is written; it must not exist.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint, or no weights in it.
+        CorruptCheckpointError: it is damaged.
+        CheckpointError: the file is there already, or cannot be written.
+
+    Example:
+        >>> merge("runs/checkpoints/best", "model.safetensors")  # doctest: +SKIP
+        >>> safetensors.torch.load_file("model.safetensors")  # doctest: +SKIP
+    """
+    weights = stored_weights(to_path(path))
+
+    def write(temporary: Path) -> None:
+        _write(weights, weights, temporary)
+
+    def publish(temporary: Path, target: Path) -> None:
+        os.link(temporary, target)  # unlike a rename it fails where there is something
+        temporary.unlink()
+
+    return _put(local_path(file), write, publish)
+
+
+def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
+    """The same as a folder of safetensors files with an index, as the Hugging Face hub has large models.
+
+    Args:
+        path: as for `merge`.
+        folder: what is made; it must not exist.
+        max_bytes: of tensors in each file; a tensor that is larger has a file of its own. Where all fit into one, it is
+            `model.safetensors`, without an index.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointNotFoundError: as for `merge`, as are the others.
+    """
+    weights = stored_weights(to_path(path))
+    sizes = {name: it.dtype.itemsize * it.shape.numel() for name, it in weights.items()}
+    parts: list[list[str]] = [[]]
+    room = max_bytes
+    for name, size in sizes.items():
+        if size > room and parts[-1]:
+            parts.append([])
+            room = max_bytes
+        parts[-1].append(name)
+        room -= size
+    count = len(parts)
+    files = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    files = files if count > 1 else ["model.safetensors"]
+
+    def write(temporary: Path) -> None:
+        temporary.mkdir()
+        for file, names in zip(files, parts, strict=True):
+            _write(weights, names, temporary / file)
+        if count > 1:
+            places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+            data = json.dumps(index, indent=2).encode()
+            with LocalFiles().create(temporary / _HUB_INDEX, len(data)) as out:
+                out.write(data)
+                out.close()
+        LocalFiles().sync_folder(temporary)
+
+    def publish(temporary: Path, target: Path) -> None:
+        if target.exists():
+            raise FileExistsError(target)
+        temporary.rename(target)
+
+    return _put(local_path(folder), write, publish)
+
+
+def _write(weights: _Weights, names: Iterable[str], file: Path) -> None:
+    for name in names:
+        tensor = weights[name]
+        problem = why_unsavable(tensor) if isinstance(tensor, Tensor) else None
+        if problem is not None:
+            raise UnsavableStateError(f"{name} is {problem}")
+    # Of the right shape and dtype, and of no size in memory.
+    shells = {name: torch.empty((), dtype=weights[name].dtype).expand(weights[name].shape) for name in names}
+    head, order = framing(shells)
+    with LocalFiles().create(file, len(head) + sum(it.nbytes for it in order.values())) as out:
+        out.write(head)
+        for name in order:
+            tensor = weights[name]
+            out.write(content_of(tensor if isinstance(tensor, Tensor) else tensor.read()))
+        out.close()
+
+
+def _put(target: Path, write: Callable[[Path], None], publish: Callable[[Path, Path], None]) -> Path:
+    """Write a file or folder under a hidden name first, and never over another."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(temporary)
+            publish(temporary, target)
+            LocalFiles().sync_folder(target.parent)
+        finally:
+            if temporary.is_dir():
+                shutil.rmtree(temporary)
+            else:
+                temporary.unlink(missing_ok=True)
+    except FileExistsError as error:
+        text = f"{target} is there already; nothing is overwritten. Give another name."
+        raise CheckpointError(text, path=target) from error
+    except OSError as error:
+        text = f"could not write {target}: {error.strerror or error}. Give a place that can be written to."
+        raise CheckpointError(text, path=target) from error
+    return target

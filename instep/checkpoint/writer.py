@@ -14,8 +14,7 @@ from instep.checkpoint.encode import encode
 from instep.checkpoint.files import Files
 from instep.checkpoint.hashing import Data, FileRecord
 from instep.checkpoint.names import is_plain_name
-from instep.checkpoint.shard import Shard
-from instep.checkpoint.tensors import write_tensors
+from instep.checkpoint.tensors import Shard, write_tensors
 from instep.errors import SettingError, UnsavableStateError
 
 

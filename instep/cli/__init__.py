@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from instep.utils.lazy import loads
+from instep.utils.imports import loads
 
 _HOME = {
     "ArgsType": "trainer_cli",
@@ -16,14 +16,14 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from instep.cli.optimizer_config import LRSchedulerCallable as LRSchedulerCallable
-    from instep.cli.optimizer_config import LRSchedulerOptions as LRSchedulerOptions
-    from instep.cli.optimizer_config import OptimizerCallable as OptimizerCallable
-    from instep.cli.optimizer_config import instantiate_class as instantiate_class
-    from instep.cli.save_config import SaveConfigCallback as SaveConfigCallback
     from instep.cli.trainer_cli import ArgsType as ArgsType
+    from instep.cli.trainer_cli import SaveConfigCallback as SaveConfigCallback
     from instep.cli.trainer_cli import TrainerCLI as TrainerCLI
+    from instep.cli.trainer_parser import LRSchedulerCallable as LRSchedulerCallable
+    from instep.cli.trainer_parser import LRSchedulerOptions as LRSchedulerOptions
+    from instep.cli.trainer_parser import OptimizerCallable as OptimizerCallable
     from instep.cli.trainer_parser import TrainerArgumentParser as TrainerArgumentParser
+    from instep.cli.trainer_parser import instantiate_class as instantiate_class
 
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 

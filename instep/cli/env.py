@@ -24,8 +24,8 @@ from instep import __version__
 from instep.cli import output
 from instep.cli.config.files import CONFIG_HELP
 from instep.cli.config.show import as_json, print_settings
-from instep.launch.sources import resolve
-from instep.utils.hidden import hide
+from instep.config.layers import resolve
+from instep.utils.redact import hide
 
 _PACKAGES = (
     "torch", "numpy", "safetensors", "rich", "tensorboard", "wandb", "deepspeed", "torchdata", "torchao", "torch_xla",

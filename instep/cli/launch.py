@@ -18,8 +18,8 @@ import sys
 from instep.cli import output
 from instep.cli.options import add_settings
 from instep.errors import SettingError
-from instep.utils.hidden import hide, hide_arguments
-from instep.utils.variables import misspelt_variables
+from instep.utils.env import misspelt_variables
+from instep.utils.redact import hide, hide_arguments
 
 _USAGE = 2
 
@@ -45,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
     if args.module and args.no_python:
         args.fail("-m names a module of Python, --no-python a command without it: give one of them")
     # Late: load torch and pydantic.
+    from instep.config.layers import default_file, resolve
+    from instep.config.spec import make_spec
     from instep.launch.command import check_program
     from instep.launch.engine import run as run_job
-    from instep.launch.plan import make_spec
-    from instep.launch.sources import default_file, resolve
 
     try:
         launch = resolve(args.said, args.config)
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         output.say_json({"spec": spec_shown, "sources": launch.sources, "ray": launch.settings.ray}, indent=1)
         return 0
     if launch.settings.ray is not None:
-        from instep.launch.ray import RayLauncher  # late: most need none
+        from instep.launchers.ray import RayLauncher  # late: most need none
 
         return RayLauncher(launch.settings.ray).run(spec)
     return run_job(spec)

@@ -82,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _source(src: str) -> str | Path:
-    from instep.checkpoint.dcp_folders import find_dcp_folder  # late: loads torch
+    from instep.checkpoint.foreign.dcp import find_dcp_folder  # late: loads torch
+    from instep.checkpoint.foreign.zero import find_zero_folder
     from instep.checkpoint.manifest import MANIFEST
-    from instep.checkpoint.zero_folders import find_zero_folder
     from instep.cli.checkpoint.targets import find_one
     from instep.utils.paths import to_path
 

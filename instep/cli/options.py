@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-from instep.launch.elsewhere import RENAMED, SWITCHES, advice
-from instep.launch.settings import DICTS, NAMES, about, choices, pairs
-from instep.launch.settings import SWITCHES as OWN_SWITCHES
+from instep.config.porting import RENAMED, SWITCHES, advice
+from instep.config.settings import DICTS, NAMES, about, choices, pairs
+from instep.config.settings import SWITCHES as OWN_SWITCHES
 
 _CONFIG = "settings in YAML, or the name of a template (default: ~/.config/instep/config.yaml)"
 _METAVARS = {
@@ -88,7 +88,7 @@ def complete_config(prefix: str, **_: Any) -> list[str]:
     """What a shell offers for `--config`: templates and files."""
     from argcomplete.completers import FilesCompleter  # late: only a shell that completes needs it
 
-    from instep.launch.sources import templates
+    from instep.config.layers import templates
 
     return [*templates(), *FilesCompleter()(prefix)]
 

@@ -34,8 +34,8 @@ from typing import Any
 
 from instep.cli import output
 from instep.errors import CheckpointError, CorruptCheckpointError, UsageError
-from instep.utils.hidden import HIDDEN
-from instep.utils.own_mark import is_own
+from instep.utils.private_files import is_own
+from instep.utils.redact import HIDDEN
 
 _FEW_SAMPLES = 8  # that the table names; --json has all
 # Options of the interpreter that name no code: -W may import a class, -X and the environment say where code lies.

@@ -21,7 +21,7 @@ from typing import Any
 from instep.cli import output
 from instep.cli.options import add_settings
 from instep.launch.command import check_program
-from instep.launch.slurm import BatchJob, check_time, submit
+from instep.launchers.slurm import BatchJob, check_time, submit
 
 _OF_LAUNCH = (
     "accelerator", "strategy", "strategy_options", "precision", "accumulate_grad_batches", "debug", "max_restarts",

@@ -1,8 +1,4 @@
-"""`TrainerCLI`: trains, validates, tests and predicts as a configuration and the command line say.
-
-Built on jsonargparse. Names and meaning are those that users of LightningCLI know. Settings come from, the first wins:
-the command line, `--config` files (the last one first), INSTEP_... variables, a checkpoint's hyperparameters, defaults.
-"""
+"""The configuration of a run, saved in its folder before the first step."""
 
 from __future__ import annotations
 
@@ -17,27 +13,121 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from jsonargparse import ActionConfigFile, Namespace, register_unresolvable_import_paths
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, register_unresolvable_import_paths
 from torch.optim import Optimizer
 
 from instep import __version__
 from instep.callbacks import Callback
+from instep.checkpoint import LocalFiles
 from instep.cli.completion import complete_subcommand
-from instep.cli.optimizer_config import LRSchedulerOptions, instantiate_class, with_class_path, with_length
-from instep.cli.save_config import SaveConfigCallback
-from instep.cli.trainer_parser import AUTOMATIC, TrainerArgumentParser, import_named
+from instep.cli.trainer_parser import (
+    AUTOMATIC,
+    LRSchedulerOptions,
+    TrainerArgumentParser,
+    import_named,
+    instantiate_class,
+    with_class_path,
+    with_length,
+)
 from instep.data import DataModule
+from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import CheckpointError, UsageError
+from instep.health.error_report import report_failures
 from instep.launch.engine import is_worker
-from instep.launch.report import report_failures
 from instep.state import read_environment
 from instep.trainer import Trainer, TrainModule
-from instep.trainer.configured import StandIn, configured_arguments, described_arguments
+from instep.trainer.devices import count_devices, launch
 from instep.trainer.hooks import is_overridden
-from instep.trainer.place import count_devices, launch
+from instep.trainer.rebuild import StandIn, configured_arguments, described_arguments
 from instep.trainer.settings import resolve
 from instep.utils.hparams import CLASS_PATH, configured_as
+from instep.utils.plain_yaml import MAX_BYTES, MAX_ITEMS
 from instep.utils.seed import seed_everything
+
+
+class SaveConfigCallback(Callback):
+    """Saves what a `TrainerCLI` was configured with as `config.yaml` in the run folder.
+
+    The file appears in one instant and is on the disk before the first step. A run that is resumed with another
+    configuration saves that as `config-1.yaml` and so on: nothing is overwritten. Without a run folder (no logger and
+    no checkpoints) nothing is saved.
+
+    Args:
+        parser: what the configuration was parsed with.
+        config: the parsed configuration.
+        config_filename: the file's name.
+        overwrite: give `config.yaml` the newest configuration instead.
+        save_to_log_dir: False leaves it all to `save_config`.
+    """
+
+    def __init__(
+        self,
+        parser: ArgumentParser,
+        config: Namespace,
+        config_filename: str = "config.yaml",
+        overwrite: bool = False,
+        save_to_log_dir: bool = True,
+    ) -> None:
+        if not save_to_log_dir and type(self).save_config is SaveConfigCallback.save_config:
+            raise UsageError("save_to_log_dir=False saves nothing: override save_config in a subclass, or leave it out")
+        self.parser = parser
+        self.config = config
+        self.config_filename = config_filename
+        self.overwrite = overwrite
+        self.save_to_log_dir = save_to_log_dir
+        self._saved = False
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Before the first step; a resume that was refused has saved nothing."""
+        self._save(trainer, module)
+
+    on_validation_start = on_test_start = on_predict_start = on_train_start
+
+    def save_config(self, trainer: Any, module: Any, stage: str) -> None:
+        """Override it to save the configuration somewhere else as well. Called on the main process only.
+
+        Example:
+            >>> class Logged(SaveConfigCallback):
+            ...     def save_config(self, trainer, module, stage):
+            ...         trainer.logger.log_hyperparams({"config": self.parser.dump(self.config, skip_unset=False)})
+        """
+
+    def _save(self, trainer: Any, module: Any) -> None:
+        if self._saved:
+            return
+        self._saved = True
+        folder = trainer.run_folder.path
+
+        def write() -> None:
+            if self.save_to_log_dir and folder is not None:
+                self._write(folder)
+            self.save_config(trainer, module, trainer.state.fn)
+
+        on_rank_zero(write, "saving the configuration")
+
+    def _write(self, folder: Path) -> None:
+        data = self.parser.dump(self.config, skip_unset=False).encode()
+        if len(data) > MAX_BYTES or _longest(self.config) > MAX_ITEMS:
+            warnings.warn(
+                f"{self.config_filename} beside the run has more than {MAX_ITEMS:,} entries in one list or mapping, or "
+                f"{MAX_BYTES:,} bytes: no run can be started from it. Keep long lists in files of their own.",
+                stacklevel=2,
+            )
+        files, path, number = LocalFiles(), folder / self.config_filename, 0
+        if self.overwrite and path.exists():
+            files.replace(path, data)
+            return
+        while not files.create_exclusive(path, data) and path.read_bytes() != data:
+            number += 1
+            path = folder / f"{Path(self.config_filename).stem}-{number}{Path(self.config_filename).suffix}"
+
+
+def _longest(value: Any) -> int:
+    """The most entries of a list or mapping in a configuration."""
+    inner = vars(value) if isinstance(value, Namespace) else value
+    entries = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple) else ()
+    return max([len(entries), *map(_longest, entries)])
+
 
 register_unresolvable_import_paths(torch)  # torch's functions do not say which module they are found in
 

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace, class_from_function
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from instep import callbacks, loggers, strategies
 from instep.callbacks import Callback
-from instep.cli.optimizer_config import with_class_path
 from instep.cli.parse_errors import EXIT_USAGE, explain
+from instep.config.layers import repeated_keys
 from instep.data import DataModule
 from instep.errors import SettingError, UsageError
-from instep.launch.sources import repeated_keys
 from instep.state import read_environment
 from instep.trainer import Trainer, TrainModule
 from instep.utils.plain_yaml import compose, read_text
@@ -32,6 +34,68 @@ from instep.utils.plain_yaml import compose, read_text
 AUTOMATIC = "AUTOMATIC"
 ROOMS: tuple[ModuleType, ...] = (callbacks, loggers, strategies)
 _FILES = (".yaml", ".yml", ".json")
+
+OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass
+class LRSchedulerOptions:
+    """When a configured learning-rate scheduler steps.
+
+    Args:
+        interval: "step", counted in optimizer steps, or "epoch"; by default "step" for OneCycleLR, else "epoch".
+        frequency: it steps every so many intervals.
+        monitor: the logged metric that ReduceLROnPlateau needs.
+        strict: whether a missing metric is an error, or a warning and no step.
+    """
+
+    interval: Literal["step", "epoch"] | None = None
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+
+    def of(self, scheduler: LRScheduler) -> dict[str, Any]:
+        """The scheduler with these options, as `configure_optimizers` returns it."""
+        interval = self.interval or ("step" if isinstance(scheduler, OneCycleLR) else "epoch")
+        return {**asdict(self), "interval": interval, "scheduler": scheduler}
+
+
+def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
+    """Build an object from a class's path and arguments; imports what the path names, so never a stranger's.
+
+    Args:
+        args: its first argument, or a tuple of them, such as the parameters for an optimizer.
+        init: `{"class_path": ..., "init_args": ...}`.
+
+    Example:
+        >>> import torch
+        >>> init = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
+        >>> instantiate_class(torch.nn.Linear(1, 1).parameters(), init).defaults["lr"]
+        0.1
+    """
+    first = args if isinstance(args, tuple) else (args,)
+    return _named(init)(*first, **init.get("init_args", {}))
+
+
+def with_class_path(cls: type, init_args: Any) -> dict[str, Any]:
+    """A class and its arguments, as `instantiate_class` takes them."""
+    given = init_args.as_dict() if hasattr(init_args, "as_dict") else dict(init_args or {})
+    return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": given}
+
+
+def with_length(init: Mapping[str, Any], module: TrainModule) -> dict[str, Any]:
+    """A scheduler to build: OneCycleLR without a length is as long as the run."""
+    cls, given = _named(init), dict(init.get("init_args", {}))
+    length = ("total_steps", "epochs", "steps_per_epoch")
+    if inspect.isclass(cls) and issubclass(cls, OneCycleLR) and all(given.get(name) is None for name in length):
+        given["total_steps"] = int(module.trainer.estimated_stepping_batches)
+    return {**init, "init_args": given}
+
+
+def _named(init: Mapping[str, Any]) -> Any:
+    module, _, name = init["class_path"].rpartition(".")
+    return getattr(import_module(module), name)
 
 
 class TrainerArgumentParser(ArgumentParser):

@@ -20,7 +20,7 @@ A name is loaded when it is first used.
 
 from typing import TYPE_CHECKING
 
-from instep.utils.lazy import loads
+from instep.utils.imports import loads
 
 _HOME = {
     "BatchSource": "base",
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from instep.data.base import PreparedLoader as PreparedLoader
     from instep.data.combined import CombinedLoader as CombinedLoader
     from instep.data.config import DataLoaderConfiguration as DataLoaderConfiguration
-    from instep.data.limits import resolve_limit as resolve_limit
+    from instep.data.config import resolve_limit as resolve_limit
     from instep.data.loader import prepare_loader as prepare_loader
     from instep.data.module import DataModule as DataModule
     from instep.data.sampler import ShardedBatches as ShardedBatches

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from instep.data.base import BatchSource, PreparedLoader
-from instep.data.limits import resolve_limit
+from instep.data.config import resolve_limit
 from instep.data.loader import prepare_loader
 from instep.distributed.nested import iter_leaves, map_leaves
 from instep.errors import DataError, one_of

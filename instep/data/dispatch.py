@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
 from instep.data.base import PreparedLoader, Seat
+from instep.data.partition import Splitter
 from instep.data.sampler import share
-from instep.data.split import Splitter
 from instep.distributed import broadcast_object, control_group, gather_object, raise_together
 from instep.distributed.nested import map_leaves
 from instep.errors import DataError
 from instep.state import PartialState
-from instep.state.checked import announce
+from instep.state.collective_checks import announce
 from instep.state.process import step_group
 from instep.types import StateDict
 

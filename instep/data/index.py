@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, _utils
 
 from instep.data.base import PreparedLoader, Seat
-from instep.data.draw import SamplerDraw, is_distributed, order_digest
-from instep.data.rebuild import rebuild
+from instep.data.foreign_sampler import SamplerDraw, is_distributed, order_digest
 from instep.data.sampler import ShardedSampler
 from instep.data.seeding import SeededDataset, add_note, load_each, seeded
 from instep.data.workers import INIT_RAISED, end_workers, start_workers
@@ -20,6 +19,34 @@ from instep.distributed import gather_object
 from instep.errors import DataError
 from instep.types import StateDict
 from instep.utils.seed import derive_seed
+
+_KEPT = (
+    "dataset",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+def rebuild(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
+    """A new loader with the options of another.
+
+    Args:
+        loader: a plain `DataLoader`, not of a subclass.
+        kind: the class of the new loader: `DataLoader`, or one that takes the same options.
+        **changes: options to set otherwise; those that make batches (`batch_size`, `sampler`, `batch_sampler`,
+            `drop_last`) are not kept and must be given.
+    """
+    options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    return kind(**{**options, **changes})
 
 
 class IndexLoader(PreparedLoader):

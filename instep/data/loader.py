@@ -14,10 +14,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from instep.data.base import OWN_END, UNEVEN, PreparedLoader, Seat
-from instep.data.draw import SamplerDraw, generators, is_distributed
-from instep.data.index import IndexLoader
-from instep.data.limits import resolve_limit
-from instep.data.rebuild import rebuild
+from instep.data.config import resolve_limit
+from instep.data.foreign_sampler import SamplerDraw, generators, is_distributed
+from instep.data.index import IndexLoader, rebuild
 from instep.data.sampler import ShardedBatches, ShardedBatchSampler, ShardedSampler, SplitBatches
 from instep.distributed import gather_object
 from instep.errors import DataError, SettingError, one_of

@@ -20,20 +20,45 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from instep.data.agreement import NextBatch
 from instep.data.base import OWN_END, PreparedLoader, Seat
-from instep.data.draw import generators
+from instep.data.foreign_sampler import generators
 from instep.data.seeding import RandomStream
 from instep.data.workers import end_workers, start_workers
 from instep.distributed import find_batch_size
 from instep.errors import DataError, UsageError
+from instep.state.process import step_group
 from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 
 QUIET_AFTER = 3  # fetches that drew nothing: from then on only every 64th is watched, since each costs tens of us
 WATCH_EVERY = 64
 _END = object()
+
+
+class NextBatch:
+    """One agreement on one batch: started as soon as this rank knows, read before the batch is used.
+
+    Every rank must start the agreements of the same batches in the same order.
+
+    Args:
+        have: this rank has the batch.
+        size: its samples, None when unknown.
+    """
+
+    def __init__(self, have: bool, size: int | None) -> None:
+        self._numbers = torch.tensor([have, size is not None, size or 0], dtype=torch.int64)
+        self._work: Any = dist.all_reduce(self._numbers, group=step_group(), async_op=True)
+        self._read: tuple[int, int | None] | None = None
+
+    def read(self) -> tuple[int, int | None]:
+        """How many ranks have the batch, and their samples together (None when one does not know its own)."""
+        if self._read is None:
+            self._work.wait()
+            have, known, size = self._numbers.tolist()
+            self._read = (have, size if known == have and size else None)
+        return self._read
 
 
 class _Slot(NamedTuple):

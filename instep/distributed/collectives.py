@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from instep.distributed.agree import agree, check_rank
 from instep.distributed.nested import map_leaves, tensor_leaves, with_tensors
+from instep.distributed.objects import agree, check_rank
 from instep.errors import SettingError, one_of
 from instep.state import PartialState
-from instep.state.awaiting import awaited
-from instep.state.checked import announce
+from instep.state.collective_checks import announce
 from instep.state.process import step_group
+from instep.state.rank_records import awaited
 
 REDUCTIONS = ("sum", "mean", "min", "max", "none")
 _OPS = {

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from instep.distributed.objects import gather_object
-from instep.state.book import digest_of
+from instep.state.rank_records import digest_of
 
 _CHUNK = 1 << 24
 _LARGE_PRIME = 0x1000003

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from instep.launch.beats import PHASE, PHASES, STEP, TURN
+from instep.health.heartbeat_file import PHASE, PHASES, STEP, TURN
 from instep.state import PartialState
-from instep.state.book import Book
+from instep.state.rank_records import Book
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -32,9 +32,8 @@ import torch.distributed as dist
 
 from instep.errors import DistributedError, SettingError
 from instep.state import PartialState
-from instep.state.checked import announce
-from instep.state.control import exchange
-from instep.state.meeting import meet
+from instep.state.collective_checks import announce
+from instep.state.messages import exchange, meet
 from instep.state.process import step_group
 
 BOUNDARY_S = 0.05

@@ -30,10 +30,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, InstepError
-from instep.launch.blame import RankEnd, find_cause
+from instep.health.hang_report import NodeWatch, in_time
+from instep.health.root_cause import RankEnd, find_cause
+from instep.health.run_status import NAME, finish_status
 from instep.launch.forked import Failure, Forked
-from instep.launch.hang_report import NodeWatch, in_time
-from instep.launch.peers import Alarm, Peers, Round, open_round
+from instep.launch.node_channel import Alarm, Peers, Round, open_round
 from instep.launch.prepare import (
     agent_folder,
     entrypoint,
@@ -46,8 +47,7 @@ from instep.launch.prepare import (
 )
 from instep.launch.ranks import Ranks
 from instep.launch.rendezvous import Nodes, make_rendezvous
-from instep.launch.status import NAME, finish_status
-from instep.state.restarts import JOB_ID, RESTART
+from instep.state.environment import JOB_ID, RESTART
 
 if TYPE_CHECKING:
     from instep.launch.engine import LaunchSpec

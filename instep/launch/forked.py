@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from instep.errors import DistributedError
-from instep.launch.report import FailureReport, write_report
+from instep.health.error_report import FailureReport, write_report
 
 _READ_S = 5.0  # what is in a pipe whose writer has ended is little
 

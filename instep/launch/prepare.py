@@ -12,17 +12,16 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 from instep.errors import SettingError
-from instep.launch.affinity import share_cores
-from instep.launch.report import AGENT_PID
+from instep.health.error_report import AGENT_PID
+from instep.state.environment import JOB_ID, MIN_NODES, RESTART, read_job
 from instep.state.launchers import MEETING_FILE
-from instep.state.restarts import JOB_ID, MIN_NODES, RESTART, read_job
 from instep.state.secret import (
     HOW_TO_GIVE,
     JOB_SECRET,
@@ -32,7 +31,7 @@ from instep.state.secret import (
     make_secret,
     write_secret,
 )
-from instep.utils.variables import as_variables
+from instep.utils.env import as_variables
 
 if TYPE_CHECKING:
     from instep.launch.engine import LaunchSpec
@@ -51,6 +50,59 @@ os.execv(sys.argv[4], sys.argv[4:])
 
 
 _FOLDER, _HELD = "instep-agent-", "held"
+
+_SYSTEM = Path("/sys/devices/system")
+
+
+def share_cores(count: int, system: Path = _SYSTEM, allowed: Sequence[int] | None = None) -> list[list[int]]:
+    """The cores of each rank.
+
+    Ranks are spread evenly over the NUMA nodes, in order, as accelerators are; those of one node share its cores
+    evenly, the hardware threads of a core together. Where there are fewer cores than ranks, several get the same.
+
+    Args:
+        count: ranks on this machine.
+        system: sysfs' folder of the system.
+        allowed: the cores that this process may use; by default asked of the system.
+
+    Returns:
+        For each rank the numbers of its logical CPUs, at least one.
+    """
+    mine = sorted(os.sched_getaffinity(0)) if allowed is None else sorted(allowed)
+    nodes = [cores for path in sorted(system.glob("node/node[0-9]*"), key=_number) if (cores := _cores(path, mine))]
+    nodes = nodes or [mine]
+    shares: list[list[int]] = []
+    for index, cores in enumerate(nodes):
+        ranks = (index + 1) * count // len(nodes) - index * count // len(nodes)
+        ordered = sorted(cores, key=lambda core: (_first_sibling(system, core), core))
+        for rank in range(ranks):
+            begin, end = rank * len(ordered) // ranks, (rank + 1) * len(ordered) // ranks
+            shares.append(ordered[begin:end] or [ordered[begin]])
+    return shares
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("node"))
+
+
+def _cores(node: Path, allowed: Sequence[int]) -> list[int]:
+    return sorted(_parse((node / "cpulist").read_text()) & set(allowed))
+
+
+def _first_sibling(system: Path, core: int) -> int:
+    try:
+        return min(_parse((system / f"cpu/cpu{core}/topology/thread_siblings_list").read_text()))
+    except (OSError, ValueError):
+        return core
+
+
+def _parse(text: str) -> set[int]:
+    """`0-2,8` is {0, 1, 2, 8}."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores
 
 
 @contextlib.contextmanager

@@ -14,10 +14,10 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from instep.launch.beats import Beats
-from instep.launch.blame import RankEnd
+from instep.health.error_report import read_report, read_run_folder
+from instep.health.heartbeat_file import Beats
+from instep.health.root_cause import RankEnd
 from instep.launch.forked import ForkedRank
-from instep.launch.report import read_report, read_run_folder
 
 
 class Ranks:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from instep.loggers.base import Logger
-from instep.utils.lazy import loads
+from instep.utils.imports import loads
 
 _HOME = {
     "CSVLogger": "csv",

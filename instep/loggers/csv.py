@@ -11,7 +11,7 @@ from instep.errors import SettingError
 from instep.loggers.base import Logger
 from instep.loggers.hparams import merge_file, move_file
 from instep.types import PathLike
-from instep.utils.regular_files import open_regular
+from instep.utils.untrusted_files import open_regular
 
 
 class CSVLogger(Logger):

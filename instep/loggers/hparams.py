@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from instep.utils.regular_files import open_regular
+from instep.utils.untrusted_files import open_regular
 
 _MAX_ITEMS = 64  # of a tensor or array: more than that is data, not a setting
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from instep.errors import SettingError, StateError, one_of
-from instep.state import checked, process_group
-from instep.state.backend import resolve_backend
+from instep.state import collective_checks, process_group
 from instep.state.device import DeviceKind, DistributedType, device_of, find_device_kind, make_current
 from instep.state.environment import ProcessEnvironment
 from instep.state.launchers import MPI, read_environment
-from instep.utils.variables import asked as asked_by_launcher
-from instep.utils.variables import misspelt_variables, variable_of
+from instep.state.process_group import resolve_backend
+from instep.utils.env import asked as asked_by_launcher
+from instep.utils.env import misspelt_variables, variable_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -137,7 +137,7 @@ def _build(asked: dict[str, Any]) -> Process:
         return Process(environment, device, DistributedType.NO, None, debug, None, asked)
     backend, groups = _join(environment, kind, asked)
     try:
-        checked.begin(groups.control, debug)
+        collective_checks.begin(groups.control, debug)
     except BaseException:
         process_group.leave(groups, abort=True)
         raise

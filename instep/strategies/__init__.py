@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from instep.strategies.base import Strategy
 from instep.strategies.precision import PRECISIONS, Precision
 from instep.strategies.registry import register_strategy, resolve_strategy, strategy_names
-from instep.utils.lazy import loads
+from instep.utils.imports import loads
 
 if TYPE_CHECKING:
     from instep.strategies.context_parallel import sequence_positions

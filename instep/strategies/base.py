@@ -15,7 +15,7 @@ from instep.distributed import all_reduce_
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
 from instep.state import PartialState
-from instep.strategies.batch_norm import sync_batchnorm
+from instep.strategies.convert import sync_batchnorm
 from instep.strategies.precision import Precision
 from instep.utils.optimizer_state import load_optimizer_state, optimizer_state
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from instep.checkpoint.shard import Shard, StoredTensor
+from instep.checkpoint.tensors import Shard, StoredTensor
 from instep.distributed.nested import map_leaves
 from instep.errors import UnsavableStateError
 from instep.strategies.base import whole

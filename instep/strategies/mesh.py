@@ -18,7 +18,7 @@ from instep.errors import HookError, SettingError, one_of
 from instep.state import PartialState
 from instep.strategies import tensor_parallel
 from instep.strategies.context_parallel import ContextParallel, RingAttention
-from instep.strategies.pipeline import Pipeline, PipelinedStrategy
+from instep.strategies.pipeline.strategy import Pipeline, PipelinedStrategy
 
 _ATTENTION = {"all_to_all": ContextParallel, "ring": RingAttention}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from instep.errors import SettingError, one_of
 from instep.strategies.base import Strategy
-from instep.utils.variables import asked, variable_of
+from instep.utils.env import asked, variable_of
 
 _GROUP = "instep.strategies"
 

@@ -14,8 +14,7 @@ from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH
 from instep.distributed.nested import map_leaves
-from instep.trainer.log import EpochMetric, LogBook
-from instep.trainer.metric_states import uncounted
+from instep.trainer.log import EpochMetric, LogBook, uncounted
 from instep.trainer.step import within
 
 if TYPE_CHECKING:

@@ -17,11 +17,10 @@ import torch
 from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.errors import HookError, Preempted, SettingError
-from instep.trainer import restore, snapshot
+from instep.trainer import run_state
 from instep.trainer.evaluation import evaluate
 from instep.trainer.hooks import Hook, is_overridden
-from instep.trainer.log import LogBook
-from instep.trainer.metric_states import metric_states, put_back
+from instep.trainer.log import LogBook, metric_states, put_back
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import step_schedulers
 from instep.trainer.plugins import saves
@@ -59,7 +58,7 @@ class FitSession(Session):
         """Take up a checkpoint's optimizers, position, data and random generators."""
         if self.report is None:
             return
-        self._resume_last = restore.resume(self)
+        self._resume_last = run_state.resume(self)
         at = self.position
         batch = " done" if at.epoch_ended else f", batch {at.batch}"
         where = f"epoch {at.epoch + 1}{batch}, step {at.global_step}"
@@ -111,7 +110,7 @@ class FitSession(Session):
         The `state_dict` and `on_save_checkpoint` of callbacks and modules are called once for this.
         """
         if self.trainer.checkpoint_callback is not None:
-            snapshot.dry_run(self)
+            run_state.dry_run(self)
 
     # ---- epochs
 
@@ -401,7 +400,7 @@ class BeforeValidation:
         self._rng = rng_state()
         self._counted = copy.deepcopy(metric_states(run.module))
         self._metrics = run.trainer.metrics.state_dict()
-        self._loggers = {key: logger.state_dict() for key, logger in snapshot.by_class(run.trainer.loggers).items()}
+        self._loggers = {key: logger.state_dict() for key, logger in run_state.by_class(run.trainer.loggers).items()}
 
     def put_back(self) -> None:
         """The run is as if the validation had not begun; the loggers' rows of it are no part of the checkpoint."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from instep.data import BatchSource, CombinedLoader, prepare_loader
+import torch
+
+from instep.data import BatchSource, CombinedLoader, DataModule, prepare_loader
+from instep.distributed import send_to_device
 from instep.errors import DataError, HookError, SettingError
-from instep.trainer.global_batch import derive
+from instep.strategies import Precision
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.module import TrainModule
 
@@ -20,6 +24,41 @@ _METHODS = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
+
+HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def derive(global_batch_size: int, world_size: int, loader_batch_size: int) -> tuple[int, int]:
+    """Split a global batch exactly over processes and micro-batches.
+
+    Args:
+        global_batch_size: samples per optimizer step, over all processes.
+        world_size: processes that share the data.
+        loader_batch_size: the loader's batch size: the most samples that one micro-batch may have.
+
+    Returns:
+        (samples per micro-batch and process, micro-batches per optimizer step): the fewest micro-batches that come out
+        even.
+
+    Raises:
+        SettingError: the global batch does not divide over the processes.
+
+    Example:
+        >>> derive(256, world_size=4, loader_batch_size=32)
+        (32, 2)
+    """
+    per_rank, rest = divmod(global_batch_size, world_size)
+    if rest:
+        usable = [size * world_size for size in (per_rank, per_rank + 1) if size]
+        raise SettingError(
+            f"global_batch_size={global_batch_size} does not divide over {world_size} processes. "
+            f"Nearest: {' or '.join(map(str, usable))}.",
+            field="global_batch_size",
+            got=global_batch_size,
+        )
+    fewest = -(-per_rank // loader_batch_size)
+    accumulate = next(count for count in range(fewest, per_rank + 1) if per_rank % count == 0)
+    return per_rank // accumulate, accumulate
 
 
 class Loaders:
@@ -205,3 +244,60 @@ def _batch_size(raw: Any) -> int:
             field="global_batch_size",
         )
     return size
+
+
+def batches_on_device(
+    source: BatchSource,
+    module: ModuleHooks,
+    datamodule: DataModule | None,
+    device: torch.device,
+    precision: Precision,
+    dataloader_idx: int = 0,
+) -> Iterator[Any]:
+    """The source's batches, each on the device. On CUDA a copy overlaps with the step before.
+
+    Args:
+        source: batches on the host.
+        module: its hooks run unless the datamodule overrides one of the three.
+        datamodule: or None.
+        device: where batches go.
+        precision: may convert floating tensors.
+        dataloader_idx: which loader the batches come from, for the hooks.
+    """
+
+    def own(name: str) -> Callable[..., Any] | None:
+        if datamodule is not None and any(is_overridden(datamodule, hook, DataModule) for hook in HOOKS):
+            return getattr(datamodule, name) if is_overridden(datamodule, name, DataModule) else None
+        return getattr(module, name) if is_overridden(module, name, ModuleHooks) else None
+
+    before, move, after = (own(name) for name in HOOKS)
+    stages: list[Callable[[Any], Any]] = []
+    if before is not None:
+        stages.append(lambda batch: before(batch, dataloader_idx))
+    convert = precision.input_converter()
+    if convert is not None:
+        stages.append(convert)
+    if move is not None:
+        stages.append(lambda batch: move(batch, device, dataloader_idx))
+    elif device.type != "cpu":
+        stages.append(lambda batch: send_to_device(batch, device, non_blocking=True))
+    last = None if after is None else lambda batch: after(batch, dataloader_idx)
+    if device.type == "cuda" and stages:
+        from instep.data.prefetch import prefetch  # late: only a GPU run pays for it
+
+        return prefetch(source, _chain(stages), device, after=last)
+    if last is not None:
+        stages.append(last)
+    return map(_chain(stages), source) if stages else iter(source)
+
+
+def _chain(stages: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    if len(stages) == 1:
+        return stages[0]
+
+    def through(batch: Any) -> Any:
+        for stage in stages:
+            batch = stage(batch)
+        return batch
+
+    return through

@@ -8,21 +8,21 @@ same for every world size, and bit-identical after a resume.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.distributed import find_batch_size, gather_object
 from instep.errors import LogError
-from instep.trainer.packed import PackedCopy
-from instep.trainer.slots import Options, Slot, final, merge, reduction
 
 K = TypeVar("K")
-
-Entry = tuple[str, Any, Options, "int | None"]
 
 _BATCH_HOOKS_OF_TRAINING = {
     "training_step",
@@ -46,6 +46,174 @@ _BATCH_HOOKS_OF_EVALUATION = {
 _EPOCH_HOOKS = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end"} | {
     f"on_{stage}_{when}" for stage in ("validation", "test") for when in ("start", "epoch_start", "epoch_end")
 }
+
+
+class PackedCopy:
+    """Scalars on their way to the host: one stacked transfer per dtype and device, not waited for on a GPU.
+
+    Args:
+        values: 0-dim tensors, and numbers, which pass through.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = list(values)
+        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, value in enumerate(self._values):
+            if isinstance(value, Tensor):
+                spread: Any = value
+                if hasattr(spread, "full_tensor"):  # a DTensor: several ranks computed it
+                    value = self._values[i] = spread.full_tensor()
+                groups.setdefault((value.dtype, value.device), []).append(i)
+        self._copies: list[tuple[list[int], Tensor]] = []
+        self._event: torch.cuda.Event | None = None
+        for (_, device), places in groups.items():
+            packed = torch.stack([self._values[i] for i in places])
+            if device.type == "cuda":
+                packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record(torch.cuda.current_stream(device))
+            self._copies.append((places, packed))
+
+    @property
+    def ready(self) -> bool:
+        """Whether `floats` returns without waiting."""
+        return self._event is None or self._event.query()
+
+    def floats(self) -> list[float]:
+        """The values in their order; waits for the transfer."""
+        if self._event is not None:
+            self._event.synchronize()
+        for places, packed in self._copies:
+            for i, value in zip(places, packed.tolist(), strict=True):
+                self._values[i] = value
+        self._copies = []
+        return [float(value) for value in self._values]
+
+
+class Options(NamedTuple):
+    """The arguments of one `self.log` call, less name, value and batch size; they must not change for a name."""
+
+    prog_bar: bool = False
+    logger: bool | None = None
+    on_step: bool | None = None
+    on_epoch: bool | None = None
+    reduce_fx: str = "mean"
+    sync_dist: bool | None = None
+    add_dataloader_idx: bool = True
+    rank_zero_only: bool = False
+
+
+Entry = tuple[str, Any, Options, "int | None"]
+
+
+_REDUCTIONS: dict[Any, str] = {
+    **{name: name for name in ("mean", "sum", "min", "max")},
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.min: "min",
+    torch.max: "max",
+}
+
+
+def reduction(name: str, reduce_fx: Any) -> str:
+    """The name of a `reduce_fx`, which may be given as `"mean"` or as `torch.mean`."""
+    try:
+        return _REDUCTIONS[reduce_fx]
+    except (KeyError, TypeError):
+        raise LogError(
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}): use 'mean', 'sum', 'min' or 'max'; for anything else "
+            "log an object with update() and compute(), such as a torchmetrics Metric."
+        ) from None
+
+
+@dataclass
+class Slot:
+    """One name in one hook: its arguments, the values not yet added, and their sum in float64."""
+
+    name: str
+    options: Options
+    on_step: bool
+    on_epoch: bool
+    op: str
+    order: int
+    hook: str
+    suffix: str = ""
+    metric: Any = None
+    last: Any = None
+    fresh: bool = False
+    values: list[Any] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    total: float | None = None
+    weight: float = 0.0
+
+    @property
+    def full_name(self) -> str:
+        return self.name + self.suffix
+
+    @property
+    def step_name(self) -> str:
+        return f"{self.name}_step{self.suffix}" if self.on_epoch else self.full_name
+
+    @property
+    def epoch_name(self) -> str:
+        return f"{self.name}_epoch{self.suffix}" if self.on_step else self.full_name
+
+    def add(self, value: float, weight: float) -> None:
+        amount = value * weight if self.op == "mean" else value
+        self.total = amount if self.total is None else _COMBINE[self.op](self.total, amount)
+        self.weight += weight
+
+    def clear(self) -> None:
+        self.values, self.weights, self.total, self.weight = [], [], None, 0.0
+
+
+def _smaller(a: float, b: float) -> float:
+    return a if a <= b or math.isnan(a) else b
+
+
+def _larger(a: float, b: float) -> float:
+    return a if a >= b or math.isnan(a) else b
+
+
+_COMBINE: dict[str, Callable[[float, float], float]] = {
+    "mean": lambda a, b: a + b,
+    "sum": lambda a, b: a + b,
+    "min": _smaller,
+    "max": _larger,
+}
+
+
+def merge(parts: Sequence[tuple[str, float | None, float]]) -> float | None:
+    """The value of several ranks' (reduction, total, weight); None where nobody has one."""
+    op = parts[0][0]
+    total: float | None = None
+    for _, amount, _ in parts:
+        if amount is not None:
+            total = amount if total is None else _COMBINE[op](total, amount)
+    return final(op, total, sum(weight for _, _, weight in parts))
+
+
+def final(op: str, total: float | None, weight: float) -> float | None:
+    """The value that a total and a weight come to."""
+    if total is None:
+        return None
+    if op == "mean":
+        return total / weight if weight else None
+    return total
+
+
+def merge_states(by_rank: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The states of several ranks' books as one: sums are added up, last values are the first rank's."""
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for state in by_rank:
+        for slot in state:
+            known = merged.setdefault((slot["hook"], slot["dataloader_idx"], slot["key"]), slot)
+            if known is slot or slot["total"] is None:
+                continue
+            combine = _COMBINE[Options(*slot["options"]).reduce_fx]
+            known["total"] = slot["total"] if known["total"] is None else combine(known["total"], slot["total"])
+            known["weight"] += slot["weight"]
+    return list(merged.values())
 
 
 class NullBuffer(list[Entry]):
@@ -433,3 +601,52 @@ def _by_name(parts: Sequence[dict[K, Any]]) -> dict[K, list[Any]]:
         for name, value in part.items():
             names.setdefault(name, []).append(value)
     return names
+
+
+def metric_states(module: nn.Module) -> dict[str, Any]:
+    """What this rank's metric objects have seen since their last reset, by their names in the module."""
+    return {
+        name: {"updates": metric._update_count, "state": dict(metric.metric_state)}
+        for name, metric in metric_objects(module).items()
+        if metric._update_count
+    }
+
+
+def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
+    """Take up what `metric_states` gave; a metric that the module does not have any more is left out."""
+    for name, metric in metric_objects(module).items():
+        if name in states:
+            metric.reset()  # what a hook has counted since the start is in the state already
+            metric._update_count = states[name]["updates"]
+            known = metric.metric_state.keys()
+            for attribute, value in states[name]["state"].items():
+                if attribute in known:  # a checkpoint sets no other attributes
+                    setattr(metric, attribute, value)
+
+
+def metric_objects(module: nn.Module) -> dict[str, Any]:
+    """The module's metric objects by name; recognised without importing torchmetrics."""
+    return {
+        name: submodule
+        for name, submodule in module.named_modules()
+        if hasattr(submodule, "metric_state") and hasattr(submodule, "_update_count")
+    }
+
+
+@contextmanager
+def uncounted(module: nn.Module) -> Iterator[None]:
+    """What metric objects count within the block is forgotten: for a batch that is a replay."""
+    before = copy.deepcopy(metric_states(module))
+    try:
+        yield
+    finally:
+        put_back(module, before)
+
+
+def put_back(module: nn.Module, before: dict[str, Any]) -> None:
+    """Make the metric objects what they were, as a copy of `metric_states` says."""
+    with torch.inference_mode(False):  # what is reset must serve the next fit too
+        for name, metric in metric_objects(module).items():
+            if name not in before:
+                metric.reset()
+        load_metric_states(module, before)

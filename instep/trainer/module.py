@@ -16,9 +16,8 @@ from instep.distributed import gather
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, UsageError
 from instep.trainer.hooks import ModuleHooks, is_overridden
-from instep.trainer.log import Entry, check_value
+from instep.trainer.log import Entry, Options, check_value, reduction
 from instep.trainer.optimizers import TrainOptimizer
-from instep.trainer.slots import Options, reduction
 from instep.types import Location, PathLike
 from instep.utils.hparams import HyperParameters
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from instep.errors import HookError, SettingError
-from instep.utils.optimizer_proxy import OptimizerProxy
 from instep.utils.optimizer_state import names_of
+from instep.utils.optimizers import OptimizerProxy
 
 _FORMS = (
     "an optimizer; a list of optimizers; two lists ([optimizers], [schedulers]); a dict with 'optimizer' and perhaps "

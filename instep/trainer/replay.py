@@ -21,8 +21,8 @@ import torch
 from instep.callbacks.base import Callback
 from instep.errors import UsageError
 from instep.trainer.plugins import saves
-from instep.utils.hidden import hide_arguments
-from instep.utils.own_mark import mark
+from instep.utils.private_files import mark
+from instep.utils.redact import hide_arguments
 
 if TYPE_CHECKING:
     from instep.trainer.module import TrainModule

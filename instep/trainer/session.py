@@ -27,23 +27,21 @@ from instep.data import BatchSource, DataModule
 from instep.distributed import Trigger, Triggers, broadcast_object
 from instep.distributed.heartbeat import heartbeat
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
-from instep.launch.report import tell_trainer
+from instep.health.error_report import tell_trainer
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
 from instep.strategies.precision import float32_products
-from instep.trainer import restart, restore
-from instep.trainer.flags import torch_flags
+from instep.trainer import run_folder, run_state
+from instep.trainer.devices import connect, device_of, grace_period, torch_flags
 from instep.trainer.hook_checks import check_hooks
 from instep.trainer.hooks import Hook, HookTable, ModuleHooks, is_overridden
-from instep.trainer.loaders import Loaders
+from instep.trainer.loaders import Loaders, batches_on_device
 from instep.trainer.log import LogBook, NullBuffer
 from instep.trainer.module import TrainModule, accepted_arguments
 from instep.trainer.nonfinite import NonFiniteGuard
 from instep.trainer.optimizers import LRSchedulerConfig, TrainOptimizer, configure
-from instep.trainer.place import connect, device_of, grace_period
 from instep.trainer.plugins import saves, start_loggers, with_own_callbacks
 from instep.trainer.signals import SignalGuard
-from instep.trainer.transfer import batches_on_device
 from instep.trainer.weights import load_weights
 from instep.utils.seed import derive_seed, seed_process
 
@@ -288,15 +286,15 @@ class Session:
         self.hooks = HookTable(trainer, module, self.callbacks)
         check_hooks(self)
         if self.fn == "fit":
-            restart.take_over(self)
+            run_folder.take_over(self)
         folder = trainer.run_folder.path
         self._own_folders()  # before anything is resumed from them
         self.heart.enter("load" if self.ckpt_path is not None else "start")
         path = trainer.run_folder.find_checkpoint(self, self.ckpt_path)
         if path is not None and self.on_rank_zero(path.is_dir, f"looking at {path}"):
-            self.resumed = restore.open_checkpoint(self, path)
+            self.resumed = run_state.open_checkpoint(self, path)
         if path is not None:
-            restore.begin(self, path, folder)
+            run_state.begin(self, path, folder)
         for lease in self.leases.values():
             if lease is not None:
                 lease.run_id = trainer.run_id  # that of the run that is taken up
@@ -305,7 +303,7 @@ class Session:
             self.datamodule.setup(self.fn)
         self.hooks.call("setup", self.fn)
         if self.resumed is not None and self.fn == "fit":
-            restore.resume_plugins(self, self.resumed)
+            run_state.resume_plugins(self, self.resumed)
         if self.report is not None and trainer.run_folder.path is None:
             self._stack.push(self._take_folder_back)
         start_loggers(self, module, self.datamodule)
@@ -463,7 +461,7 @@ class Session:
             decide: looks at the disk, for instance.
             doing: names the work, for the errors of the other ranks.
         """
-        from instep.checkpoint.together import on_rank_zero  # late: its package loads what only saving needs
+        from instep.distributed.rank_zero import on_rank_zero  # late: its package loads what only saving needs
 
         return on_rank_zero(decide, doing)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from difflib import get_close_matches
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,15 @@ import torch
 
 from instep.callbacks.base import Callback
 from instep.data.base import UNEVEN
-from instep.errors import SettingError
+from instep.errors import SettingError, one_of
 from instep.loggers.base import Logger
-from instep.state.device import find_device_kind
+from instep.state.device import KINDS, find_device_kind
 from instep.strategies import Strategy
 from instep.strategies.precision import check_device, check_tf32, precision_name
 from instep.strategies.registry import check_name
-from instep.trainer import checks
 from instep.utils.duration import parse_duration
-from instep.utils.variables import VARIABLES, asked, variable_of
+from instep.utils.env import VARIABLES, asked, variable_of
+from instep.utils.paths import local_path
 
 DEFAULT_MAX_EPOCHS = 1000
 
@@ -44,6 +47,155 @@ NOT_TAKEN_OVER: dict[str, str] = {
     "max_grad_norm": "use gradient_clip_val=...",
     "mixed_precision": "use precision='bf16-mixed' or '16-mixed'",
 }
+
+ACCELERATORS = ("auto", "gpu", *KINDS)
+
+
+def wrong(field: str, got: Any, expected: str) -> SettingError:
+    """The error for a value of the wrong type or out of range."""
+    return SettingError(f"{field}={got!r}: expected {expected}.", field=field, got=got)
+
+
+def is_int(value: Any) -> bool:
+    """An integer, numpy's too, but not a bool: `max_steps=True` is a slip, not one step."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """A real number that is not a bool and not NaN."""
+    return isinstance(value, Real) and not isinstance(value, bool) and value == value
+
+
+def flag(field: str, value: Any) -> bool:
+    """True or False, and nothing that only looks like it."""
+    if not isinstance(value, bool):
+        raise wrong(field, value, "True or False")
+    return value
+
+
+def at_least(least: int, meaning: str = "") -> Callable[[str, Any], int]:
+    """A check for an integer of at least `least`; `meaning` explains the special value in the error."""
+
+    def check(field: str, value: Any) -> int:
+        if not is_int(value) or value < least:
+            raise wrong(field, value, f"an integer of at least {least}{meaning and f' ({meaning})'}")
+        return int(value)
+
+    return check
+
+
+def limit(field: str, value: Any) -> int | float:
+    """How much of a loader: an int counts batches, a float is a fraction, so 1 is one batch and 1.0 is all."""
+    if is_int(value) and value >= 0:
+        return int(value)
+    if isinstance(value, float) and 0.0 <= value <= 1.0:
+        return value
+    hint = f"; for {int(value)} batches write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
+    raise wrong(field, value, f"a number of batches (int, 0 or more) or a fraction (float, 0.0 to 1.0){hint}")
+
+
+def val_check_interval(field: str, value: Any) -> int | float | timedelta:
+    """A fraction of the epoch (float), a number of training batches (int), or a wall time."""
+    if is_int(value) and value >= 1:
+        return int(value)
+    if isinstance(value, float) and 0.0 < value <= 1.0:
+        return value
+    if isinstance(value, str | timedelta | Mapping):
+        return parse_duration(field, value)
+    raise wrong(
+        field,
+        value,
+        "training batches (int, at least 1), a fraction of the epoch (float, above 0.0 to 1.0) or a time "
+        "('DD:HH:MM:SS', timedelta or dict). limit_val_batches=0 turns validation off",
+    )
+
+
+def clip_value(field: str, value: Any) -> float:
+    """A positive number."""
+    if not is_number(value) or value <= 0:
+        raise wrong(field, value, "a number above 0, or None for no clipping")
+    return float(value)
+
+
+def seconds(field: str, value: Any) -> float:
+    """A positive number of seconds; infinity for no limit."""
+    if not is_number(value) or value <= 0:
+        raise wrong(field, value, "a number of seconds above 0, or float('inf') for no limit")
+    return float(value)
+
+
+def choice(*allowed: str) -> Callable[[str, Any], str]:
+    """A check for one of a few names."""
+
+    def check(field: str, value: Any) -> str:
+        if value not in allowed:
+            raise one_of(field, value, allowed)
+        return value
+
+    return check
+
+
+def accelerator(field: str, value: Any) -> str:
+    """A known accelerator name."""
+    if value not in ACCELERATORS:
+        raise one_of(field, value, ACCELERATORS)
+    return value
+
+
+def devices(field: str, value: Any) -> int | str | tuple[int, ...]:
+    """How many devices (an int, -1 for all, "auto"), or which ones (a list, or a str with commas)."""
+    given = value
+    if isinstance(value, str):
+        value = value.strip()
+        if value == "auto":
+            return value
+        parts = [part.strip() for part in value.split(",")]
+        if not all(re.fullmatch(r"-?\d+", part) for part in parts if part):
+            raise wrong(field, given, "'auto', a number, -1 for all, or a list of device indices")
+        numbers = [int(part) for part in parts if part]
+        value = numbers if "," in value or not numbers else numbers[0]
+    if is_int(value) and (value >= 1 or value == -1):
+        return int(value)
+    if is_int(value) and value == 0:
+        raise wrong(field, given, "at least one device; to train without a GPU use accelerator='cpu'")
+    if isinstance(value, list | tuple) and value and all(is_int(index) and index >= 0 for index in value):
+        if len(set(value)) != len(value):
+            raise wrong(field, given, "device indices that differ")
+        return tuple(int(index) for index in value)
+    raise wrong(field, given, "'auto', a number, -1 for all, or a list of device indices")
+
+
+def deterministic(field: str, value: Any) -> bool | str:
+    """True, False or "warn"."""
+    if value == "warn" or isinstance(value, bool):
+        return value
+    raise wrong(field, value, "True, False or 'warn'")
+
+
+def folder(field: str, value: Any) -> Path:
+    """A folder on a file system of this machine."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise wrong(field, value, "the path of a folder")
+    if "://" in str(value):
+        raise wrong(field, value, "the path of a folder; checkpoints may go to a URL, by ModelCheckpoint(dirpath=...)")
+    return local_path(value)
+
+
+def plugins(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
+    """A check for one object of a class, or a list of them; it gives a tuple."""
+
+    def check(field: str, value: Any) -> tuple[Any, ...]:
+        items = tuple(value) if isinstance(value, list | tuple | set) else (value,)
+        for item in items:
+            if isinstance(item, type):
+                raise wrong(field, item, f"an object, not the class: write {item.__name__}()")
+            if not isinstance(item, kind):
+                raise wrong(field, item, f"an instep {kind.__name__} or a list of them, got a {type(item).__name__}")
+        return items
+
+    return check
+
+
 """Arguments of other trainers that instep does not have, and what to do instead."""
 
 
@@ -153,7 +305,7 @@ def resolve(**given: Any) -> Settings:
 
     Args:
         given: any of the fields of `Settings`. None means what the setting's variable says (`INSTEP_PRECISION`, see
-            `instep.utils.variables`), else the default; except for `check_val_every_n_epoch`.
+            `instep.utils.env`), else the default; except for `check_val_every_n_epoch`.
 
     Raises:
         SettingError: an unknown name, a wrong value, or two values that contradict each other.
@@ -311,7 +463,7 @@ def _strategy(name: str, value: Any) -> str | Strategy:
     if isinstance(value, Strategy):
         return value
     if isinstance(value, type):
-        raise checks.wrong(name, value, f"an object, not the class: write {value.__name__}()")
+        raise wrong(name, value, f"an object, not the class: write {value.__name__}()")
     if isinstance(value, str):
         check_name(value, name)
     return value
@@ -320,57 +472,57 @@ def _strategy(name: str, value: Any) -> str | Strategy:
 def _logger(name: str, value: Any) -> bool | tuple[Any, ...]:
     if isinstance(value, bool):
         return value or ()
-    return checks.plugins(Logger)(name, value)
+    return plugins(Logger)(name, value)
 
 
 def _fast_dev_run(name: str, value: Any) -> int:
-    return int(value) if isinstance(value, bool) else checks.at_least(0, "a number of batches")(name, value)
+    return int(value) if isinstance(value, bool) else at_least(0, "a number of batches")(name, value)
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "accelerator": checks.accelerator,
+    "accelerator": accelerator,
     "strategy": _strategy,
-    "devices": checks.devices,
-    "num_nodes": checks.at_least(1),
+    "devices": devices,
+    "num_nodes": at_least(1),
     "precision": precision_name,
     "logger": _logger,
-    "callbacks": checks.plugins(Callback),
+    "callbacks": plugins(Callback),
     "fast_dev_run": _fast_dev_run,
-    "max_epochs": checks.at_least(-1, "-1 for no limit"),
-    "min_epochs": checks.at_least(0),
-    "max_steps": checks.at_least(-1, "-1 for no limit"),
-    "min_steps": checks.at_least(0),
+    "max_epochs": at_least(-1, "-1 for no limit"),
+    "min_epochs": at_least(0),
+    "max_steps": at_least(-1, "-1 for no limit"),
+    "min_steps": at_least(0),
     "max_time": parse_duration,
-    "limit_train_batches": checks.limit,
-    "limit_val_batches": checks.limit,
-    "limit_test_batches": checks.limit,
-    "limit_predict_batches": checks.limit,
-    "overfit_batches": checks.limit,
-    "val_check_interval": checks.val_check_interval,
-    "check_val_every_n_epoch": checks.at_least(1, "or None"),
-    "num_sanity_val_steps": checks.at_least(-1, "-1 for all"),
-    "log_every_n_steps": checks.at_least(0, "0 for never"),
-    "enable_checkpointing": checks.flag,
-    "enable_progress_bar": checks.flag,
-    "enable_model_summary": checks.flag,
-    "accumulate_grad_batches": checks.at_least(1),
-    "gradient_clip_val": checks.clip_value,
-    "gradient_clip_algorithm": checks.choice("norm", "value"),
-    "deterministic": checks.deterministic,
-    "benchmark": checks.flag,
-    "tf32": checks.flag,
-    "inference_mode": checks.flag,
-    "use_distributed_sampler": checks.flag,
-    "uneven": checks.choice(*UNEVEN),
-    "sync_batchnorm": checks.flag,
-    "detect_anomaly": checks.flag,
-    "barebones": checks.flag,
-    "reload_dataloaders_every_n_epochs": checks.at_least(0, "0 for never"),
-    "default_root_dir": checks.folder,
-    "global_batch_size": checks.at_least(1),
-    "trigger_every": checks.at_least(1),
-    "seed_samples": checks.flag,
-    "nonfinite": checks.choice("stop", "skip", "continue"),
-    "grace_period_s": checks.seconds,
-    "hang_timeout_s": checks.seconds,
+    "limit_train_batches": limit,
+    "limit_val_batches": limit,
+    "limit_test_batches": limit,
+    "limit_predict_batches": limit,
+    "overfit_batches": limit,
+    "val_check_interval": val_check_interval,
+    "check_val_every_n_epoch": at_least(1, "or None"),
+    "num_sanity_val_steps": at_least(-1, "-1 for all"),
+    "log_every_n_steps": at_least(0, "0 for never"),
+    "enable_checkpointing": flag,
+    "enable_progress_bar": flag,
+    "enable_model_summary": flag,
+    "accumulate_grad_batches": at_least(1),
+    "gradient_clip_val": clip_value,
+    "gradient_clip_algorithm": choice("norm", "value"),
+    "deterministic": deterministic,
+    "benchmark": flag,
+    "tf32": flag,
+    "inference_mode": flag,
+    "use_distributed_sampler": flag,
+    "uneven": choice(*UNEVEN),
+    "sync_batchnorm": flag,
+    "detect_anomaly": flag,
+    "barebones": flag,
+    "reload_dataloaders_every_n_epochs": at_least(0, "0 for never"),
+    "default_root_dir": folder,
+    "global_batch_size": at_least(1),
+    "trigger_every": at_least(1),
+    "seed_samples": flag,
+    "nonfinite": choice("stop", "skip", "continue"),
+    "grace_period_s": seconds,
+    "hang_timeout_s": seconds,
 }

@@ -14,22 +14,21 @@ from instep.errors import UsageError
 from instep.loggers.base import Logger
 from instep.state import find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
-from instep.strategies.batch_norm import check_sync_batchnorm
+from instep.strategies.convert import check_sync_batchnorm
 from instep.strategies.registry import asked_strategy
 from instep.trainer import replay
+from instep.trainer.devices import count_devices, launch, on_nodes_there
 from instep.trainer.evaluation import evaluate, predict
 from instep.trainer.fit_session import FitSession
 from instep.trainer.log import LogBook
 from instep.trainer.metrics import Metrics, print_results
 from instep.trainer.module import TrainModule
-from instep.trainer.place import count_devices, launch, on_nodes_there
 from instep.trainer.plugins import default_callbacks
-from instep.trainer.position import Position, Progress
-from instep.trainer.restore import check_resume
+from instep.trainer.position import Position, Progress, TrainerState
 from instep.trainer.run_folder import RunFolder
+from instep.trainer.run_state import check_resume
 from instep.trainer.session import Session
 from instep.trainer.settings import resolve
-from instep.trainer.status import TrainerState
 from instep.trainer.step import detached_outputs, make_step
 from instep.trainer.view import TrainerView
 from instep.types import Location, PathLike

@@ -22,11 +22,10 @@ from instep.trainer.log import LogBook
 from instep.trainer.metrics import Metrics, as_tensors
 from instep.trainer.nonfinite import no_gradients_from
 from instep.trainer.optimizers import LRSchedulerConfig
-from instep.trainer.position import Position, Progress
+from instep.trainer.position import Position, Progress, TrainerState
 from instep.trainer.run_folder import RunFolder
 from instep.trainer.session import Session
 from instep.trainer.settings import Settings
-from instep.trainer.status import TrainerState
 from instep.types import Location
 from instep.utils.paths import to_path
 
@@ -86,14 +85,14 @@ class TrainerView:
         Raises:
             DistributedError: a rank did not call it.
         """
-        from instep.trainer import snapshot  # late: only who saves pays for it
+        from instep.trainer import run_state  # late: only who saves pays for it
 
         path = to_path(filepath).absolute()
         run = self._session or self._last
         if run is None:
             raise UsageError("there is nothing to save yet: call fit first")
         PartialState().wait_for_everyone("trainer.save_checkpoint(), which all ranks call")
-        return snapshot.save(run, self._store(path.parent), name=path.name, weights_only=weights_only)
+        return run_state.save(run, self._store(path.parent), name=path.name, weights_only=weights_only)
 
     def save_to(self, dirpath: Path | None, name: str | None, *, weights_only: bool, **info: Any) -> Path:
         """Save a checkpoint into a folder of checkpoints; what ModelCheckpoint does. Collective.
@@ -104,9 +103,9 @@ class TrainerView:
             weights_only: leave out what only a resumed run needs.
             info: JSON values for the manifest, such as monitor, mode and score.
         """
-        from instep.trainer import snapshot  # late, as above
+        from instep.trainer import run_state  # late, as above
 
-        return snapshot.save(self._run, self._store(dirpath), name=name, weights_only=weights_only, **info)
+        return run_state.save(self._run, self._store(dirpath), name=name, weights_only=weights_only, **info)
 
     def save_later(
         self, dirpath: Path | None, name: str | None, *, weights_only: bool, doomed: Sequence[str] = (), **info: Any
@@ -120,16 +119,16 @@ class TrainerView:
             doomed: older checkpoints in that folder, deleted once this one has verified.
             info: JSON values for the manifest.
         """
-        from instep.trainer import snapshot  # late, as above
+        from instep.trainer import run_state  # late, as above
 
         store = self._store(dirpath)
-        return snapshot.save_later(self._run, store, name=name, weights_only=weights_only, doomed=doomed, **info)
+        return run_state.save_later(self._run, store, name=name, weights_only=weights_only, doomed=doomed, **info)
 
     def finish_save(self, pending: PendingSave) -> Path:
         """Wait for a save beside the training, and raise its error on all ranks. Collective."""
-        from instep.trainer import snapshot  # late, as above
+        from instep.trainer import run_state  # late, as above
 
-        return snapshot.finish(self._run, pending)
+        return run_state.finish(self._run, pending)
 
     def verify_checkpoint(self, path: Path) -> list[str]:
         """What is wrong with a checkpoint; empty where it verifies. Collective."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import SettingError
-from instep.utils.regular_files import read_regular
+from instep.utils.untrusted_files import read_regular
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 50

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import hmac
+import json
 import os
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from instep.utils.regular_files import open_regular
-from instep.utils.small_files import create_exclusive
+from instep.utils.atomic import create_exclusive
+from instep.utils.untrusted_files import open_regular
 
 _MOST_BYTES = 4096
+
+_LEAST_BYTES = 32
 
 
 def make_key(path: Path) -> None:
@@ -44,3 +51,43 @@ def read_private(path: Path) -> bytes:
             text = f"others can read or change it (mode {mode:04o}, owner {state.st_uid})"
             raise PermissionError(errno.EACCES, text, str(path))
         return file.read(_MOST_BYTES) or b""
+
+
+def mark(value: Any) -> str | None:
+    """The mark of JSON values; None where no key can be kept.
+
+    Args:
+        value: what is marked.
+    """
+    key = _key(make=True)
+    return None if key is None else _mac(key, value)
+
+
+def is_own(value: Any, given: Any) -> bool:
+    """Whether this user made a mark, of these values.
+
+    Args:
+        value: what was marked.
+        given: the mark that stands beside it.
+    """
+    key = _key(make=False)
+    return key is not None and isinstance(given, str) and hmac.compare_digest(_mac(key, value).encode(), given.encode())
+
+
+def _mac(key: bytes, value: Any) -> str:
+    return hmac.new(key, json.dumps(value, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def _key(make: bool) -> bytes | None:
+    try:
+        path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "instep" / "own.key"
+    except RuntimeError:  # a user without a home
+        return None
+    with suppress(OSError):
+        if make:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            make_key(path)
+        key = read_private(path)
+        if len(key) >= _LEAST_BYTES:
+            return key
+    return None

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from instep.accelerator.progress import tqdm
+from instep.accelerator.logging import tqdm
 from instep.errors import MissingPackageError
 from instep.state import PartialState
 from tests.helpers.spawn import run_ranks

@@ -9,7 +9,7 @@ from torch import nn
 from instep.callbacks import ModelSummary, summarize
 from instep.callbacks import model_summary as module
 from instep.errors import SettingError
-from instep.strategies.stages import Absent
+from instep.strategies.pipeline.split import Absent
 from tests.callbacks.fakes import FakeTrainer
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from instep.callbacks.progress_view import Line, Speed, clock, showable, title
+from instep.callbacks.progress import Line, Speed, clock, showable, title
 
 
 def test_speed_over_the_last_readings():

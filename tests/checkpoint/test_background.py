@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from instep.checkpoint import CheckpointStore, LocalFiles, background
 from instep.checkpoint.background import BackgroundSaver, PendingSave
-from instep.checkpoint.together import Peers
 from instep.distributed import gather_object
+from instep.distributed.rank_zero import Peers
 from instep.errors import CheckpointError, CorruptCheckpointError, RemoteError
 from instep.state import PartialState
 from tests.checkpoint.helpers import flip, left_over, value_of, writes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from instep.checkpoint import CheckpointInfo, Manifest
-from instep.checkpoint.choose import best_first, check_keyword
+from instep.checkpoint.scan import best_first, check_keyword
 from instep.errors import CheckpointError, SettingError
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from instep.checkpoint import files, hashing, out_file
+from instep.checkpoint import files, hashing
+from instep.checkpoint import hashing as out_file
 from instep.checkpoint.files import LocalFiles
 from instep.checkpoint.hashing import FileRecord, Hasher, hash_file
 from instep.errors import CheckpointError

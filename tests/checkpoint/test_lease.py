@@ -17,7 +17,7 @@ import pytest
 from instep.checkpoint import CheckpointStore, LocalFiles, lease
 from instep.checkpoint.lease import Lease
 from instep.errors import CheckpointError, FolderInUseError, LeaseLostError
-from instep.utils import owner
+from instep.utils import process_id
 from tests.checkpoint.helpers import writes
 from tests.helpers.object_store import Bucket
 from tests.helpers.spawn import HANG_S, start_command
@@ -266,14 +266,14 @@ def test_an_empty_lease_is_watched_too(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_namespace_of_process_ids_is_part_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, stat = owner.this_process(), os.stat
+    mine, stat = process_id.this_process(), os.stat
 
     def other(path: Any, *args: Any, **kwargs: Any) -> Any:
         return stat("/" if str(path) == "/proc/self/ns/pid" else path, *args, **kwargs)
 
-    assert owner.is_gone(mine) is False
+    assert process_id.is_gone(mine) is False
     monkeypatch.setattr(os, "stat", other)  # the same host name in another container
-    assert owner.is_gone(mine) is None
+    assert process_id.is_gone(mine) is None
 
 
 # ---- the holder

@@ -13,7 +13,7 @@ import pytest
 
 from instep.checkpoint import CheckpointStore, LocalFiles, files, lease
 from instep.checkpoint.lease import Lease
-from instep.utils import owner
+from instep.utils import process_id
 from tests.checkpoint.helpers import left_over, value_of, writes
 from tests.checkpoint.killing import lost, results_of
 from tests.checkpoint.victim import Board, Way, train
@@ -126,7 +126,7 @@ def test_each_fsync_is_needed(left_out: str, of: str, tmp_path: Path, monkeypatc
 
 def after_a_reboot(root: Path, way: Way) -> None:
     """The same command, in a system that was started again: no process of before is known to it."""
-    owner._boot_id = lambda: "another boot"
+    process_id._boot_id = lambda: "another boot"
     train(root, way)
 
 

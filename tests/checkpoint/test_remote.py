@@ -17,13 +17,13 @@ import torch
 from instep.checkpoint import (
     CheckpointStore,
     find_checkpoint,
+    hashing,
     is_checkpoint,
     load_weights,
-    out_file,
     remote,
-    retry,
     write_tensors,
 )
+from instep.checkpoint import files as retry
 from instep.checkpoint.files import LocalFiles
 from instep.checkpoint.hashing import hash_file
 from instep.checkpoint.remote import RemoteFiles
@@ -164,7 +164,7 @@ def test_listings_are_not_cached(bucket: Bucket) -> None:
 
 def test_a_large_file_is_uploaded_in_parts(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_PART_BYTES", 5 * 2**20)
-    monkeypatch.setattr(out_file, "_WRITE_BYTES", 5 * 2**20)
+    monkeypatch.setattr(hashing, "_WRITE_BYTES", 5 * 2**20)
     monkeypatch.setattr(remote, "_RANGE_BYTES", 2**20 + 1)
     store = CheckpointStore(f"{bucket.url}/run")
     weight = torch.randn(3 * 2**20)

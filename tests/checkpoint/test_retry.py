@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from instep.checkpoint import CheckpointStore, LocalFiles, files, retry
+from instep.checkpoint import CheckpointStore, LocalFiles, files
+from instep.checkpoint import files as retry
 from instep.errors import CheckpointError, RemoteError
 from instep.state import PartialState
 from tests.checkpoint.helpers import left_over, value_of, writes

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from instep.checkpoint import CheckpointStore, LocalFiles, Writer, catalog, find_checkpoint, is_checkpoint
+from instep.checkpoint import CheckpointStore, LocalFiles, Writer, find_checkpoint, is_checkpoint, scan
 from instep.checkpoint.manifest import Manifest, read_manifest
 from instep.errors import (
     CheckpointError,
@@ -525,7 +525,7 @@ def test_a_save_reads_no_manifest_whose_step_it_knows_already(tmp_path: Path, mo
         read.append(folder.name)
         return read_manifest(folder)
 
-    monkeypatch.setattr(catalog, "read_manifest", noted)
+    monkeypatch.setattr(scan, "read_manifest", noted)
     store.save(3, writes(1.0))
     store.save(2, writes(1.0), name="other")
     assert read == ["best-3"], "the one that came since the last look, once"

@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from instep.checkpoint import CheckpointStore, load_weights, merge, pickles
+from instep.checkpoint import CheckpointStore, load_weights, merge
+from instep.checkpoint.foreign import pickles
+from instep.checkpoint.foreign.pickles import Record, read_pickle
 from instep.checkpoint.hashing import digest, hash_file
-from instep.checkpoint.pickles import Record, read_pickle
 from instep.cli.main import main
 from instep.errors import CheckpointError, CorruptCheckpointError
 from tests.checkpoint.helpers import value_of, writes

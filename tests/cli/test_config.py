@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from instep.cli.main import main
-from instep.launch.settings import NAMES
+from instep.config.settings import NAMES
 from instep.state import find_device_kind
 
 KIND = find_device_kind("auto").name

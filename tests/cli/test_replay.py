@@ -17,7 +17,7 @@ import torch
 from instep.checkpoint import CheckpointStore
 from instep.cli.main import main
 from instep.cli.replay import _few, _program
-from instep.utils.own_mark import mark
+from instep.utils.private_files import mark
 from tests.helpers.spawn import Finished, free_port, run_command
 
 HERE = Path(__file__)

@@ -27,7 +27,7 @@ from instep.distributed import (
     wait_for_everyone,
 )
 from instep.errors import RemoteError, SettingError
-from instep.state import PartialState, checked
+from instep.state import PartialState, collective_checks
 from tests.distributed.helpers import text_of
 from tests.helpers.spawn import run_ranks
 
@@ -126,7 +126,7 @@ def test_where_the_store_does_not_answer_nobody_is_declared_gone() -> None:
         def read(self, number: int) -> dict[int, str]:
             raise RuntimeError("no answer")
 
-    line = object.__new__(checked._Line)
+    line = object.__new__(collective_checks._Line)
     line._book, line._rank, line._world, line._count = Book(), 0, 2, 1  # type: ignore[assignment]
     text = str(line._alone("gather at a.py:1", 8.0, RuntimeError("timed out")))
     assert text.startswith("gather at a.py:1: not everybody came; waited 8.0 s (timed out). Who did is not known")

@@ -15,11 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
-from instep.distributed import flight, stragglers
+from instep.distributed import heartbeat as flight
+from instep.distributed import stragglers
 from instep.distributed.heartbeat import BATCH, STEP, Heartbeat, heartbeat
 from instep.distributed.stragglers import Pace, PaceWatch, activity, find_stragglers
 from instep.errors import SettingError
-from instep.launch.beats import COMPILES, LIMIT_MS, PHASE, PHASES
+from instep.health.heartbeat_file import COMPILES, LIMIT_MS, PHASE, PHASES
 from instep.state import PartialState
 from tests.helpers.spawn import RanksFailed, run_ranks
 from tests.trainer.toys import quiet

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from instep.checkpoint import CheckpointStore, find_checkpoint, lease, load_weights, merge
-from instep.checkpoint.catalog import look
 from instep.checkpoint.manifest import read_manifest
 from instep.checkpoint.names import MANIFEST
 from instep.checkpoint.reader import folder_problems
+from instep.checkpoint.scan import look
 from instep.cli.main import COMMANDS, load, main, make_parser
 from tests.fuzz import corpus
 from tests.fuzz.mutate import damage, reseal
@@ -370,16 +370,16 @@ def warm() -> None:
         "instep.cli.checkpoint.contents",
         "yaml",
         "jsonargparse",
-        "instep.cli.checkpoint.accelerate",
-        "instep.cli.checkpoint.lightning",
+        "instep.cli.checkpoint.foreign",
+        "instep.cli.checkpoint.foreign",
         "safetensors.torch",
         "pydantic",
         "rich.table",
         "torch.distributed.checkpoint.state_dict_loader",
         "instep.strategies.registry",
-        "instep.launch.plan",
+        "instep.config.spec",
         "instep.launch.command",
-        "instep.cli.config.machine",
+        "instep.cli.config.files",
         "instep.callbacks",
         "instep.loggers",
         "instep.strategies",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.launch.affinity import share_cores
+from instep.launch.prepare import share_cores
 
 
 @pytest.fixture

@@ -255,7 +255,7 @@ def test_the_job_code(first: list[int], last: list[int], killed: bool, expected:
 def test_a_failing_rank_ends_the_others_and_its_traceback_comes_last_and_once(job: Job) -> None:
     done = job(
         """
-        from instep.launch.report import report_failures
+        from instep.health.error_report import report_failures
         report_failures()
         meet()
         if rank == 1:
@@ -273,7 +273,7 @@ def test_who_only_says_that_another_rank_failed_is_not_blamed(job: Job) -> None:
     done = job(
         """
         from instep.errors import RemoteError
-        from instep.launch.report import report_failures
+        from instep.health.error_report import report_failures
         report_failures()
         meet()
         if rank == 0:
@@ -309,7 +309,7 @@ def test_a_rank_without_a_report_prints_for_itself(job: Job) -> None:
 def test_without_an_agent_a_rank_says_who_it_is(tmp_path: Path, error: str, said: list[str]) -> None:
     code = f"""
         from types import SimpleNamespace
-        from instep.launch.report import report_failures, tell_trainer
+        from instep.health.error_report import report_failures, tell_trainer
         trainer = SimpleNamespace(global_step=7)
         report_failures()
         tell_trainer(lambda: trainer)
@@ -471,7 +471,7 @@ def _together(folder: Path, code: str, merged: Path, **spec: Any) -> tuple[list[
 def test_a_failure_ends_the_ranks_of_all_nodes_and_its_traceback_comes_last_and_once(tmp_path: Path) -> None:
     code = """
         import pathlib
-        from instep.launch.report import report_failures
+        from instep.health.error_report import report_failures
         report_failures()
         note = lambda name: pathlib.Path(os.environ["NOTES"], name).touch()
         while rank == 0:

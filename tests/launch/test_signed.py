@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from instep.errors import DistributedError
-from instep.launch.peers import Peers, open_round
+from instep.launch.node_channel import Peers, open_round
 from instep.launch.signed import NotOurs, SignedBackend, SignedStore
 from instep.state.secret import Secret, make_secret
 

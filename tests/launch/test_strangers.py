@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from instep.state import control
+from instep.state import messages
 from tests.helpers.spawn import Finished, finish, free_port, start_command
 from tests.launch.ways import REPO, UNLAUNCHED
 
@@ -43,7 +43,7 @@ import os, sys, time
 from pathlib import Path
 
 from instep.distributed import gather_object
-from instep.launch.report import report_failures
+from instep.health.error_report import report_failures
 from instep.state import PartialState
 
 report_failures()
@@ -157,7 +157,7 @@ def _join(how: str, store: Any, evil: Path) -> str:
         if how == "join as torch":
             dist.all_gather_object([None, None], Evil(evil), group=group)
         else:
-            control.exchange(Evil(evil), group)
+            messages.exchange(Evil(evil), group)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return "as a rank"

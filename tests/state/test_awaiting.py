@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from instep.distributed import gather, gather_object
 from instep.errors import DistributedError
 from instep.state import PartialState
-from instep.state.awaiting import ENDED_FILE, wait_for_start
+from instep.state.rank_records import ENDED_FILE, wait_for_start
 from tests.distributed.helpers import text_of
 from tests.helpers.spawn import HANG_S, run_ranks
 

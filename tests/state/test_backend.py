@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from instep.errors import SettingError
 from instep.state import DEVICE_KINDS, ProcessEnvironment
-from instep.state.backend import resolve_backend
+from instep.state.process_group import resolve_backend
 
 TORCHRUN = ProcessEnvironment(world_size=2, launcher="torchrun")
 MPIRUN = ProcessEnvironment(world_size=2, launcher="openmpi")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from instep.errors import DistributedError, SettingError
-from instep.state import PartialState, control
+from instep.state import PartialState, messages
 from instep.state.environment import ProcessEnvironment
 from instep.state.secret import Secret, given_secret, make_secret, secret_of_ranks, write_secret
 from tests.helpers.spawn import run_ranks
@@ -142,16 +142,16 @@ def _say(path: str) -> list[str]:
     state = PartialState()
     group: Any = state.control_group
     objects = [None, True, 3, 2.5, "text", {"a": (1, 2)}, float("inf")]
-    assert control.exchange(objects, group) == [objects] * 2
-    assert [control.exchange(it, group) for it in objects] == [[it] * 2 for it in objects]
-    assert control.hand_out(objects, 1, group, "it") == objects
+    assert messages.exchange(objects, group) == [objects] * 2
+    assert [messages.exchange(it, group) for it in objects] == [[it] * 2 for it in objects]
+    assert messages.hand_out(objects, 1, group, "it") == objects
     if state.process_index == 1:
         secret.use_secret(make_secret())
     mine = Evil(path) if state.process_index == 1 else None
     for act in (
-        lambda: control.exchange(mine, group),
-        lambda: control.hand_out(mine, 1, group, "it"),
-        lambda: control.share_error(None, "it", group),
+        lambda: messages.exchange(mine, group),
+        lambda: messages.hand_out(mine, 1, group, "it"),
+        lambda: messages.share_error(None, "it", group),
     ):
         try:
             act()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from instep.errors import DataError
 from instep.state import PartialState
-from instep.state.split import share_of
+from instep.state.partial import share_of
 
 
 def shares(inputs: Any, count: int, pad: bool = False) -> list[Any]:

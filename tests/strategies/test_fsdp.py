@@ -435,7 +435,7 @@ def test_checkpoints_go_to_other_numbers_of_processes_and_strategies(tmp_path: P
 
 def validate_files(folder: Path) -> list[float]:
     """The validation losses of weights of anybody's, of which each rank reads its boxes."""
-    from instep.checkpoint.stored import JoinedTensor
+    from instep.checkpoint.lazy import JoinedTensor
 
     sizes: list[int] = []
     read = JoinedTensor.read

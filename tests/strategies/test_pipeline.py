@@ -18,7 +18,7 @@ from instep.callbacks import Callback
 from instep.checkpoint import CheckpointStore
 from instep.errors import HookError, SettingError, UsageError
 from instep.state import PartialState
-from instep.strategies.pipeline import Pipeline
+from instep.strategies.pipeline.strategy import Pipeline
 from tests.helpers.spawn import run_ranks
 from tests.strategies.tiny_gpt import Recorder
 from tests.trainer.toys import QUIET

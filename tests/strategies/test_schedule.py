@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from instep.errors import DataError, HookError, UsageError
 from instep.state import PartialState
-from instep.strategies.schedule import Micro, Pending, Runner
-from instep.strategies.stages import Cut
+from instep.strategies.pipeline.runner import Micro, Pending, Runner
+from instep.strategies.pipeline.split import Cut
 from tests.helpers.spawn import run_ranks
 
 ROWS = [5, 4, 9, 1, 3]  # more than the first batch's, and fewer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import HookError, SettingError
-from instep.strategies.stages import Absent, Cut, Part, Stage, parts_of, runs_of
+from instep.strategies.pipeline.split import Absent, Cut, Part, Stage, parts_of, runs_of
 from tests.strategies.tiny_gpt import LENGTH, VOCABULARY, TinyGPT
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from instep.trainer import deadline, place
-from instep.trainer.deadline import Deadline
+from instep.trainer import devices
+from instep.trainer import signals as deadline
 from instep.trainer.settings import resolve
+from instep.trainer.signals import Deadline
 from tests.helpers.spawn import HANG_S, finish, run_command, start_command
 
 REPO = Path(__file__).parents[2]
@@ -104,7 +105,7 @@ def test_what_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 UNHEARD = """
 import os, signal
-from instep.trainer import deadline
+from instep.trainer import signals as deadline
 deadline.AT_ONCE_S = 0.2
 own = deadline.Deadline([signal.SIGTERM], 0.1, lambda name: 75)
 signal.signal(signal.SIGTERM, lambda number, frame: None)
@@ -152,17 +153,17 @@ def test_another_ones_descriptor_is_left_alone() -> None:
 
 def test_the_grace_period_ends_before_the_launcher_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INSTEP_AGENT_PID", raising=False)
-    assert place.grace_period(resolve(grace_period_s=100), 0) == 100
+    assert devices.grace_period(resolve(grace_period_s=100), 0) == 100
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    assert place.grace_period(resolve(), 0) == 25
-    assert place.grace_period(resolve(grace_period_s=10), 0) == 10
+    assert devices.grace_period(resolve(), 0) == 25
+    assert devices.grace_period(resolve(grace_period_s=10), 0) == 10
     with pytest.warns(UserWarning, match=r"=100: ranks have 25 s to save, since torchrun kills its ranks 30 s after"):
-        assert place.grace_period(resolve(grace_period_s=100), 0) == 25
-    assert place.grace_period(resolve(grace_period_s=100), 1) == 25
+        assert devices.grace_period(resolve(grace_period_s=100), 0) == 25
+    assert devices.grace_period(resolve(grace_period_s=100), 1) == 25
     monkeypatch.setenv("INSTEP_AGENT_PID", "1")
-    assert place.grace_period(resolve(grace_period_s=100), 0) == 100
+    assert devices.grace_period(resolve(grace_period_s=100), 0) == 100
     monkeypatch.setenv("INSTEP_GRACE_PERIOD_S", "40")
-    assert place.grace_period(resolve(), 0) == 40
-    assert place.grace_period(resolve(grace_period_s=10), 0) == 10
+    assert devices.grace_period(resolve(), 0) == 40
+    assert devices.grace_period(resolve(grace_period_s=10), 0) == 10
     with pytest.warns(UserWarning, match=r"=100: ranks have 40 s to save, since they were launched with 40"):
-        assert place.grace_period(resolve(grace_period_s=100), 0) == 40
+        assert devices.grace_period(resolve(grace_period_s=100), 0) == 40

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.errors import SettingError
-from instep.trainer.global_batch import derive
+from instep.trainer.loaders import derive
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from instep.callbacks import LearningRateMonitor, ModelCheckpoint, Timer
 from instep.checkpoint import CheckpointStore
 from instep.loggers import CSVLogger
 from instep.trainer import replay
-from instep.utils.own_mark import is_own
+from instep.utils.private_files import is_own
 from tests.trainer.resuming import Augmented, Net
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
-from instep.trainer import restart
+from instep.trainer import run_folder
 from tests.trainer.toys import Toy, loader, quiet
 
 
@@ -30,7 +30,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Any:
     def begin(number: int, job: str = "job") -> None:
         monkeypatch.setenv("INSTEP_JOB_ID", job)
         monkeypatch.setenv("INSTEP_RESTART", str(number))
-        monkeypatch.setattr(restart, "_fits", itertools.count(1))
+        monkeypatch.setattr(run_folder, "_fits", itertools.count(1))
 
     return begin
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback, ModelCheckpoint
 from instep.checkpoint import CheckpointStore, Reader, load_weights
-from instep.checkpoint.stored import JoinedTensor
+from instep.checkpoint.lazy import JoinedTensor
 from instep.state import PartialState
 from instep.strategies import Strategy
 from tests.helpers.sharding import Parts, SameData

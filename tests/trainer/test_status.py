@@ -16,7 +16,7 @@ import pytest
 
 from instep import Callback
 from instep.callbacks import ModelCheckpoint
-from instep.launch.status import write_status
+from instep.health.run_status import write_status
 from instep.loggers import CSVLogger
 from tests.helpers.jobs import JobServer
 from tests.helpers.mounts import tmpfs

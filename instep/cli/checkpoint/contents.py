@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,40 @@ from torch import Tensor
 
 from instep import __version__
 from instep.checkpoint import CheckpointStore, Writer, load_weights, names, read_tensors, write_tensors
-from instep.checkpoint.catalog import folder_names
+from instep.checkpoint.lazy import join_tensors, read_parts
 from instep.checkpoint.reader import whole_name
+from instep.checkpoint.scan import folder_names
 from instep.errors import CheckpointError
-from instep.trainer.saved_state import weights_state
+from instep.trainer.run_state import weights_state
 from instep.utils.optimizer_state import check_trees
 
 _WITHOUT_NAME = (torch.complex128, torch.complex32)
+
+
+def read_headers(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """The tensors of a safetensors file, or of several that hold parts of them.
+
+    Args:
+        paths: the files.
+
+    Returns:
+        Name -> shape, dtype (torch's name), bytes, `same_as` for one that is stored under another name, and `parts`,
+        how many, where it is not in one piece.
+
+    Raises:
+        CorruptCheckpointError: one is not a whole safetensors file.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, tensor in sorted(join_tensors(map(read_parts, paths)).items()):
+        parts = tensor.parts
+        found[name] = {
+            "shape": list(parts[0].shape),
+            "dtype": parts[0].dtype,
+            "bytes": sum(part.end - part.begin for part in parts),
+            **({"same_as": parts[0].name} if name != parts[0].name else {}),
+            **({"parts": len(parts)} if len(parts) > 1 else {}),
+        }
+    return found
 
 
 @dataclass

@@ -8,7 +8,7 @@ Examples:
   instep checkpoint convert runs/best weights.safetensors       for anyone with safetensors
   instep checkpoint convert runs/best model.ckpt                a Lightning checkpoint, with optimizers
   instep checkpoint convert runs/best folder --to accelerate
-  instep checkpoint convert lightning.ckpt runs/imported        from Lightning, Accelerate or safetensors
+  instep checkpoint convert foreign.ckpt runs/imported        from Lightning, Accelerate or safetensors
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert, and say what was left out."""
     from instep.checkpoint.edge import reading  # late: loads torch
-    from instep.cli.checkpoint import accelerate, contents, lightning
+    from instep.cli.checkpoint import contents, foreign
 
     kind, source = _source(args.src)
     target = args.to or _ENDINGS.get(Path(args.dst).suffix) or ("instep" if kind != "instep" else None)
@@ -48,14 +48,14 @@ def run(args: argparse.Namespace) -> int:
     readers: dict[str, Any] = {
         "instep": contents.read_instep,
         "safetensors": contents.read_safetensors,
-        "lightning": lightning.read_lightning,
-        "accelerate": accelerate.read_accelerate,
+        "lightning": foreign.read_lightning,
+        "accelerate": foreign.read_accelerate,
     }
     writers: dict[str, Any] = {
         "instep": contents.write_instep,
         "safetensors": contents.write_safetensors,
-        "lightning": lightning.write_lightning,
-        "accelerate": accelerate.write_accelerate,
+        "lightning": foreign.write_lightning,
+        "accelerate": foreign.write_accelerate,
     }
     with reading(source, f"cannot be read as one of {kind}"):
         what = readers[kind](source)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _source(src: str) -> tuple[str, Path]:
     from instep.checkpoint.manifest import MANIFEST  # late: loads torch
-    from instep.cli.checkpoint.accelerate import is_accelerate
+    from instep.cli.checkpoint.foreign import is_accelerate
     from instep.cli.checkpoint.targets import find_one
 
     path = to_path(src).absolute()

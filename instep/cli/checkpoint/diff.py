@@ -103,7 +103,7 @@ def _records(name: str, reader: Reader) -> list[Any]:
 
 
 def _json(name: str, reader: Reader) -> Any:
-    from instep.checkpoint.stored import join_trees  # late: loads torch
+    from instep.checkpoint.lazy import join_trees  # late: loads torch
 
     return join_trees(map(reader.json, reader.files_of(name)))
 

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.cli import output
-from instep.utils.owner import is_gone
-from instep.utils.regular_files import LEASE_BYTES
-from instep.utils.strict_json import parse_object
+from instep.utils.process_id import is_gone
+from instep.utils.untrusted_files import LEASE_BYTES, parse_object
 
 if TYPE_CHECKING:
     from instep.checkpoint import CheckpointInfo
-    from instep.checkpoint.catalog import Broken
     from instep.checkpoint.files import Files
+    from instep.checkpoint.scan import Broken
     from instep.cli.checkpoint.targets import Folder
 
 

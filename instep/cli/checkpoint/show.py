@@ -39,8 +39,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the content."""
     from instep.checkpoint import CheckpointStore  # late: loads torch
-    from instep.checkpoint.catalog import Broken
     from instep.checkpoint.edge import reading
+    from instep.checkpoint.scan import Broken
     from instep.cli.checkpoint.targets import candidates, pass_over
 
     found = candidates(args.path)
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _content(reader: Reader) -> dict[str, Any]:
     from instep.checkpoint.reader import whole_name  # late: loads torch
-    from instep.cli.checkpoint.header import read_headers
+    from instep.cli.checkpoint.contents import read_headers
 
     manifest = reader.manifest
     names = sorted({whole_name(name) for name in manifest.files if name.endswith(".safetensors")})
@@ -86,7 +86,7 @@ def _content(reader: Reader) -> dict[str, Any]:
 def _optimizers(reader: Reader) -> Any:
     """Kinds and options of the optimizers, without their moments; None where there are none in the Trainer's form."""
     from instep.checkpoint import decode  # late: loads torch
-    from instep.checkpoint.stored import join_trees
+    from instep.checkpoint.lazy import join_trees
 
     if not reader.has_state("optimizer"):
         return None

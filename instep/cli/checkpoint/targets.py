@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instep.checkpoint import CheckpointInfo, CheckpointStore, find_checkpoint, names
-from instep.checkpoint.catalog import Broken, folder_names, look
 from instep.checkpoint.files import Files
 from instep.checkpoint.manifest import MANIFEST
+from instep.checkpoint.scan import Broken, folder_names, look
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from instep.utils.paths import to_path
 

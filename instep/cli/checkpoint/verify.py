@@ -24,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a verdict for each; 1 where one of them does not verify."""
-    from instep.checkpoint.catalog import Broken  # late: loads torch
+    from instep.checkpoint.scan import Broken  # late: loads torch
     from instep.cli.checkpoint.targets import find, sizes
 
     results: list[dict[str, Any]] = []

@@ -23,8 +23,8 @@ from typing import Any
 
 from instep.cli import output
 from instep.cli.config.files import add_config, read_settings, target, use, write_file
+from instep.config.settings import check
 from instep.errors import SettingError, UsageError
-from instep.launch.settings import check
 
 _ASKED = (
     "accelerator", "devices", "num_processes", "num_nodes", "rdzv_endpoint", "node_rank", "master_addr", "master_port",
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """Ask, and write the file."""
     from rich.prompt import Confirm  # late: only questions need it
 
-    from instep.cli.config.machine import found, kinds  # late: loads torch
+    from instep.cli.config.files import found, kinds  # late: loads torch
 
     path = target(args.config)
     try:

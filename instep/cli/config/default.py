@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     path, said = target(args.config), assignments(args.settings)
     if path.exists() and not args.force:
         raise UsageError(f"{path} exists: `instep config update NAME=VALUE` changes it, `--force` overwrites it")
-    from instep.cli.config.machine import found  # late: loads torch
+    from instep.cli.config.files import found  # late: loads torch
 
     write_file(path, laid_over(found(), said))
     output.say(f"wrote {path}; {use(path)}")

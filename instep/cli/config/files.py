@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from instep.config.layers import FILE_VARIABLE, NO_FILE, default_file, put, read_file
+from instep.config.porting import advice
+from instep.config.settings import DICTS, NAMES, check, choices
 from instep.errors import SettingError, UsageError
-from instep.launch.elsewhere import advice
-from instep.launch.settings import DICTS, NAMES, check, choices
-from instep.launch.sources import FILE_VARIABLE, NO_FILE, default_file, put, read_file
+from instep.state import DEVICE_KINDS, find_device_kind
 
 CONFIG_HELP = "the file (default: INSTEP_CONFIG_FILE, else ~/.config/instep/config.yaml)"
 
@@ -113,3 +114,14 @@ def write_file(path: Path, values: Mapping[str, Any]) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def found() -> dict[str, Any]:
+    """The kind and number of this machine's devices; one process on a CPU."""
+    kind = find_device_kind("auto")
+    return {"accelerator": kind.name, "devices": 1 if kind.name == "cpu" else kind.count()}
+
+
+def kinds() -> list[str]:
+    """The kinds of device that are here, the best first."""
+    return [name for name, kind in DEVICE_KINDS.items() if kind.count()]

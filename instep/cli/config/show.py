@@ -16,9 +16,9 @@ from typing import Any
 
 from instep.cli import output
 from instep.cli.config.files import CONFIG_HELP
-from instep.launch.settings import NAMES, about
-from instep.launch.sources import Launch, default_file, resolve
-from instep.utils.hidden import hide
+from instep.config.layers import Launch, default_file, resolve
+from instep.config.settings import NAMES, about
+from instep.utils.redact import hide
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,8 @@ import argparse
 import sys
 
 from instep.cli import output
+from instep.config.layers import TEMPLATES, templates
 from instep.errors import one_of
-from instep.launch.sources import TEMPLATES, templates
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,9 +27,9 @@ from instep.cli.config.files import (
     target,
     write_file,
 )
-from instep.launch.elsewhere import translate
-from instep.launch.settings import check
-from instep.launch.sources import read_file
+from instep.config.layers import read_file
+from instep.config.porting import translate
+from instep.config.settings import check
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,9 @@ import argparse
 
 from instep.cli import output
 from instep.cli.config.files import target
+from instep.config.layers import find_file, resolve
+from instep.config.settings import schema
 from instep.errors import SettingError
-from instep.launch.settings import schema
-from instep.launch.sources import find_file, resolve
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from instep.cli.memory.deepspeed import estimate_deepspeed
 from instep.cli.memory.simulate import Estimate, Setup, simulate
 from instep.cli.memory.subject import Subject
 from instep.errors import one_of
@@ -12,6 +11,62 @@ from instep.strategies.precision import precision_name
 
 _SAME_BYTES = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}
 _KNOWN = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+
+_STAGES = {"deepspeed": 2, **{f"deepspeed_stage_{stage}": stage for stage in range(4)}}
+_BUCKET = 500_000_000  # elements, at most
+_LIVE = 1_000_000_000  # elements of gathered parameters, of stage 3
+
+
+def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
+    """The memory of a rank.
+
+    Raises:
+        SettingError: another strategy of DeepSpeed than a stage without offloading.
+    """
+    if setup.strategy not in _STAGES:
+        raise one_of("strategy", setup.strategy, tuple(_STAGES))
+    stage, ranks = _STAGES[setup.strategy], setup.devices
+    lower = setup.precision.startswith("bf16")
+    inner = setup.precision if not lower else "bf16-mixed" if stage == 0 else "bf16-true"
+    alone = simulate(subject, replace(setup, strategy="single_device", precision=inner, devices=1, on_gpu=False))
+    steps = simulate(
+        replace(subject, batch=None),
+        Setup("single_device", "32-true"),
+    )
+    # What the optimizer needs for a while, for each byte that it steps at a time.
+    whole = steps.weights + steps.gradients + steps.optimizer
+    ratio = max(0, steps.peak - whole) / (4 * max(1, steps.largest))
+    width = 2 if lower and stage else 4
+    elements = steps.gradients // 4
+    weights, exact, state = alone.weights, 4 * elements, steps.optimizer
+    gradients = width * elements
+    bucket = width * min(elements, _BUCKET)
+    part = exact // ranks
+    layer = 2 * width * alone.largest
+    activations = alone.activations or 0
+    if stage == 0:
+        kept = weights + state
+        most = (kept + activations + gradients + layer, kept + 2 * gradients, kept + gradients + ratio * layer / 2)
+        shown = (weights, gradients, state)
+    elif stage in (1, 2):
+        kept = weights + part + state // ranks
+        own = gradients // ranks  # with stage 1 too: the others' are let go once they are reduced
+        during = _backward(activations, bucket + own, setup.on_gpu)
+        most = (kept + during + layer, kept + part * (1 + ratio))
+        shown = (weights, own, part + state // ranks)
+    else:
+        own = part  # of float32, whatever the precision
+        kept = weights // ranks + part + state // ranks + own + bucket
+        gathered = min(gradients, width * _LIVE)
+        most = (kept + gathered + activations + gradients // ranks + layer, kept - bucket + part * (2 + ratio))
+        shown = (weights // ranks, own, part + state // ranks)
+    peak = max(map(int, most))
+    return Estimate(*shown, alone.activations, peak, alone.largest)
+
+
+def _backward(activations: int, buckets: int, on_gpu: bool) -> int:
+    """The most of both at a time: a GPU's buckets are there at once, a host's as they fill while activations go."""
+    return activations + buckets if on_gpu else max(activations, buckets)
 
 
 def estimate(subject: Subject, setup: Setup) -> Estimate:

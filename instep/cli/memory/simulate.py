@@ -7,8 +7,13 @@ beside the module is made by code that wants real tensors: its buckets are added
 from __future__ import annotations
 
 import gc
+import logging
+import os
+import sysconfig
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from instep.cli.memory.bytes import Bytes
+import instep
 from instep.cli.memory.subject import Subject
-from instep.cli.memory.users_code import users_code
-from instep.errors import HookError, SettingError, UsageError
+from instep.errors import HookError, InstepError, SettingError, UsageError
 from instep.state import PartialState
 from instep.strategies import Precision, Strategy, resolve_strategy
 from instep.strategies.fsdp import FSDPStrategy
@@ -33,6 +39,110 @@ from instep.trainer.optimizers import configure
 _CPU = torch.device("cpu")
 _INPUT = "Give the batch that it needs by --input SIZES[:DTYPE] for each tensor, or by --data."
 _STEPS = 2  # the first one makes the optimizer's state
+
+_OTHERS = (
+    *(os.path.join(os.path.dirname(str(it.__file__)), "") for it in (torch, instep)),
+    sysconfig.get_path("stdlib"),
+    "<",
+)
+_VALUES_ASKED_FOR = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@contextmanager
+def users_code(what: str, advice: str, batch: Any = None) -> Iterator[None]:
+    """Run code of the user; its error becomes one message.
+
+    Args:
+        what: it is doing.
+        advice: what to do next.
+        batch: what it works on.
+
+    Raises:
+        UsageError: it failed. Instep's own errors, and those of steps that ask for values, are let through.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints torch's traceback of what does not fit
+    was_off, log.disabled = log.disabled, True
+    try:
+        yield
+    except (InstepError, *_VALUES_ASKED_FOR):
+        raise
+    except Exception as error:
+        frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith(_OTHERS)]
+        where = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+        on = "" if batch is None else f" on a batch of {tree_map_only(Tensor, _shape, batch)}"
+        raise UsageError(f"{what} failed{on}: {type(error).__name__}: {error}{where}. {advice}") from error
+    finally:
+        log.disabled = was_off
+
+
+class _Text(str):
+    __repr__ = str.__str__
+
+
+def _shape(tensor: Tensor) -> str:
+    return _Text(f"{'x'.join(map(str, tensor.shape))}:{str(tensor.dtype).removeprefix('torch.')}")
+
+
+class Bytes(TorchDispatchMode):
+    """Inside, the bytes of all tensors that were made inside and are not gone yet, and the most of them at a time.
+
+    Beside what operators return, it sees storages being resized, which is how FSDP lets go of what it gathered. What an
+    operator needs while it runs is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._aside = 0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, what is made is not counted."""
+        self._aside += 1
+        try:
+            yield
+        finally:
+            self._aside -= 1
+
+    def __enter__(self) -> Any:
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resize_and_see(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._see(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_see  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(it) for it in types):
+            return NotImplemented  # a DTensor's own operators come here again with the tensors that it is made of
+        result = func(*args, **(kwargs or {}))
+        for leaf in () if self._aside else tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._gone, key)
+        self.now += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
 
 
 @dataclass(frozen=True)

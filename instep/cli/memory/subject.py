@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.checkpoint.edge import reading
-from instep.checkpoint.stored import read_parts
+from instep.checkpoint.lazy import read_parts
 from instep.checkpoint.tensors import dtype_from_name
 from instep.checkpoint.weights import indexed_files
 from instep.errors import SettingError, UsageError, one_of
 from instep.utils.imports import require
 from instep.utils.paths import local_path
-from instep.utils.regular_files import INDEX_BYTES, read_regular
-from instep.utils.strict_json import parse_object
+from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 _FILES = "a .safetensors file or an index of several, a folder with them or with a transformers config.json"
 _DEEPEST = 100  # modules within each other

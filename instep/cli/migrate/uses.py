@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import re
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import libcst as cst
 
-from instep.cli.migrate import api, names
+from instep.cli.migrate import names
 from instep.cli.migrate.survey import Names, Plan, code
+from instep.errors import InstepError
 
 _OWNERS = {"Trainer": "instep.Trainer", "Accelerator": "instep.Accelerator"}
 _KINDS = {
@@ -18,6 +23,73 @@ _KINDS = {
 }
 _COLLECTIVE = ("save_checkpoint", "save_state", "save_model", "get_state_dict", "load_state")
 _ONE_RANK = ("is_main_process", "is_local_main_process", "is_global_zero")
+
+
+@cache
+def load(name: str) -> Any:
+    """What a dotted name stands for."""
+    module, _, leaf = name.rpartition(".")
+    return getattr(import_module(module), leaf)
+
+
+@cache
+def attributes(owner: type) -> frozenset[str]:
+    """The names that objects of a class have: its own, those that methods give to `self`, a Trainer's arguments."""
+    names = set(dir(owner))
+    for base in owner.__mro__:
+        if base.__module__.startswith("instep."):
+            names |= set(re.findall(r"\bself\.(\w+)\s*(?::[^=\n]+)?=[^=]", inspect.getsource(base)))
+    if owner.__name__ == "Trainer":
+        names |= set(inspect.signature(owner).parameters)
+    return frozenset(names)
+
+
+def has_argument(function: Any, argument: str) -> bool:
+    """Whether a function or class has an argument of this name."""
+    found = inspect.signature(function).parameters.get(argument)
+    return found is not None and found.kind is not found.VAR_KEYWORD
+
+
+def count_positional(function: Any) -> float:
+    """How many arguments a function or class takes without a name; infinity for `*args`."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return float("inf")
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def refused(function: Any, argument: str) -> str | None:
+    """Why a function or class does not take an argument; None where it does.
+
+    Example:
+        >>> import shutil
+        >>> refused(shutil.which, "folder")
+        'it takes cmd, mode, path'
+    """
+    if has_argument(function, argument):
+        return None
+    parameters = inspect.signature(function).parameters
+    others = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    if others is None:
+        return f"it takes {', '.join(name for name in parameters if name != 'self') or 'no arguments'}"
+    if others != "unknown":  # what it takes beside its own goes to somebody else
+        return None
+    try:
+        function(**{argument: None})  # our classes refuse it before anything else, and say what to do
+    except InstepError as error:
+        return str(error).partition(f" {argument}: ")[2] or str(error)
+    return None
+
+
+def wrong_value(argument: str, value: Any) -> str | None:
+    """Why the Trainer refuses a value on any machine; None where it does not."""
+    from instep.trainer.settings import check_value
+
+    try:
+        check_value(argument, value)
+    except InstepError as error:
+        return str(error)
+    return None
 
 
 class Uses(cst.CSTVisitor):
@@ -61,9 +133,9 @@ class Uses(cst.CSTVisitor):
         self._own.pop()
 
     def _method(self, kind: str, method: cst.FunctionDef) -> None:
-        from instep.trainer.hook_checks import GONE
+        from instep.trainer.hooks import GONE
 
-        name, known = method.name.value, api.attributes(api.load(_KINDS[kind]))
+        name, known = method.name.value, attributes(load(_KINDS[kind]))
         if kind == "TrainModule" and name in GONE:
             self.plan.todo(
                 method.name, f"{name} is not called any more: use {GONE[name]}; keep outputs in an attribute"
@@ -93,21 +165,21 @@ class Uses(cst.CSTVisitor):
             if (owner, name) in names.ATTRIBUTES_RENAMED:
                 new = names.ATTRIBUTES_RENAMED[owner, name]
                 self.plan.new[node] = node.with_changes(attr=cst.Name(new))
-            elif name not in api.attributes(api.load(_OWNERS[owner])):
+            elif name not in attributes(load(_OWNERS[owner])):
                 text = names.ATTRIBUTES[owner].get(name, f"instep's {owner} has no such attribute or method")
                 self.plan.todo(node, f"{code(node)}: {text}")
             elif name in _COLLECTIVE and self._one_rank:
                 self.plan.todo(node, f"{code(node)} is called on one rank only: it is collective, call it on all")
         elif code(node.value) == "self" and self._inside and self._inside[-1]:
             kind = self._inside[-1]
-            missing = name in names.ATTRIBUTES[kind] and name not in api.attributes(api.load(_KINDS[kind]))
+            missing = name in names.ATTRIBUTES[kind] and name not in attributes(load(_KINDS[kind]))
             if missing and name not in self._own[-1]:
                 self.plan.todo(node, f"{code(node)}: {names.ATTRIBUTES[kind][name]}")
 
     def visit_Call(self, node: cst.Call) -> None:
         target = self.names.targets.get(node.func)
         if target:
-            function = api.load(target)
+            function = load(target)
             if function is not Any:
                 self._arguments(node, target.rpartition(".")[2], function)
         elif isinstance(node.func, cst.Attribute):
@@ -116,7 +188,7 @@ class Uses(cst.CSTVisitor):
             if not owner:
                 kind, home = self.classes.get(code(node.func.value), ""), _KINDS
                 owner = self._inside[-1] if code(node.func.value) == "self" and self._inside else kind
-            function = getattr(api.load(home[owner]), method, None) if owner else None
+            function = getattr(load(home[owner]), method, None) if owner else None
             if owner == "Accelerator" and method == "prepare" and "sched" in code(node):
                 self.plan.note(node, "a scheduler steps once per optimizer step, not once more for each process")
             if callable(function):
@@ -145,14 +217,14 @@ class Uses(cst.CSTVisitor):
                     self.plan.note(arg, f"{key}({_text(arg)}): its arguments cannot be seen from here")
                 continue
             name = arg.keyword.value
-            if name in dropped and not api.has_argument(function, name):
+            if name in dropped and not has_argument(function, name):
                 self.plan.note(arg, f"{key}({name}=) is left out: {dropped[name]}")
                 self.plan.new[arg] = lambda _: cst.RemoveFromParent()
             elif key == "Accelerator" and name in names.INTO_DATALOADER_CONFIG:
                 into.append(arg)
             else:
                 self._argument(arg, key, function, renamed, arg is node.args[-1])
-        limit = min(names.POSITIONAL.get(key, unnamed), api.count_positional(function))
+        limit = min(names.POSITIONAL.get(key, unnamed), count_positional(function))
         if unnamed > limit:
             self.plan.todo(node, f"{key}: name the arguments after number {limit}; instep's differ")
         if into:
@@ -161,7 +233,7 @@ class Uses(cst.CSTVisitor):
     def _argument(self, arg: cst.Arg, key: str, function: Any, renamed: dict[str, str], is_last: bool) -> None:
         assert arg.keyword is not None
         old = arg.keyword.value
-        name = old if api.has_argument(function, old) else renamed.get(old, old)
+        name = old if has_argument(function, old) else renamed.get(old, old)
         value: Any = _literal(arg.value)
         values = names.VALUES.get((key, name), {})
         new_value = values.get(value) if isinstance(value, str) else None
@@ -180,9 +252,9 @@ class Uses(cst.CSTVisitor):
                 return cst.FlattenSentinel([_make(added).with_changes(comma=between), changed])
 
             self.plan.new[arg] = change
-        problem = names.REFUSED.get((key, name)) or api.refused(function, name)
+        problem = names.REFUSED.get((key, name)) or refused(function, name)
         if problem is None and key == "Trainer" and value is not _UNKNOWN and value is not None:
-            problem = api.wrong_value(name, value if new_value is None else new_value)
+            problem = wrong_value(name, value if new_value is None else new_value)
         if problem is not None:
             self.plan.todo(arg, f"{key}({_text(arg)}): {problem}")
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.checkpoint.shard import Shard, StoredTensor
+from instep.checkpoint.tensors import Shard, StoredTensor
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from instep.checkpoint.shard import Shard
+from instep.checkpoint.tensors import Shard
 from instep.errors import CheckpointError
 from instep.state import PartialState
 from instep.strategies.base import Strategy, shapes_of, whole

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from instep.checkpoint import CheckpointStore
-from instep.utils.owner import this_process
+from instep.utils.process_id import this_process
 from tests.cli.checkpoint.conftest import Command, writes
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from instep.checkpoint import CheckpointStore, write_tensors
-from instep.cli.checkpoint.header import read_headers
+from instep.cli.checkpoint.contents import read_headers
 from instep.errors import CorruptCheckpointError
 from tests.checkpoint.helpers import flip
 from tests.cli.checkpoint.conftest import Command, writes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from instep.cli.main import main
-from instep.cli.migrate import api, names
+from instep.cli.migrate import names, uses
 from instep.cli.migrate.rewrite import migrate
 from instep.trainer.settings import check_value
 from tests.helpers.spawn import run_command
@@ -218,7 +218,7 @@ def test_many_names_are_broken_into_lines() -> None:
 def test_every_name_has_a_place() -> None:
     for moved in names.MOVED.values():
         for target in moved.values():
-            assert api.load(target) is not None
+            assert uses.load(target) is not None
 
 
 def test_the_tables_are_not_older_than_the_classes() -> None:
@@ -226,20 +226,20 @@ def test_the_tables_are_not_older_than_the_classes() -> None:
 
     def function(key: str) -> Any:
         owner, _, method = key.partition(".")
-        return getattr(api.load(homes[owner]), method) if method else api.load(homes[owner])
+        return getattr(uses.load(homes[owner]), method) if method else uses.load(homes[owner])
 
     for key, arguments in names.RENAMED.items():
         for old, new in arguments.items():
-            assert not api.has_argument(function(key), old)
-            assert api.has_argument(function(key), new)
+            assert not uses.has_argument(function(key), old)
+            assert uses.has_argument(function(key), new)
     for key, arguments in names.DROPPED.items():
         for old in arguments:
-            assert not api.has_argument(function(key), old), (key, old)
+            assert not uses.has_argument(function(key), old), (key, old)
     for owner, attributes in names.ATTRIBUTES.items():
-        assert not attributes.keys() & api.attributes(api.load(homes[owner]))
+        assert not attributes.keys() & uses.attributes(uses.load(homes[owner]))
     for owner, old in names.ATTRIBUTES_RENAMED:
-        assert old not in api.attributes(api.load(homes[owner]))
-        assert names.ATTRIBUTES_RENAMED[owner, old] in api.attributes(api.load(homes[owner]))
+        assert old not in uses.attributes(uses.load(homes[owner]))
+        assert names.ATTRIBUTES_RENAMED[owner, old] in uses.attributes(uses.load(homes[owner]))
     for (_, argument), values in names.VALUES.items():
         for value in values.values():
             check_value(argument, value)
@@ -262,7 +262,7 @@ def test_arguments_without_a_name_mean_the_same(package: str) -> None:
     root = package.split(".")[0]
     homes = ("", ".callbacks", ".loggers", ".strategies", ".utils", ".logging", ".local_sgd")
     for name, target in names.MOVED[root].items():
-        leaf, new = target.rpartition(".")[2], api.load(target)
+        leaf, new = target.rpartition(".")[2], uses.load(target)
         for home in homes:
             try:
                 old = getattr(import_module(package + home), name)
@@ -272,7 +272,7 @@ def test_arguments_without_a_name_mean_the_same(package: str) -> None:
                 )
             except (ImportError, AttributeError, ValueError, TypeError):
                 continue
-            limit = min(names.POSITIONAL.get(leaf, len(theirs)), api.count_positional(new))
+            limit = min(names.POSITIONAL.get(leaf, len(theirs)), uses.count_positional(new))
             if not isinstance(new, type):
                 theirs = [_SAME.get(argument, argument) for argument in theirs]
             same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), limit)

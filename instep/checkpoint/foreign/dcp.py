@@ -1,0 +1,190 @@
+"""Weights out of the folders that torch.distributed.checkpoint writes, without running code of theirs.
+
+Such a folder has `.metadata`, a pickle, and the ranks' `.distcp` files, in which each piece of a tensor is a file of
+torch.save. The pickle is read as data: plain records stand for what it names. Pieces are read with `weights_only=True`,
+other objects never. So FSDP's sharded checkpoints of other trainers can be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.checkpoint.edge import check, count, list_of, reading, text
+from instep.checkpoint.foreign.pickles import Record, read_pickle
+from instep.checkpoint.foreign.torch_files import load_torch
+from instep.checkpoint.names import MANIFEST, inside
+from instep.checkpoint.remote import files_of
+from instep.checkpoint.tensors import StoredTensor, dtype_from_name
+from instep.errors import CheckpointError, CorruptCheckpointError
+from instep.utils.untrusted_files import read_regular
+
+_METADATA = ".metadata"
+_METADATA_BYTES = 2**29
+_WITHIN = "pytorch_model_fsdp_0"  # Accelerate's folder, in that of a state
+_OF_DCP = ("torch.distributed.checkpoint.metadata.", "torch.distributed.checkpoint.filesystem.")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A box of a tensor, and where its file of torch.save lies."""
+
+    path: Path
+    begin: int
+    length: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class _DcpTensor:
+    """A tensor of a folder, read when asked for."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[_Piece]) -> None:
+        self.name, self.shape, self.dtype, self._pieces = name, torch.Size(shape), dtype, pieces
+
+    def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
+        """The tensor, or a box of it, on the CPU, in memory of its own."""
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for piece in self._pieces:
+            with reading(piece.path, f"does not hold {self.name}"):
+                data = files_of(piece.path).read_range(piece.path, piece.begin, piece.begin + piece.length)
+                tensor = load_torch(BytesIO(data), piece.path)
+                if not isinstance(tensor, Tensor) or tuple(tensor.shape) != piece.sizes or tensor.dtype != self.dtype:
+                    raise CorruptCheckpointError(
+                        f"{piece.path} holds something else than {piece.sizes} of {self.name}", path=piece.path
+                    )
+                at = tuple(slice(low, low + size) for low, size in zip(piece.offsets, piece.sizes, strict=True))
+                whole[at] = tensor
+        return whole if box is None else whole[box].clone()
+
+
+def find_dcp_folder(path: Path) -> Path | None:
+    """The folder with `.metadata`: the path itself, or Accelerate's folder in it; None where there is none."""
+    if not isinstance(path, Path):  # a URL: torch writes local folders
+        return None
+    if (path / MANIFEST).exists():
+        return None
+    return next((it for it in (path, path / _WITHIN) if (it / _METADATA).is_file()), None)
+
+
+def stored_dcp_weights(folder: Path, roots: tuple[str, ...]) -> Mapping[str, StoredTensor]:
+    """The tensors of a model, each left where it is until it is read.
+
+    Args:
+        folder: what `find_dcp_folder` found.
+        roots: keys under which a model's weights may lie; without any of them all tensors but an optimizer's are taken.
+
+    Raises:
+        CheckpointError: there is no tensor in it, or it names what lies elsewhere.
+        CorruptCheckpointError: it is damaged, or files are missing.
+    """
+    path = folder / _METADATA
+    with reading(path, "does not describe a checkpoint of torch.distributed.checkpoint"):
+        stored, ways = _describe(read_pickle(read_regular(path, _METADATA_BYTES)), folder)
+        names = _of_model(stored, ways, roots)
+    if not names:
+        raise CheckpointError(f"{folder} holds no tensor of a model: {', '.join(list(stored)[:8])}", path=folder)
+    return {weight: stored[name] for name, weight in names.items()}
+
+
+def _describe(metadata: Any, folder: Path) -> tuple[dict[str, _DcpTensor], dict[str, tuple[Any, ...]]]:
+    """The tensors by name, and the keys that lead to each."""
+    about = _state(metadata, "Metadata")
+    places: dict[tuple[str, tuple[int, ...]], Mapping[str, Any]] = {}
+    for key, value in about["storage_data"].items():
+        index, place = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
+        check(index, {"fqn": text}, "an index")
+        check(place, {"offset": count, "length": count, "relative_path": text}, f"the place of {index['fqn']}")
+        if place.get("transform_descriptors"):
+            raise CheckpointError(f"{folder} is compressed, which is not read here", path=folder)
+        places[index["fqn"], _sizes(index.get("offset"))] = place
+    found: dict[str, _DcpTensor] = {}
+    for name, record in about["state_dict_metadata"].items():
+        if type(record) is Record and record.name.endswith(".TensorStorageMetadata"):
+            found[str(name)] = _tensor(str(name), _state(record, "TensorStorageMetadata"), places, folder)
+    _check_ranges(found.values())
+    ways = about.get("planner_data") or {}
+    return found, {name: ways.get(name, (name,)) for name in found}
+
+
+def _tensor(name: str, about: Mapping[str, Any], places: Mapping[Any, Mapping[str, Any]], folder: Path) -> _DcpTensor:
+    properties, shape = about["properties"], _sizes(about["size"])
+    kind = properties.state[0] if type(properties.state) is tuple else properties.state["dtype"]
+    if type(kind) is not Record or not kind.name.startswith("torch."):
+        raise ValueError(f"{name} has no dtype")
+    dtype = dtype_from_name(kind.name.removeprefix("torch."))
+    pieces = {}
+    for record in about["chunks"]:
+        chunk = _state(record, "ChunkStorageMetadata")
+        offsets, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
+        place = places[name, offsets]
+        inner = inside(folder, place["relative_path"], folder / _METADATA)
+        pieces[offsets, sizes] = _Piece(inner, place["offset"], place["length"], offsets, sizes)
+        if any(at + size > end for at, size, end in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"a piece of {name} leads out of it")
+        if math.prod(sizes) * dtype.itemsize > place["length"]:
+            raise ValueError(f"a piece of {name} is longer than what is stored of it")
+    there = sum(math.prod(piece.sizes) for piece in pieces.values())
+    if there != math.prod(shape):
+        raise ValueError(f"{there:,} of the {math.prod(shape):,} elements of {name} are there")
+    return _DcpTensor(name, shape, dtype, list(pieces.values()))
+
+
+def _check_ranges(tensors: Any) -> None:
+    """Refuse pieces that lie over each other, or beyond the end of a file that is there."""
+    ranges: dict[Path, set[tuple[int, int]]] = {}
+    for piece in (it for tensor in tensors for it in tensor._pieces):
+        ranges.setdefault(piece.path, set()).add((piece.begin, piece.length))
+    for path, found in ranges.items():
+        end = 0
+        for begin, length in sorted(found):
+            if begin < end:
+                raise ValueError(f"pieces overlap in {path.name}")
+            end = begin + length
+        try:
+            size = files_of(path).size(path)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(f"{path} is missing; {_METADATA} names it", path=path) from error
+        if end > size:
+            raise ValueError(f"{path.name} is cut short")
+    if sum(map(len, ranges.values())) != sum(len(tensor._pieces) for tensor in tensors):
+        raise ValueError("two tensors have the same place")
+
+
+def _state(record: Any, name: str) -> Mapping[str, Any]:
+    """The attributes of an object of torch.distributed.checkpoint."""
+    if type(record) is not Record or record.name not in [f"{module}{name}" for module in _OF_DCP]:
+        what = record.name if type(record) is Record else type(record).__name__
+        raise ValueError(f"it names {what}, which does not describe a checkpoint; {name} is expected")
+    if type(record.state) is not dict:
+        raise ValueError(f"a {name} without attributes")
+    return record.state
+
+
+def _sizes(size: Any) -> tuple[int, ...]:
+    """The numbers of a torch.Size; none for None."""
+    if size is None:
+        return ()
+    values: Any = size.args[0] if type(size) is Record and size.name == "torch.Size" and size.args else size
+    if not list_of(count)(values):
+        raise ValueError(f"{str(values)[:80]} is no size")
+    return tuple(values)
+
+
+def _of_model(
+    stored: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]], roots: tuple[str, ...]
+) -> dict[str, str]:
+    """The model's entries, each with the name of the weight."""
+    ways = {name: tuple(map(str, paths.get(name, (name,)))) for name in stored}
+    for root in roots:
+        under = {name: ".".join(way[1:]) for name, way in ways.items() if way[0] == root and len(way) > 1}
+        if under:
+            return under
+    return {name: ".".join(way) for name, way in ways.items() if not way[0].startswith("optim")}

@@ -1,0 +1,273 @@
+"""Files of torch.save, held against their own table of contents before torch reads them.
+
+`torch.load(weights_only=True)` calls no code that a file names, but believes its numbers: a deflated record grows a
+thousandfold, a storage may be longer than its record, a call of `bytearray` asks for any amount of memory. So what the
+file says of itself must fit its size first: torch stores records as they are, and each storage in a record of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import struct
+import tarfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from instep.checkpoint.edge import reading
+from instep.checkpoint.foreign.pickles import Record, read_pickle, records_in
+from instep.checkpoint.remote import files_of
+from instep.errors import CheckpointError
+from instep.utils.untrusted_files import open_regular
+
+_GREW = 128 * 2**20  # bytes by which expanded tensors may be larger, all together, than what is stored of them
+_PICKLE_BYTES = 2**29  # of the part without tensors
+_ITEM_BYTES = {
+    **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
+    **dict.fromkeys(("Float", "Int", "QInt32"), 4),
+    **dict.fromkeys(("Half", "Short", "BFloat16"), 2),
+    **dict.fromkeys(("Char", "Byte", "Bool", "QInt8", "QUInt8", "QUInt4x2", "QUInt2x4", "Untyped"), 1),
+    "ComplexDouble": 16,
+}
+_MODULES = ("torch", "torch.storage", "torch.cuda")
+_PLAIN = ("collections.OrderedDict", "collections.Counter", "builtins.set", "__builtin__.set")
+_WITH_ATTRIBUTES = ("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_parameter_with_state")
+_MAKES_TENSORS = ("torch", "torch._tensor", "torch._utils", "torch.cuda", "torch.nn.parameter", "torch.sparse")
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_END = struct.Struct("<4s4H2LH")  # of a zip file: the place of its directory, last in the file
+_END_64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR_64 = struct.Struct("<4sLQL")
+
+
+class _Clipped(io.BufferedReader):
+    """Asks for no more bytes than the file has: a length in a pickle would be allocated before anything is read."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left))
+
+
+def read_torch_file(path: Path) -> Any:
+    """What torch.save wrote, on the CPU; a file that would run code is refused.
+
+    Args:
+        path: a file of one `torch.save`.
+
+    Raises:
+        CheckpointError: it cannot be read without running code, or not at all.
+        CorruptCheckpointError: it is damaged, or does not fit its own size.
+    """
+    with (
+        reading(path, "is not a whole file of torch.save"),
+        files_of(path).fetched(path, False) as (local, _),
+        open_regular(local) as raw,
+        _Clipped(raw) as file,
+    ):
+        return load_torch(file, path)
+
+
+def load_torch(file: BinaryIO, path: Path) -> Any:
+    """The same of an open file; other errors of its content are raised as they come.
+
+    Args:
+        file: at its beginning.
+        path: where it is from, for the text of errors.
+    """
+    try:
+        _check(file)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} cannot be read without running code that it names: {str(error).splitlines()[0]} "
+            "Save its state dict alone where it was made: torch.save(model.state_dict(), path).",
+            path=path,
+        ) from error
+
+
+def _check(file: BinaryIO) -> None:
+    """Hold what a file says of itself against its size; ValueError where it does not fit."""
+    size = file.seek(0, 2)
+    file.seek(0)
+    zipped = file.read(4) == b"PK\x03\x04"  # as torch decides it
+    file.seek(0)
+    if zipped:
+        _check_zip(file, size)
+    else:
+        _check_legacy(file, size)
+
+
+def _check_zip(file: BinaryIO, size: int) -> None:
+    _check_directory(file, size)
+    with zipfile.ZipFile(file) as archive:
+        records = {entry.filename: entry for entry in archive.infolist()}
+        if len({name.casefold() for name in records}) != len(archive.infolist()):
+            raise ValueError("two records have one name")
+        total = sum(entry.file_size for entry in records.values())
+        if total > size or any(
+            entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size or entry.flag_bits & 1
+            for entry in records.values()
+        ):
+            raise ValueError("its records are compressed, or larger than the file; torch.save stores them as they are")
+        pickles = [name for name in records if name.rpartition("/")[2] == "data.pkl"]
+        if len(pickles) != 1 or records[pickles[0]].file_size > _PICKLE_BYTES:
+            raise ValueError(f"{len(pickles)} records data.pkl, or one that is too large")
+        folder = pickles[0].removesuffix("data.pkl")
+        stored = {name.removeprefix(f"{folder}data/"): entry.file_size for name, entry in records.items()}
+        _check_value(read_pickle(archive.read(pickles[0])), stored)
+
+
+def _check_directory(file: BinaryIO, size: int) -> None:
+    """Refuse a zip file in which two readers could find two directories.
+
+    torch looks for the directory where the file says it is, the standard library where it must end.
+    """
+    file.seek(max(size - _END.size - _LOCATOR_64.size - _END_64.size, 0))
+    tail = file.read()
+    end = _END.unpack(tail[-_END.size :])
+    at, length = end[6], end[5]
+    begin = size - _END.size
+    locator = tail[-_END.size - _LOCATOR_64.size : -_END.size]
+    if locator.startswith(b"PK\x06\x07"):
+        begin -= _LOCATOR_64.size + _END_64.size
+        _, _, there, _ = _LOCATOR_64.unpack(locator)
+        end_64 = _END_64.unpack(tail[: _END_64.size])
+        if there != begin or end_64[0] != b"PK\x06\x06":
+            raise ValueError("its directory is not where it must be")
+        length, at = end_64[8], end_64[9]
+    if end[0] != b"PK\x05\x06" or end[7] != 0 or at + length != begin:
+        raise ValueError("its directory is not where it must be")
+
+
+def _check_legacy(file: BinaryIO, size: int) -> None:
+    """The format before torch 1.6: five pickles, and the storages behind them."""
+    head = file.read(tarfile.BLOCKSIZE)
+    file.seek(0)
+    if head and _is_tar(head):
+        raise ValueError("it is a tar file, which torch wrote before 0.1.10")
+    if read_pickle(file) != _LEGACY_MAGIC:
+        raise pickle.UnpicklingError("it is a plain pickle, which torch.save did not write.")
+    _protocol, _about, value, keys = (read_pickle(file) for _ in range(4))
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise ValueError("its list of storages is none")
+    stored = _check_value(value, None)
+    if sum(stored.values()) > size or not stored.keys() <= set(keys):
+        raise ValueError("its storages are larger than the file, or are not there")
+
+
+def _is_tar(block: bytes) -> bool:
+    try:
+        tarfile.TarInfo.frombuf(block, "utf-8", "replace")
+    except tarfile.HeaderError:
+        return False
+    return True
+
+
+def _check_value(value: Any, stored: Mapping[str, int] | None) -> dict[str, int]:
+    """Hold storages and tensors against what is stored.
+
+    Args:
+        value: what the pickle holds.
+        stored: bytes of each storage's record; None where they are known by the pickle alone.
+
+    Returns:
+        Bytes of each storage that is used.
+    """
+    used: dict[str, int] = {}
+    grew = 0
+    for record in records_in(value):
+        if record.name == "":
+            key, nbytes = _storage(record.args)
+            if stored is not None and (key not in stored or nbytes > stored[key]):
+                raise ValueError(f"the storage {key} has {nbytes:,} bytes, and its record {stored.get(key, 0):,}")
+            used[key] = max(nbytes, used.get(key, 0))
+        elif record.args is not None:
+            _check_state(record.name, record.state)
+            grew += _check_call(record.name, record.args)
+    if grew > _GREW:
+        raise ValueError(
+            f"its tensors are {grew:,} bytes larger than what is stored of them. Save expanded tensors as .contiguous()"
+        )
+    return used
+
+
+def _storage(pid: Any) -> tuple[str, int]:
+    if type(pid) is not tuple or len(pid) < 5 or pid[0] not in ("storage", b"storage"):
+        raise ValueError("a persistent id that names no storage")
+    kind, key, numel = pid[1], pid[2], pid[4]
+    return str(key), _count(numel) * _item_bytes(kind)
+
+
+def _item_bytes(kind: Any) -> int:
+    module, _, name = kind.name.rpartition(".") if type(kind) is Record else ("", "", "")
+    size = _ITEM_BYTES.get(name.removesuffix("Storage")) if name.endswith("Storage") else None
+    if size is None or module not in _MODULES:
+        raise ValueError(f"{module}.{name} is no kind of storage")
+    return size
+
+
+def _check_call(name: str, args: Any) -> int:
+    """Refuse a call that asks for memory by a number; by how many bytes its tensor exceeds its storage."""
+    module, _, function = name.rpartition(".")
+    if name in _WITH_ATTRIBUTES:
+        _check_attributes(args[3] if len(args) > 3 else None)
+    if function == "_rebuild_from_type_v2":
+        inner, values = args[0], args[2]
+        if type(inner) is not Record or not inner.name.startswith("torch._utils._rebuild_"):
+            raise ValueError("a tensor of a kind that is not known")
+        return _check_call(inner.name, values)
+    if module == "torch._utils" and (function.startswith("_rebuild_tensor") or function == "_rebuild_qtensor"):
+        return _growth(*args)
+    makes_memory = function.endswith(("Tensor", "Storage")) and module.startswith("torch")
+    if args and (makes_memory or (function == "bytearray" and type(args[0]) not in (str, bytes, Record))):
+        raise ValueError(f"a call of {name} with a size")
+    if function == "encode" and args[1:] != ("latin1",):
+        raise ValueError(f"a call of {name} for another encoding than latin1")
+    if name in _PLAIN and args and not _are_plain_keys(args):
+        raise ValueError(f"a call of {name} with something else than plain keys")
+    return 0
+
+
+def _growth(storage: Any, _offset: Any, sizes: Any, strides: Any, *more: Any) -> int:
+    if type(storage) is not Record or storage.name != "" or type(sizes) is not tuple or type(strides) is not tuple:
+        raise ValueError("a tensor without a storage or sizes")
+    for stride in strides:
+        _count(stride)
+    dtypes = [vars(torch).get(it.name.removeprefix("torch.")) for it in more if type(it) is Record]
+    widths = [it.itemsize for it in dtypes if isinstance(it, torch.dtype)]
+    width = max(widths, default=_item_bytes(storage.args[1]))
+    return max(0, math.prod(map(_count, sizes)) * width - _storage(storage.args)[1])
+
+
+def _check_state(name: str, state: Any) -> None:
+    """Refuse attributes that would stand before methods, of what torch makes of a name."""
+    if state is None:
+        return
+    if name == "collections.OrderedDict" and type(state) is dict and state.keys() <= {"_metadata"}:
+        return
+    if name == "collections.OrderedDict" or name.rpartition(".")[0] in _MAKES_TENSORS:
+        raise ValueError(f"attributes of what {name} makes")
+
+
+def _check_attributes(state: Any) -> None:
+    for part in state if type(state) is tuple else (state,):
+        if part is not None and (type(part) is not dict or any(hasattr(torch.nn.Parameter, str(key)) for key in part)):
+            raise ValueError("attributes of a tensor that stand before its own")
+
+
+def _are_plain_keys(args: Any) -> bool:
+    keys = args[0] if len(args) == 1 and type(args[0]) is list else None
+    keys = [key[0] if type(key) is list and len(key) == 2 else key for key in keys or ()]
+    return len(args) == 1 and all(type(key) in (str, int, bool, float, bytes, type(None)) for key in keys)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is no number of elements")
+    return value

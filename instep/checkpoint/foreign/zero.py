@@ -1,0 +1,149 @@
+"""Weights out of the folders that DeepSpeed's own `save_checkpoint` writes, without running code of theirs.
+
+Such a folder has `latest` and a folder per tag, in which each rank's `*_model_states.pt` and `*_optim_states.pt` lie:
+pickles of torch.save. They are read with `weights_only=True`; beside tensors they name four classes of DeepSpeed (of
+its loss scaler, an enum and an address), in whose place empty ones of ours are made, so that deepspeed need not be
+installed. The float32 weights lie in flat partitions, cut by rank; moments and steps are not taken up.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.checkpoint.edge import reading
+from instep.checkpoint.names import inside
+from instep.errors import CheckpointError, CorruptCheckpointError
+from instep.utils.untrusted_files import LEASE_BYTES, read_regular
+
+_OPTIMIZER = "optim_states.pt"
+_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
+
+
+class _Unread:
+    """In place of an object of DeepSpeed's that weights do not need."""
+
+
+_STAND_INS: list[Any] = [
+    (_Unread, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Unread, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (_Unread, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+]
+
+
+def find_zero_folder(path: Path) -> Path | None:
+    """The folder of a tag: the path itself, or the tag in it that `latest` names; None where it is no such folder."""
+    latest = path / "latest"
+    tagged = path
+    if isinstance(path, Path) and latest.is_file():
+        with reading(latest, "names no folder"):
+            tagged = inside(path, read_regular(latest, LEASE_BYTES).decode().strip(), latest)
+    return tagged if tagged.is_dir() and any(it.name.endswith(_OPTIMIZER) for it in tagged.iterdir()) else None
+
+
+def load_zero_weights(folder: Path, read_file: Callable[[Path], Any]) -> dict[str, Tensor]:
+    """The float32 weights, buffers and frozen parameters of a folder of DeepSpeed's.
+
+    Args:
+        folder: what `find_zero_folder` found.
+        read_file: reads what torch.save wrote, with `weights_only=True`.
+
+    Returns:
+        Name -> tensor on the CPU; tied ones under every name.
+
+    Raises:
+        CheckpointError: it cannot be read without running code, or is of a kind that is not read here.
+        CorruptCheckpointError: files are missing, or do not fit together.
+    """
+    names = [it.name for it in folder.iterdir()]
+    with torch.serialization.safe_globals(_STAND_INS):
+        states = [read_file(folder / name) for name in _in_order(names, _OPTIMIZER, folder)]
+        models = [read_file(folder / name) for name in _in_order(names, "model_states.pt", folder)]
+    with reading(folder, "has partitions that do not make up the weights"):
+        return _put_together(folder, [state["optimizer_state_dict"] for state in states], models)
+
+
+def _put_together(folder: Path, optimizers: Sequence[Any], models: Sequence[Any]) -> dict[str, Tensor]:
+    first = optimizers[0]
+    if not models or "zero_stage" not in first:
+        raise CheckpointError(f"{folder} was not written with ZeRO stage 1, 2 or 3", path=folder)
+    counts = first["partition_count"]
+    ranks = max(counts) if isinstance(counts, list) else int(counts)
+    if ranks != len(optimizers):
+        raise CorruptCheckpointError(
+            f"{folder} was written by {ranks} processes and holds the files of {len(optimizers)}. Files of several "
+            "runs in one tag, or of some ranks only, do not make up a checkpoint.",
+            path=folder,
+        )
+    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
+    if int(first["zero_stage"]) == 3:
+        weights = _stage_3(shapes, [_runs(it["fp32_flat_groups"]) for it in optimizers])
+        frozen = _frozen_of_stage_3(models)
+    else:
+        parts = [it["single_partition_of_fp32_groups"] for it in optimizers]
+        weights = _stage_1_and_2(shapes, parts, first.get("param_alignment_paddings"))
+        frozen = {}  # whole in the module's state
+    cut = {name for group in shapes for name in group} | frozen.keys()
+    rest = {name: it for name, it in models[0]["module"].items() if name not in cut and isinstance(it, Tensor)}
+    found = {**rest, **frozen, **weights}
+    for name, same in dict(models[0].get("shared_params", {})).items():
+        if same in found:
+            found[name] = found[same]
+    return found
+
+
+def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], gaps: Any) -> dict[str, Tensor]:
+    """Each group flattened and cut over ranks, perhaps with gaps after parameters."""
+    found: dict[str, Tensor] = {}
+    for index, group in enumerate(shapes):
+        flat = torch.cat([rank[index].reshape(-1) for rank in parts]).float()
+        begin = 0
+        for position, (name, shape) in enumerate(group.items()):
+            found[name] = flat.narrow(0, begin, math.prod(shape)).view(shape).clone()
+            begin += math.prod(shape) + (max(0, gaps[index][position]) if gaps else 0)
+    return found
+
+
+def _stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Each parameter cut over ranks, and the parts of all of them in a row."""
+    found: dict[str, Tensor] = {}
+    begin = 0
+    for name, shape in (item for group in shapes for item in group.items()):
+        count = math.prod(shape)
+        size = -(-count // len(ranks))
+        found[name] = torch.cat([run.narrow(0, begin, size) for run in ranks])[:count].view(shape).float()
+        begin += size
+    return found
+
+
+def _frozen_of_stage_3(models: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    shapes = models[0].get("frozen_param_shapes") or {}
+    return {
+        name: torch.cat([it["frozen_param_fragments"][name].reshape(-1) for it in models])[: math.prod(shape)].view(
+            tuple(shape)
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def _runs(groups: Sequence[Tensor] | Tensor) -> Tensor:
+    return groups if isinstance(groups, Tensor) else torch.cat([group.reshape(-1) for group in groups])
+
+
+def _in_order(names: Sequence[str], ending: str, folder: Path) -> list[str]:
+    """The files of all ranks, by rank: their numbers are not padded with zeros."""
+
+    def rank(name: str) -> tuple[int, ...]:
+        found = _RANK.search(name)
+        if found is not None and int(found[2]):
+            raise CheckpointError(f"{folder} was written with tensor parallelism, which is not read here", path=folder)
+        return (int(found[1]),) if found is not None else (0,)
+
+    return sorted((name for name in names if name.endswith(ending)), key=rank)

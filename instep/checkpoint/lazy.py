@@ -1,0 +1,273 @@
+"""Tensors of a checkpoint that are read when asked for, out of one file or out of the parts that several ranks wrote.
+
+Only the bytes that a box needs are asked for, so that no rank ever holds a whole tensor of which it keeps a part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.checkpoint.edge import Kind, check, count, flag, list_of, reading, text
+from instep.checkpoint.files import patiently
+from instep.checkpoint.remote import files_of
+from instep.checkpoint.tensors import ALIASES, DTYPES, FORMAT_NAMES, OFFSETS, SHARDS, dtype_from_name
+from instep.errors import CheckpointError, CorruptCheckpointError
+from instep.utils.untrusted_files import parse_object
+
+_LONGEST = 100 * 10**6  # bytes of a header, as the safetensors library allows
+_TORCH_NAMES = {code: name for name, code in FORMAT_NAMES.items()}
+_FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}  # a torch may lack some, but their headers can be read
+
+
+def _span(value: Any) -> bool:
+    """A list of two numbers of bytes."""
+    return list_of(count)(value) and len(value) == 2
+
+
+_ENTRY: dict[str, Kind] = {"dtype": text, "shape": list_of(count), "data_offsets": _span}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one file holds of one tensor.
+
+    Args:
+        path: the file.
+        begin: its first byte there.
+        end: the byte after its last.
+        dtype: torch's name; the format's own where torch has none.
+        sizes: of the part.
+        shape: of the whole tensor.
+        offsets: where the part begins in it; as in `Shard`.
+        flat: whether it is a run of elements.
+        name: under which it is stored; several names may share one part.
+    """
+
+    path: Path
+    begin: int
+    end: int
+    dtype: str
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    flat: bool
+    name: str
+
+    def take(self, begin: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A box of the part; of memory that nobody else has, but not always contiguous."""
+        dtype = dtype_from_name(self.dtype)
+        if 0 in sizes:
+            return torch.empty(tuple(sizes), dtype=dtype)
+        strides = _strides(self.sizes)
+        first = _flat_index(begin, strides)
+        last = first + _flat_index([size - 1 for size in sizes], strides)
+        start = self.begin + first * dtype.itemsize
+        stop = self.begin + (last + 1) * dtype.itemsize
+        try:
+            data = patiently(lambda: files_of(self.path).read_range(self.path, start, stop))
+        except OSError as error:
+            raise CheckpointError(f"could not read {self.path}: {error.strerror or error}", path=self.path) from error
+        if len(data) != stop - start:
+            raise CorruptCheckpointError(f"{self.path} is cut short: it ends within {self.name}", path=self.path)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(tuple(sizes), strides)
+
+
+def read_parts(path: Path) -> dict[str, Part]:
+    """What a safetensors file holds, by its header alone; shared tensors under each of their names.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        CorruptCheckpointError: it is not a whole safetensors file.
+    """
+    files = files_of(path)
+    with reading(path, "is not a safetensors file"):
+        size = patiently(lambda: files.size(path))
+        length = int.from_bytes(patiently(lambda: files.read_range(path, 0, 8)), "little")
+        if not 0 < length <= min(_LONGEST, size - 8):
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        header = parse_object(patiently(lambda: files.read_range(path, 8, 8 + length)))
+        notes = header.pop("__metadata__", {})
+        check(notes, {}, "its metadata", dict.fromkeys(notes, text))
+        raw, aliases, shards, offsets = (parse_object(notes.get(it, "{}")) for it in (DTYPES, ALIASES, SHARDS, OFFSETS))
+        found: dict[str, Part] = {}
+        for name, entry in header.items():
+            check(entry, _ENTRY, name)
+            sizes = tuple(entry["shape"])
+            dtype = str(raw.get(name, _TORCH_NAMES.get(entry["dtype"], entry["dtype"])))
+            if name in raw:  # stored as bytes, one more dimension of them
+                sizes = sizes[:-1]
+            begin, end = (8 + length + at for at in entry["data_offsets"])
+            shape, flat, at = sizes, False, (0,) * len(sizes)
+            if name in shards:
+                check(shards[name], {"shape": list_of(count)}, name, {"flat": flag})
+                shape, flat = tuple(shards[name]["shape"]), bool(shards[name].get("flat"))
+            if name in offsets:
+                check(offsets[name], {"saved_offsets": list_of(count)}, name)
+                at = tuple(offsets[name]["saved_offsets"][: len(sizes)])
+            found[name] = Part(path, begin, end, dtype, sizes, shape, at, flat, name)
+            _check_place(found[name])
+        _check_ranges(found.values(), 8 + length, size)
+        found.update({alias: found[name] for alias, name in aliases.items()})
+    return found
+
+
+def _check_place(part: Part) -> None:
+    """Refuse a part whose bytes are not as many as its elements, or that does not lie within its tensor."""
+    dtype = vars(torch).get(part.dtype)
+    elements, nbytes = math.prod(part.sizes), part.end - part.begin
+    if isinstance(dtype, torch.dtype) and elements * dtype.itemsize != nbytes:
+        raise ValueError(f"{part.name} has {elements:,} elements of {part.dtype} in {nbytes:,} bytes")
+    if not isinstance(dtype, torch.dtype) and part.dtype not in _FORMATS_OWN:
+        raise ValueError(f"{part.name} is of the dtype {part.dtype[:40]!r}, which is not known")
+    total = (math.prod(part.shape),) if part.flat else part.shape
+    if any(at + size > end for at, size, end in zip(part.offsets, part.sizes, total, strict=True)):
+        raise ValueError(f"{part.name}: a part of shape {part.sizes} at {part.offsets} is not within {part.shape}")
+
+
+def _check_ranges(parts: Iterable[Part], begin: int, size: int) -> None:
+    """Refuse tensors with gaps between them, or over each other: as the format says, they fill the file."""
+    for part in sorted(parts, key=lambda it: (it.begin, it.end)):
+        if part.begin != begin or part.end < begin:
+            raise ValueError(f"{part.name} does not begin where the tensor before it ends")
+        begin = part.end
+    if begin != size:
+        raise ValueError(f"its tensors end at byte {begin:,}, and the file has {size:,}")
+
+
+class JoinedTensor:
+    """A stored tensor, whole, whatever files its parts are in.
+
+    Args:
+        parts: of one tensor; in no order. A box that two ranks wrote is taken once.
+    """
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        once: dict[Any, Part] = {}
+        for part in parts:
+            once.setdefault((part.offsets, part.sizes), part)
+        self.parts = tuple(once.values())
+        kinds = {(part.shape, part.dtype, part.flat) for part in self.parts}
+        if len(kinds) != 1:
+            one = self.parts[0]
+            raise CorruptCheckpointError(
+                f"{one.path.parent}: the parts of {one.name} do not belong together: {sorted(map(str, kinds))}",
+                path=one.path.parent,
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        return torch.Size(self.parts[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As stored."""
+        return dtype_from_name(self.parts[0].dtype)
+
+    def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
+        """The tensor or a box of it, on the CPU, in memory of its own; only what the box needs is read.
+
+        Raises:
+            CorruptCheckpointError: the parts do not make up the tensor.
+        """
+        shape = self.parts[0].shape
+        box = tuple(slice(0, size) for size in shape) if box is None else box
+        begin = [it.start for it in box]
+        sizes = [max(it.stop - it.start, 0) for it in box]
+        there = sum(math.prod(part.sizes) for part in self.parts)
+        if there != math.prod(shape):
+            one = self.parts[0]
+            raise CorruptCheckpointError(
+                f"{one.path.parent} holds {there:,} of the {math.prod(shape):,} elements of {one.name}",
+                path=one.path.parent,
+            )
+        if self.parts[0].flat:
+            return self._out_of_runs(begin, sizes)
+        if len(self.parts) == 1:
+            return self.parts[0].take(begin, sizes).contiguous()
+        result = torch.empty(sizes, dtype=self.dtype)
+        for part in self.parts:
+            low = [max(at, of) for at, of in zip(begin, part.offsets, strict=True)]
+            ends = zip(begin, sizes, part.offsets, part.sizes, strict=True)
+            high = [min(at + size, of + own) for at, size, of, own in ends]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                inside = [at - of for at, of in zip(low, part.offsets, strict=True)]
+                target = tuple(slice(a - at, b - at) for a, b, at in zip(low, high, begin, strict=True))
+                result[target] = part.take(inside, [b - a for a, b in zip(low, high, strict=True)])
+        return result
+
+    def _out_of_runs(self, begin: list[int], sizes: list[int]) -> Tensor:
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=self.dtype)
+        strides = _strides(self.parts[0].shape)
+        first = _flat_index(begin, strides)
+        end = first + _flat_index([size - 1 for size in sizes], strides) + 1
+        run = torch.empty(end - first, dtype=self.dtype)
+        for part in self.parts:
+            low, high = max(first, part.offsets[0]), min(end, part.offsets[0] + part.sizes[0])
+            if low < high:
+                run[low - first : high - first] = part.take([low - part.offsets[0]], [high - low])
+        return run.as_strided(sizes, strides).contiguous()
+
+
+def join_tensors(files: Iterable[Mapping[str, Part]]) -> dict[str, JoinedTensor]:
+    """The tensors of several files, each made of all parts of that name."""
+    parts: dict[str, list[Part]] = {}
+    for file in files:
+        for name, part in file.items():
+            parts.setdefault(name, []).append(part)
+    return {name: JoinedTensor(found) for name, found in parts.items()}
+
+
+def read_all(stored: Mapping[str, JoinedTensor]) -> dict[str, Tensor]:
+    """Every tensor; those that share their parts are the same object."""
+    read: dict[tuple[Part, ...], Tensor] = {}
+    for tensor in stored.values():
+        if tensor.parts not in read:
+            read[tensor.parts] = tensor.read()
+    return {name: read[tensor.parts] for name, tensor in stored.items()}
+
+
+def join_trees(trees: Iterable[Any]) -> Any:
+    """One state of those that several ranks wrote, each with what it holds.
+
+    Dicts are united, lists joined by position (lists of names united, in order), and tensors put together. Of other
+    values the first one is taken, and of None the other one.
+    """
+    joined: Any = None
+    for tree in trees:
+        joined = _join(joined, tree)
+    return joined
+
+
+def _join(a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, JoinedTensor) and isinstance(b, JoinedTensor):
+        return JoinedTensor([*a.parts, *b.parts])
+    if type(a) is dict and type(b) is dict:
+        return {**a, **{key: _join(a.get(key), value) for key, value in b.items()}}
+    if type(a) is list and type(b) is list:
+        if all(isinstance(item, str) for item in (*a, *b)):
+            return a if a == b else list(dict.fromkeys([*a, *b]))
+        return [_join(one, other) for one, other in zip_longest(a, b)]
+    return a
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    strides = [1] * len(sizes)
+    for i in range(len(sizes) - 1, 0, -1):
+        strides[i - 1] = strides[i] * sizes[i]
+    return strides
+
+
+def _flat_index(at: Sequence[int], strides: Sequence[int]) -> int:
+    return sum(i * stride for i, stride in zip(at, strides, strict=True))

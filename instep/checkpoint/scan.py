@@ -1,0 +1,255 @@
+"""What lies in a folder of checkpoints, seen by scanning it: there is no index that could be wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from instep.checkpoint import names
+from instep.checkpoint.files import LocalFiles, patiently
+from instep.checkpoint.manifest import Manifest, read_manifest
+from instep.checkpoint.remote import files_of
+from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError
+from instep.types import Location
+from instep.utils.paths import to_path
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint whose manifest could be read.
+
+    Args:
+        path: its folder.
+        step: the global step it was saved at.
+        attempt: counts the saves of that step; the later one wins.
+        manifest: all that its manifest says.
+    """
+
+    path: Path
+    step: int
+    attempt: int
+    manifest: Manifest
+
+    @property
+    def kind(self) -> str:
+        """`"full"` for one that a run can continue from, `"weights"` for the model alone."""
+        return str(self.manifest.info.get("kind", "full"))
+
+
+def best_first(found: Sequence[CheckpointInfo], monitor: str | None = None) -> list[CheckpointInfo]:
+    """By the monitored score, the best first and the older first among equals, as ModelCheckpoint ranks them.
+
+    A checkpoint without a score, or with nan, is left out: it is never the best.
+
+    Args:
+        found: what a scan found, the newest first.
+        monitor: the metric; None where all checkpoints were scored by the same one.
+
+    Raises:
+        CheckpointError: the scores are of different metrics and `monitor` does not choose one.
+
+    Example:
+        >>> best_first([])
+        []
+    """
+    scored: list[tuple[float, CheckpointInfo]] = []
+    rules: set[tuple[str, str]] = set()
+    for info in reversed(found):
+        about = info.manifest.info
+        score, name, mode = about.get("score"), about.get("monitor"), about.get("mode", "min")
+        if score is None or name is None or (monitor is not None and name != monitor) or math.isnan(float(score)):
+            continue
+        if mode not in ("min", "max"):
+            raise CheckpointError(f"{info.path}: mode={mode!r} is neither 'min' nor 'max'", path=info.path)
+        rules.add((str(name), mode))
+        scored.append((float(score) if mode == "min" else -float(score), info))
+    if len(rules) > 1:
+        raise CheckpointError(
+            f"these checkpoints were scored by different rules: {', '.join(f'{n} ({m})' for n, m in sorted(rules))}. "
+            "Say which one is meant with monitor=..., or give the path."
+        )
+    return [info for _, info in sorted(scored, key=lambda pair: pair[0])]  # stable: oldest first among equals
+
+
+def check_keyword(keyword: str) -> str:
+    """The keyword, or SettingError where it is none of those known."""
+    if keyword not in ("last", "best", "auto"):
+        raise SettingError(
+            f"{keyword!r} names no checkpoint. Use a path, 'last', 'best' or 'auto'.", field="ckpt_path", got=keyword
+        )
+    return keyword
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A folder that was a checkpoint, or a part of one, and cannot be taken.
+
+    Args:
+        path: the folder.
+        problem: what is wrong with it.
+    """
+
+    path: Path
+    problem: str
+
+    @property
+    def damage(self) -> str:
+        """A message for who asked for it."""
+        return f"{self.path} is damaged: {self.problem}. `instep checkpoint verify {self.path}` says what of it is."
+
+
+def folder_names(root: Path) -> list[str]:
+    """The folders in a folder, hidden ones too; none where it does not exist."""
+    try:
+        return patiently(lambda: files_of(root).folders(root))
+    except OSError as error:
+        raise CheckpointError(f"could not list {root}: {error.strerror or error}", path=root) from error
+
+
+def look(root: Path) -> list[CheckpointInfo | Broken]:
+    """The checkpoints of a folder and what is left of broken ones, by (step, attempt), the highest first.
+
+    A broken one is ordered by its name; one whose name does not say its step comes first, since it may be the newest.
+    """
+    found: list[tuple[tuple[float, int, str], CheckpointInfo | Broken]] = []
+    for name in folder_names(root):
+        path = root / name
+        if name.startswith("."):
+            continue
+        manifest, problem, manifest_is_there = None, "", True
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            problem, manifest_is_there = str(error), not isinstance(error, CheckpointNotFoundError)
+        if manifest is not None:
+            order = (manifest.step, manifest.attempt, name)
+            found.append((order, CheckpointInfo(path, manifest.step, manifest.attempt, manifest)))
+        elif manifest_is_there or files_of(path).looks_damaged(path):
+            step, attempt = names.step_of(name) or (math.inf, 0)
+            found.append(((step, attempt, name), Broken(path, problem)))
+    return [what for _, what in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a save needs to know of a checkpoint beside it.
+
+    Args:
+        name: the folder's.
+        step: the global step by its manifest; by its name where the manifest was not asked.
+        attempt: counts the saves of that step.
+        run_id: the run that saved it; None where the manifest was not asked.
+    """
+
+    name: str
+    step: int
+    attempt: int
+    run_id: str | None
+
+
+_Stamp = tuple[int, int, int]  # of a manifest: when it was changed, its bytes, its inode
+_index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}
+
+
+def facts(root: Path, by_name: bool = False) -> list[Facts]:
+    """The checkpoints of a folder, the highest (step, attempt) first, each manifest read once by this process.
+
+    What was read holds as long as the manifest is the same file. Nothing is loaded by this: `look` and the reader read
+    every manifest again.
+
+    Args:
+        root: the folder.
+        by_name: do not look into a folder whose name says the step.
+
+    Raises:
+        CheckpointError: the folder cannot be listed.
+    """
+    local = isinstance(files_of(root), LocalFiles)
+    before = _index.get(str(root), {})
+    now: dict[str, tuple[_Stamp, Facts]] = {}
+    found: list[Facts] = []
+    for name in folder_names(root):
+        if name.startswith("."):
+            continue
+        known = before.get(name)
+        if by_name and (said := names.step_of(name)) is not None:
+            found.append(Facts(name, *said, None))
+            if known is not None:
+                now[name] = known
+            continue
+        stamp = _stamp(f"{root}/{name}/{names.MANIFEST}") if local else None
+        if known is None or known[0] != stamp:
+            manifest, _ = read_or_say(root / name)
+            if manifest is None:
+                continue
+            known = (stamp or (0, 0, 0), Facts(name, manifest.step, manifest.attempt, manifest.run_id))
+        found.append(known[1])
+        if stamp is not None:
+            now[name] = known
+    _index[str(root)] = now
+    return sorted(found, key=lambda it: (it.step, it.attempt, it.name), reverse=True)
+
+
+def _stamp(manifest: str) -> _Stamp | None:
+    """What tells a file from a later one of its name; None where it is missing."""
+    try:
+        seen = os.stat(manifest)
+    except OSError:
+        return None
+    return seen.st_mtime_ns, seen.st_size, seen.st_ino
+
+
+def read_or_say(folder: Path) -> tuple[Manifest | None, str]:
+    """The manifest of a folder, or what is wrong with it."""
+    try:
+        return read_manifest(folder), ""
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def is_checkpoint(path: Location) -> bool:
+    """Whether a path is a folder with a manifest that can be read. `verify` reads the rest."""
+    return read_or_say(to_path(path))[0] is not None
+
+
+def find_checkpoint(path: Location) -> Path:
+    """The checkpoint that a path means: the folder itself, or the latest attempt where the path leaves the number out.
+
+    Args:
+        path: such as "runs/best-2", or "runs/best" for the highest "runs/best-<attempt>".
+
+    Returns:
+        A folder whose manifest can be read.
+
+    Raises:
+        CheckpointNotFoundError: there is none; the text says what lies there.
+        CorruptCheckpointError: the only attempts are damaged; `path` is the latest of them.
+    """
+    path = to_path(path).absolute()
+    manifest, problem = read_or_say(path)
+    if manifest is not None:
+        return path
+    beside = look(path.parent)
+    attempts = [what for what in beside if _base(what.path) == path.name]
+    whole = [what for what in attempts if isinstance(what, CheckpointInfo)]
+    if whole:
+        return max(whole, key=lambda info: info.attempt).path
+    if path.exists():
+        inside = [it.path for folder in (path, path / "checkpoints") if folder.is_dir() for it in look(folder)[:1]]
+        hint = f". The newest in it is {inside[0]}" if inside else ""
+        raise CheckpointNotFoundError(problem + hint, path=path)
+    for what in attempts:
+        if isinstance(what, Broken):
+            raise CorruptCheckpointError(what.damage, path=what.path)
+    there = ", ".join(what.path.name for what in beside[:5]) or "no checkpoints"
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint {path}: it does not exist. Its folder holds {there}.", path=path
+    )
+
+
+def _base(path: Path) -> str | None:
+    parts = names.split_name(path.name)
+    return None if parts is None else parts[0]

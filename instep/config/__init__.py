@@ -1,0 +1,1 @@
+"""The settings of a launch: what they are, where each came from, and the job that they make."""

@@ -1,0 +1,259 @@
+"""The report of a hang, for one node: who did not answer, and where the others wait. Written by the agent, if any."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from instep.errors import EXIT_HUNG
+from instep.health.heartbeat_file import HEARTBEAT_FILE, Beat, Beats, Watch, folder_of
+from instep.health.run_status import end_status, read_status
+from instep.state.rank_records import ENDED_FILE
+from instep.utils.atomic import replace
+
+_TO_SAY_S = 10.0  # what ranks that can run get to write their reports, on a busy machine
+_TO_WRITE_S = 5.0
+_TO_END_S = 1.0
+_POLL_S = 0.05
+_STATES = {
+    "T": "stopped by a signal (SIGCONT continues it)",
+    "t": "stopped by a debugger",
+    "D": "waiting for a disk or a driver",
+    "R": "running code that Python cannot interrupt",
+    "S": "waiting in code that Python cannot interrupt",
+}
+_ENDED = ("Z", "X", "")
+_SILENT = ("T", "t", *_ENDED)
+_NCCL_DUMP = "nccl_trace_rank_"
+
+
+class NodeWatch:
+    """The agent's side: it makes the file, and looks whether the ranks hang.
+
+    Args:
+        folder: where the file lies, and what NCCL's flight recorder writes.
+        count: ranks on this node.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._folder = folder
+        self.beats = Beats.make(folder / "heartbeats", count)
+        self._watch = Watch(self.beats)
+
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """Variables for the ranks: where the file is, and those that switch torch's flight recorder on.
+
+        Args:
+            given: what is set already and stays.
+        """
+        size, dump = "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"
+        if torch.__version__ < "2.9":
+            size, dump = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+        recorder = {size: "2000", dump: str(self._folder / _NCCL_DUMP), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+        return {
+            HEARTBEAT_FILE: str(self._folder / "heartbeats"),
+            ENDED_FILE: str(self._folder / "ended"),
+            **{name: value for name, value in recorder.items() if name not in given},
+        }
+
+    def begin(self) -> None:
+        """Ranks are about to start."""
+        self.beats.clear()
+        self._watch = Watch(self.beats)
+        self._ended: dict[int, int] = {}
+        (self._folder / "ended").unlink(missing_ok=True)
+
+    def note_ends(self, codes: Mapping[int, int | None]) -> None:
+        """Let the ranks that run know which ones have ended, and will come to no collective.
+
+        Args:
+            codes: the exit code of each rank of this node; None while it runs.
+        """
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        if ended != self._ended:
+            with suppress(OSError):  # the disk is full: tried again at the next look; the agent says the cause anyway
+                replace(self._folder / "ended", json.dumps(ended).encode())
+                self._ended = ended
+
+    def hangs(self, says_so: bool) -> bool:
+        """Whether the ranks hang.
+
+        Args:
+            says_so: a rank ended with the code of a hang.
+        """
+        hangs = self._watch.look()
+        return hangs or (says_so and any(beat.said for beat in self.beats.read()))
+
+    def report(self) -> str:
+        """Wait for the ranks' own reports, write this node's, and say it in short."""
+        wait_until_said(self.beats, _TO_SAY_S)
+        text = report(self.beats, self._folder)
+        _wait(lambda: all(not beat.said or state_of(beat.pid) in _ENDED for beat in self.beats.read()), _TO_END_S)
+        return text
+
+
+def wait_until_said(beats: Beats, seconds: float) -> None:
+    """Return when every rank that can run has written its own report, or the time is over."""
+    _wait(lambda: all(_is_settled(beats, beat) for beat in beats.read()), seconds)
+
+
+def _is_settled(beats: Beats, beat: Beat) -> bool:
+    return beat.said or state_of(beat.pid) in _SILENT or _is_held(beats, beat)
+
+
+def report(beats: Beats, nccl_dumps: Path | None = None) -> str:
+    """Write this node's part of the report, and say it in short.
+
+    A disk may be what hangs: what cannot be written within seconds is left out.
+
+    Args:
+        beats: the node's.
+        nccl_dumps: a folder with what NCCL's flight recorder wrote.
+
+    Returns:
+        Text for people.
+    """
+    found = beats.read()
+    folder = folder_of(beats)
+    text = _text(beats, found)
+    if folder is None:
+        return text
+    problem = in_time(lambda: _write(beats, found, folder, text, nccl_dumps))
+    return f"{text}\nStacks of all threads: {folder}" + (f" (it could not be written: {problem})" if problem else "")
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for a process: T is stopped, Z has ended; empty where it is gone or not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _text(beats: Beats, found: list[Beat]) -> str:
+    begun = [beat for beat in found if beat.pid]
+    limit = max((beat.limit_s for beat in begun), default=0.0)
+    lines = [f"hang on {socket.gethostname()}: no step for {limit:g} s. {_who(beats, begun)}"]
+    lines.append(f"  {'rank':>5}  {'pid':>8}  {'step':>8}  {'batch':>6}  {'phase':8}  where")
+    for beat in begun:
+        where = beats.where(beat.local_rank).partition("\n")[0] if beat.said else f"did not answer: {_state(beat)}"
+        batch = str(beat.batch) if beat.batch >= 0 else "-"
+        lines.append(f"  {beat.rank:>5}  {beat.pid:>8}  {beat.step:>8}  {batch:>6}  {_phase(beat):8}  {where}")
+    groups: dict[str, list[int]] = {}
+    for beat in begun:
+        if beat.said:
+            groups.setdefault(beats.where(beat.local_rank).partition("\n")[2], []).append(beat.rank)
+    for stack, ranks in groups.items():
+        lines += [f"{_ranks(ranks)} (main thread, the innermost call last):", stack.rstrip()]
+    return "\n".join(lines)
+
+
+def _who(beats: Beats, begun: list[Beat]) -> str:
+    """The verdict, from what the table says: who holds the others up, in which phase, and where."""
+    stopped = [beat for beat in begun if not beat.said and _is_held(beats, beat)]
+    if stopped:
+        each = "; ".join(f"rank {beat.rank} (pid {beat.pid}) is {_state(beat)}" for beat in stopped)
+        first = min(stopped, key=lambda beat: beat.step)
+        return f"{each}. It was at step {first.step}, phase {_phase(first)}."
+    # Who ended or went silent since the hang was found may do so because of it: whoever does not wait comes first.
+    busy = [beat for beat in begun if beat.said and not beat.waits]
+    silent = [beat for beat in begun if not beat.said]
+    waiting = [beat for beat in begun if beat.said and beat.waits]
+    suspects = _last(busy) or silent or _last(waiting)
+    each = "; ".join(_at(beats, beat) for beat in suspects)
+    if suspects and suspects[0].waits:
+        if len(suspects) == len(begun) > 1:
+            return f"The ranks wait for each other in different places, or for another node: {each}."
+        return f"{each}. It waits for the others there, which are elsewhere."
+    return f"{each}."
+
+
+def _last(found: list[Beat]) -> list[Beat]:
+    """Those that are behind the others of them."""
+    last = min((beat.position for beat in found), default=None)
+    return [beat for beat in found if beat.position == last]
+
+
+def _at(beats: Beats, beat: Beat) -> str:
+    who = f"rank {beat.rank} (pid {beat.pid})"
+    if not beat.said:
+        return f"{who} is {_state(beat)}, at step {beat.step}, phase {_phase(beat)}"
+    where = beats.where(beat.local_rank).partition("\n")[0]
+    return f"{who} hangs at step {beat.step}, phase {_phase(beat)}, in {where}"
+
+
+def _phase(beat: Beat) -> str:
+    return "compile" if beat.compiles else beat.phase
+
+
+def _is_held(beats: Beats, beat: Beat) -> bool:
+    """Whether a rank cannot run, or cannot run Python: then `faulthandler` has written its stacks, or nobody can."""
+    state = state_of(beat.pid)
+    return state in ("T", "t", "D") or (state in ("R", "S") and bool(beats.stacks(beat.local_rank)))
+
+
+def _state(beat: Beat) -> str:
+    if beat.left and state_of(beat.pid) not in _SILENT:
+        return "out of its run after an error, and has not ended"
+    return _STATES.get(state_of(beat.pid), "gone")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _write(beats: Beats, found: list[Beat], folder: Path, text: str, nccl_dumps: Path | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for beat in found:
+        if beat.pid and not beat.said:
+            stacks = beats.stacks(beat.local_rank)
+            about = f"rank {beat.rank} on {socket.gethostname()}, pid {beat.pid}, is {_state(beat)}\n"
+            about += f"step {beat.step}, batch {beat.batch}, phase {beat.phase}\n\n"
+            (folder / f"rank-{beat.rank}.txt").write_text(about + (stacks or "It could not write its stacks.\n"))
+    first = min((beat.rank for beat in found if beat.pid), default=0)
+    (folder / f"node-of-rank-{first}.txt").write_text(f"{text}\n")
+    for dump in sorted(nccl_dumps.glob(f"{_NCCL_DUMP}*")) if nccl_dumps is not None else ():
+        shutil.copy(dump, folder / dump.name)
+    content = read_status(folder.parent)
+    if content is not None:
+        content |= {
+            "status": "hung",
+            "exit_code": EXIT_HUNG,
+            "global_step": max(beat.step for beat in found),
+            "error": f"{text.splitlines()[0]} See {folder}.",
+        }
+        end_status(folder.parent, content)
+
+
+def _wait(there: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not there() and time.monotonic() < end:
+        time.sleep(_POLL_S)
+
+
+def in_time(work: Callable[[], None]) -> str:
+    """Do it in a thread; why it was not done, or nothing."""
+    problems: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            work()
+        except (OSError, ValueError) as error:
+            problems.put(f"{type(error).__name__}: {error}")
+        else:
+            problems.put("")
+
+    threading.Thread(target=run, name="instep-report", daemon=True).start()
+    try:
+        return problems.get(timeout=_TO_WRITE_S)
+    except queue.Empty:
+        return f"the disk did not answer within {_TO_WRITE_S:g} s"

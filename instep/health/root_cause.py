@@ -1,0 +1,85 @@
+"""Which rank's failure is the cause of all the others', and how that is said."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from instep.errors import EXIT_PREEMPTED
+from instep.health.error_report import FailureReport
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """A rank that ended badly.
+
+    Args:
+        rank: over all nodes.
+        node: the number of its node in the round.
+        host: the node's name.
+        code: its exit code, negative for a signal.
+        first: whether it was among the first on its node to end so.
+        report: what it wrote down, if it could.
+        steps: optimizer steps that its heartbeat counted; None outside of a training.
+    """
+
+    rank: int
+    node: int
+    host: str
+    code: int
+    first: bool
+    report: FailureReport | None = None
+    steps: int | None = None
+
+    @property
+    def title(self) -> str:
+        """Who it is: the rank, its host and the steps it had done."""
+        step = self.steps if self.report is None else self.report.step
+        return f"rank {self.rank} (host {self.host}{'' if step is None else f', step {step}'})"
+
+    @property
+    def how(self) -> str:
+        """Its exit code or signal."""
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        return f"{name} (if nobody sent it: out of memory)" if name == "SIGKILL" else name
+
+    @property
+    def message(self) -> str:
+        """The first line of its report, or nothing."""
+        return "" if self.report is None else self.report.message.partition("\n")[0]
+
+    def as_json(self) -> dict[str, Any]:
+        """For another agent, which does not print the traceback."""
+        report = None if self.report is None else vars(replace(self.report, traceback=""))
+        return {**vars(self), "report": report}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> RankEnd:
+        """What `as_json` gave."""
+        report = content["report"]
+        return cls(**{**content, "report": None if report is None else FailureReport(**report)})
+
+
+def find_cause(ends: Sequence[RankEnd], alarmed: int = 0) -> RankEnd | None:
+    """The rank to blame: one that a signal ended first of all; the first to report an error of its own; else any first.
+
+    Who was killed reports nothing, and the others then report their broken connections.
+
+    Args:
+        ends: the ranks that ended badly, of all nodes.
+        alarmed: the node that noticed first; clocks of two nodes cannot be compared.
+    """
+    near = sorted(ends, key=lambda end: (end.node != alarmed, end.rank))
+    killed = [end for end in near if end.code < 0 and end.first and end.report is None]
+    own = [end for end in near if end.report is not None and not end.report.remote]
+    own.sort(key=lambda end: (end.node != alarmed, end.report.time_ns if end.report is not None else 0))
+    first = [end for end in near if end.first and end.code != EXIT_PREEMPTED]
+    rest = [end for end in near if end.code != EXIT_PREEMPTED]
+    return next(iter((*killed, *own, *first, *rest)), None)

@@ -1,0 +1,1 @@
+"""Other ways to start ranks: from a notebook, by SLURM, on Ray."""

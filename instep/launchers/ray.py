@@ -1,0 +1,283 @@
+"""Ranks on a Ray cluster: Ray finds and keeps their places, the elastic agent of each node starts and watches them.
+
+One actor holds the place of one rank, a bundle of a placement group. Those on one node belong together: the first of
+them runs the node's agent, as `instep launch` would there, so that local ranks, restarts, signals and exit codes are
+those of any other job, and a GPU of one rank is seen by its neighbours.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, SettingError, UsageError, one_of
+from instep.launch.engine import LaunchSpec
+from instep.launchers.ray_actor import Place
+from instep.state.environment import JOB_ID, RESTART
+from instep.state.secret import JOB_SECRET, JOB_SECRET_FILE, given_secret, make_secret
+from instep.utils.imports import require
+
+_PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_POLL_S = 0.1
+_ANSWER_S = 60.0  # an actor that answers nothing for so long is as good as lost
+
+
+@dataclass(frozen=True)
+class RayLauncher:
+    """Runs jobs on an existing Ray cluster.
+
+    The program and the data have to be there on every node under the same paths, or come by `runtime_env`; so has
+    instep. Variables whose names begin with `INSTEP_` travel, others in `LaunchSpec.env`.
+
+    Args:
+        address: of the cluster: `"auto"` for the one that this machine belongs to, `HOST:6379`, `ray://HOST:10001`, or
+            `"local"` to start one here. A connection that `ray.init` has made already is used.
+        cpus_per_rank: CPUs that each rank reserves.
+        gpus_per_rank: the same for GPUs. None: 1 where the cluster has any and INSTEP_ACCELERATOR is not "cpu".
+        resources_per_rank: the same for resources of other names.
+        placement: where ranks may lie: "PACK" on as few nodes as there is room on, "STRICT_PACK" on one, "SPREAD" on as
+            many as possible, "STRICT_SPREAD" one on each node.
+        timeout_s: how long to wait until there is room.
+        runtime_env: what Ray brings to the nodes first, such as `{"working_dir": "."}`.
+
+    Raises:
+        SettingError: a value is wrong.
+
+    Example:
+        >>> job = LaunchSpec(nproc=8, command=("train.py",))
+        >>> RayLauncher("auto", gpus_per_rank=1).run(job)  # doctest: +SKIP
+    """
+
+    address: str = "auto"
+    cpus_per_rank: float = 1.0
+    gpus_per_rank: float | None = None
+    resources_per_rank: Mapping[str, float] | None = None
+    placement: str = "PACK"
+    timeout_s: float = 300.0
+    runtime_env: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.placement not in _PLACEMENTS:
+            raise one_of("placement", self.placement, _PLACEMENTS)
+        if self.gpus_per_rank is not None and self.gpus_per_rank not in (0, 1):
+            raise SettingError(
+                f"gpus_per_rank={self.gpus_per_rank}: a rank computes on one GPU, or on none",
+                field="gpus_per_rank",
+                got=self.gpus_per_rank,
+            )
+
+    def run(self, spec: LaunchSpec) -> int:
+        """Run a job and return when it has ended. What the ranks print is printed here.
+
+        A signal that this process gets goes to all ranks, which then save and end. Where a node is lost and its ranks
+        with it, all ranks are placed anew, at most `spec.max_restarts` times.
+
+        Args:
+            spec: `spec.nproc * spec.num_nodes` ranks are placed wherever there is room for them; who meets where is
+                found out.
+
+        Returns:
+            The job's exit code, as `instep.launch.engine.run` gives it.
+
+        Raises:
+            MissingPackageError: ray is not installed.
+            UsageError: there is no such cluster, or it has no room for the ranks.
+        """
+        ray: Any = require("ray", extra="ray", purpose="starting ranks on a Ray cluster")
+        name = uuid.uuid4().hex  # of this job alone, which a run_id need not be
+        secret = given_secret(file=spec.secret_file) or make_secret()
+        spec = replace(spec, run_id=spec.run_id or f"instep-{name}", secret_file=None)
+        with ExitStack() as stack:
+            stack.enter_context(self._connected(ray))
+            received = stack.enter_context(_signals())
+            for times in range(spec.max_restarts + 1):
+                # More than the agents can have counted before: it is the same job, started again.
+                job = {JOB_ID: name, RESTART: str(times * (spec.max_restarts + 1)), JOB_SECRET: secret.text()}
+                with self._placed(ray, spec.nproc * spec.num_nodes, received) as places:
+                    agents = _agents(ray, spec, places, job, self.runtime_env)
+                    code = _watch(ray, agents, received, spec)
+                if code is not None:
+                    return code
+                if received or times == spec.max_restarts:
+                    break
+                _say(f"placing all ranks anew (restart {times + 1} of {spec.max_restarts})")
+        return EXIT_FAILED
+
+    @contextmanager
+    def _connected(self, ray: Any) -> Iterator[None]:
+        if ray.is_initialized():
+            yield
+            return
+        try:
+            ray.init(self.address, runtime_env=dict(self.runtime_env or {}), log_to_driver=False, logging_level="error")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UsageError(
+                f"no Ray cluster answers at {self.address!r} ({error}). `ray status` says whether there is one; "
+                "`ray start --head` begins one."
+            ) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+    @contextmanager
+    def _placed(self, ray: Any, count: int, received: list[int]) -> Iterator[list[Any]]:
+        """An actor for each rank, in a placement group that is removed in the end."""
+        from ray.util import placement_group, remove_placement_group  # late: an optional package
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        there: dict[str, float] = ray.cluster_resources()
+        gpus = self.gpus_per_rank
+        if gpus is None:
+            gpus = 1 if there.get("GPU", 0) and os.environ.get("INSTEP_ACCELERATOR") != "cpu" else 0
+        wanted = {"CPU": self.cpus_per_rank, "GPU": gpus, **(self.resources_per_rank or {})}
+        wanted = {name: amount for name, amount in wanted.items() if amount}
+        group = placement_group([wanted] * count, strategy=self.placement)
+        places: list[Any] = []
+        try:
+            self._wait(ray, group, received, f"{count} ranks with {wanted} each ({self.placement})")
+            for index in range(count):
+                on = PlacementGroupSchedulingStrategy(group, index)
+                options = {"num_cpus": self.cpus_per_rank, "num_gpus": gpus, "resources": self.resources_per_rank}
+                places.append(ray.remote(Place).options(**options, scheduling_strategy=on).remote())
+            yield places
+        finally:
+            for place in places:
+                ray.kill(place)
+            remove_placement_group(group)
+
+    def _wait(self, ray: Any, group: Any, received: list[int], what: str) -> None:
+        ready = group.ready()
+        deadline = time.monotonic() + self.timeout_s
+        while not ray.wait([ready], timeout=_POLL_S)[0]:
+            if received or time.monotonic() > deadline:
+                why = "interrupted" if received else f"no room after {self.timeout_s:g} s"
+                raise UsageError(
+                    f"the Ray cluster was asked for {what}: {why}. It has {ray.cluster_resources()}, of which "
+                    f"{ray.available_resources()} are free."
+                )
+
+
+@dataclass(frozen=True)
+class _Agent:
+    """A node's agent: the actor that runs it, and what to call it."""
+
+    place: Any
+    name: str
+
+
+def _agents(
+    ray: Any, spec: LaunchSpec, places: list[Any], job: Mapping[str, str], runtime_env: Mapping[str, Any] | None
+) -> list[_Agent]:
+    """Start an agent on each node that has places."""
+    found = ray.get([place.where.remote() for place in places])
+    nodes: dict[str, list[int]] = {}
+    for index, (node, _, _) in enumerate(found):
+        nodes.setdefault(node, []).append(index)
+    first = places[0]
+    address = found[0][1]
+    port = ray.get(first.free_port.remote())
+    travels = {**{name: value for name, value in os.environ.items() if name.startswith("INSTEP_")}, **job}
+    travels.pop(JOB_SECRET_FILE, None)  # a path of this machine
+    folder = None if "working_dir" in (runtime_env or {}) else os.getcwd()
+    agents: list[_Agent] = []
+    for number, indices in enumerate(nodes.values()):
+        _, own, _ = found[indices[0]]
+        there = replace(
+            spec,
+            nproc=len(indices),
+            num_nodes=len(nodes),
+            node_rank=number,
+            master_addr=address,
+            master_port=port,
+            rdzv_endpoint=f"{address}:{port}" if spec.rdzv_backend == "c10d" else None,
+            local_addr=own,
+        )
+        # Each actor sees its own GPU only; the ranks of a node tell theirs by their local rank.
+        gpus = ",".join(number for index in indices for number in found[index][2])
+        environment = {**travels, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})}
+        fields = asdict(there)
+        fields["log_dir"] = None if there.log_dir is None else str(there.log_dir)
+        places[indices[0]].start.remote(fields, environment, folder)
+        agents.append(_Agent(places[indices[0]], f"node {own}"))
+    return agents
+
+
+def _watch(ray: Any, agents: list[_Agent], received: list[int], spec: LaunchSpec) -> int | None:
+    """Print what the agents print until all have ended; the job's code, None where a node was lost."""
+    running = dict(enumerate(agents))
+    codes: list[int] = []
+    lost = False
+    told = 0
+    deadline = float("inf")
+    while running and time.monotonic() < deadline:
+        answers = {number: agent.place.poll.remote() for number, agent in running.items()}
+        for number, answer in answers.items():
+            try:
+                code, printed = ray.get(answer, timeout=_ANSWER_S)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                _say(f"{running.pop(number).name} is lost: {str(error).splitlines()[0]}")
+                lost = True
+                continue
+            for stream, data in printed:
+                target = getattr(sys, stream)
+                target.write(data.decode(errors="replace"))
+                target.flush()
+            if code is not None:
+                codes.append(code)
+                del running[number]
+        if lost and spec.min_nodes is None and deadline == float("inf"):
+            deadline = time.monotonic() + spec.shutdown_s
+            _signal(running, signal.SIGTERM)  # they cannot go on without it
+        for number in received[told:]:
+            _signal(running, number)
+            told += 1
+        time.sleep(_POLL_S)
+    if lost and (spec.min_nodes is None or not codes):
+        return None
+    return _job_code(codes)
+
+
+def _signal(agents: Mapping[int, _Agent], number: int) -> None:
+    for agent in agents.values():
+        agent.place.signal.remote(number)
+
+
+def _job_code(codes: list[int]) -> int:
+    if EXIT_HUNG in codes:
+        return EXIT_HUNG
+    if any(code not in (0, EXIT_PREEMPTED) for code in codes):
+        return EXIT_FAILED
+    return EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The numbers of the signals that this process gets; what is ignored stays so."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda got, _: received.append(got))
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"instep: {text}\n")
+    sys.stderr.flush()

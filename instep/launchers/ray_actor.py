@@ -1,0 +1,117 @@
+"""What runs on the nodes of a Ray cluster: the actor that holds one rank's place, and the node's agent below it.
+
+Only the standard library is imported here, since every actor loads this file; `python -m instep.launchers.ray_actor` is
+the agent, and loads the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+
+class Place:
+    """The actor. Every one of them holds the resources of a rank; the first on each node runs the agent."""
+
+    def __init__(self) -> None:
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._pumps: list[threading.Thread] = []
+        self._printed: deque[tuple[str, bytes]] = deque()
+
+    def where(self) -> tuple[str, str, list[str]]:
+        """The node's id and address, and the numbers of the GPUs that this place has."""
+        import ray  # late: an optional package
+
+        context = ray.get_runtime_context()
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        return context.get_node_id(), ray.util.get_node_ip_address(), [str(number) for number in gpus]
+
+    def free_port(self) -> int:
+        """A port of this node that nobody listens on."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    def start(self, spec: Mapping[str, Any], environment: Mapping[str, str], folder: str | None) -> None:
+        """Start the agent.
+
+        Args:
+            spec: the fields of its `LaunchSpec`, as JSON has them.
+            environment: more variables for it.
+            folder: where it runs; this process's, where there is none of that name.
+        """
+        self._agent = subprocess.Popen(
+            [sys.executable, "-m", "instep.launchers.ray_actor", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **environment},
+            cwd=folder if folder is not None and Path(folder).is_dir() else None,
+            start_new_session=True,
+        )
+        streams = {"stdout": self._agent.stdout, "stderr": self._agent.stderr}
+        for name, stream in streams.items():
+            pump = threading.Thread(target=self._pump, args=(name, stream), daemon=True)
+            pump.start()
+            self._pumps.append(pump)
+        assert self._agent.stdin is not None
+        self._agent.stdin.write(json.dumps({**spec, "executable": sys.executable, **_own(spec)}).encode())
+        self._agent.stdin.close()
+
+    def _pump(self, name: str, stream: IO[bytes]) -> None:
+        while data := os.read(stream.fileno(), 65536):
+            self._printed.append((name, data))
+
+    def poll(self) -> tuple[int | None, list[tuple[str, bytes]]]:
+        """The agent's exit code, None while it runs; and what it and its ranks have printed since the last time."""
+        assert self._agent is not None
+        code = self._agent.poll()
+        if code is not None:
+            for pump in self._pumps:
+                pump.join(5.0)  # a process that a rank has left behind may hold the other end
+        return code, [self._printed.popleft() for _ in range(len(self._printed))]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the agent."""
+        if self._agent is not None:
+            self._agent.send_signal(number)
+
+
+def _own(spec: Mapping[str, Any]) -> dict[str, str]:
+    """A program that is not Python is what it was; Python is this node's."""
+    return {} if spec["python"] else {"executable": spec["executable"]}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Be a node's agent. Its `LaunchSpec` comes on stdin; it ends with the process whose id is the argument."""
+    # Late: an actor needs none of it.
+    from instep.launch.agent import run_agent
+    from instep.launch.engine import LaunchSpec
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    fields = json.load(sys.stdin)
+    if os.getppid() != int(argv[0]):
+        return 1
+    fields["command"] = tuple(fields["command"])
+    fields["tee"] = tuple(fields["tee"]) if isinstance(fields["tee"], list) else fields["tee"]
+    fields["log_dir"] = None if fields["log_dir"] is None else Path(fields["log_dir"])
+    with contextlib.suppress(OSError), open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    # Not `engine.run`: the variables of the srun that started Ray here would make this a rank.
+    return run_agent(LaunchSpec(**fields))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,173 @@
+"""Waiting for every process, under a name; and saying who did not come.
+
+All meet in one small all-gather of their names' digests over the control group. A rank that waits for longer than a
+moment writes that down in the store where the group was made: what it says there costs nothing while everybody is in
+time, and needs no help from the rank that is missing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from instep.errors import DistributedError, SettingError, UsageError
+from instep.state.collective_checks import announce
+from instep.state.messages import gather_texts, header, share_error
+from instep.state.process import Process
+from instep.state.process_group import Groups
+from instep.state.rank_records import Book, awaited, digest_of, finish, said_of
+
+_MOMENT_S = 0.25
+_SAY_AFTER_S = 30.0
+
+# The blocks that this process is in, the outermost first.
+_open: list[str] = []
+
+
+@contextmanager
+def goes_first(process: Process, first: bool, name: str) -> Iterator[None]:
+    """Run the block here, then, if this process goes first, let the others run it. A collective.
+
+    Inside such a block the order holds already: on one node, and for a block of the same name, an inner one does
+    nothing. Otherwise the processes of the inner one could not meet, because some have not begun the outer one yet.
+
+    Args:
+        process: who this process is.
+        first: whether it goes first.
+        name: the method, for errors.
+
+    Raises:
+        RemoteError: where the block was waited for, or has run already, and it raised on a process that goes first.
+        UsageError: the block stands inside one that orders the processes otherwise.
+    """
+    if _open:
+        if process.environment.num_nodes > 1 and name != _open[0]:
+            raise UsageError(
+                f"{name} inside {_open[0]}: the processes of {process.environment.num_nodes} nodes cannot meet there, "
+                f"since some of them run the outer block only after the others. Put one block after the other."
+            )
+        yield
+        return
+    group = None if process.groups is None else process.groups.control
+    doing = f"the block under {name}"
+    if not first:
+        share_error(None, doing, group, around_block=True)
+    try:
+        _open.append(name)
+        yield
+    except BaseException as error:
+        if first:
+            share_error(error, doing, group, around_block=True)
+        raise
+    finally:
+        _open.pop()
+    if first:
+        share_error(None, doing, group, around_block=True)
+
+
+def wait_for_all(groups: Groups, name: str | None, timeout_s: float | None, checked: bool) -> None:
+    """Wait until every rank is here under the same name.
+
+    Args:
+        groups: the job's groups.
+        name: what this rank waits for.
+        timeout_s: how long to wait, in seconds; a little less than the group's own time-out when None, so that the
+            error here comes before the group breaks.
+        checked: whether collectives are checked: then announcing the wait is the wait.
+
+    Raises:
+        SettingError: the time-out is not above 0, or is longer than the group's own.
+        DistributedError: on every rank, if the names differ; on those that wait, if some did not come in time.
+    """
+    limit_s = _limit(groups, timeout_s)
+    if checked:
+        announce(groups.control, f"wait_for_everyone({name!r})", timeout_s=limit_s)
+        return
+    with awaited(groups.control, f"wait_for_everyone({name!r})", alone=True) as watch:
+        _wait(groups, name, limit_s, watch)
+
+
+def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> None:
+    turn = next(groups.turns)
+    mine = header(digest_of(f"wait_for_everyone() {_quoted(name)}"))
+    seen = mine.new_empty((groups.control.size(), len(mine)))
+    moment_s = min(_MOMENT_S, limit_s / 2)
+    try:
+        work: Any = dist.all_gather(list(seen.unbind()), mine, group=groups.control, async_op=True)
+        late = not finish(work, moment_s)
+        if late:
+            _write(groups, turn, name)
+            said_s = min(_SAY_AFTER_S, limit_s)
+            late = not finish(work, said_s - moment_s)
+            if late and said_s < limit_s:
+                warnings.warn(_report(groups, turn, name, f"goes on after {said_s:g} s", last=False), stacklevel=5)
+            # Who came within the last moment writes it down within the next.
+            late = late and not finish(work, limit_s - said_s + 2 * _MOMENT_S)
+    except RuntimeError as error:
+        _write(groups, turn, name)
+        gone = said_of(watch.gone_by_now())
+        problem = f"the connection to another process broke{f'. {gone}' if gone else f' ({error})'}"
+        raise DistributedError(_report(groups, turn, name, problem.removesuffix("."))) from error
+    if late:
+        raise DistributedError(_report(groups, turn, name, f"not everybody came within {limit_s:g} s"))
+    if seen.ne(mine).any():
+        names = dict(enumerate(gather_texts(_quoted(name), groups.control)))
+        raise DistributedError(
+            f"the processes wait for different things: {_by_name(names)}. Every process must come to the same "
+            f"wait_for_everyone()."
+        )
+
+
+def _write(groups: Groups, turn: int, name: str | None) -> None:
+    try:
+        Book("waiting", groups.control).write(turn, _quoted(name))
+    except RuntimeError:
+        pass  # the store is gone with its process; `_report` says so
+
+
+def _report(groups: Groups, turn: int, name: str | None, problem: str, last: bool = True) -> str:
+    """Who is missing, and what the others wait for; `last` where this rank gives up."""
+    here = f"rank {groups.control.rank()} waited for everyone {_quoted(name)}, and {problem}."
+    try:
+        book = Book("waiting", groups.control)
+        names = book.read(turn, or_later=True)
+    except RuntimeError:
+        return f"{here} Who came is not known: the job's store, mostly in rank 0, does not answer. See its output."
+    if last:
+        book.linger(turn, names)
+    missing = [rank for rank in range(len(groups.hosts)) if rank not in names]
+    if not missing:
+        return f"{here} All had come, but not all are there any more: {_by_name(names)}."
+    absent = ", ".join(f"rank {rank} (on {groups.hosts[rank]})" for rank in missing)
+    return f"{here} Missing: {absent}. Waiting: {_by_name(names)}. See what the missing ones do, or why they ended."
+
+
+def _limit(groups: Groups, timeout_s: float | None) -> float:
+    group_s = groups.timeout.total_seconds()
+    if timeout_s is None:
+        return group_s - min(5.0, group_s / 10)
+    if not timeout_s > 0:
+        raise SettingError(f"timeout_s={timeout_s} must be above 0", field="timeout_s", got=timeout_s)
+    if timeout_s > group_s:
+        raise SettingError(
+            f"timeout_s={timeout_s}: every collective of this job ends after {group_s:g} s. Build the state with a "
+            f"longer one: PartialState(timeout={timeout_s}).",
+            field="timeout_s",
+            got=timeout_s,
+        )
+    return timeout_s
+
+
+def _quoted(name: str | None) -> str:
+    return "without a name" if name is None else f"under {name!r}"
+
+
+def _by_name(names: dict[int, Any]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, name in names.items():
+        ranks.setdefault(name, []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, found))} {name}" for name, found in ranks.items())

@@ -1,0 +1,251 @@
+"""The first message of every collective of the framework's own: what this rank is about to do, and some numbers.
+
+All of them begin with an all-gather of one size on the control group. So ranks that come to different calls meet
+nevertheless and all of them learn it, where gloo would end the process on messages of two sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from instep.errors import DistributedError, RemoteError
+from instep.state.collective_checks import announce
+from instep.state.rank_records import awaited, digest_of, finish
+from instep.state.secret import job_secret, not_ours
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+HEADER = 16  # int64 numbers in the message: a digest, then as many sizes as find room
+
+_PICKLE, _JSON, _ERROR = b"P", b"J", b"E"
+_HEAD = 5  # int64 numbers sent ahead of a message: its size and the four of its MAC
+_MOST_BYTES = 1 << 38  # more than a machine can pickle
+
+
+def meet(group: ProcessGroup, operation: str, described: Sequence[str], sizes: Sequence[int]) -> torch.Tensor:
+    """Make sure that all ranks are about to do the same, and exchange numbers. A collective.
+
+    Args:
+        group: the control group, or one like it.
+        operation: what this rank is about to do.
+        described: what must be the same on all ranks; one line per tensor.
+        sizes: what may differ; as many on every rank as `described` implies.
+
+    Returns:
+        Every rank's sizes, of shape (ranks, sizes).
+
+    Raises:
+        DistributedError: on every rank, if any two disagree; on those that wait, if one does not come.
+    """
+    text = "\n".join([operation, *described])
+    with awaited(group, operation):
+        table = all_gather(header(digest_of(text), *sizes[: HEADER - 1]), group)
+        if table[:, 0].ne(digest_of(text)).any():  # on every rank: all digests are equal, or all see a difference
+            raise DistributedError(_describe(operation, gather_texts(text, group)))
+        known = table[:, 1 : len(sizes) + 1]
+        rest = sizes[HEADER - 1 :]
+        return torch.cat([known, all_gather(torch.tensor(rest), group)], dim=1) if rest else known
+
+
+def header(digest: int, *numbers: int) -> torch.Tensor:
+    """A first message."""
+    return torch.tensor([digest, *numbers, *[0] * (HEADER - 1 - len(numbers))])
+
+
+def gather_texts(text: str, group: ProcessGroup) -> list[str]:
+    """Every rank's text: what all ranks call whose first messages differ. A collective."""
+    data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+    sizes = all_gather(torch.tensor([len(data)]), group).flatten().tolist()
+    mine = torch.zeros(max(sizes), dtype=torch.uint8)
+    mine[: len(data)] = data
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in all_gather(mine, group)]
+
+
+def all_gather(mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Every rank's tensor, which is of one size on all of them, inside of `awaited`. A collective."""
+    table = mine.new_empty((group.size(), len(mine)))
+    work: Any = dist.all_gather(list(table.unbind()), mine, group=group, async_op=True)
+    finish(work)
+    return table
+
+
+def _describe(operation: str, texts: list[str]) -> str:
+    lines = [f"ranks disagree in a collective; this rank called {operation}. By rank:"]
+    lines += [f"  rank {rank}: " + ", ".join(text.split("\n")) for rank, text in enumerate(texts)]
+    return "\n".join(
+        [*lines, "Call the same function on every rank, with tensors of the same names, shapes and dtypes."]
+    )
+
+
+class _Error(NamedTuple):
+    """What arrives in an object's place: the traceback of the attempt to pack it."""
+
+    traceback: str
+
+
+def exchange(
+    obj: Any, group: ProcessGroup | None, operation: str = "gather_object", any_line: bool = False
+) -> list[Any]:
+    """Every rank's object, in rank order, on every rank. A collective; alone where there is no group.
+
+    Args:
+        obj: anything that can be pickled.
+        group: the control group; None for a process alone.
+        operation: what it is called in checked mode.
+        any_line: whether checked mode leaves the line of the call out.
+
+    Raises:
+        Exception: what pickling raised, where this rank's object cannot be pickled.
+        RemoteError: on the others, where some rank's object cannot be.
+        DistributedError: a message was not signed with this job's secret.
+    """
+    if group is None:
+        return [obj]
+    announce(group, operation, any_line=any_line)
+    parcel, error = _packed(obj)
+    with awaited(group, operation):
+        heads = meet(group, operation, (), _head(parcel, group, group.rank()))
+        sizes = [_size(head) for head in heads]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(parcel)] = _bytes(parcel)
+        parcels = all_gather(mine, group)
+    found = {
+        rank: _read(bytes(parcels[rank, :size].numpy()), heads[rank], group, rank) for rank, size in enumerate(sizes)
+    }
+    return list(_opened(found, error, operation).values())
+
+
+def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str, device: torch.device | None = None) -> Any:
+    """One rank's object on every rank of a group. A collective, which the caller announces.
+
+    Args:
+        obj: anything that can be pickled; read on `source` only.
+        source: the rank that gives it, of the whole job.
+        group: the control group, or another one.
+        operation: what it is called in errors.
+        device: where the group's tensors are; the CPU by default.
+
+    Returns:
+        The object itself on `source`, copies elsewhere.
+
+    Raises:
+        Exception: what pickling raised, on `source`.
+        RemoteError: on the others, where pickling raised.
+        DistributedError: on the others, where the message was not signed with this job's secret.
+    """
+    gives = dist.get_rank() == source
+    device = device or torch.device("cpu")
+    parcel, error = _packed(obj) if gives else (b"", None)
+    head = torch.tensor(_head(parcel, group, source) if gives else [0] * _HEAD, device=device)
+    with awaited(group, operation):
+        _wait(dist.broadcast(head, source, group=group, async_op=True), device)
+        body = (_bytes(parcel) if gives else torch.empty(_size(head.cpu()), dtype=torch.uint8)).to(device)
+        _wait(dist.broadcast(body, source, group=group, async_op=True), device)
+    if gives and error is None:
+        return obj
+    arrived = parcel if gives else bytes(body.cpu().numpy())
+    return _opened({source: _read(arrived, head.cpu(), group, source)}, error, operation)[source]
+
+
+def _wait(work: Any, device: torch.device) -> None:
+    if device.type == "cpu":
+        finish(work)  # which ends where a rank has gone
+    else:
+        work.wait()
+
+
+def share_error(
+    error: BaseException | None, doing: str, group: ProcessGroup | None, around_block: bool = False
+) -> None:
+    """Raise on every rank when any rank has an error. A collective.
+
+    Args:
+        error: this rank's error, or None.
+        doing: what was being done, for the text of the others: "loading the checkpoint".
+        group: the control group; None for a process alone.
+        around_block: some ranks come from the beginning of a `with` block and others from its end: checked mode then
+            compares `doing` and not the line.
+
+    Raises:
+        BaseException: `error` itself on the rank that has one.
+        RemoteError: on the others, with the first failing rank and its traceback.
+    """
+    report = None if error is None else "".join(traceback.format_exception(error))
+    try:
+        reports = exchange(report, group, doing if around_block else "raise_together", any_line=around_block)
+    except Exception:
+        if error is None:
+            raise
+        reports = []  # the group is broken as well: this rank's own error is nearer to the cause
+    if error is not None:
+        raise error
+    _raise_remote({rank: report for rank, report in enumerate(reports) if report is not None}, doing)
+
+
+def _packed(obj: Any) -> tuple[bytes, Exception | None]:
+    """A message; where the object cannot be pickled one that says so, or the other ranks would wait for it."""
+    if type(obj) in (type(None), bool, int, float, str):  # not isinstance: an enum of strings is to arrive as one
+        return _JSON + json.dumps(obj).encode(), None
+    try:
+        return _PICKLE + pickle.dumps(obj), None
+    except Exception as error:  # noqa: BLE001  `_opened` raises it
+        return _ERROR + json.dumps("".join(traceback.format_exception(error))).encode(), error
+
+
+def _head(parcel: bytes, group: ProcessGroup, rank: int) -> list[int]:
+    """The size of a message and its MAC, as int64 numbers."""
+    mac = job_secret().mac(_place(group, rank), parcel)
+    return [len(parcel), *torch.frombuffer(bytearray(mac), dtype=torch.int64).tolist()]
+
+
+def _read(parcel: bytes, head: torch.Tensor, group: ProcessGroup, rank: int) -> Any:
+    """The object in a message, or an `_Error`.
+
+    Raises:
+        DistributedError: it was not signed with this job's secret.
+    """
+    if not job_secret().fits(head[1:].numpy().tobytes(), _place(group, rank), parcel):
+        raise not_ours(f"a message of rank {rank}")
+    kind, content = parcel[:1], parcel[1:]
+    if kind == _PICKLE:
+        return pickle.loads(content)  # noqa: S301  its MAC fits
+    value = json.loads(content)
+    return _Error(value) if kind == _ERROR else value
+
+
+def _place(group: ProcessGroup, rank: int) -> str:
+    return f"{group.group_name}/{rank}"
+
+
+def _size(head: torch.Tensor) -> int:
+    size = int(head[0])
+    if not 0 <= size <= _MOST_BYTES:
+        raise not_ours(f"a message of {size} bytes")
+    return size
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _opened(found: Mapping[int, Any], error: Exception | None, operation: str) -> Mapping[int, Any]:
+    if error is not None:
+        raise error
+    reports = {rank: value.traceback for rank, value in found.items() if isinstance(value, _Error)}
+    _raise_remote(reports, f"{operation}: pickling the object")
+    return found
+
+
+def _raise_remote(reports: Mapping[int, str], doing: str) -> None:
+    if reports:
+        first, *others = reports
+        more = f" (and on rank {', '.join(map(str, others))})" if others else ""
+        raise RemoteError(f"{doing} failed on rank {first}{more}", rank=first, traceback=reports[first])

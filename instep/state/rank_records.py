@@ -1,0 +1,374 @@
+"""Who came, and what for: words that every rank leaves in torch's store, behind a MAC made with the job's secret.
+
+They are read without the help of the rank that is missing. The store is the one where the default group was made. Where
+that is a file, which grows with each word, they lie in a folder beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import quote
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from instep.errors import DistributedError, InstepError
+from instep.state.secret import job_secret
+from instep.utils.atomic import replace
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch.distributed import ProcessGroup
+
+_LINGER = timedelta(seconds=5)
+_POLL_S = 0.02
+
+ENDED_FILE = "INSTEP_ENDED_FILE"
+
+
+class Book:
+    """Numbered records of every rank of a group. Every method but `linger` raises RuntimeError if the store is gone.
+
+    Args:
+        kind: what is recorded; each kind has its own book.
+        group: whose records; those of another group are not seen.
+        kept: how many records of a rank are kept, its latest.
+    """
+
+    def __init__(self, kind: str, group: ProcessGroup, kept: int = 1) -> None:
+        self._name = f"instep/{kind}/{group.group_name}"
+        store: Any = dist.PrefixStore(self._name, _get_default_store())
+        below: Any = store
+        while isinstance(below, dist.PrefixStore):
+            below = below.underlying_store
+        file_store: Any = dist.FileStore  # whose stub lacks the path
+        if isinstance(below, file_store):
+            mine = store.compare_set("folder", "", uuid.uuid4().hex).decode()  # the same on all ranks, of this book
+            store = _Folder(Path(f"{below.path}.{kind}-{mine}"))
+        self._store = store
+        self._rank, self._world, self._kept = group.rank(), group.size(), kept
+
+    def write(self, number: int, text: str) -> None:
+        """Leave this rank's record `number`."""
+        key = f"{self._rank}/{number % self._kept}"
+        self._store.set(key, job_secret().sign(f"{self._name}/{key}", [number, text]))
+
+    def read(self, number: int, or_later: bool = False) -> dict[int, str]:
+        """The records `number` of the ranks that have left one; with `or_later`, or what came in its place since."""
+        found: dict[int, str] = {}
+        for rank in range(self._world):
+            key = f"{rank}/{number % self._kept}"
+            if self._store.check([key]):  # `get` would wait for it
+                try:
+                    its_number, text = job_secret().verify(f"{self._name}/{key}", self._store.get(key))
+                except DistributedError:
+                    its_number, text = number, "left a record that was not signed with this job's secret"
+                if its_number == number or (or_later and its_number > number):
+                    found[rank] = text
+        return found
+
+    def linger(self, number: int, ranks: Iterable[int]) -> None:
+        """Rank 0 may hold the store: let nobody end before all these have read the records `number`."""
+        try:
+            self._store.set(f"read/{number}/{self._rank}", "")
+            self._store.wait([f"read/{number}/{rank}" for rank in ranks], _LINGER)
+        except RuntimeError:
+            pass  # they wait longer than this rank did, or are gone
+
+
+class _Folder:
+    """What `Book` needs of a store: a file for each key.
+
+    Args:
+        path: where; made on first use.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def set(self, key: str, value: str) -> None:
+        try:
+            self._path.mkdir(mode=0o700, exist_ok=True)
+            replace(self._of(key), value.encode())
+        except OSError as error:
+            raise RuntimeError(f"the job's folder does not answer: {error}") from error
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._of(key).read_bytes()
+        except OSError as error:
+            raise RuntimeError(f"the job's folder does not answer: {error}") from error
+
+    def check(self, keys: Iterable[str]) -> bool:
+        if not self._path.parent.is_dir():
+            raise RuntimeError("the job's folder has gone with its agent")
+        return all(self._of(key).exists() for key in keys)
+
+    def wait(self, keys: Iterable[str], limit: timedelta) -> None:
+        deadline = time.monotonic() + limit.total_seconds()
+        keys = list(keys)
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{keys} have not come within {limit}")
+            time.sleep(_POLL_S)
+
+    def _of(self, key: str) -> Path:
+        return self._path / quote(key, safe="")
+
+
+def digest_of(text: str) -> int:
+    """64 bits of a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+"""Where the agent writes which ranks have ended: a JSON object of exit codes by rank."""
+
+SAY_AFTER_S = 30.0
+_LOOK_S = 0.5
+_WRITE_AFTER_S = 1.0
+_IDLE_S = 5.0  # then the thread ends, until there is a wait again
+_KNOWN_WITHIN_S = 1.0
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LEFT = "left"
+
+_open: dict[int, awaited] = {}  # by thread
+_watcher: tuple[int, threading.Thread] | None = None
+_hosts: tuple[str, ...] = ()
+
+
+def begin(hosts: tuple[str, ...]) -> None:
+    """The groups were made, of ranks on these machines."""
+    global _hosts
+    _hosts = hosts
+
+
+def finish(work: Any, within_s: float = float("inf")) -> bool:
+    """Wait for an operation that was started inside of `awaited`; False where it still goes on after so long.
+
+    Raises:
+        RuntimeError: it failed, or a rank has ended.
+    """
+    wait, begun = _open[threading.get_ident()], time.monotonic()
+    while True:
+        left_s = within_s - (time.monotonic() - begun)
+        try:
+            work.wait(timedelta(seconds=max(0.001, min(left_s, _LOOK_S))))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            if wait.in_vain:
+                raise RuntimeError("a rank has ended") from None
+            if left_s <= _LOOK_S:
+                return False
+        else:
+            return True
+
+
+def ended_ranks() -> dict[int, str]:
+    """What the agent has seen of ranks that ended while others run, by rank; empty without an agent of instep's."""
+    try:
+        with open(os.environ[ENDED_FILE]) as file:
+            codes = json.load(file)
+    except (KeyError, OSError, ValueError):  # no agent, or nobody has ended
+        return {}
+    return {
+        int(rank): "has ended its program with success" if code == 0 else f"has ended with exit code {code}"
+        for rank, code in codes.items()
+    }
+
+
+def leave_word(group: ProcessGroup) -> None:
+    """At the end of the program: who waits for this rank later on learns that it has gone. Never waits long itself."""
+    how = "has ended its program" + (" after an error" if hasattr(sys, "last_value") else "")
+    with suppress(RuntimeError):  # the store has gone with its process
+        Book(_LEFT, group).write(0, how)
+
+
+class awaited:
+    """Surround a blocking collective.
+
+    A RuntimeError of torch's becomes a DistributedError that says who did not come. Within another one of its thread
+    it does nothing.
+
+    Args:
+        group: the group.
+        operation: what the user called.
+        alone: it says itself who is missing, and what its errors mean; only a rank that has gone ends it.
+
+    Attributes:
+        in_vain: a rank has ended that the wait is for.
+    """
+
+    __slots__ = ("_alone", "_gone", "_inner", "_said", "_since", "_thread", "_written", "group", "in_vain", "operation")
+
+    def __init__(self, group: ProcessGroup, operation: str, alone: bool = False) -> None:
+        self.group, self.operation, self._alone = group, operation, alone
+        self.in_vain = self._gone = self._said = self._written = self._inner = False
+
+    def __enter__(self) -> awaited:
+        self._thread = threading.get_ident()
+        if self._thread in _open:
+            self._inner = True
+            return self
+        self._since = time.monotonic()
+        _open[self._thread] = self
+        _see_to_watcher()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._inner:
+            return
+        del _open[self._thread]
+        if isinstance(error, RuntimeError) and not isinstance(error, InstepError) and not self._alone:
+            self._fail(error)
+        if self._written:
+            self._write("")
+
+    def _fail(self, error: RuntimeError) -> NoReturn:
+        self._write(self._where())
+        gone = self.gone_by_now()
+        waited_s = time.monotonic() - self._since
+        problem = "which will not come any more" if gone else f"and it failed ({str(error).splitlines()[0]})"
+        text = self._text(f"waited {waited_s:.0f} s for the other ranks in {self._where()}, {problem}", gone)
+        raise DistributedError(text) from error
+
+    def look(self) -> None:
+        """In the watcher's thread: say or do what the wait's age asks for."""
+        age_s = time.monotonic() - self._since
+        if age_s < _WRITE_AFTER_S:
+            return
+        if not self._written:
+            self._written = True
+            self._write(self._where())
+            if _open.get(self._thread) is not self:  # it ended meanwhile, and its own word came first
+                self._write("")
+        before, self._gone = self._gone, bool(self.gone())
+        if before and self._gone:  # twice: what it has sent may still have been on its way
+            self.in_vain = True
+        elif age_s > SAY_AFTER_S and not self._said and not self._alone:
+            self._said = True
+            said = self._text(f"has waited {age_s:.0f} s for the other ranks in {self._where()}, and goes on", {})
+            with suppress(OSError, ValueError):  # stderr is gone
+                sys.stderr.write(f"instep: {said}\n")
+
+    def gone(self) -> dict[int, str]:
+        """How ranks of the group have ended, by rank."""
+        ranks = self._ranks()
+        gone = {}
+        with suppress(RuntimeError):
+            gone = {ranks[place]: how for place, how in Book(_LEFT, self.group).read(0).items()}
+        return gone | {rank: how for rank, how in ended_ranks().items() if rank in ranks}
+
+    def gone_by_now(self) -> dict[int, str]:
+        """The same after an error: a connection breaks a moment before it is known that the process has ended."""
+        deadline = time.monotonic() + _KNOWN_WITHIN_S
+        known = ended_ranks if ENDED_FILE in os.environ else self.gone  # the agent knows how a rank has ended
+        while not known() and time.monotonic() < deadline:
+            time.sleep(_KNOWN_WITHIN_S / 10)
+        return self.gone()
+
+    def _ranks(self) -> list[int]:
+        """The ranks of the group, of the whole job."""
+        return dist.get_process_group_ranks(self.group)
+
+    def _where(self) -> str:
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and (
+            frame.f_back is not None
+            and (frame.f_code.co_filename.startswith(_PACKAGE) or f"{os.sep}torch{os.sep}" in frame.f_code.co_filename)
+        ):
+            frame = frame.f_back
+        place = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+        return f"{self.operation}{place}"
+
+    def _write(self, text: str) -> None:
+        with suppress(RuntimeError):  # the store is gone with its process; `_text` says so
+            Book("awaiting", self.group).write(0, text)
+
+    def _text(self, what: str, gone: dict[int, str]) -> str:
+        ranks = self._ranks()
+        own = ranks[self.group.rank()]
+        here = f"rank {own} {what}."
+        try:
+            waiting = {ranks[place]: text for place, text in Book("awaiting", self.group).read(0).items() if text}
+        except RuntimeError:
+            waiting = {}
+            here += " Who came is not known: the job's store, mostly in rank 0, does not answer."
+        missing = [rank for rank in ranks if rank not in waiting and rank not in gone]
+        parts = [said] if (said := said_of(gone)) else []
+        if missing and not gone:
+            parts.append(f"Missing: {', '.join(map(_named, missing))}.")
+        others = [f"rank {rank} in {text}" for rank, text in waiting.items() if rank != own]
+        if others:
+            parts.append(f"Waiting too: {'; '.join(others)}.")
+        return " ".join([here, *parts, "Every rank must make the same calls; see what the missing ones do."])
+
+
+def said_of(gone: dict[int, str]) -> str:
+    """How ranks have ended, in a sentence for each; nothing where none has."""
+    return " ".join(f"Rank {rank} {how}." for rank, how in sorted(gone.items()))
+
+
+def wait_for_start(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+    """Wait until every rank has come to make the process group; the store is one where nobody has been before.
+
+    Raises:
+        DistributedError: a rank has ended, or did not come in time.
+    """
+    begun = time.monotonic()
+    store.set(f"come/{rank}", "")
+    missing = [other for other in range(world_size) if other != rank]
+    pause_s, said = 0.002, False
+    while missing:
+        missing = [other for other in missing if not store.check([f"come/{other}"])]
+        age_s = time.monotonic() - begun
+        gone = {other: how for other, how in ended_ranks().items() if other in missing}
+        if gone and age_s > pause_s:
+            raise DistributedError(
+                f"rank {rank} waited {age_s:.0f} s in PartialState() for ranks that will not come any more. "
+                f"{said_of(gone)} Every rank must build the state, or none."
+            )
+        text = f"waited {age_s:.0f} s in PartialState(). Missing: {', '.join(map(_named, missing))}."
+        if missing and age_s > timeout_s:
+            raise DistributedError(f"rank {rank} {text} Every rank must build the state; see what these do.")
+        if missing and age_s > SAY_AFTER_S and not said:
+            said = True
+            sys.stderr.write(f"instep: rank {rank} has {text} It goes on waiting.\n")
+        if missing:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+
+
+def _named(rank: int) -> str:
+    return f"rank {rank} (on {_hosts[rank]})" if rank < len(_hosts) else f"rank {rank}"
+
+
+def _see_to_watcher() -> None:
+    global _watcher
+    if _watcher is None or _watcher[0] != os.getpid() or not _watcher[1].is_alive():
+        thread = threading.Thread(target=_watch, name="instep-awaiting", daemon=True)
+        _watcher = os.getpid(), thread
+        thread.start()
+
+
+def _watch() -> None:
+    idle_s = 0.0
+    while idle_s < _IDLE_S:
+        time.sleep(_LOOK_S)
+        waits: Iterable[awaited] = list(_open.values())
+        idle_s = 0.0 if waits else idle_s + _LOOK_S
+        for wait in waits:
+            with suppress(RuntimeError):  # the group was left meanwhile
+                wait.look()

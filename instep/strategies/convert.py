@@ -1,0 +1,123 @@
+"""Modules that were built on the meta device, made real one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from instep.errors import SettingError
+from instep.state import PartialState
+
+_DEVICES = ("cuda", "xpu", "hpu")  # of torch.nn.SyncBatchNorm
+
+
+class Materializer:
+    """Gives modules memory and values, in the order in which it gets them.
+
+    A module's own weights and buffers come from its `reset_parameters` (or `_reset_parameters`), as torch's layers
+    have it, drawn on the device. A tied weight is drawn by its first holder; so are an ordinary module's.
+
+    Args:
+        device: where to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.without_values: set[str] = set()
+        """Names of weights and buffers that nothing gave values to: they are nan until they are loaded."""
+        self._made: dict[Tensor, Tensor] = {}
+
+    def make(self, module: nn.Module, name: str) -> None:
+        """Make a module's own weights and buffers real, not those of its parts.
+
+        Args:
+            module: nothing is done where it is real already.
+            name: in the whole module.
+        """
+        tied: list[tuple[Tensor, Tensor]] = []
+        fresh: list[str] = []
+        cut: list[tuple[dict[str, Any], str, DTensor]] = []
+        for holder in (module._parameters, module._buffers):
+            entries: dict[str, Any] = holder
+            for key, value in entries.items():
+                if value is None or not value.is_meta:
+                    continue
+                made = self._made.get(value)
+                if isinstance(value, DTensor):  # drawn as a whole and cut then: the values are those of one process
+                    cut.append((entries, key, value))
+                    if made is None:
+                        fresh.append(key)
+                    made = _empty_like(value, self.device)
+                elif made is None:
+                    made = self._made[value] = _empty_like(value, self.device)
+                    fresh.append(key)
+                else:
+                    tied.append((made, made.detach().clone()))
+                entries[key] = made
+        if not (fresh or tied or cut):
+            return
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is None:
+            self.without_values |= {f"{name}.{key}" if name else key for key in fresh}
+        else:
+            with torch.no_grad():
+                reset()
+                for made, first in tied:
+                    made.copy_(first)
+        for entries, key, value in cut:
+            if value not in self._made:
+                drawn = distribute_tensor(entries[key].detach(), value.device_mesh, value.placements)
+                self._made[value] = _parameter_like(value, drawn)
+            entries[key] = self._made[value]
+
+
+def _empty_like(value: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty(value.shape, dtype=value.dtype, device=device)
+    if made.is_floating_point():
+        made.fill_(torch.nan)
+    return _parameter_like(value, made)
+
+
+def _parameter_like(value: Tensor, made: Any) -> Any:
+    if isinstance(value, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=value.requires_grad)
+        if not isinstance(value, DTensor):
+            made.__dict__.update(value.__dict__)  # attributes that users put on it
+    return made
+
+
+def check_sync_batchnorm(device_type: str) -> None:
+    """Refuse a kind of device on which torch has no SyncBatchNorm.
+
+    Raises:
+        SettingError: it is one.
+    """
+    if device_type not in _DEVICES:
+        raise SettingError(
+            f"sync_batchnorm=True: torch's SyncBatchNorm works on {', '.join(_DEVICES)}, and this is {device_type}. "
+            "Leave it out (each rank then normalises by its own batch), or use layers that do not look at the batch, "
+            "such as GroupNorm or LayerNorm.",
+            field="sync_batchnorm",
+            got=True,
+        )
+
+
+def sync_batchnorm(module: nn.Module, device: torch.device, group: Any = None) -> None:
+    """Make every BatchNorm layer of a module a SyncBatchNorm, in place; nothing with one process.
+
+    Names, parameters and running statistics stay.
+
+    Args:
+        module: not a BatchNorm itself.
+        device: where it trains.
+        group: the process group of the ranks whose batches are parts of one; None for all.
+
+    Raises:
+        SettingError: the device has no SyncBatchNorm.
+    """
+    if PartialState().num_processes > 1:
+        check_sync_batchnorm(device.type)
+        nn.SyncBatchNorm.convert_sync_batchnorm(module, group)

@@ -1,0 +1,303 @@
+"""How the stages of a module run: micro-batches through `torch.distributed.pipelining`, and what comes of them.
+
+All micro-batches of a pipe have one size, that of its first batch, and their number is fixed: torch's stages want that,
+and with sharded weights every rank must run as many forwards as the others. A smaller batch is filled up with
+copies of its last sample, which go nowhere: outputs are cut before the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+
+from instep.distributed.nested import tensor_leaves, with_tensors
+from instep.errors import DataError, HookError, UsageError
+from instep.state.messages import hand_out
+from instep.strategies.pipeline.split import Stage
+
+
+class Pending:
+    """What `self(...)` gives in the training step of a pipe: the output that only `pipeline_loss` will see."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        self.inputs = inputs
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._misuse(f".{name}")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self._misuse(f"[{key!r}]")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise cls._misuse(f" in {getattr(func, '__name__', func)}")
+
+    @staticmethod
+    def _misuse(how: str) -> UsageError:
+        return UsageError(
+            f"training_step uses the output of self(...){how}, which it does not have in a pipeline, where "
+            "micro-batches go forward and backward by turns. Compute the loss as self.pipeline_loss(self(inputs), "
+            "target), and what else is made of the output there too: it may return a dict with the loss under 'loss'."
+        )
+
+
+class Ran(torch.autograd.Function):
+    """A loss whose backward has been run already; backward hands its factor to `accept`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, accept: Callable[[Tensor], None]) -> Tensor:
+        ctx.accept = accept
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *factors: Tensor) -> tuple[None, None, None]:
+        ctx.accept(factors[0])
+        return None, None, None
+
+
+class Micro(NamedTuple):
+    """A batch cut up.
+
+    Args:
+        size: samples of each micro-batch.
+        batch: samples of the batch.
+        inputs: of all micro-batches together.
+    """
+
+    size: int
+    batch: int
+    inputs: tuple[Any, ...]
+
+    def samples(self, index: int) -> slice:
+        """The samples of the batch that a micro-batch stands for; none, where it only fills up."""
+        return slice(min(index * self.size, self.batch), min((index + 1) * self.size, self.batch))
+
+
+class _AutocastOff(PipelineStage):
+    """A stage whose backward is outside of the autocast that its forward is in, as in a step without a pipe."""
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device.type, enabled=False):
+            return super().backward_one_chunk(*args, **kwargs)
+
+
+class Runner:
+    """Runs the stages of a pipe.
+
+    Args:
+        kind: `gpipe`, `1f1b` or `interleaved`.
+        stages: those of this rank, by index.
+        count: stages of the pipe.
+        microbatches: into how many parts a batch is cut.
+        group: the processes of the pipe; stage s is on rank s modulo their number.
+        device: of this rank.
+        alone: whether no other pipe shares weights with this one.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        stages: Mapping[int, Stage],
+        count: int,
+        microbatches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        alone: bool,
+    ) -> None:
+        self.kind, self.stages, self.count, self.microbatches = kind, stages, count, microbatches
+        self.group, self.device, self.alone = group, device, alone
+        self.first, self.last = 0 in stages, count - 1 in stages
+        self._last_rank = dist.get_global_rank(group, (count - 1) % dist.get_world_size(group))
+        self._schedules: dict[Any, tuple[int, Any]] = {}  # kind of use and inputs -> size of micro-batches, schedule
+        self._outlines: dict[Any, list[tuple[Tensor, ...]]] = {}  # kind of inputs -> what goes into each stage
+        self._used: set[bool] = set()
+        self._outputs: dict[Any, Any] = {}
+        self._loss: Callable[[Any, int], Tensor] | None = None
+
+    # ---- training
+
+    def train(self, inputs: tuple[Any, ...], loss: Callable[[Micro, Any, int], Tensor]) -> None:
+        """Forward and backward over all micro-batches; gradients are added to those of the parameters.
+
+        Args:
+            inputs: of the first stage, whole batches.
+            loss: of a micro-batch: gets the batch, the last stage's output for it (without what only fills up) and its
+                index.
+        """
+        micro, schedule = self._prepared(inputs, trains=True)
+        self._loss = lambda output, index: self._loss_of(micro, output, index, loss)
+        index = torch.arange(self.microbatches)
+        try:
+            schedule.step(
+                *(micro.inputs if self.first else ()), target=index if self.last else None, return_outputs=False
+            )
+        finally:
+            self._loss = None
+
+    def _call_loss(self, output: Any, index: Tensor) -> Tensor:
+        assert self._loss is not None
+        return self._loss(output, int(index))
+
+    def _loss_of(self, micro: Micro, output: Any, index: int, loss: Callable[..., Tensor]) -> Tensor:
+        tensors: tuple[Tensor, ...] = output if isinstance(output, tuple) else (output,)
+        samples = micro.samples(index)
+        real = samples.stop - samples.start
+        if not real:
+            return sum((it.sum() for it in tensors if it.requires_grad), torch.zeros((), device=self.device)) * 0.0
+        if real < micro.size:
+            tensors = tuple(it[: len(it) // micro.size * real] for it in tensors)
+        return loss(micro, with_tensors(self.stages[self.count - 1].output_outline, tensors), index)
+
+    # ---- evaluation
+
+    def evaluate(self, inputs: tuple[Any, ...]) -> Any:
+        """The last stage's output for a batch, on every rank of the pipe. Collective."""
+        with torch.no_grad():
+            micro, schedule = self._prepared(inputs, trains=False)
+            output = schedule.step(*(micro.inputs if self.first else ()))
+        tensors: tuple[Tensor, ...] = ()
+        if self.last:
+            whole = micro.size * self.microbatches
+            tensors = tuple(
+                it[: len(it) // whole * micro.batch].contiguous()
+                for it in (output if isinstance(output, tuple) else (output,))
+            )
+        key = (_kind_of(inputs), micro.batch)
+        if key not in self._outputs:
+            outline = None
+            if self.last:
+                outline = with_tensors(self.stages[self.count - 1].output_outline, map(outline_of, tensors))
+            self._outputs[key] = self.object_from_last(outline)
+        outline = self._outputs[key]
+        if not self.last:
+            leaves = tensor_leaves(outline, "the output of a pipeline")
+            tensors = tuple(torch.empty_like(it, device=self.device) for _, it in leaves)
+        return with_tensors(outline, map(self.tensor_from_last, tensors))
+
+    def object_from_last(self, value: Any) -> Any:
+        """The last stage's object, on every rank of the pipe. Collective."""
+        return hand_out(value, self._last_rank, self.group, "broadcasting the last stage's object", self.device)
+
+    def tensor_from_last(self, tensor: Tensor) -> Tensor:
+        """The last stage's tensor in that of every rank of the pipe, all of one shape. Collective."""
+        dist.broadcast(tensor, self._last_rank, self.group)
+        return tensor
+
+    # ---- schedules
+
+    def _prepared(self, inputs: tuple[Any, ...], trains: bool) -> tuple[Micro, Any]:
+        """A batch cut up, and the schedule that runs it."""
+        sizes = {len(it) for it in inputs if isinstance(it, Tensor) and it.ndim}
+        if len(sizes) != 1 or 0 in sizes:
+            raise HookError(
+                f"the inputs of a pipeline, self(...), must be tensors whose first dimension is the batch; got sizes "
+                f"{sorted(sizes)}"
+            )
+        batch = sizes.pop()
+        size = -(-batch // self.microbatches)
+        kind = _kind_of(inputs)
+        key = (kind, trains, torch.is_inference_mode_enabled())
+        known = self._schedules.get(key)
+        if known is None or known[0] < size:
+            known = self._schedules[key] = (size, self._make(inputs, kind, size, trains))
+        size, schedule = known
+        missing = size * self.microbatches - batch
+        if missing and self.first:
+            inputs = tuple(
+                torch.cat([it, it[-1:].expand(missing, *it.shape[1:])]) if isinstance(it, Tensor) else it
+                for it in inputs
+            )
+        return Micro(size, batch, inputs), schedule
+
+    def _make(self, inputs: tuple[Any, ...], kind: Any, size: int, trains: bool) -> Any:
+        if kind not in self._outlines:
+            # The stages run once for it. With sharded weights all pipes must do that together: at their first batch.
+            if self._outlines and not self.alone and trains in self._used:
+                raise DataError(
+                    f"batches of a pipeline whose weights are sharded must keep their shape, but for the number of "
+                    f"samples; got {kind} after {', '.join(map(str, self._outlines))}. Pad all batches to one length."
+                )
+            self._outlines[kind] = self._find_outlines(inputs)
+        self._used.add(trains)
+        outlines = [
+            tuple(torch.empty(len(it) * size, *it.shape[1:], dtype=it.dtype, device="meta") for it in tensors)
+            for tensors in self._outlines[kind]
+        ]
+        for tensors in outlines[1:]:
+            for it in tensors:
+                it.requires_grad_(trains and it.dtype.is_floating_point)
+        stages: list[Any] = [
+            _AutocastOff(
+                stage,
+                index,
+                self.count,
+                self.device,
+                input_args=outlines[index],
+                output_args=outlines[index + 1] if index + 1 < self.count else outlines[index],  # not sent anywhere
+                group=self.group,
+            )
+            for index, stage in self.stages.items()
+        ]
+        # torch would divide whatever gradients there are, in an evaluation too.
+        options: dict[str, Any] = {"n_microbatches": self.microbatches, "scale_grads": False}
+        if trains:
+            options["loss_fn"] = self._call_loss
+        if self.kind == "interleaved":
+            return (ScheduleInterleaved1F1B if trains else ScheduleLoopedBFS)(stages, **options)
+        return (Schedule1F1B if trains and self.kind == "1f1b" else ScheduleGPipe)(stages[0], **options)
+
+    def _find_outlines(self, inputs: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
+        """What goes into each stage for one sample, found by running them one after another. Collective."""
+        current = tuple(it[:1] if isinstance(it, Tensor) else it for it in inputs)
+        found: list[tuple[Tensor, ...]] = []
+        ranks = dist.get_world_size(self.group)
+        for index in range(self.count):
+            found.append(tuple(outline_of(it) for it in current if isinstance(it, Tensor)))
+            if index == self.count - 1:
+                break
+            source = dist.get_global_rank(self.group, index % ranks)
+            outputs = _evaluated(self.stages[index], current) if index in self.stages else ()
+            mine = tuple(map(outline_of, outputs))
+            told = hand_out(mine, source, self.group, "broadcasting a stage's outline", self.device)
+            current = tuple(
+                outputs[i].contiguous() if outputs else torch.empty_like(it, device=self.device)
+                for i, it in enumerate(told)
+            )
+            for it in current:
+                dist.broadcast(it, source, self.group)
+        return found
+
+
+def _evaluated(stage: Stage, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """A stage's output in eval mode, so that nothing is drawn or counted."""
+    training = [it for it in stage.modules() if it.training]
+    stage.eval()
+    try:
+        with torch.no_grad():
+            return stage(*inputs)
+    finally:
+        for it in training:
+            it.training = True
+
+
+def outline_of(tensor: Tensor) -> Tensor:
+    """Its shape and dtype, as a tensor without values."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _kind_of(inputs: Iterable[Any]) -> tuple[Any, ...]:
+    """What a schedule depends on, but for the number of samples."""
+    return tuple((tuple(it.shape[1:]), it.dtype) if isinstance(it, Tensor) else type(it) for it in inputs)

@@ -1,0 +1,166 @@
+"""Where a Trainer runs: how many processes, who starts them, and which device is whose."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+
+from instep.errors import SettingError
+from instep.health.error_report import AGENT_PID, report_failures, under_plain_torchrun
+from instep.state import PartialState, ProcessEnvironment, find_device_kind, read_environment
+from instep.state.device import DeviceKind, make_current, visible
+from instep.state.environment import MIN_NODES, read_number
+from instep.state.process import is_held
+from instep.trainer.settings import Settings
+from instep.utils.env import as_variables, asked
+
+TORCHRUN_GRACE_S = 25.0
+CHOSEN = "INSTEP_DEVICES"  # which devices the ranks of a launch were given
+
+
+def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
+    """Processes on this machine.
+
+    Raises:
+        SettingError: the launcher started another number, or there are no such devices.
+    """
+    devices, kind = settings.devices, find_device_kind(settings.accelerator)
+    launched = environment.launcher != "none"
+    if devices == "auto":
+        count = environment.local_world_size if launched else 1 if kind.name == "cpu" else kind.count()
+    elif isinstance(devices, tuple):
+        _check_indices(devices, kind, launched)
+        count = len(devices)
+    else:
+        count = kind.count() if devices == -1 else int(devices)
+    wanted = count * settings.num_nodes
+    if launched and wanted != environment.world_size:
+        nodes = "" if settings.num_nodes == 1 else f" and num_nodes={settings.num_nodes}"
+        if devices == "auto" and settings.num_nodes == 1 and environment.num_nodes > 1:
+            hint = f"set num_nodes={environment.num_nodes}"
+        else:
+            hint = f"start {wanted} processes, or leave devices out"
+        raise SettingError(
+            f"devices={devices!r}{nodes} is {wanted} processes, but the launcher started {environment.world_size}: "
+            f"{hint}.",
+            field="devices",
+            got=devices,
+        )
+    return count
+
+
+def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Settings:
+    """The settings, with the number of nodes that an elastic job has now: `num_nodes` is what it has at most."""
+    least = read_number(os.environ, MIN_NODES, 0)
+    if least and environment.launcher == "torchrun" and least <= environment.num_nodes <= settings.num_nodes:
+        return replace(settings, num_nodes=environment.num_nodes)
+    return settings
+
+
+def launch(settings: Settings, count: int) -> NoReturn:
+    """Become the agent of `count` ranks that run this program again, and exit as they end."""
+    # Late: only a launch pays for it.
+    from instep.launch.command import this_command
+    from instep.launch.engine import run, spec_for_nodes
+
+    env = as_variables({"grace_period_s": settings.grace_period_s})  # what `grace_period` reads there
+    if isinstance(settings.devices, tuple):
+        env |= {"CUDA_VISIBLE_DEVICES": visible(settings.devices), CHOSEN: ",".join(map(str, settings.devices))}
+    sys.exit(run(spec_for_nodes(count, settings.num_nodes, this_command(), env, settings.grace_period_s)))
+
+
+def grace_period(settings: Settings, rank: int) -> float:
+    """Seconds that this process has after a signal; a warning where that is less than was asked for."""
+    asked_s = settings.grace_period_s
+    if under_plain_torchrun():
+        given_s = TORCHRUN_GRACE_S
+        why = "torchrun kills its ranks 30 s after a signal. `instep launch --grace-period-s` gives them all of it"
+    elif AGENT_PID in os.environ and (told_s := asked("grace_period_s")) is not None:
+        given_s, why = told_s, f"they were launched with {told_s:g}. Give as many to `instep launch --grace-period-s`"
+    else:
+        return asked_s
+    if asked_s <= given_s:
+        return asked_s
+    if asked_s != Settings.grace_period_s and rank == 0:
+        warnings.warn(f"grace_period_s={asked_s:g}: ranks have {given_s:g} s to save, since {why}.", stacklevel=2)
+    return given_s
+
+
+def _check_indices(devices: tuple[int, ...], kind: DeviceKind, launched: bool) -> None:
+    if launched:
+        if os.environ.get(CHOSEN) == ",".join(map(str, devices)):
+            return
+        problem = (
+            "the launcher has given each process its device already. Choose with "
+            f"CUDA_VISIBLE_DEVICES={','.join(map(str, devices))} where it is started, and give devices={len(devices)}"
+        )
+    elif max(devices) >= kind.count():
+        problem = f"this process sees {kind.count()} {kind.name} devices, numbered from 0"
+    elif len(devices) > 1 and kind.name != "cuda":
+        problem = (
+            f"several devices can be chosen for cuda, and this is {kind.name}. Hide the others from the program, and "
+            f"give devices={len(devices)}"
+        )
+    else:
+        return
+    raise SettingError(f"devices={list(devices)}: {problem}.", field="devices", got=devices)
+
+
+def connect(settings: Settings) -> PartialState:
+    """This process's state; with several processes they meet here.
+
+    Raises:
+        SettingError: the process runs on another kind of device already.
+    """
+    if read_environment().launcher != "none":
+        report_failures()
+    wanted = find_device_kind(settings.accelerator).name
+    # Where the state is first built, this choice goes before that of INSTEP_ACCELERATOR.
+    cpu = True if wanted == "cpu" else None if is_held() else False
+    process = PartialState(cpu=cpu, xla=True if wanted == "xla" else None)
+    if process.device.type != wanted:
+        raise SettingError(
+            f"accelerator={settings.accelerator!r} means {wanted} here, but this process runs on "
+            f"{process.device.type}, as its first Trainer or PartialState chose. Use one kind of device in a program.",
+            field="accelerator",
+            got=settings.accelerator,
+        )
+    return process
+
+
+def device_of(settings: Settings, process: PartialState, environment: ProcessEnvironment) -> torch.device:
+    """This process's device, made the current one; `devices=[1]` in a process that nobody launched is the second."""
+    if isinstance(settings.devices, tuple) and environment.launcher == "none":
+        device = torch.device(process.device.type, settings.devices[0])
+        make_current(device)
+        return device
+    return process.device
+
+
+@contextmanager
+def torch_flags(settings: Settings) -> Iterator[None]:
+    """Set them for a run, and put them back after it."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, anomaly = torch.backends.cudnn.benchmark, torch.is_anomaly_enabled()
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=settings.deterministic == "warn")
+    if settings.benchmark is not None:
+        torch.backends.cudnn.benchmark = settings.benchmark
+    if settings.detect_anomaly:
+        torch.autograd.set_detect_anomaly(True)
+    grad = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.autograd.set_detect_anomaly(anomaly)
+        torch.set_grad_enabled(grad)

@@ -1,0 +1,533 @@
+"""A module from the plain values that `TrainerCLI` keeps as its hyperparameters.
+
+Where an argument is an object (a backbone, a loss) they hold its class and arguments, so that `load_from_checkpoint`
+can build it again. A checkpoint is a stranger's and must not run code, so no parser sees its texts: a text stays a
+text, or becomes what the argument's type says by the small tables here. A mapping with a `class_path` is built where
+the type admits an object, of a class that `allowed.py` finds.
+
+`TrainerCLI` takes a checkpoint's values as defaults of a parser that builds objects and reads texts as YAML. It gets
+`described_arguments`: the same values with a stand-in for every text.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import decimal
+import functools
+import inspect
+import os
+import re
+import sys
+import typing
+import uuid
+from collections import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from datetime import timedelta
+from enum import Enum
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType, SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from instep.errors import CheckpointError
+from instep.utils.hparams import CLASS_PATH, configured_as
+
+T = TypeVar("T")
+_SPEC = {"class_path", "init_args", "dict_kwargs"}
+_PLAIN = (bool, int, float, str, list, tuple, dict)
+_OPEN = (Any, object, inspect.Parameter.empty)
+_TIME = re.compile(r"(?:(?P<days>-?\d+) days?, )?(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d+)?)")
+_CHOICES = {"true": True, "false": False}
+_RANGE = re.compile(r"range\((-?\d+)(?:, ?(-?\d+))?(?:, ?(-?\d+))?\)")
+_LISTS = (
+    abc.Sequence,
+    abc.Iterable,
+    abc.Collection,
+    abc.MutableSequence,
+)
+_MAPPINGS = (abc.Mapping, abc.MutableMapping)
+
+_KINDS = (nn.Module, Optimizer, LRScheduler)
+_OF_TORCH = ("torch.nn.modules.", "torch.optim.")
+_FUNCTIONAL = "torch.nn.functional"
+
+
+def allowed_class(path: Any, key: str) -> type:
+    """A class that a checkpoint may have built.
+
+    Args:
+        path: its dotted path.
+        key: the argument that it is for, for errors.
+
+    Raises:
+        CheckpointError: it is not loaded, or not allowed.
+    """
+    found = _loaded(path)
+    if not isinstance(found, type):
+        raise CheckpointError(
+            f"the checkpoint's {key} is a {short(path)}, which this program has not imported, and a checkpoint must "
+            f"not import code. Import it first, or pass {key.partition('.')[0]}=... to load_from_checkpoint."
+        )
+    home = f"{found.__module__}."
+    if not issubclass(found, _KINDS) or (home.startswith("torch.") and not home.startswith(_OF_TORCH)):
+        raise refused(path, key)
+    return found
+
+
+def allowed_function(path: Any, owner: type, key: str) -> Any:
+    """A function that a checkpoint may pass to a class.
+
+    Args:
+        path: its dotted path.
+        owner: the class.
+        key: the argument that it is for, for errors.
+
+    Raises:
+        CheckpointError: it is not loaded, or not allowed.
+    """
+    found, name = _loaded(path), str(path).rpartition(".")[2]
+    home = str(getattr(found, "__module__", None))
+    if isinstance(found, FunctionType):
+        own = home == owner.__module__ and not home.startswith("torch.")
+        good = home == _FUNCTIONAL or own
+    else:
+        places = (vars(torch.nn.functional).get(name), vars(torch).get(name) if hasattr(torch.Tensor, name) else None)
+        good = isinstance(found, BuiltinFunctionType) and any(found is place for place in places)
+    if not good or name.startswith("_"):
+        raise refused(path, key)
+    return found
+
+
+def refused(what: Any, key: str) -> CheckpointError:
+    """The error of an argument that is not what a checkpoint may give."""
+    return CheckpointError(
+        f"the checkpoint's {key} is a {short(what)}. Only modules, optimizers and schedulers that the program has "
+        "imported, and functions of torch and of the module's own file, are taken from a checkpoint, where the "
+        f"argument's type admits them: pass {key.partition('.')[0]}=... to load_from_checkpoint."
+    )
+
+
+def short(what: Any) -> str:
+    """A text, or what a value looks like, cut to a length for an error."""
+    text = what if isinstance(what, str) else repr(what)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _loaded(path: Any) -> Any:
+    """What loaded modules have under a dotted path; None where there is no such thing."""
+    parts = path.split(".") if isinstance(path, str) and len(path) < 1000 else []
+    for split in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:split]))
+        if not isinstance(found, ModuleType):
+            continue
+        for part in parts[split:]:
+            found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
+        return found
+    return None
+
+
+def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> T:
+    """Make an object of a class, or of the subclass that was configured.
+
+    Args:
+        cls: what `load_from_checkpoint` was called on.
+        saved: the hyperparameters, with the path of the configured class.
+        arguments: what takes the place of saved values. They are the program's, and stay as they are.
+
+    Raises:
+        CheckpointError: a value does not fit, or names a class that it may not.
+    """
+    built = configured_class(cls, saved)
+    parameters = inspect.signature(built.__init__).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    kept = {key: value for key, value in saved.items() if key not in arguments}
+    given = {key: value for key, value in kept.items() if key in parameters or takes_all}
+    try:
+        with configured_as(built, kept):
+            return built(**configured_arguments(cls, given | {CLASS_PATH: saved[CLASS_PATH]}), **arguments)
+    except CheckpointError:
+        raise
+    except (ArithmeticError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot make {built.__name__} from its saved configuration: {error}. Pass what does not fit as an "
+            "argument of load_from_checkpoint."
+        ) from error
+
+
+def configured_class(cls: type[T], saved: Mapping[str, Any]) -> type[T]:
+    """The class that was configured, where the program has loaded it and it is a subclass of `cls`; else `cls`."""
+    try:
+        own = allowed_class(saved[CLASS_PATH], "module")
+    except CheckpointError:
+        return cls
+    return own if issubclass(own, cls) else cls
+
+
+def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a module, built from its hyperparameters.
+
+    Args:
+        cls: the module's class, or a base of the one that was configured.
+        saved: the hyperparameters, with the path of the configured class.
+
+    Raises:
+        CheckpointError: one of them does not fit, or names a class or a function that a checkpoint may not.
+    """
+    values = {key: value for key, value in saved.items() if key != CLASS_PATH}
+    return _Building().arguments(values, configured_class(cls, saved), "")
+
+
+def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, StandIn]]:
+    """The arguments of a module as defaults for a parser, without any text of the checkpoint.
+
+    Args:
+        cls: the module's class, or a base of the one that was configured.
+        saved: the hyperparameters, with the path of the configured class.
+
+    Returns:
+        The arguments, of which some texts are stand-ins; and what these stand for.
+
+    Raises:
+        CheckpointError: as `configured_arguments`.
+    """
+    describing = _Describing()
+    values = {key: value for key, value in saved.items() if key != CLASS_PATH}
+    return describing.arguments(values, configured_class(cls, saved), ""), describing.stand_ins
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What a text in `described_arguments` stands for.
+
+    Args:
+        value: the checkpoint's.
+        is_text: it is a text, for an argument that takes any text.
+    """
+
+    value: Any
+    is_text: bool
+
+
+class _Unfit(ValueError):
+    """A value is not of its argument's type."""
+
+
+class _Building:
+    """Turns the values of a checkpoint into arguments, by the types of the parameters."""
+
+    def text(self, text: str) -> Any:
+        return text
+
+    def anything(self, value: Any) -> Any:
+        return value
+
+    def made(self, cls: type, arguments: dict[str, Any], partly: bool) -> Any:
+        return functools.partial(cls, **arguments) if partly else cls(**arguments)
+
+    def structure(self, cls: type, fields: dict[str, Any]) -> Any:
+        return cls(**fields)
+
+    # ---- values
+
+    def arguments(self, values: Mapping[str, Any], cls: type, key: str) -> dict[str, Any]:
+        hints = _hints(cls)
+        return {
+            name: self.argument(value, hints.get(name, Any), f"{key}.{name}" if key else str(name), cls)
+            for name, value in values.items()
+        }
+
+    def argument(self, value: Any, hint: Any, key: str, owner: type) -> Any:
+        try:
+            return self.value(value, hint, key, owner)
+        except _Unfit:
+            what = f"{type(value).__name__}, {short(repr(value))}"
+            raise CheckpointError(
+                f"the checkpoint's {key} is a {what}, which is no {_name(hint)} that a checkpoint may give. Pass "
+                f"{key.partition('.')[0]}=... to load_from_checkpoint."
+            ) from None
+
+    def value(self, value: Any, hint: Any, key: str, owner: type) -> Any:
+        """A value as the type of its argument says.
+
+        Raises:
+            _Unfit: it is not of this type.
+            CheckpointError: it names what a checkpoint may not.
+        """
+        hint, origin = _bare(hint)
+        if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
+            allowed_class(value["class_path"], key)  # also where it stays a mapping: modules build of them
+        if origin in (Union, UnionType):
+            return self.one_of(value, get_args(hint), key, owner)
+        if value is None or hint in (None, NoneType):
+            return _same(value is None, value)
+        if origin is Literal:
+            fitting = [it for it in get_args(hint) if type(it) is type(value) and it == value]
+            return fitting[0] if fitting else _same(False, value)
+        if hint in _OPEN or not isinstance(origin, type):
+            return self.open(value, key, owner)
+        if not isinstance(value, _PLAIN):  # a tensor, a set, an enum's member: no checkpoint can hold worse
+            return self.anything(value)
+        if origin is abc.Callable or getattr(origin, "_is_protocol", False):
+            return self.function(value, hint, key, owner)
+        if origin is type:
+            return self.named_class(value, hint, key)
+        if isinstance(value, list | tuple):
+            return self.items(value, hint, origin, key, owner)
+        if isinstance(value, dict):
+            return self.mapping(value, hint, origin, key, owner)
+        return self.leaf(value, origin)
+
+    def open(self, value: Any, key: str, owner: type) -> Any:
+        """A value whose type is not known: objects are built, and texts are not looked into."""
+        if isinstance(value, Mapping):
+            if isinstance(value.get("class_path"), str) and value.keys() <= _SPEC:
+                named = allowed_class(value["class_path"], key)
+                given = self.spec_arguments(value, named, key)
+                if _can_be_called(named, given):
+                    return self.made(named, given, partly=False)
+                return dict(value)
+            return {name: self.value(inner, Any, f"{key}.{name}", owner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            made = [self.value(inner, Any, key, owner) for inner in value]
+            return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        return value
+
+    def one_of(self, value: Any, hints: tuple[Any, ...], key: str, owner: type) -> Any:
+        """A value of the first type that it fits; a text is no number where texts fit."""
+        error: CheckpointError | None = None
+        if isinstance(value, str) and str in hints:
+            hints = tuple(hint for hint in hints if hint not in (bool, int, float, complex))
+        elif not isinstance(value, str):
+            hints = tuple(sorted(hints, key=lambda hint: type(value) is not (get_origin(hint) or hint)))
+        for hint in sorted(hints, key=lambda hint: _bare(hint)[0] in _OPEN):
+            try:
+                return self.value(value, hint, key, owner)
+            except _Unfit:
+                continue
+            except CheckpointError as it:
+                error = it
+        raise error or _Unfit
+
+    def spec_arguments(self, value: Mapping[str, Any], named: type, key: str) -> dict[str, Any]:
+        parts = [value.get(name) or {} for name in ("init_args", "dict_kwargs")]
+        if not all(isinstance(part, Mapping) for part in parts):
+            raise refused(f"{named.__name__} whose arguments are no mapping", key)
+        return self.arguments({**parts[0], **parts[1]}, named, key)
+
+    def spec(self, value: Mapping[str, Any], base: type, key: str) -> Any:
+        """An object of a class that is a subclass of its argument's type."""
+        named = allowed_class(value["class_path"], key)
+        if not issubclass(named, base):
+            raise refused(f"{value['class_path']}, which is no {base.__name__}", key)
+        return self.made(named, self.spec_arguments(value, named, key), partly=False)
+
+    def function(self, value: Any, hint: Any, key: str, owner: type) -> Any:
+        """A function, an object that can be called, or a class with some of its arguments."""
+        if isinstance(value, str):
+            try:
+                return allowed_function(value, owner, key)
+            except CheckpointError as error:
+                try:
+                    value = {"class_path": value}
+                    allowed_class(value["class_path"], key)
+                except CheckpointError:
+                    raise error from None
+        if not isinstance(value, Mapping) or not isinstance(value.get("class_path"), str):
+            raise _Unfit
+        named = allowed_class(value["class_path"], key)
+        returned = get_args(hint)[1:]
+        partly = bool(returned) and isinstance(returned[0], type) and issubclass(named, returned[0])
+        return self.made(named, self.spec_arguments(value, named, key), partly)
+
+    def named_class(self, value: Any, hint: Any, key: str) -> type:
+        named = allowed_class(_same(isinstance(value, str), value), key)
+        bases = [base for base in get_args(hint) if isinstance(base, type)]
+        return _same(all(issubclass(named, base) for base in bases), named)
+
+    def items(self, value: Any, hint: Any, origin: type, key: str, owner: type) -> Any:
+        inner = get_args(hint)
+        names = getattr(origin, "_fields", None)
+        if issubclass(origin, tuple) and names is not None:
+            hints = typing.get_type_hints(origin)
+            given = dict(zip(names, value, strict=False))
+            fields = {name: self.value(it, hints.get(name, Any), key, owner) for name, it in given.items()}
+            return self.structure(origin, _same(len(value) <= len(names), fields))
+        if issubclass(origin, tuple) and inner and inner[-1] is not Ellipsis:
+            _same(len(value) == len(inner), value)
+            return tuple(self.value(it, of, key, owner) for it, of in zip(value, inner, strict=True))
+        made = [self.value(it, inner[0] if inner else Any, key, owner) for it in value]
+        if origin in _LISTS:
+            return made
+        if issubclass(origin, list | tuple | set | frozenset | collections.deque):
+            return origin(made)
+        if origin in (abc.Set, abc.MutableSet):
+            return set(made)
+        raise _Unfit
+
+    def mapping(self, value: dict[Any, Any], hint: Any, origin: type, key: str, owner: type) -> Any:
+        if typing.is_typeddict(origin):
+            hints = typing.get_type_hints(origin)
+            _same(value.keys() <= hints.keys(), value)
+            return {name: self.value(it, hints[name], f"{key}.{name}", owner) for name, it in value.items()}
+        if origin in _MAPPINGS or issubclass(origin, dict):
+            of_key, of_value = (*get_args(hint), Any, Any)[:2]
+            made = {
+                self.value(name, of_key, key, owner): self.value(it, of_value, f"{key}.{name}", owner)
+                for name, it in value.items()
+            }
+            ordered = issubclass(origin, collections.OrderedDict)
+            return collections.OrderedDict(made) if ordered else made
+        if isinstance(value.get("class_path"), str):
+            return self.spec(value, origin, key)
+        fields = getattr(origin, "_fields", None) or (
+            [field.name for field in dataclasses.fields(origin) if field.init] if is_dataclass(origin) else None
+        )
+        if fields is None:
+            raise _Unfit
+        _same(value.keys() <= set(fields), value)
+        hints = _hints(origin)
+        made = {name: self.value(it, hints.get(name, Any), f"{key}.{name}", owner) for name, it in value.items()}
+        return self.structure(origin, made)
+
+    def leaf(self, value: Any, kind: type) -> Any:
+        """A number, or a text and what is written as one."""
+        if kind is str:
+            return self.text(_same(isinstance(value, str), value))
+        if kind is bool:
+            return (
+                value if isinstance(value, bool) else _CHOICES.get(value) if value in _CHOICES else _same(False, value)
+            )
+        if issubclass(kind, Enum):
+            found = [member for name, member in kind.__members__.items() if value in (name, member.value)]
+            return found[0] if found else _same(False, value)
+        if isinstance(value, bool):
+            return _same(isinstance(value, kind), value)
+        try:
+            if kind is int:
+                return int(_same(not isinstance(value, float), value))
+            if issubclass(kind, float | complex | decimal.Decimal):
+                return kind(value)
+            if issubclass(kind, int):
+                return kind(_same(isinstance(value, int), value))
+            if isinstance(value, str):
+                return self.written(value, kind)
+        except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+            raise _Unfit from error
+        return _same(isinstance(value, kind), value)
+
+    def written(self, text: str, kind: Any) -> Any:
+        """What has a form as a text."""
+        if issubclass(kind, bytes | bytearray):
+            return kind(base64.b64decode(text, validate=True))
+        if kind is timedelta:
+            match = _TIME.fullmatch(text)
+            return timedelta(**{name: float(it) for name, it in _found(match).groupdict().items() if it is not None})
+        if kind is range:
+            return range(*(int(it) for it in _found(_RANGE.fullmatch(text)).groups() if it is not None))
+        if kind is torch.dtype:
+            found = vars(torch).get(text.removeprefix("torch."))
+            return _same(isinstance(found, torch.dtype), found)
+        home = kind.__module__.partition(".")[0]
+        if kind in (uuid.UUID, torch.device) or (issubclass(kind, PurePath) and home == "pathlib"):
+            return kind(text)  # a path of another package may import and connect by what the text says
+        if kind is os.PathLike:
+            return self.text(text)
+        if home == "jsonargparse":  # one of its restricted texts and paths, of which some open a URL
+            remote = {"s", "u"}.intersection(getattr(kind, "_mode", ""))
+            return kind(_same(not remote, text))
+        return self.anything(_same(isinstance(text, kind), text))
+
+
+class _Describing(_Building):
+    """Turns the values of a checkpoint into defaults of a parser, in which stand-ins take the place of texts."""
+
+    def __init__(self) -> None:
+        self.stand_ins: dict[str, StandIn] = {}
+        self._secret = uuid.uuid4().hex  # so that no text of the checkpoint has the name of a stand-in in it
+
+    def _stand_in(self, value: Any, is_text: bool) -> str:
+        name = f"_of_checkpoint_{self._secret}_{len(self.stand_ins)}_"
+        self.stand_ins[name] = StandIn(value, is_text)
+        return name
+
+    def text(self, text: str) -> Any:
+        return self._stand_in(text, is_text=True)
+
+    def anything(self, value: Any) -> Any:
+        return self._stand_in(value, is_text=False)
+
+    def open(self, value: Any, key: str, owner: type) -> Any:
+        super().open(value, key, owner)  # refuses what it must
+        plain = value is None or isinstance(value, bool | int | float)
+        return value if plain else self._stand_in(value, is_text=False)
+
+    def made(self, cls: type, arguments: dict[str, Any], partly: bool) -> Any:
+        return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": arguments}
+
+    def structure(self, cls: type, fields: dict[str, Any]) -> Any:
+        return fields
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of a class's arguments, of those of its bases too; `Any` where one cannot be found out."""
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        init = vars(base).get("__init__")
+        if not inspect.isfunction(init):
+            continue
+        for name, parameter in inspect.signature(init).parameters.items():
+            hint, default = parameter.annotation, parameter.default
+            if hint is parameter.empty:
+                known = default is not parameter.empty and default is not None
+                hints[name] = Union[type(default), Any] if known else Any  # noqa: UP007  `type | Any` is an error in 3.10
+                continue
+            alone = SimpleNamespace(__annotations__={name: hint})  # one may need what only type checkers import
+            try:
+                hints[name] = typing.get_type_hints(alone, init.__globals__, include_extras=True)[name]
+            except (AttributeError, NameError, SyntaxError, TypeError):
+                hints[name] = Any
+    return hints
+
+
+def _bare(hint: Any) -> tuple[Any, Any]:
+    """A type without what only says more about it, and its origin, or itself."""
+    while True:
+        if get_origin(hint) is Annotated or getattr(get_origin(hint), "_name", "") in ("Required", "NotRequired"):
+            hint = get_args(hint)[0]
+        elif isinstance(hint, typing.NewType):
+            hint = hint.__supertype__
+        elif type(hint).__name__ == "TypeAliasType":
+            hint = hint.__value__
+        else:
+            return hint, get_origin(hint) or hint
+
+
+def _same(fits: bool, value: Any) -> Any:
+    if not fits:
+        raise _Unfit
+    return value
+
+
+def _found(match: re.Match[str] | None) -> re.Match[str]:
+    if match is None:
+        raise _Unfit
+    return match
+
+
+def _can_be_called(cls: type, arguments: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)

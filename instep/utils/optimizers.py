@@ -1,0 +1,152 @@
+"""Another learning rate in the middle of a schedule, and a schedule's rate in a new optimizer."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from instep.errors import SettingError
+from instep.utils.optimizer_state import check_alike
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # what schedulers keep of rates in the optimizer's groups
+
+
+def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], lr: float | Sequence[float]) -> None:
+    """Give optimizers another learning rate; schedules go on where they are, as if they had begun with it.
+
+    Args:
+        optimizers: their groups' rates are replaced.
+        schedulers: torch's, of these optimizers.
+        lr: what would be passed to the optimizer (for OneCycleLR its `max_lr`): one for all, or one for each group of
+            all optimizers in turn.
+
+    Raises:
+        SettingError: there are more or fewer rates than groups.
+    """
+    owners = [(optimizer, group) for optimizer in optimizers for group in range(len(optimizer.param_groups))]
+    rates = [lr] * len(owners) if isinstance(lr, float | int) else list(lr)
+    if len(rates) != len(owners):
+        raise SettingError(
+            f"lr has {len(rates)} learning rates, and the optimizers have {len(owners)} parameter groups. Give one for "
+            "each group, or a single number for all.",
+            field="lr",
+            got=lr,
+        )
+    leaves = [leaf for scheduler in schedulers for leaf in _leaves(scheduler)]
+    active = {id(leaf) for scheduler in schedulers for leaf in _active(scheduler)}
+    for (optimizer, index), new in zip(owners, rates, strict=True):
+        group = optimizer.param_groups[index]
+        own = [leaf for leaf in leaves if getattr(leaf, "optimizer", None) is optimizer]
+        old = float(group["max_lr"] if "max_lr" in group else group.get("initial_lr", group["lr"]))
+        # Cosine schedules go down to a rate that does not depend on the one they begin with.
+        floor = max((float(getattr(leaf, "eta_min", 0.0)) for leaf in own if id(leaf) in active), default=0.0)
+        now = new if old == floor else floor + (float(group["lr"]) - floor) * (new - floor) / (old - floor)
+        for key in _RATES[1:]:
+            if key in group:
+                _put(group, key, _scaled(float(group[key]), old, new))
+        _put(group, "lr", now)
+        for leaf in own:
+            for values in (getattr(leaf, "base_lrs", None), getattr(leaf, "max_lrs", None)):
+                if values is not None:
+                    _put(values, index, _scaled(float(values[index]), old, new))
+    for scheduler in (*schedulers, *leaves):
+        if hasattr(scheduler, "_last_lr") and hasattr(scheduler, "optimizer"):
+            scheduler._last_lr = [_value(group["lr"]) for group in scheduler.optimizer.param_groups]
+
+
+def rates_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups' learning rates and what schedulers put beside them; for `put_rates`."""
+    return [{key: _value(group[key]) for key in _RATES if key in group} for group in optimizer.param_groups]
+
+
+def put_rates(optimizer: Optimizer, rates: Sequence[dict[str, Any]]) -> None:
+    """Give an optimizer the rates that `rates_of` took from it."""
+    for group, own in zip(optimizer.param_groups, rates, strict=True):
+        for key, value in own.items():
+            _put(group, key, value)
+
+
+def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """A schedule's saved state; TypeError where it is of another kind than the schedule's own."""
+    own = scheduler.state_dict()
+    check_alike(own, saved, type(scheduler))
+    if "_schedulers" in own and "_schedulers" in saved:  # as SequentialLR and ChainedScheduler save theirs
+        for part, state in zip(scheduler._schedulers, saved["_schedulers"], strict=True):
+            checked_schedule(part, state)
+    return saved
+
+
+def follow_schedule(scheduler: Any) -> None:
+    """Give a new optimizer the rates of a schedule that was restored without it."""
+    rates = getattr(scheduler, "_last_lr", None)
+    base = next((leaf.base_lrs for leaf in _leaves(scheduler) if hasattr(leaf, "base_lrs")), None)
+    if rates is None:
+        return
+    for index, group in enumerate(scheduler.optimizer.param_groups):
+        _put(group, "lr", rates[index])
+        if base is not None:
+            _put(group, "initial_lr", base[index])
+
+
+def _leaves(scheduler: Any) -> Iterator[Any]:
+    """The schedulers that compute rates: those inside of SequentialLR and ChainedScheduler."""
+    parts = getattr(scheduler, "_schedulers", None)
+    if parts is None:
+        yield scheduler
+    else:
+        for part in parts:
+            yield from _leaves(part)
+
+
+def _active(scheduler: Any) -> Iterator[Any]:
+    """The leaves whose turn it is."""
+    milestones = getattr(scheduler, "_milestones", None)
+    if milestones is None:
+        yield from _leaves(scheduler)
+    else:
+        yield from _active(scheduler._schedulers[bisect_right(milestones, scheduler.last_epoch)])
+
+
+def _scaled(value: float, old: float, new: float) -> float:
+    return new if value == old or old == 0 else value * (new / old)
+
+
+def _value(rate: Any) -> Any:
+    return rate.clone() if isinstance(rate, Tensor) else rate
+
+
+def _put(into: Any, key: Any, value: Any) -> None:
+    current = into.get(key) if isinstance(into, dict) else into[key]
+    if isinstance(current, Tensor):  # kept on the device for captured graphs
+        current.fill_(value)
+    else:
+        into[key] = float(value)
+
+
+class OptimizerProxy:
+    """Forwards attributes to an optimizer, and passes for it: `isinstance(proxy, torch.optim.Adam)` holds.
+
+    So a scheduler can be made with either, and code that looks at `param_groups` need not know.
+
+    Args:
+        optimizer: what it stands for.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set yet: while being copied
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"

@@ -1,0 +1,212 @@
+"""Modules from the hyperparameters of a checkpoint: what becomes of each value, and what a stranger's cannot do."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum, IntEnum
+from functools import partial
+from pathlib import Path, PosixPath
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+
+import pytest
+import torch
+from jsonargparse.typing import path_type
+from torch import nn
+from torch.nn import functional
+
+from instep.errors import CheckpointError
+from instep.trainer.rebuild import build_configured
+from tests.helpers.spawn import run_command
+
+REPO = Path(__file__).parents[2]
+LocalPath: Any = path_type("fc")
+UrlPath: Any = path_type("fu")
+RemotePath: Any = path_type("fs")
+
+
+class Kind(Enum):
+    SLOW = "slow"
+    FAST = "fast"
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+class Point(NamedTuple):
+    x: int
+    y: float = 0.0
+
+
+class Entry(TypedDict):
+    name: str
+    sizes: tuple[int, ...]
+
+
+class PathWithCode(PosixPath):
+    """As the paths of other packages, which find a file system by the text."""
+
+
+@dataclass
+class Options:
+    rate: float
+    kind: Kind = Kind.SLOW
+    inner: Options | None = None
+    free: Any = None
+    names: list[str] = field(default_factory=list)
+
+
+class Holder(nn.Module):
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self.value = value
+
+
+def holder_of(hint: Any) -> type:
+    """A module whose argument is of this type."""
+
+    class Of(Holder):
+        def __init__(self, value=None) -> None:
+            super().__init__(value)
+
+    Of.__init__.__annotations__["value"] = hint
+    return Of
+
+
+def built(hint: Any, value: Any) -> Any:
+    return build_configured(holder_of(hint), {"_class_path": "gone.Net", "value": value}, {}).value
+
+
+@pytest.mark.parametrize(
+    ("hint", "saved", "expected"),
+    [
+        (int, 3, 3),
+        (int, "3", 3),
+        (float, 3, 3.0),
+        (float, "1e-3", 1e-3),
+        (bool, True, True),
+        (str, "3", "3"),
+        (int | None, None, None),
+        (int, None, None),
+        (int | str, "3", "3"),
+        (bool | int, 1, 1),
+        (float | int, 1, 1),
+        (str | Path, "a/b", "a/b"),
+        (Path | str, "a/b", Path("a/b")),
+        (Path | None, "a/b", Path("a/b")),
+        (complex, "(1+2j)", 1 + 2j),
+        (bytes, "YQ==", b"a"),
+        (timedelta, "1 day, 2:03:04.5", timedelta(days=1, hours=2, minutes=3, seconds=4.5)),
+        (range, "range(2, 8, 3)", range(2, 8, 3)),
+        (torch.dtype, "torch.float16", torch.float16),
+        (torch.device, "cpu", torch.device("cpu")),
+        (Kind, "FAST", Kind.FAST),
+        (Level, 1, Level.LOW),
+        (Literal["a", 1], "a", "a"),
+        (Annotated[float, "unit"], 1, 1.0),
+        (tuple[int, ...], [1, 2], (1, 2)),
+        (tuple[int, str], [1, "x"], (1, "x")),
+        (list[Path], ["a"], [Path("a")]),
+        (Sequence[float], [1], [1.0]),
+        (set[int], [1, 1], {1}),
+        (collections.deque, [1], collections.deque([1])),
+        (dict[int, Kind], {"1": "SLOW"}, {1: Kind.SLOW}),
+        (Mapping[str, tuple[int, int]], {"a": [1, 2]}, {"a": (1, 2)}),
+        (Point, [1, 2], Point(1, 2.0)),
+        (Entry, {"name": "x", "sizes": [1]}, {"name": "x", "sizes": (1,)}),
+        (Options, {"rate": 1, "kind": "FAST", "names": ["1"]}, Options(1.0, Kind.FAST, None, None, ["1"])),
+        (Options | None, {"rate": 1, "inner": {"rate": 2}}, Options(1.0, inner=Options(2.0))),
+        (Any, {"a": ["1", "[2]", {"b": "c.d"}]}, {"a": ["1", "[2]", {"b": "c.d"}]}),
+        (Any, [Point(1, 2.0)], [Point(1, 2.0)]),
+        (LocalPath, "a", LocalPath("a")),
+        (type[nn.Module], "torch.nn.ReLU", nn.ReLU),
+        (Callable[..., Any], "torch.nn.functional.relu", functional.relu),
+        (Callable[..., Any], "torch.tanh", torch.tanh),
+    ],
+)
+def test_plain_values_become_what_the_type_says(hint: Any, saved: Any, expected: Any) -> None:
+    value = built(hint, saved)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_objects_are_built_where_the_type_admits_one() -> None:
+    spec = {"class_path": "torch.nn.LayerNorm", "init_args": {"normalized_shape": [2, 3], "eps": 1}}
+    for hint in (nn.Module, Any, nn.Module | str, list[nn.Module], dict[str, Any]):
+        value = built(hint, [spec] if hint == list[nn.Module] else {"a": spec} if hint == dict[str, Any] else spec)
+        value = value[0] if isinstance(value, list) else value["a"] if isinstance(value, dict) else value
+        assert isinstance(value, nn.LayerNorm)
+        assert (tuple(value.normalized_shape), value.eps) == ((2, 3), 1.0)
+    later = built(Callable[[int], nn.Module], {"class_path": "torch.nn.Linear", "init_args": {"out_features": 3}})
+    assert isinstance(later, partial)
+    assert later(2).weight.shape == (3, 2)
+    optimizer = built(
+        Callable[[Iterable[Any]], torch.optim.Optimizer], {"class_path": "torch.optim.SGD", "init_args": {"lr": 1}}
+    )
+    assert optimizer([nn.Parameter(torch.ones(1))]).defaults["lr"] == 1
+    stays = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1}}  # without parameters it cannot be built
+    assert built(Any, stays) == built(dict[str, Any], stays) == stays
+
+
+@pytest.mark.parametrize(
+    "mine",
+    [nn.ReLU(), Point(1, 2), [1], (1, [2]), collections.defaultdict(list, a=[1]), {"class_path": "os.system"}, "1.5"],
+)
+@pytest.mark.parametrize("hint", [Any, int])
+def test_what_the_caller_passes_stays_as_it_is(hint: Any, mine: Any) -> None:
+    saved = {"_class_path": "gone.Net", "value": "x"}
+    assert build_configured(holder_of(hint), saved, {"value": mine}).value is mine
+    with pytest.raises(CheckpointError, match="unexpected keyword argument 'valu'"):
+        build_configured(holder_of(hint), saved, {"value": mine, "valu": mine})
+
+
+@pytest.mark.parametrize(
+    ("hint", "saved"),
+    [
+        (int, "1.5"),
+        (int, 1.5),
+        (float, "fast"),
+        (bool, "1"),
+        (str, 3),
+        (Kind, "SLOWER"),
+        (Literal["a"], "b"),
+        (tuple[int, int], [1]),
+        (Options, {"rate": 1, "other": 2}),
+        (torch.dtype, "torch.load"),
+        (PathWithCode, "s3://bucket/x"),
+        (UrlPath, "http://host.invalid/x"),
+        (RemotePath | None, "memory://x"),
+        (nn.Module, "torch.nn.ReLU"),
+        (nn.Module, {"class_path": "torch.optim.SGD", "init_args": {}}),
+        (type[nn.Module], "torch.optim.SGD"),
+        (Callable[..., Any], "torch.nn.functional.handle_torch_function"),
+        (Callable[..., Any], "torch.jit.ScriptModule"),
+        (Any, {"class_path": "os.system", "other": 1}),
+        (dict[str, Any], {"class_path": "os.system", "init_args": {"command": "x"}}),
+        (nn.Module, {"class_path": "torch.nn.ReLU", "init_args": "{}"}),
+    ],
+)
+def test_what_does_not_fit_is_refused(hint: Any, saved: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"^the checkpoint's value is a .*[Pp]ass value=\.\.\."):
+        built(hint, saved)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_strangers_values_open_import_load_and_build_nothing(tmp_path: Path) -> None:
+    """Some 8,000 hyperparameters, over ten types of argument, and some by a checkpoint and `--ckpt_path` too."""
+    every = ["every"] if os.environ.get("INSTEP_STRANGERS_EVERY") else []
+    argv = [sys.executable, "-W", "ignore", "-m", "tests.trainer.stranger_hparams", str(tmp_path), *every]
+    done = run_command(argv, cwd=REPO, timeout_s=380.0 if not every else 7200.0)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["broken"] == 0, "\n".join(result["first"])
+    assert result["kept"]
+    assert result["tried"] > 5000
+    assert result["built"] > 1000, "texts that stay texts are no error"
