@@ -1,4 +1,4 @@
-"""A logger that knows of the other ranks: one line from the main process, or one per rank in order."""
+"""Logger and progress bar that know of the other ranks: a line from the main process, or one per rank in order."""
 
 from __future__ import annotations
 

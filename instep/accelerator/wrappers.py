@@ -1,4 +1,7 @@
-"""Where a handwritten loop stands in its accumulation window, and what each of its losses weighs."""
+"""What `Accelerator.prepare` returns: models, optimizers and schedulers that act at the ends of accumulation windows.
+
+The window says where the loop stands in it, and what each of its losses weighs.
+"""
 
 from __future__ import annotations
 

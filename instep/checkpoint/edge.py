@@ -1,4 +1,7 @@
-"""The edge of a reader: whatever a file's content makes of the code behind it becomes one error with the path."""
+"""The edge of a reader: whatever a file's content makes of the code behind it becomes one error with the path.
+
+A table of kinds says what values a file must hold, and is checked at once.
+"""
 
 from __future__ import annotations
 

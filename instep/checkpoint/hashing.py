@@ -1,4 +1,4 @@
-"""What a file must be: its size and checksums, taken while the data passes by."""
+"""Sizes and checksums of files, taken while the data passes by on its way to the disk."""
 
 from __future__ import annotations
 

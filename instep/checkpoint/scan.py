@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints, seen by scanning it: there is no index that could be wrong."""
+"""Scan of a folder of checkpoints, and the choice that a keyword such as "last" makes of it. There is no index file."""
 
 from __future__ import annotations
 

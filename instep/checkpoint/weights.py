@@ -1,4 +1,4 @@
-"""Weights alone, from a checkpoint, a safetensors file, or a file that another trainer wrote."""
+"""Weights alone: from a checkpoint, a safetensors file or another trainer's file, and merged into plain safetensors."""
 
 from __future__ import annotations
 

@@ -6,13 +6,13 @@ from instep.utils.imports import loads
 
 _HOME = {
     "ArgsType": "trainer_cli",
-    "LRSchedulerCallable": "optimizer_config",
-    "LRSchedulerOptions": "optimizer_config",
-    "OptimizerCallable": "optimizer_config",
-    "SaveConfigCallback": "save_config",
+    "LRSchedulerCallable": "trainer_parser",
+    "LRSchedulerOptions": "trainer_parser",
+    "OptimizerCallable": "trainer_parser",
+    "SaveConfigCallback": "trainer_cli",
     "TrainerArgumentParser": "trainer_parser",
     "TrainerCLI": "trainer_cli",
-    "instantiate_class": "optimizer_config",
+    "instantiate_class": "trainer_parser",
 }
 
 if TYPE_CHECKING:

@@ -1,4 +1,9 @@
-"""The configuration of a run, saved in its folder before the first step."""
+"""`TrainerCLI`: trains, validates, tests and predicts as a configuration and the command line say.
+
+Built on jsonargparse. Names and meaning are those that users of LightningCLI know. Settings come from, the first wins:
+the command line, `--config` files (the last one first), INSTEP_... variables, a checkpoint's hyperparameters, defaults.
+The configuration is saved in the run's folder before the first step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the settings of a launch to what the engine runs."""
+"""The `LaunchSpec` that the engine runs, made from the settings of a launch and this node's place in the job."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _HOME = {
     "ShardedBatchSampler": "sampler",
     "ShardedBatches": "sampler",
     "prepare_loader": "loader",
-    "resolve_limit": "limits",
+    "resolve_limit": "config",
 }
 
 if TYPE_CHECKING:

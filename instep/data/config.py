@@ -1,4 +1,4 @@
-"""The meaning of `limit_train_batches` and its like."""
+"""Settings of data: `limit_train_batches` and its like, and how the Accelerator prepares loaders."""
 
 from __future__ import annotations
 

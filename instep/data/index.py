@@ -1,4 +1,4 @@
-"""A loader over a data set with indices: instep hands the indices out."""
+"""Loader over a data set with indices: instep hands the indices out."""
 
 from __future__ import annotations
 

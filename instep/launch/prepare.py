@@ -1,4 +1,4 @@
-"""What an agent's ranks start from: their command, environment and files, and signals that are put back afterwards."""
+"""Command, environment, files and cores of the ranks that an agent starts, and signals that are put back afterwards."""
 
 from __future__ import annotations
 

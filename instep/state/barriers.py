@@ -1,8 +1,8 @@
-"""Waiting for every process, under a name; and saying who did not come.
+"""Barriers with a name: waiting for every process and saying which did not come; one process before the others.
 
 All meet in one small all-gather of their names' digests over the control group. A rank that waits for longer than a
-moment writes that down in the store where the group was made: what it says there costs nothing while everybody is in
-time, and needs no help from the rank that is missing.
+moment records that in the store where the group was made: it costs nothing while everybody is in time, and needs no
+help from the missing rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The place of this process in its job, and how environment variables are read."""
+"""Rank, world size and job of this process, as environment variables give them."""
 
 from __future__ import annotations
 

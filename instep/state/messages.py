@@ -1,7 +1,8 @@
-"""The first message of every collective of the framework's own: what this rank is about to do, and some numbers.
+"""Control messages between ranks: a first message of one size, then small objects behind a MAC.
 
-All of them begin with an all-gather of one size on the control group. So ranks that come to different calls meet
-nevertheless and all of them learn it, where gloo would end the process on messages of two sizes.
+The first message says what a rank is about to do, and some numbers. Every collective of the framework's own begins with
+it, by an all-gather on the control group. So ranks that enter different collectives meet nevertheless and all of them
+learn it, where gloo would end the process on messages of two sizes.
 """
 
 from __future__ import annotations

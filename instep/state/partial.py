@@ -1,4 +1,7 @@
-"""`PartialState`: who this process is. One per process, set at the first construction, all or nothing."""
+"""`PartialState`: rank, device and world size of this process. Set at the first construction, all or nothing.
+
+Beside it: how one input is split over processes, and decorators that run a function on some processes only.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Who came, and what for: words that every rank leaves in torch's store, behind a MAC made with the job's secret.
+"""Diagnostics in torch's key-value store: before a collective each rank records which one it enters.
 
-They are read without the help of the rank that is missing. The store is the one where the default group was made. Where
-that is a file, which grows with each word, they lie in a folder beside it.
+Survivors read the records to name a missing rank without its help; they are behind a MAC made with the job's secret.
+The store is the one where the default group was made. Where that is a file, which grows with each record, they lie in
+a folder beside it.
 """
 
 from __future__ import annotations

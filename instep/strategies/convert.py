@@ -1,4 +1,4 @@
-"""Modules that were built on the meta device, made real one at a time."""
+"""Modules converted before training: made real from the meta device, and with batch normalisation over all ranks."""
 
 from __future__ import annotations
 

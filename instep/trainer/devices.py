@@ -1,4 +1,4 @@
-"""Where a Trainer runs: how many processes, who starts them, and which device is whose."""
+"""Devices of a Trainer: how many processes, who starts them, which device is whose, and torch's switches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which loaders a run uses, prepared: sharded, limited, resumable."""
+"""Loaders of a run: sharded, limited, resumable; and the move of a batch to the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run is: what a checkpoint keeps of the loop, and what the progress bar reads."""
+"""Position and status of a run: what a checkpoint keeps of the loop, and what the progress bar reads."""
 
 from __future__ import annotations
 

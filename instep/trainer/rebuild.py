@@ -3,7 +3,7 @@
 Where an argument is an object (a backbone, a loss) they hold its class and arguments, so that `load_from_checkpoint`
 can build it again. A checkpoint is a stranger's and must not run code, so no parser sees its texts: a text stays a
 text, or becomes what the argument's type says by the small tables here. A mapping with a `class_path` is built where
-the type admits an object, of a class that `allowed.py` finds.
+the type admits an object, of a class that `allowed_class` finds.
 
 `TrainerCLI` takes a checkpoint's values as defaults of a parser that builds objects and reads texts as YAML. It gets
 `described_arguments`: the same values with a stand-in for every text.

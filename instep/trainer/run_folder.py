@@ -1,4 +1,7 @@
-"""The run folder: `<default_root_dir>/instep_runs/version_<n>/`, with logs, `checkpoints/` and `status.json`."""
+"""The run folder: `<default_root_dir>/instep_runs/version_<n>/`, with logs, `checkpoints/` and `status.json`.
+
+A restarted job finds its folder, and the checkpoint of its own that it goes on from.
+"""
 
 from __future__ import annotations
 

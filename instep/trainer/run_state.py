@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how it is saved. `restore.py` takes it up again.
+"""State of a run in a checkpoint: how it is collected and written, and how a run takes up all of it or parts.
 
 model.safetensors           weights and buffers, under clean names
 model_extra.json            what the module's state_dict has beside tensors

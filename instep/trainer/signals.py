@@ -1,4 +1,10 @@
-"""Signals: the handler sets a trigger and returns; the loop stops at a step that all ranks agree on."""
+"""Signals: the handler sets a trigger and returns; the loop stops at a step that all ranks agree on.
+
+Python runs signal handlers between two steps of the main thread's bytecode: never, while that sits in a collective that
+another rank does not come to. But the interpreter's own handler, in C, also writes the signal's number to the "wake-up"
+descriptor at once. A daemon thread sleeps on the other end of that pipe: it costs a step nothing, and ends the process
+when its grace period, from the first signal on, is over. Code that never gives back the GIL can only be killed.
+"""
 
 from __future__ import annotations
 

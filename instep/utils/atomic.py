@@ -1,4 +1,4 @@
-"""Small local files that appear and change at one instant: leases, a run's status, keys, words between processes."""
+"""Atomic writes of small local files: leases, a run's status, keys, words between processes."""
 
 from __future__ import annotations
 

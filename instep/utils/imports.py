@@ -1,4 +1,4 @@
-"""Optional packages: imported on use, with an error that gives the exact `pip install`."""
+"""Imports on use: optional packages, with an error that gives the `pip install`, and the names of a package's face."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another learning rate in the middle of a schedule, and a schedule's rate in a new optimizer."""
+"""Learning rates that change in the middle of a schedule, and a proxy that passes for an optimizer."""
 
 from __future__ import annotations
 

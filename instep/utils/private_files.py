@@ -1,4 +1,8 @@
-"""Keys and secrets of one user: files that others can neither read nor change."""
+"""Keys and secrets of one user: files that others can neither read nor change, and a MAC made with such a key.
+
+A stranger's files may be owned by this user (unpacked, downloaded), so an owner proves nothing; a MAC over what was
+saved does. Its key is made at the first use, in the user's state folder.
+"""
 
 from __future__ import annotations
 

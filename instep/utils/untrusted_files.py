@@ -1,7 +1,7 @@
-"""Files that anybody may have put there: opened only where they are regular, and read only up to a size.
+"""Files that anybody may have put there: opened only where they are regular, read only up to a size, parsed strictly.
 
 A pipe blocks who opens it until somebody writes, and a device may have no end. So what lies in a checkpoint, a run
-folder or a folder of another trainer is opened here and nowhere else.
+folder or a folder of another trainer is opened here and nowhere else. JSON is read as the format says and no further.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from instep.data.split import Splitter
 
+from instep.data.partition import Splitter
 from instep.errors import DataError
 
 

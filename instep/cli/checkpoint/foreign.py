@@ -1,6 +1,6 @@
-"""Checkpoints of Lightning: one file of torch.save, read without running code.
+"""Checkpoints of Lightning (one file of torch.save) and of Accelerate (a folder), read without running code.
 
-Source: what `Trainer.save_checkpoint` of Lightning 2 writes.
+Source: what `Trainer.save_checkpoint` of Lightning 2 and `Accelerator.save_state` of Accelerate 1 write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the `instep config` commands share: where the file lies, how it is written."""
+"""Place and writing of the config file, and its defaults on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The estimate for one set-up."""
+"""The memory estimate for one set-up; DeepSpeed's ZeRO, whose engine wants real tensors, as a sum of its buffers."""
 
 from __future__ import annotations
 
