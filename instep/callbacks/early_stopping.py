@@ -185,6 +185,10 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
+        from instep.checkpoint.schema import check, count, none_or, text  # late: only a resume needs it
+
+        kinds = {"wait_count": count, "stopped_epoch": count, "stopping_reason_message": none_or(text)}
+        check(state_dict, kinds, "the state")
         self._best = float(state_dict["best_score"])
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]

@@ -172,7 +172,14 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there; `on_train_start` forgets checkpoints that have gone in the meantime."""
-        self.saved = [_retention().Saved(*it) for it in state_dict["saved"]]
+        from instep.checkpoint.schema import check, count, none_or, number, text  # late: only a resume needs it
+
+        saved = [_retention().Saved(*it) for it in state_dict["saved"]]
+        for it in saved:
+            check(vars(it), {"key": text, "step": count, "score": none_or(number)}, "a saved checkpoint")
+        texts = dict.fromkeys(("best_model_path", "last_model_path"), text)
+        check(state_dict, {**texts, "best_model_score": none_or(number)}, "the state")
+        self.saved = saved
         self.best_model_score = state_dict["best_model_score"]
         self.best_model_path = state_dict["best_model_path"]
         self.last_model_path = state_dict["last_model_path"]

@@ -82,7 +82,7 @@ class Timer(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting from there."""
-        self._before.update(state_dict["time_elapsed"])
+        self._before.update({str(stage): float(elapsed_s) for stage, elapsed_s in state_dict["time_elapsed"].items()})
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._begin("train")

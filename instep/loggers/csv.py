@@ -82,8 +82,11 @@ class CSVLogger(Logger):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue below the row of this state."""
+        rows = state_dict.get("rows")
+        if rows is not None and (type(rows) is not int or rows < 0):
+            raise ValueError(f"rows={rows!r:.80}, where a number of rows is expected")
         super().load_state_dict(state_dict)
-        self._rows_to_keep = state_dict.get("rows")
+        self._rows_to_keep = rows
 
     def _start(self) -> None:
         assert self._log_dir is not None

@@ -102,7 +102,7 @@ def lines(path: Path) -> list[int]:
 
 @pytest.mark.dist
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
-@pytest.mark.parametrize("cell", every() if EVERY else CHOSEN, ids=lambda cell: "-".join(map(str, cell)))
+@pytest.mark.parametrize("cell", [*every()] if EVERY else CHOSEN, ids=lambda cell: "-".join(map(str, cell)))
 def test_an_error_in_the_data_ends_the_program(cell: Cell, tmp_path: Path) -> None:
     done = run(cell, tmp_path)
     left = processes(tmp_path)
