@@ -185,7 +185,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
-        from instep.checkpoint.schema import check, count, none_or, text  # late: only a resume needs it
+        from instep.checkpoint.edge import check, count, none_or, text  # late: only a resume needs it
 
         kinds = {"wait_count": count, "stopped_epoch": count, "stopping_reason_message": none_or(text)}
         check(state_dict, kinds, "the state")

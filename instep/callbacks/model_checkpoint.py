@@ -172,7 +172,7 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there; `on_train_start` forgets checkpoints that have gone in the meantime."""
-        from instep.checkpoint.schema import check, count, none_or, number, text  # late: only a resume needs it
+        from instep.checkpoint.edge import check, count, none_or, number, text  # late: only a resume needs it
 
         saved = [_retention().Saved(*it) for it in state_dict["saved"]]
         for it in saved:

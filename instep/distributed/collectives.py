@@ -1,6 +1,6 @@
 """Collectives on nested tensors.
 
-All of them first compare what the ranks are about to do (operation, structure, shapes, dtypes); `agree.py` says how.
+All of them first compare what the ranks are about to do (operation, structure, shapes, dtypes); `objects.py` says how.
 `all_reduce_` is the bare operation for code that runs often and knows its tensors.
 
 With one process nothing is sent, and results are as with several: a 0-dim tensor gathers to shape (1,).

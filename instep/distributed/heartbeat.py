@@ -51,7 +51,7 @@ __all__ = ["BATCH", "STEP", "Heartbeat", "heartbeat"]
 _TOGETHER_S = 3.0  # from the first rank's report to the last one's
 _AT_ONCE_S = 5.0  # if the report hangs in turn: a disk
 _CALLS = 12
-_COLLECTIVES = ("awaiting.py", "meeting.py", "control.py", "waiting.py", "agree.py", "collectives.py", "objects.py")
+_COLLECTIVES = ("rank_records.py", "messages.py", "barriers.py", "collectives.py", "objects.py")
 _RECORDS = 5
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 

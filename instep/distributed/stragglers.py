@@ -37,9 +37,13 @@ _WAITS = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
     f"{os.sep}torch{os.sep}autograd{os.sep}graph.py",
     "triggers.py",
-    "awaiting.py",
+    "rank_records.py",
 )
-_LOADS = (f"{os.sep}instep{os.sep}data{os.sep}", f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}", "transfer.py")
+_LOADS = (
+    f"{os.sep}instep{os.sep}data{os.sep}",
+    f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}",
+    f"trainer{os.sep}loaders.py",
+)
 _TRAIN = PHASES.index("train")
 
 

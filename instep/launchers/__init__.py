@@ -1,1 +1,4 @@
-"""Other ways to start ranks: from a notebook, by SLURM, on Ray."""
+"""Ways to start ranks besides `instep launch`.
+
+- `notebook`: functions as ranks, from a notebook or a test; `slurm`: batch jobs; `ray`, `ray_actor`: actors on Ray.
+"""
