@@ -15,9 +15,10 @@ from instep.distributed import all_reduce_
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
 from instep.state import PartialState
-from instep.strategies.convert import sync_batchnorm
 from instep.strategies.precision import Precision
 from instep.utils.optimizer_state import load_optimizer_state, optimizer_state
+
+_SYNC_BATCHNORM_DEVICES = ("cuda", "xpu", "hpu")
 
 
 class Strategy:
@@ -436,3 +437,37 @@ def _values(tensor: Tensor) -> Tensor:
 
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def check_sync_batchnorm(device_type: str) -> None:
+    """Refuse a kind of device on which torch has no SyncBatchNorm.
+
+    Raises:
+        SettingError: it is one.
+    """
+    if device_type not in _SYNC_BATCHNORM_DEVICES:
+        raise SettingError(
+            f"sync_batchnorm=True: torch's SyncBatchNorm works on {', '.join(_SYNC_BATCHNORM_DEVICES)}, and this is {device_type}. "
+            "Leave it out (each rank then normalises by its own batch), or use layers that do not look at the batch, "
+            "such as GroupNorm or LayerNorm.",
+            field="sync_batchnorm",
+            got=True,
+        )
+
+
+def sync_batchnorm(module: nn.Module, device: torch.device, group: Any = None) -> None:
+    """Make every BatchNorm layer of a module a SyncBatchNorm, in place; nothing with one process.
+
+    Names, parameters and running statistics stay.
+
+    Args:
+        module: not a BatchNorm itself.
+        device: where it trains.
+        group: the process group of the ranks whose batches are parts of one; None for all.
+
+    Raises:
+        SettingError: the device has no SyncBatchNorm.
+    """
+    if PartialState().num_processes > 1:
+        check_sync_batchnorm(device.type)
+        nn.SyncBatchNorm.convert_sync_batchnorm(module, group)

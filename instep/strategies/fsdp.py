@@ -27,8 +27,8 @@ from instep.errors import SettingError, one_of
 from instep.state import PartialState
 from instep.strategies.base import Strategy, whole
 from instep.strategies.clipping import clip_norm_, clip_value_
-from instep.strategies.convert import Materializer
 from instep.strategies.dtensors import gather_whole, parts_to_write, take_part, take_parts, take_state
+from instep.strategies.materialize import Materializer
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import entry_of
 from instep.strategies.wrapping import (

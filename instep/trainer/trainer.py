@@ -14,7 +14,7 @@ from instep.errors import UsageError
 from instep.loggers.base import Logger
 from instep.state import find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
-from instep.strategies.convert import check_sync_batchnorm
+from instep.strategies.base import check_sync_batchnorm
 from instep.strategies.registry import asked_strategy
 from instep.trainer import replay
 from instep.trainer.devices import count_devices, launch, on_nodes_there

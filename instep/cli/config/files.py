@@ -12,7 +12,6 @@ from instep.config.layers import FILE_VARIABLE, NO_FILE, default_file, put, read
 from instep.config.porting import advice
 from instep.config.settings import DICTS, NAMES, check, choices
 from instep.errors import SettingError, UsageError
-from instep.state import DEVICE_KINDS, find_device_kind
 
 CONFIG_HELP = "the file (default: INSTEP_CONFIG_FILE, else ~/.config/instep/config.yaml)"
 
@@ -118,10 +117,14 @@ def write_file(path: Path, values: Mapping[str, Any]) -> None:
 
 def found() -> dict[str, Any]:
     """The kind and number of this machine's devices; one process on a CPU."""
+    from instep.state import find_device_kind  # late: loads torch
+
     kind = find_device_kind("auto")
     return {"accelerator": kind.name, "devices": 1 if kind.name == "cpu" else kind.count()}
 
 
 def kinds() -> list[str]:
     """The kinds of device that are here, the best first."""
+    from instep.state import DEVICE_KINDS  # late, as above
+
     return [name for name, kind in DEVICE_KINDS.items() if kind.count()]
