@@ -216,8 +216,16 @@ def wants_memory(name: str, data: bytes) -> tuple[bytes, int]:
     return (call if name.endswith("data.pkl") else data), zipfile.ZIP_STORED
 
 
+def longer(name: str, data: bytes) -> tuple[bytes, int]:
+    return (data + b"\0" * 64 if name.endswith("data/0") else data), zipfile.ZIP_STORED
+
+
+def long_version(name: str, data: bytes) -> tuple[bytes, int]:
+    return (data * 2**17 if name.endswith("/version") else data), zipfile.ZIP_STORED
+
+
 @pytest.mark.parametrize("ending", [".ckpt", ".pt"])
-@pytest.mark.parametrize("change", [deflated, shorter, wants_memory])
+@pytest.mark.parametrize("change", [deflated, shorter, longer, long_version, wants_memory])
 def test_a_file_of_torch_save_fits_its_size(change: Any, ending: str, tmp_path: Path) -> None:
     whole = torch_file(tmp_path / f"whole{ending}", {"state_dict": WEIGHTS})
     assert load_weights(whole).keys() == WEIGHTS.keys()
