@@ -8,6 +8,10 @@ from __future__ import annotations
 
 _LIGHTNING_ROOTS = ("lightning.pytorch", "pytorch_lightning", "lightning")
 _FABRIC_ROOTS = ("lightning.fabric", "lightning_fabric")
+_RANK_ZERO = {
+    name: f"instep.utils.rank_zero.{name}"
+    for name in ("rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn")
+}
 
 MODULES = {
     "lightning": "instep",
@@ -40,12 +44,13 @@ MOVED = {
         },
         "CombinedLoader": "instep.data.CombinedLoader",
         "LightningCLI": "instep.cli.TrainerCLI",
+        **_RANK_ZERO,
         **dict.fromkeys(
             ("STEP_OUTPUT", "OptimizerLRScheduler", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "LRSchedulerTypeUnion"),
             "typing.Any",
         ),
     },
-    "fabric": {"seed_everything": "instep.seed_everything"},
+    "fabric": {"seed_everything": "instep.seed_everything", **_RANK_ZERO},
     "accelerate": {
         **{
             name: f"instep.{name}"
@@ -80,10 +85,6 @@ _OWN_CALLBACK = "write it as a Callback of your own"
 _OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger with `_log_metrics`"
 
 ADVICE = {
-    "rank_zero_only": "test `trainer.is_global_zero`; in a running job `PartialState().on_main_process` decorates",
-    "rank_zero_info": "use `trainer.print`, or instep.accelerator.get_logger",
-    "rank_zero_warn": "use warnings.warn where `trainer.is_global_zero`",
-    "rank_zero_debug": "use instep.accelerator.get_logger",
     "Tuner": "try learning rates in a loop of short fits; global_batch_size=... keeps the meaning of a batch",
     "StochasticWeightAveraging": f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}",
     "WeightAveraging": f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}",
