@@ -31,6 +31,75 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print_config", action="store_true", help="print all that holds, as YAML, and exit")
 
 
+class Fit:
+    """Train a module with data as a configuration and the command line say.
+
+    Settings come from, the first wins: the command line, --config files (the last one first), variables such as
+    INSTEP_FIT__TRAINER__MAX_EPOCHS, defaults. What held is saved as config.yaml in the run folder. Callbacks, loggers,
+    strategies, optimizers and schedulers are named by their class. `instep fit --module PKG:CLASS --help` lists
+    everything for that module, and --trainer.callbacks.help CLASS the arguments of one class.
+
+    Exit codes: 0 done; 1 it failed; 2 wrong arguments; 75 preempted, and saved; 76 it hung; 130 interrupted.
+
+    Examples:
+      instep fit --config run.yaml --trainer.max_epochs 3
+      instep fit --module examples/digits.py:Digits --data examples/digits.py:DigitsData --trainer.devices 2
+      instep fit -c run.yaml --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor val_loss
+      instep fit -c run.yaml --optimizer AdamW --optimizer.lr 1e-3 --print_config > whole.yaml
+      instep fit -c instep_runs/version_0/config.yaml --ckpt_path auto
+    """
+
+    arguments = staticmethod(arguments)
+
+    @staticmethod
+    def main(words: Sequence[str]) -> int:
+        """Train."""
+        return run_trainer("fit", words)
+
+
+class Validate:
+    """Run a module over its validation data as a configuration and the command line say.
+
+    The settings are those of `instep fit --help`: that command's config.yaml can be given as it is. Arguments of the
+    module that nobody gave are those that the checkpoint of --ckpt_path was saved with. With that config.yaml the
+    checkpoints best and last are those of its run.
+
+    Exit codes: 0 done; 1 it failed; 2 wrong arguments; 130 interrupted.
+
+    Examples:
+      instep validate --config instep_runs/version_0/config.yaml --ckpt_path best
+      instep validate --module pkg:Model --data pkg:Data --ckpt_path runs/step-00001200-1 --trainer.limit_val_batches 10
+    """
+
+    arguments = staticmethod(arguments)
+
+    @staticmethod
+    def main(words: Sequence[str]) -> int:
+        """Validate."""
+        return run_trainer("validate", words)
+
+
+class Predict:
+    """Run a module's predict_step over its data as a configuration and the command line say.
+
+    The settings are those of `instep fit --help`: that command's config.yaml can be given as it is. What is predicted
+    is for the module and the callbacks to write (`on_predict_batch_end`).
+
+    Exit codes: 0 done; 1 it failed; 2 wrong arguments; 130 interrupted.
+
+    Examples:
+      instep predict --config instep_runs/version_0/config.yaml --ckpt_path best
+      instep predict -c run.yaml --ckpt_path best --trainer.callbacks+=pkg.WriteToDisk --return_predictions false
+    """
+
+    arguments = staticmethod(arguments)
+
+    @staticmethod
+    def main(words: Sequence[str]) -> int:
+        """Predict."""
+        return run_trainer("predict", words)
+
+
 def run_trainer(name: str, words: Sequence[str]) -> int:
     """Run a command of the Trainer.
 

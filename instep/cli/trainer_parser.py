@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from instep import callbacks, loggers, strategies
 from instep.callbacks import Callback
 from instep.cli.parse_errors import EXIT_USAGE, explain
-from instep.config.layers import repeated_keys
+from instep.config.file import repeated_keys
 from instep.data import DataModule
 from instep.errors import SettingError, UsageError
 from instep.state import read_environment

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, SettingError, UsageError, one_of
-from instep.launch.engine import LaunchSpec
+from instep.launch.spec import LaunchSpec
 from instep.launchers.ray_actor import Place
 from instep.state.environment import JOB_ID, RESTART
 from instep.state.secret import JOB_SECRET, JOB_SECRET_FILE, given_secret, make_secret

@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     """Be a node's agent. Its `LaunchSpec` comes on stdin; it ends with the process whose id is the argument."""
     # Late: an actor needs none of it.
     from instep.launch.agent import run_agent
-    from instep.launch.engine import LaunchSpec
+    from instep.launch.spec import LaunchSpec
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)

@@ -34,9 +34,9 @@ def create_exclusive(path: Path, data: bytes, mode: int = 0o666) -> bool:
     return True
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Give a file another content."""
-    temporary = _write_beside(path, data)
+def replace(path: Path, data: bytes, sync: bool = False) -> None:
+    """Give a file another content, on the disk when this returns if `sync` is set."""
+    temporary = _write_beside(path, data, sync=sync)
     try:
         os.replace(temporary, path)
     finally:
