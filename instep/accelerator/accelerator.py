@@ -121,13 +121,13 @@ class Accelerator(Checkpointing):
             hint = instead_of("Accelerator", name) or known
             raise SettingError(f"Accelerator({name}=...) is not taken: {hint}.", field=name, got=unknown[name])
         if mixed_precision is None:
-            asked = env.asked("precision", precision_name) or "32-true"
+            asked = env.from_env("precision", precision_name) or "32-true"
             mixed_precision = next((short for short, name in PRECISION.items() if name == asked), asked)
         if mixed_precision not in PRECISION:
             raise one_of("mixed_precision", mixed_precision, PRECISION)
         if gradient_accumulation_plugin is None:
             steps = gradient_accumulation_steps
-            steps = env.asked("accumulate_grad_batches") if steps is None else steps
+            steps = env.from_env("accumulate_grad_batches") if steps is None else steps
             gradient_accumulation_plugin = GradientAccumulationPlugin(num_steps=1 if steps is None else steps)
         elif gradient_accumulation_steps not in (None, 1, gradient_accumulation_plugin.num_steps):
             raise SettingError(

@@ -298,7 +298,7 @@ def _answers(now: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def _ask(name: str, question: str, default: Any, none: str = "") -> Any:
-    """One answer, asked again until it is right; None for the word for none."""
+    """Ask a question until the answer is right; return None for the word for none."""
     from rich.prompt import Prompt  # late, as above
 
     if isinstance(default, list | tuple):
@@ -318,7 +318,7 @@ def _ask(name: str, question: str, default: Any, none: str = "") -> Any:
 
 
 def as_json(launch: Launch) -> dict[str, Any]:
-    """Every setting with its value and source."""
+    """Return every setting with its value and source."""
     return {
         name: {"value": hide(getattr(launch.settings, name)), "source": launch.sources.get(name, "default")}
         for name in NAMES
@@ -326,7 +326,7 @@ def as_json(launch: Launch) -> dict[str, Any]:
 
 
 def print_settings(launch: Launch, explain: bool = True) -> None:
-    """A table of them."""
+    """Print a table of the settings."""
     rows = [(name, _text(entry["value"]), entry["source"], about(name).text) for name, entry in as_json(launch).items()]
     columns = ("setting", "value", "from", "what it is")[: 4 if explain else 3]
     output.table(columns, [row[: len(columns)] for row in rows])
@@ -337,12 +337,12 @@ def _text(value: Any) -> str:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """The option `--config` of a command that writes the file."""
+    """Add the option `--config` of a command that writes the file."""
     parser.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
 
 
 def target(config: str | None) -> Path:
-    """The file that a command writes."""
+    """Return the file that a command writes."""
     config = config or os.environ.get(FILE_VARIABLE, "").strip()
     if config == NO_FILE:
         raise UsageError(f"{NO_FILE!r} means no config file: name one by --config FILE")
@@ -350,7 +350,7 @@ def target(config: str | None) -> Path:
 
 
 def use(path: Path) -> str:
-    """How a launch takes a file up."""
+    """Say how a launch takes a file up."""
     return (
         "`instep launch SCRIPT` uses it"
         if path == default_file()
@@ -381,7 +381,7 @@ def assignments(words: Iterable[str]) -> dict[str, Any]:
 
 
 def split(path: str) -> tuple[str, str]:
-    """A setting's name, and that of its member or nothing.
+    """Split a setting's name from that of its member, if any.
 
     Raises:
         SettingError: there is none of this name, or it has no members.
@@ -402,13 +402,13 @@ def laid_over(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, An
 
 
 def complete_setting(prefix: str, **_: Any) -> list[str]:
-    """What a shell offers for NAME=VALUE."""
+    """List what a shell offers for NAME=VALUE."""
     name, sign = prefix.partition("=")[:2]
     return [f"{name}={value}" for value in choices(name)] if sign else [f"{name}=" for name in NAMES]
 
 
 def found() -> dict[str, Any]:
-    """The kind and number of this machine's devices; one process on a CPU."""
+    """Return the kind and number of this machine's devices; one process on a CPU."""
     from instep.state import find_device_kind  # late: loads torch
 
     kind = find_device_kind("auto")
@@ -416,7 +416,7 @@ def found() -> dict[str, Any]:
 
 
 def kinds() -> list[str]:
-    """The kinds of device that are here, the best first."""
+    """Return the kinds of device that are here, the best first."""
     from instep.state import DEVICE_KINDS  # late: loads torch
 
     return [name for name, kind in DEVICE_KINDS.items() if kind.count()]

@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unusable(word: str) -> str | None:
-    """What keeps a word from being given to the system; None for nothing."""
+    """Say what keeps a word from being given to the system; None for nothing."""
     if "\0" in word:
         return "a NUL"
     try:
@@ -129,7 +129,7 @@ def _unusable(word: str) -> str | None:
 
 
 def find(words: Sequence[str]) -> Command | None:
-    """The command that words begin with, the longest where there are two; None where they begin with none.
+    """Find the command that words begin with, the longest where there are two; None where they begin with none.
 
     Example:
         >>> find(["checkpoint", "ls", "."])
@@ -147,7 +147,7 @@ def load(command: Command) -> Any:
 
 
 def make_parser(command: Command, module: Any) -> argparse.ArgumentParser:
-    """The parser of a command's words, with its help.
+    """Make the parser of a command's words, with its help.
 
     Args:
         command: its name.
@@ -218,7 +218,7 @@ def _overview(words: Sequence[str]) -> int:
 
 
 def _top() -> dict[Command, str]:
-    """The first words of all commands: a group is one line, which names what may follow."""
+    """Return the first words of all commands: a group is one line, which names what may follow."""
     lines: dict[Command, str] = {}
     for first, *_ in COMMANDS:
         inner = "|".join(name[1] for name in COMMANDS if name[0] == first and len(name) > 1)

@@ -85,7 +85,7 @@ def _add(parser: argparse.ArgumentParser, name: str, shown: str, **kind: Any) ->
 
 
 def complete_config(prefix: str, **_: Any) -> list[str]:
-    """What a shell offers for `--config`: templates and files."""
+    """List what a shell offers for `--config`: templates and files."""
     from argcomplete.completers import FilesCompleter  # late: only a shell that completes needs it
 
     from instep.config.file import templates

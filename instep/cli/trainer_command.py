@@ -17,7 +17,7 @@ _RUN_KEYS = re.compile(r"^(model|data|trainer|ckpt_path|seed_everything):", re.M
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that everybody needs, for the short help; jsonargparse knows all of them."""
+    """Add the arguments that everybody needs, for the short help; jsonargparse knows all of them."""
     parser.add_argument("-c", "--config", metavar="FILE", help="a YAML file; of several, later ones count more")
     parser.add_argument("--module", metavar="PKG:CLASS", help="the TrainModule; --model PKG.CLASS is the same")
     parser.add_argument("--model.ARG", metavar="VALUE", help="an argument of it")
@@ -136,7 +136,7 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
 
 
 def is_run(words: Sequence[str]) -> bool:
-    """Whether the words of `instep test` are for the Trainer: they name a module, or a configuration of a run."""
+    """Tell whether the words of `instep test` are for the Trainer: they name a module, or a configuration of a run."""
     for index, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option.split(".")[0] in ("--module", "--model", "--data", "--trainer", "--ckpt_path", "--print_config"):

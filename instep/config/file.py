@@ -21,20 +21,20 @@ _HEAD = "# Settings of `instep launch`. `instep config show` explains them, `ins
 
 
 def default_file(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the config file lies unless something else is said: `$XDG_CONFIG_HOME/instep/config.yaml`."""
+    """Return the default place of the config file: `$XDG_CONFIG_HOME/instep/config.yaml`."""
     environ = os.environ if environ is None else environ
     home = environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(home) / "instep" / "config.yaml"
 
 
 def templates() -> dict[str, str]:
-    """The config files that come with instep: name -> what it is for."""
+    """List the config files that come with instep: name -> what it is for."""
     files = sorted(TEMPLATES.glob("*.yaml"))
     return {file.stem: file.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ") for file in files}
 
 
 def find_file(config: str | None, environ: Mapping[str, str] | None = None) -> Path | None:
-    """The config file that holds, as `resolve` describes it; None for no file.
+    """Find the config file that holds, as `resolve` describes it; None for no file.
 
     Raises:
         SettingError: the file that was asked for is not there.
@@ -61,7 +61,7 @@ def find_file(config: str | None, environ: Mapping[str, str] | None = None) -> P
 
 
 def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]]:
-    """What a config file says, with the line of each setting.
+    """Read a config file, with the line of each setting.
 
     Args:
         path: a YAML file of settings.
@@ -102,7 +102,7 @@ def read_file(path: Path, check_names: bool = True) -> dict[str, tuple[Any, str]
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What a config file says, checked.
+    """Read a config file and check it.
 
     Raises:
         SettingError: as `read_file` and `check` do.
@@ -122,7 +122,7 @@ def write_file(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def repeated_keys(root: Any, path: object) -> list[str]:
-    """What to say of keys that stand twice in a mapping of YAML, at any depth, of which the last would hold.
+    """Describe keys that stand twice in a mapping of YAML, at any depth, of which the last would hold.
 
     Args:
         root: what `yaml.compose` returns.

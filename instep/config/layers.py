@@ -38,7 +38,7 @@ class Launch:
     file: Path | None = None
 
     def given(self) -> dict[str, Any]:
-        """The settings that somebody named."""
+        """Return the settings that somebody named."""
         return {name: getattr(self.settings, name) for name in NAMES if name in self.sources}
 
     def check(self) -> None:
@@ -55,7 +55,7 @@ class Launch:
 def resolve(
     command_line: Layer | None = None, config: str | None = None, environ: Mapping[str, str] | None = None
 ) -> Launch:
-    """The settings that hold.
+    """Find the settings that hold.
 
     Args:
         command_line: what it says, by setting, with the word that says it.

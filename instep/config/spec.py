@@ -39,7 +39,7 @@ class Node(NamedTuple):
 
 
 def started_node(environ: Mapping[str, str] | None = None) -> Node | None:
-    """This node's place, as srun's or mpirun's variables say it.
+    """Find this node's place in the job, as srun's or mpirun's variables say it.
 
     Args:
         environ: the variables; `os.environ` by default.
@@ -75,7 +75,7 @@ def started_node(environ: Mapping[str, str] | None = None) -> Node | None:
 
 
 def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, python: bool = True) -> LaunchSpec:
-    """What this machine's agent runs.
+    """Make the spec that this machine's agent runs.
 
     Args:
         launch: the settings.
@@ -155,7 +155,7 @@ def _warn_of_unused(launch: Launch, num_nodes: int, c10d: bool) -> None:
 
 
 def rank_environment(launch: Launch) -> dict[str, str]:
-    """The variables that the ranks get: what was said for them, and nothing else.
+    """Make the variables that the ranks get: what was said for them, and nothing else.
 
     Raises:
         SettingError: options without a strategy.
@@ -177,7 +177,7 @@ def rank_environment(launch: Launch) -> dict[str, str]:
 
 
 def count_ranks(launch: Launch, num_nodes: int) -> int:
-    """Ranks on this machine.
+    """Count the ranks on this machine.
 
     Raises:
         SettingError: there are not so many devices, or the processes do not divide by the machines.

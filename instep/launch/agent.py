@@ -31,7 +31,7 @@ from instep.health.hang_report import NodeWatch, in_time
 from instep.health.root_cause import RankEnd, find_cause
 from instep.health.run_status import NAME, finish_status
 from instep.launch.forked import Failure, Forked
-from instep.launch.node_channel import Alarm, Peers, Round, open_round
+from instep.launch.node_channel import Alarm, NodeChannel, Round, open_round
 from instep.launch.prepare import (
     agent_folder,
     entrypoint,
@@ -105,7 +105,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
 
 
 def job_code(first: list[int], last: list[int], killed: bool, early: bool = False) -> int:
-    """The job's exit code.
+    """Compute the job's exit code.
 
     Args:
         first: the codes seen when the first rank ended badly; empty when none did before the end was asked for.
@@ -160,7 +160,7 @@ class NodeAgent:
         self._handlers_before = handlers_before
         self._received: list[signal.Signals] = []
         self._first_restart = int(os.environ[RESTART])
-        self._peers: Peers | None = None
+        self._channel: NodeChannel | None = None
         self._known: Ranks | None = None
         self._round = Round(0, "", 0)
         self.has_begun = False
@@ -189,7 +189,7 @@ class NodeAgent:
         os.environ[RESTART] = str(self._first_restart + self._round.number)
         count_waiting = self._nodes.count_waiting if self._nodes.elastic else None
         self.has_begun = True
-        self._peers = Peers(talk, self._round, node, nodes, self._nodes.patience_s, count_waiting)
+        self._channel = NodeChannel(talk, self._round, node, nodes, self._nodes.patience_s, count_waiting)
 
     @contextmanager
     def starting(self, count: int) -> Iterator[None]:
@@ -216,27 +216,27 @@ class NodeAgent:
 
     def monitor(self) -> RunResult:
         """Look at the ranks, and end the round where there is a reason to."""
-        peers = self._peers
-        assert peers is not None
+        channel = self._channel
+        assert channel is not None
         codes = self._ranks.codes()
         self._watch.note_ends(codes)
         if not self._hung and self._watch.hangs(says_so=EXIT_HUNG in codes.values()):
             self._hung = True
             _say(self._watch.report())
-        if self._hung or self._received or any(codes.values()) or peers.alarm or peers.waiting or peers.cut_off:
+        if self._hung or self._received or any(codes.values()) or channel.alarm or channel.waiting or channel.cut_off:
             if EXIT_PREEMPTED in codes.values():
-                peers.refresh()  # the ranks may have been asked to make room for another node
+                channel.refresh()  # the ranks may have been asked to make room for another node
             self._end_round()
             return self._verdict()
-        if None in codes.values() or not peers.all_done():
+        if None in codes.values() or not channel.all_done():
             return RunResult(state=WorkerState.HEALTHY)
         self.exit_code = 0
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
 
     def leave(self) -> None:
         """Wait for the other agents: their store must not go before all have read there what they need."""
-        assert self._peers is not None
-        self._peers.exchange("left", True, _AFTER_FAILURE_S)
+        assert self._channel is not None
+        self._channel.exchange("left", True, _AFTER_FAILURE_S)
 
     def end_ranks(self, signum: signal.Signals) -> None:
         """End the ranks that run after an error in the agent, or when a signal came between a start and its end."""
@@ -252,8 +252,8 @@ class NodeAgent:
 
     def close(self) -> None:
         """End the talk with the other agents; may be called twice."""
-        if self._peers is not None:
-            self._peers.close()
+        if self._channel is not None:
+            self._channel.close()
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
@@ -264,8 +264,8 @@ class NodeAgent:
             end_with: end the ranks of a round that is over anyway; else the reason is a code, a signal received, or
                 what another agent said.
         """
-        peers, ranks = self._peers, self._ranks
-        assert peers is not None
+        channel, ranks = self._channel, self._ranks
+        assert channel is not None
         self._first: list[int] = [EXIT_HUNG] if self._hung else []
         self._early = False
         deadline = term_at = float("inf")
@@ -276,21 +276,21 @@ class NodeAgent:
         elif end_with is not None:
             ranks.send(end_with)
             deadline = time.monotonic() + _AFTER_FAILURE_S
-        elif peers.waiting and not peers.alarm:
-            peers.raise_alarm("grow")
+        elif channel.waiting and not channel.alarm:
+            channel.raise_alarm("grow")
         while True:
             now = time.monotonic()
             codes = ranks.codes()
             bad = [code for code in codes.values() if code]
             failing = any(code != EXIT_PREEMPTED for code in bad)
-            alarm = peers.alarm
+            alarm = channel.alarm
             if bad and not self._first and (failing or told == 0) and not (failed or growing):
                 self._first = bad
                 self._early = now - self._started < _STARTING_S
                 deadline = min(deadline, now + self._shutdown_s)
             if (failing or self._hung) and alarm is None and end_with is None:
-                peers.raise_alarm("failed")
-            if not failed and (failing or peers.cut_off or (alarm is not None and alarm.kind != "grow")):
+                channel.raise_alarm("failed")
+            if not failed and (failing or channel.cut_off or (alarm is not None and alarm.kind != "grow")):
                 failed = True
                 deadline = min(deadline, now + _AFTER_FAILURE_S)
                 term_at = now + _UNTIL_TERM_S
@@ -317,9 +317,9 @@ class NodeAgent:
             time.sleep(_POLL_S)
 
     def _verdict(self) -> RunResult:
-        """How the round ended, and whether there is another one; all agents come to the same answer."""
-        peers, ranks = self._peers, self._ranks
-        assert peers is not None
+        """Decide how the round ended, and whether there is another one; all agents come to the same answer."""
+        channel, ranks = self._channel, self._ranks
+        assert channel is not None
         ranks.processes.stop_tails()
         ends = ranks.bad_ends(self._first, self._watch.beats)
         mine = {
@@ -331,7 +331,7 @@ class NodeAgent:
             "ends": [end.as_json() for end in ends],
         }
         told = self._exchange(mine)
-        alarm, cut_off = peers.alarm, peers.cut_off if len(told) < peers.nodes else ""
+        alarm, cut_off = channel.alarm, channel.cut_off if len(told) < channel.nodes else ""
         code = job_code(
             [code for of in told.values() for code in of["first"]],
             [code for of in told.values() for code in of["last"]],
@@ -352,7 +352,7 @@ class NodeAgent:
         restart = self._round.failures + 1
         again = code != EXIT_PREEMPTED and not stop and restart <= self._max_restarts
         if code != EXIT_PREEMPTED and not self._hung:
-            others = [RankEnd.from_json(end) for node, of in told.items() if node != peers.node for end in of["ends"]]
+            others = [RankEnd.from_json(end) for node, of in told.items() if node != channel.node for end in of["ends"]]
             self._say_failures(ends, others, lost, last=not again)
         if again:
             _say(f"starting all ranks again (restart {restart} of {self._max_restarts})")
@@ -364,21 +364,21 @@ class NodeAgent:
         return RunResult(state=WorkerState.FAILED, failures=ranks.processes.failures())
 
     def _exchange(self, mine: dict[str, Any]) -> dict[int, Any]:
-        """What became of every node, by its number: of those that say so in time."""
-        peers = self._peers
-        assert peers is not None
-        if not (peers.alarm or peers.cut_off):
-            told = peers.exchange("saved", mine, self._shutdown_s)
-            if not peers.alarm:
+        """Exchange with the other nodes what became of each; without those that do not say so in time."""
+        channel = self._channel
+        assert channel is not None
+        if not (channel.alarm or channel.cut_off):
+            told = channel.exchange("saved", mine, self._shutdown_s)
+            if not channel.alarm:
                 return told
-        if peers.alarm is None:
-            return {peers.node: mine}
-        patience_s = self._shutdown_s if peers.alarm.kind == "grow" else _AFTER_FAILURE_S
-        return peers.exchange("end", mine, patience_s + _UNTIL_TERM_S)
+        if channel.alarm is None:
+            return {channel.node: mine}
+        patience_s = self._shutdown_s if channel.alarm.kind == "grow" else _AFTER_FAILURE_S
+        return channel.exchange("end", mine, patience_s + _UNTIL_TERM_S)
 
     @staticmethod
     def _lost(alarm: Alarm | None, told: Mapping[int, Any]) -> str:
-        """Which node does not answer any more; empty where all do."""
+        """Say which node does not answer any more; empty where all do."""
         if alarm is not None and alarm.kind == "lost":
             return alarm.text
         silent = [] if alarm is None else [str(node) for node in range(alarm.nodes) if node not in told]
@@ -392,10 +392,10 @@ class NodeAgent:
         _say(f"{name}: passed on to the ranks, which have {patience_s:g} s to save and end{again}")
 
     def _say_failures(self, ends: list[RankEnd], others: list[RankEnd], lost: str, last: bool) -> None:
-        """What became of this node's ranks, and whose fault it was: that one's agent says it, after all the others."""
-        peers = self._peers
-        assert peers is not None
-        cause = None if lost else find_cause([*ends, *others], peers.alarm.node if peers.alarm else 0)
+        """Say what became of this node's ranks; the agent of the rank that is the cause speaks after all the others."""
+        channel = self._channel
+        assert channel is not None
+        cause = None if lost else find_cause([*ends, *others], channel.alarm.node if channel.alarm else 0)
         self._finish_status(cause, lost)
         for end in ends:
             if end is not cause and end.report is not None:
@@ -406,7 +406,7 @@ class NodeAgent:
         elif cause is not None and not mine:
             said = f": {cause.message}" if cause.message else ""
             _say(f"{cause.title} failed with {cause.how}{said}; the output of its node has more")
-        if peers.nodes > 1 and not lost:
+        if channel.nodes > 1 and not lost:
             self._take_turns(mine)
         if cause is None or not mine:
             return
@@ -441,9 +441,9 @@ class NodeAgent:
             _say(f"{folder / NAME} could not be finished: {problem}")
 
     def _take_turns(self, last: bool) -> None:
-        """Where several nodes write to one terminal the cause comes last: wait until the other agents have spoken."""
-        assert self._peers is not None
-        self._peers.exchange("said", True, _SAID_S if last else 0.0)
+        """Wait until the other agents have spoken: where several write to one terminal the cause comes last."""
+        assert self._channel is not None
+        self._channel.exchange("said", True, _SAID_S if last else 0.0)
 
 
 def _say(text: str) -> None:

@@ -51,7 +51,7 @@ _SYSTEM = Path("/sys/devices/system")
 
 
 def share_cores(count: int, system: Path = _SYSTEM, allowed: Sequence[int] | None = None) -> list[list[int]]:
-    """The cores of each rank.
+    """Share the cores of this machine among its ranks.
 
     Ranks are spread evenly over the NUMA nodes, in order, as accelerators are; those of one node share its cores
     evenly, the hardware threads of a core together. Where there are fewer cores than ranks, several get the same.
@@ -135,7 +135,7 @@ def _remove_if_left(folder: str) -> None:
 
 
 def entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:
-    """The program that a rank is started as, and its arguments, which torch's agent takes for templates.
+    """Find the program that a rank is started as, and its arguments, which torch's agent takes for templates.
 
     Raises:
         SettingError: there is no such program, or the system cannot pin ranks to cores.
@@ -158,7 +158,7 @@ def entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:
 
 
 def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
-    """Variables for the ranks.
+    """Make the variables of a job for its ranks.
 
     Args:
         spec: the job.
@@ -178,7 +178,7 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
 
 
 def secret_of(spec: LaunchSpec) -> Secret:
-    """The job's secret: a new one on one node, on several the one that the user gives.
+    """Return the job's secret: a new one on one node, on several the one that the user gives.
 
     Raises:
         SettingError: there is none, or it is unfit.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from instep.health.error_report import read_report, read_run_folder
-from instep.health.heartbeat_file import Beats
+from instep.health.heartbeat_file import HeartbeatFile
 from instep.health.root_cause import RankEnd
 from instep.launch.torch_agent import Processes
 
@@ -67,7 +67,7 @@ class Ranks:
             self._alone = {rank for rank, code in self.codes().items() if code is not None}
         return self._alone
 
-    def bad_ends(self, first: Sequence[int], beats: Beats) -> list[RankEnd]:
+    def bad_ends(self, first: Sequence[int], beats: HeartbeatFile) -> list[RankEnd]:
         """Describe the ranks that ended badly.
 
         Args:

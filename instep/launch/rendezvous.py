@@ -42,7 +42,7 @@ _CONF = {"last_call_timeout": "10", "keep_alive_interval": "5", "keep_alive_max_
 
 
 class Rounds(Protocol):
-    """What is told of rounds."""
+    """The receiver of the begin and end of each round."""
 
     def close(self) -> None:
         """Give back what the round before holds."""
@@ -87,7 +87,7 @@ class Nodes(RendezvousHandler):
 
     @abstractmethod
     def connect(self) -> SignedStore:
-        """A new connection to the agents' store, for one thread."""
+        """Open a new connection to the agents' store, for one thread."""
 
     def count_waiting(self) -> int:
         """Count the nodes that wait to be let in."""
@@ -117,7 +117,7 @@ class Nodes(RendezvousHandler):
         """Give back what a round holds; may be called twice."""
 
     def _info(self, store: Store, name: str, node: int, nodes: int, address: str) -> RendezvousInfo:
-        """The round of this name, whose first node hosts a new store for the ranks and says where."""
+        """Open the round of this name, whose first node hosts a new store for the ranks and says where."""
         if node == 0:
             self._ranks_store = _serve(address, 0)
             store.set("ranks", self._secret.sign(f"{name}/ranks", [address, self._ranks_store.port]))
@@ -280,7 +280,7 @@ def _join(address: str, port: int) -> TCPStore:
 
 
 def _serve_or_join(address: str, port: int, here: bool, timeout_s: float) -> TCPStore:
-    """The agents' store: hosted by the first agent of the endpoint's machine."""
+    """Connect to the agents' store, which the first agent of the endpoint's machine hosts."""
     timeout = timedelta(seconds=timeout_s)
     if here:
         try:
@@ -297,7 +297,7 @@ def _serve_or_join(address: str, port: int, here: bool, timeout_s: float) -> TCP
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the network that leads to a host; nothing is sent."""
+    """Find this machine's address on the network that leads to a host; nothing is sent."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -312,5 +312,5 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _is_local(host: str, near: str) -> bool:
-    """Whether a host name is this machine: the way there ends where it begins."""
+    """Tell whether a host name is this machine: the way there ends where it begins."""
     return near in {entry[4][0] for entry in socket.getaddrinfo(host, None)} or host in ("localhost", "127.0.0.1")

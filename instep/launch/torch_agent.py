@@ -32,7 +32,7 @@ from instep.state.environment import RESTART
 
 
 class Steps(Protocol):
-    """What the engine does at the steps of torch's agent."""
+    """The engine's part of each step of torch's agent."""
 
     def starting(self, count: int) -> AbstractContextManager[None]:
         """Surround each start of so many ranks."""
@@ -120,22 +120,22 @@ class Processes:
         self._forked = forked
 
     def by_rank(self) -> dict[int, Any]:
-        """Each rank's process, as `subprocess.Popen` or alike."""
+        """Return each rank's process, as `subprocess.Popen` or alike."""
         context = self.context
         if self._forked:
             return {rank: ForkedRank(context._pc.processes[index]) for rank, index in self.local.items()}
         return {rank: context.subprocess_handlers[index].proc for rank, index in self.local.items()}
 
     def error_file(self, rank: int) -> str:
-        """The file in which a rank reports its error."""
+        """Return the file in which a rank reports its error."""
         return self.context.error_files[self.local[rank]]
 
     def stderr_of(self, rank: int) -> str:
-        """The file of what a rank printed; empty where it went to the console."""
+        """Return the file of what a rank printed; empty where it went to the console."""
         return self.context.stderrs[self.local[rank]]
 
     def failures(self) -> dict[int, ProcessFailure]:
-        """The ranks that ended badly, as torch's agent has them."""
+        """Return the ranks that ended badly, as torch's agent has them."""
         return {
             rank: ProcessFailure(self.local[rank], process.pid, process.returncode, self.error_file(rank))
             for rank, process in self.by_rank().items()

@@ -90,7 +90,7 @@ def debug_launcher(
 
 
 def _devices() -> tuple[str, int]:
-    """What is here, and how many ranks that is."""
+    """Find the kind of device that is here, and how many ranks that is."""
     variable = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch's other way to count leaves CUDA unusable after a fork
     before = os.environ.get(variable)
     os.environ[variable] = "1"
@@ -140,7 +140,7 @@ def _launch(
 
 
 def _check_unused(name: str, device: str) -> None:
-    """A fork has the parent's GPU context and process group, and can use neither."""
+    """Refuse a used GPU or process group: a fork has the parent's, and can use neither."""
     torch: Any = sys.modules["torch"]  # loaded by instep.state
     module = getattr(torch, device, None)
     if device != "cpu" and module is not None and module.is_initialized():
@@ -157,7 +157,7 @@ def _check_unused(name: str, device: str) -> None:
 
 
 def _cells(pattern: str) -> str:
-    """Which of the notebook's cells match, for a person; nothing outside of a notebook."""
+    """Say which of the notebook's cells match; nothing outside of a notebook."""
     cells: list[str] = getattr(sys.modules["__main__"], "In", [])
     found = [
         (number, line)

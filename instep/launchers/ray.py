@@ -131,7 +131,7 @@ class RayLauncher:
 
     @contextmanager
     def _placed(self, ray: Any, count: int, received: list[int]) -> Iterator[list[Any]]:
-        """An actor for each rank, in a placement group that is removed in the end."""
+        """Place an actor for each rank, in a placement group that is removed in the end."""
         from ray.util import placement_group, remove_placement_group  # late: an optional package
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -23,7 +23,7 @@ from instep.strategies.precision import check_device, check_tf32, precision_name
 from instep.strategies.registry import check_name
 from instep.utils.checks import DEVICES, FLAG, SECONDS, above_zero, at_least, checks_of, choice, is_int, wrong
 from instep.utils.duration import parse_duration
-from instep.utils.env import VARIABLES, asked, variable_of
+from instep.utils.env import VARIABLES, from_env, variable_of
 from instep.utils.paths import local_path
 from instep.utils.porting import instead_of
 
@@ -179,7 +179,7 @@ def resolve(**given: Any) -> Settings:
     reject_unknown(given)
     values = {name: check_value(name, value) for name, value in given.items() if value is not None}
     for name in VARIABLES:
-        if name in _CHECKS and name not in values and (value := asked(name, _CHECKS[name])) is not None:
+        if name in _CHECKS and name not in values and (value := from_env(name, _CHECKS[name])) is not None:
             values[name] = value
     if "global_batch_size" in values and given.get("accumulate_grad_batches") is None:
         _drop_accumulation(values)

@@ -44,7 +44,7 @@ def replace(path: Path, data: bytes, sync: bool = False) -> None:
 
 
 def _create_without_links(path: Path, data: bytes, mode: int) -> bool:
-    """The name is exclusive all the same; the content comes after it."""
+    """Create a file exclusively where there are no hard links; its content comes after its name."""
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)

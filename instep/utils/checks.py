@@ -137,7 +137,7 @@ def read_indices(text: str) -> int | str | list[int]:
 
 
 def _devices(value: Any) -> int | str | tuple[int, ...] | None:
-    """The resolved form of `DEVICES`; None where the value is none."""
+    """Return the resolved form of `DEVICES`; None where the value is none."""
     if isinstance(value, str):
         try:
             value = read_indices(value)

@@ -65,7 +65,7 @@ def check_version(package: str, *, extra: str | None, purpose: str) -> None:
 
 @cache
 def _versions(package: str) -> tuple[str, str | None]:
-    """The installed version of a package, and the range that it is out of; None where it fits."""
+    """Return the installed version of a package, and the range that it is out of; None where it fits."""
     from packaging.requirements import Requirement  # late: 30 ms, which importing the Trainer does not pay
     from packaging.utils import canonicalize_name
 
@@ -80,7 +80,7 @@ def _versions(package: str) -> tuple[str, str | None]:
 
 
 def _distribution(package: str) -> str:
-    """The name by which pip knows the package of a module."""
+    """Return the name by which pip knows the package of a module."""
     return _DISTRIBUTIONS.get(package, package)
 
 
@@ -94,7 +94,7 @@ def _install(extra: str | None, requirement: str) -> str:
 
 
 def loads(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A module's `__getattr__` that imports a name from its file, once, and its `__dir__`.
+    """Make a package's `__getattr__`, which imports a name from its file once, and its `__dir__`.
 
     Args:
         package: the package's `__name__`.

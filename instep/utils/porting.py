@@ -479,7 +479,7 @@ def instead_of(owner: str, name: str) -> str | None:
 
 
 def canonical(name: str) -> str | None:
-    """A dotted name of Lightning or Accelerate in its one form; None for any other.
+    """Bring a dotted name of Lightning or Accelerate into its one form; None for any other.
 
     Example:
         >>> canonical("pytorch_lightning.callbacks.Timer"), canonical("lightning.LightningModule"), canonical("torch")
@@ -493,7 +493,7 @@ def canonical(name: str) -> str | None:
 
 
 def successor(name: str) -> str | None:
-    """Instep's dotted name for a canonical one; None where there is none.
+    """Find instep's dotted name for a canonical one; None where there is none.
 
     Example:
         >>> successor("lightning.callbacks.early_stopping.EarlyStopping")
@@ -505,7 +505,7 @@ def successor(name: str) -> str | None:
 
 
 def advice(name: str) -> str:
-    """What to do about a canonical name that has no successor."""
+    """Say what to do about a canonical name that has no successor."""
     leaf = name.rpartition(".")[2]
     if name.startswith("fabric"):
         return ADVICE["Fabric"]

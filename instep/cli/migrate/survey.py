@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass
 class Plan:
-    """What becomes of a script.
+    """The changes and findings of one script.
 
     Args:
         module: its syntax tree.
@@ -173,7 +173,7 @@ class Names(cst.CSTVisitor):
     # ---- decisions
 
     def rewritten(self, text: str) -> str:
-        """A dotted name of the script as it is written after the change."""
+        """Return a dotted name of the script as it is written after the change."""
         local, _, rest = text.partition(".")
         name = porting.canonical(".".join(filter(None, (self.bound.get(local, ""), rest))))
         target = porting.successor(name) if name else None
@@ -185,7 +185,7 @@ class Names(cst.CSTVisitor):
         return self.local_name(local, target)
 
     def local_name(self, local: str, target: str) -> str:
-        """How the script calls instep's name, where it imports it by itself."""
+        """Find the name by which the script calls instep's, where it imports it by itself."""
         old, leaf = self.bound[local].rpartition(".")[2], target.rpartition(".")[2]
         if local != old:  # it has a name of the script's own
             return local
@@ -248,7 +248,7 @@ class Names(cst.CSTVisitor):
         return lines + [_from(parent, sorted(leaves)) for parent, leaves in sorted(moved.items())]
 
     def _modules(self, local: str, old: str) -> list[str]:
-        """What takes the place of an imported module."""
+        """Replace an imported module."""
         new = [
             f"import {module}" for module in sorted(self.needed.get(local, () if local in self.kept else {"instep"}))
         ]
@@ -279,7 +279,7 @@ def survey(source: str) -> tuple[Plan, Names]:
 
 
 def code(node: cst.CSTNode) -> str:
-    """The text of a node."""
+    """Return the text of a node."""
     return cst.Module([]).code_for_node(node)
 
 

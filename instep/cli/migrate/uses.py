@@ -27,7 +27,7 @@ _ONE_RANK = ("is_main_process", "is_local_main_process", "is_global_zero")
 
 @cache
 def load(name: str) -> Any:
-    """What a dotted name stands for."""
+    """Import the object that a dotted name stands for."""
     module, _, leaf = name.rpartition(".")
     return getattr(import_module(module), leaf)
 
@@ -45,13 +45,13 @@ def attributes(owner: type) -> frozenset[str]:
 
 
 def has_argument(function: Any, argument: str) -> bool:
-    """Whether a function or class has an argument of this name."""
+    """Tell whether a function or class has an argument of this name."""
     found = inspect.signature(function).parameters.get(argument)
     return found is not None and found.kind is not found.VAR_KEYWORD
 
 
 def count_positional(function: Any) -> float:
-    """How many arguments a function or class takes without a name; infinity for `*args`."""
+    """Count the arguments that a function or class takes without a name; infinity for `*args`."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return float("inf")
