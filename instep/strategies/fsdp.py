@@ -40,28 +40,9 @@ from instep.strategies.wrapping import (
     recomputed_of,
     units_of,
 )
+from instep.utils.checks import wrong
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
-
-_INSTEAD: dict[str, str] = {
-    "sharding_strategy": "leave it out for FULL_SHARD; use reshard_after_forward=False for SHARD_GRAD_OP, "
-    "dp_replicate=... for HYBRID_SHARD, strategy='ddp' for NO_SHARD",
-    "auto_wrap_policy": "use wrap=...",
-    "transformer_cls_names_to_wrap": "use wrap=...",
-    "min_num_params": "use wrap=... with that number",
-    "activation_checkpointing_policy": "use activation_checkpointing=...",
-    "mixed_precision": "use Trainer(precision='bf16-mixed')",
-    "mixed_precision_policy": "use mp_policy=... or Trainer(precision='bf16-mixed')",
-    "state_dict_type": "every checkpoint is sharded, and `instep checkpoint convert` makes one plain file of it",
-    "device_mesh": "use dp_replicate=..., or MeshStrategy",
-    "data_parallel_size": "use MeshStrategy(dp_shard=...)",
-    "tensor_parallel_size": "use MeshStrategy(tp=...)",
-    "cpu_ram_efficient_loading": "use meta_init=True",
-    "use_orig_params": "leave it out; parameters keep their names",
-    "sync_module_states": "leave it out; all ranks get the first one's weights",
-    "limit_all_gathers": "leave it out",
-    "fsdp_version": "leave it out; it is FSDP2",
-}
-"""Options of other packages' FSDP, and what to do instead."""
+from instep.utils.porting import instead_of
 
 _placed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """What was cut up stays so: each module, and the names of its weights that nothing has given values to."""
@@ -137,18 +118,18 @@ class FSDPStrategy(Strategy):
         if unknown:
             self._refuse(*unknown)
         if dp_replicate != "auto" and (not isinstance(dp_replicate, int) or dp_replicate < 1):
-            raise _wrong("dp_replicate", dp_replicate, 'a number of copies from 1 on, or "auto"')
+            raise wrong("dp_replicate", dp_replicate, 'a number of copies from 1 on, or "auto"')
         for field, value in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if not isinstance(value, int) or value < 0:
-                raise _wrong(field, value, "a number of parts from 0 on")
+                raise wrong(field, value, "a number of parts from 0 on")
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
-            raise _wrong("reshard_after_forward", reshard_after_forward, "True, False, or a number of processes")
+            raise wrong("reshard_after_forward", reshard_after_forward, "True, False, or a number of processes")
         if not isinstance(compile, bool | Mapping):
-            raise _wrong("compile", compile, "True, False, or a dict of options of torch.compile")
+            raise wrong("compile", compile, "True, False, or a dict of options of torch.compile")
         if isinstance(forward_methods, str):
-            raise _wrong("forward_methods", forward_methods, "a list of names")
+            raise wrong("forward_methods", forward_methods, "a list of names")
         if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
-            raise _wrong("mp_policy", mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
+            raise wrong("mp_policy", mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
         self.wrap_policy = check_policy("wrap", wrap)
         self.dp_replicate = dp_replicate
         self.reshard_after_forward = reshard_after_forward
@@ -175,8 +156,9 @@ class FSDPStrategy(Strategy):
         """What each parameter was exchanged for, by the id of it; whoever still holds one may ask."""
 
     def _refuse(self, option: str, *_: str) -> NoReturn:
-        if option in _INSTEAD:
-            raise SettingError(f"{type(self).__name__} has no {option}: {_INSTEAD[option]}.", field=option)
+        instead = instead_of("FSDPStrategy", option)
+        if instead is not None:
+            raise SettingError(f"{type(self).__name__} has no {option}: {instead}.", field=option)
         options = {**signature(type(self)).parameters, **signature(FSDPStrategy).parameters}
         raise one_of("option", option, [name for name, it in options.items() if it.kind is not it.VAR_KEYWORD])
 
@@ -220,7 +202,7 @@ class FSDPStrategy(Strategy):
     def _check_reshard(self) -> None:
         asked, size = self.reshard_after_forward, self.mesh["dp_shard"].size()
         if asked is not None and type(asked) is not bool and not (1 < asked <= size and size % asked == 0):
-            raise _wrong(
+            raise wrong(
                 "reshard_after_forward",
                 asked,
                 f"True, False, or a divisor of the {size} processes of a copy, from 2 on",
@@ -276,7 +258,7 @@ class FSDPStrategy(Strategy):
         """
         for method in self.forward_methods:
             if not hasattr(module, method):
-                raise _wrong("forward_methods", method, f"methods that {type(module).__name__} has")
+                raise wrong("forward_methods", method, f"methods that {type(module).__name__} has")
         done = any(isinstance(it, FSDPModule) for it in module.modules())
         units = {} if done else units_of(module, self.wrap_policy, self.name)
         recomputed = recomputed_of(module, self.activation_checkpointing, units)
@@ -489,7 +471,3 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     """The first name of every parameter, by each of its names."""
     firsts: dict[Tensor, str] = {}
     return {name: firsts.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
-
-
-def _wrong(field: str, got: Any, expected: str) -> SettingError:
-    return SettingError(f"{field}={got!r} must be {expected}.", field=field, got=got)

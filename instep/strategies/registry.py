@@ -17,7 +17,7 @@ from typing import Any
 
 from instep.errors import SettingError, one_of
 from instep.strategies.base import Strategy
-from instep.utils.env import asked, variable_of
+from instep.utils.env import from_env, variable_of
 
 _GROUP = "instep.strategies"
 
@@ -90,7 +90,7 @@ def asked_strategy() -> tuple[str, dict[str, Any]]:
     Raises:
         SettingError: the name is unknown, or there are options without a name.
     """
-    name, options = asked("strategy"), asked("strategy_options") or {}
+    name, options = from_env("strategy"), from_env("strategy_options") or {}
     if name is not None:
         check_name(name, variable_of("strategy"))
     elif options:

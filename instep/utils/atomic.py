@@ -34,9 +34,9 @@ def create_exclusive(path: Path, data: bytes, mode: int = 0o666) -> bool:
     return True
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Give a file another content."""
-    temporary = _write_beside(path, data)
+def replace(path: Path, data: bytes, sync: bool = False) -> None:
+    """Give a file another content, on the disk when this returns if `sync` is set."""
+    temporary = _write_beside(path, data, sync=sync)
     try:
         os.replace(temporary, path)
     finally:
@@ -44,7 +44,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def _create_without_links(path: Path, data: bytes, mode: int) -> bool:
-    """The name is exclusive all the same; the content comes after it."""
+    """Create a file exclusively where there are no hard links; its content comes after its name."""
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)

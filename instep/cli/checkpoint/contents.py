@@ -26,7 +26,7 @@ _WITHOUT_NAME = (torch.complex128, torch.complex32)
 
 
 def read_headers(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """The tensors of a safetensors file, or of several that hold parts of them.
+    """Return the tensors of a safetensors file, or of several that hold parts of them.
 
     Args:
         paths: the files.
@@ -53,7 +53,7 @@ def read_headers(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 @dataclass
 class Contents:
-    """What was read of a checkpoint.
+    """Everything that was read of a checkpoint.
 
     Args:
         weights: the model's, by name.
@@ -84,7 +84,7 @@ class Contents:
         self.left_out += [name.replace("_", " ") for name in names if getattr(self, name)]
 
     def numbered_optimizers(self) -> list[dict[str, Any]]:
-        """The optimizers' states as torch has them: parameters by number, over all groups."""
+        """Return the optimizers' states as torch has them: parameters by number, over all groups."""
         states = []
         for number, tree in enumerate(self.optimizers):
             index = {name: i for i, name in enumerate(name for group in tree["groups"] for name in group["params"])}
@@ -97,7 +97,7 @@ class Contents:
         return states
 
     def safe(self, whose: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Those values that torch reads again without running code; the others are noted as left out."""
+        """Keep the values that torch reads again without running code, and note the others as left out."""
         kept: dict[str, Any] = {}
         for key, value in values.items():
             buffer = io.BytesIO()

@@ -59,7 +59,7 @@ def _describe(folder: Folder) -> dict[str, Any]:
 
 
 def _lease(root: Path, files: Files) -> dict[str, Any] | None:
-    """Which run holds the folder; None where none does."""
+    """Find the run that holds the folder; None where none does."""
     for path in sorted(root.glob(".lease-*"), reverse=True)[:1]:
         try:
             content = parse_object(files.read(path, LEASE_BYTES))

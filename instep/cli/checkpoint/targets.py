@@ -34,7 +34,7 @@ class Folder:
 
 
 def find(path: str) -> list[Folder]:
-    """The folders of checkpoints that a path means: those at it or below it, or one checkpoint alone.
+    """Find the folders of checkpoints that a path means: those at it or below it, or one checkpoint alone.
 
     Args:
         path: a checkpoint, a folder of checkpoints, a run folder, or a folder of runs; where it can be, a URL.
@@ -60,7 +60,7 @@ def find(path: str) -> list[Folder]:
 
 
 def candidates(path: str) -> list[CheckpointInfo | Broken]:
-    """The checkpoints that a path means where one is needed, the newest first: one, or those of the one folder.
+    """Return the checkpoints that a path means where one is needed, the newest first: one, or those of the one folder.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -76,7 +76,7 @@ def candidates(path: str) -> list[CheckpointInfo | Broken]:
 
 
 def find_one(path: str) -> Path:
-    """The checkpoint that a path means, the newest that can be read; damaged ones before it are named on stderr.
+    """Return the checkpoint that a path means, the newest that can be read; damaged ones before it are named on stderr.
 
     Raises:
         CheckpointNotFoundError: there is none.

@@ -12,6 +12,7 @@ from instep.errors import SettingError, one_of
 from instep.strategies.precision import Precision
 from instep.types import PathLike
 from instep.utils.paths import to_path
+from instep.utils.porting import INSTEAD
 
 AUTO = "auto"
 Config = dict[str, Any]
@@ -22,18 +23,6 @@ _DTYPES = {
     "bf16-true": "bf16",
     "16-mixed": "fp16",
     "16-true": "fp16",
-}
-# What the Trainer does, or what would change who reads which data or what a checkpoint has to hold.
-_REFUSED = {
-    "scheduler": "configure_optimizers returns the schedule; deepspeed.runtime.lr_schedules has DeepSpeed's",
-    "train_batch_size": "the batch is the Trainer's: Trainer(global_batch_size=...) and the loader's batch_size",
-    "amp": "choose Trainer(precision='bf16-mixed') or '16-mixed'",
-    "elasticity": "torchrun and `instep launch` are elastic, with Trainer(global_batch_size=...)",
-    "data_efficiency": "it works with DeepSpeed's own loader only",
-    "curriculum_learning": "it works with DeepSpeed's own loader only",
-    "hybrid_engine": "it is not supported",
-    "tensor_parallel": "strategy='mesh' has tensor parallelism",
-    "sequence_parallel_size": "strategy='mesh' has sequence and context parallelism",
 }
 _REFUSED_ZERO = ("zenflow", "mics_shard_size", "zero_hpz_partition_size", "round_robin_gradients")
 _OFFLOADS = ("cpu", "nvme")
@@ -95,7 +84,7 @@ def check_config(config: Config) -> int:
     Raises:
         SettingError: names the entry and what to do instead.
     """
-    for key, instead in _REFUSED.items():
+    for key, instead in INSTEAD["DeepSpeed's config"].items():
         value = config.get(key)
         given = value.get("enabled", True) if isinstance(value, Mapping) else value not in (None, AUTO, 1)
         if given:

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.distributed import broadcast
-from instep.errors import MissingPackageError, SettingError, UsageError, one_of
+from instep.errors import SettingError, UsageError, one_of
 from instep.state import GradientState, PartialState
 from instep.strategies.deepspeed import partitions
 from instep.strategies.deepspeed.config import (
@@ -33,6 +32,7 @@ from instep.strategies.deepspeed.partitions import Part, is_cut, shape_of, take_
 from instep.strategies.deepspeed.state import PartitionedState
 from instep.strategies.precision import Precision
 from instep.types import PathLike
+from instep.utils.imports import check_installed
 from instep.utils.optimizer_state import names_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -119,10 +119,7 @@ class DeepSpeedStrategy(PartitionedState):
         use: str | None = None,
         **options: Any,
     ) -> None:
-        if find_spec("deepspeed") is None:
-            raise MissingPackageError(
-                "DeepSpeedStrategy needs the package 'deepspeed'. Install it with: pip install 'instep[deepspeed]'"
-            )
+        check_installed("deepspeed", extra="deepspeed", purpose="DeepSpeedStrategy")
         super().__init__()
         arguments = {"stage": stage, "offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         given = [key for key, value in {**arguments, "nvme_path": nvme_path, **options}.items() if value is not None]

@@ -1,13 +1,21 @@
-"""What names of Lightning and Accelerate become, and what to do about those that have no counterpart.
+"""The one table of what other packages (Lightning, Accelerate, torchrun, DeepSpeed) call things, and what to do.
 
-Names are canonical here: `lightning.callbacks.Timer` for what Lightning offers as `lightning.pytorch.callbacks.Timer`,
-`pytorch_lightning.callbacks.timer.Timer` and so on. A class or function is looked up by its last word.
+Errors, `instep launch`, `instep config update` and `instep migrate` read it. Where the names of modules and classes are
+concerned they are canonical: `lightning.callbacks.Timer` for what Lightning offers as
+`lightning.pytorch.callbacks.Timer`, `pytorch_lightning.callbacks.timer.Timer` and so on; a class or function is looked
+up by its last word.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 _LIGHTNING_ROOTS = ("lightning.pytorch", "pytorch_lightning", "lightning")
 _FABRIC_ROOTS = ("lightning.fabric", "lightning_fabric")
+_RANK_ZERO = {
+    name: f"instep.utils.rank_zero.{name}"
+    for name in ("rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn")
+}
 
 MODULES = {
     "lightning": "instep",
@@ -40,12 +48,13 @@ MOVED = {
         },
         "CombinedLoader": "instep.data.CombinedLoader",
         "LightningCLI": "instep.cli.TrainerCLI",
+        **_RANK_ZERO,
         **dict.fromkeys(
             ("STEP_OUTPUT", "OptimizerLRScheduler", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "LRSchedulerTypeUnion"),
             "typing.Any",
         ),
     },
-    "fabric": {"seed_everything": "instep.seed_everything"},
+    "fabric": {"seed_everything": "instep.seed_everything", **_RANK_ZERO},
     "accelerate": {
         **{
             name: f"instep.{name}"
@@ -80,10 +89,6 @@ _OWN_CALLBACK = "write it as a Callback of your own"
 _OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger with `_log_metrics`"
 
 ADVICE = {
-    "rank_zero_only": "test `trainer.is_global_zero`; in a running job `PartialState().on_main_process` decorates",
-    "rank_zero_info": "use `trainer.print`, or instep.accelerator.get_logger",
-    "rank_zero_warn": "use warnings.warn where `trainer.is_global_zero`",
-    "rank_zero_debug": "use instep.accelerator.get_logger",
     "Tuner": "try learning rates in a loop of short fits; global_batch_size=... keeps the meaning of a batch",
     "StochasticWeightAveraging": f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}",
     "WeightAveraging": f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}",
@@ -141,6 +146,22 @@ RENAMED = {
         "gpus": "devices",
         "tpu_cores": "devices",
     },
+    "launch": {
+        "nproc_per_node": "devices",
+        "gpu_ids": "devices",
+        "num_machines": "num_nodes",
+        "nnodes": "num_nodes",
+        "machine_rank": "node_rank",
+        "main_process_ip": "master_addr",
+        "main_address": "master_addr",
+        "main_process_port": "master_port",
+        "main_port": "master_port",
+        "rdzv_id": "run_id",
+        "mixed_precision": "precision",
+        "gradient_accumulation_steps": "accumulate_grad_batches",
+        "num_cpu_threads_per_process": "cpu_threads",
+        "enable_cpu_affinity": "cpu_affinity",
+    },
     "Trainer.fit": {"train_dataloader": "train_dataloaders", "val_dataloader": "val_dataloaders"},
     "Trainer.validate": {"val_dataloaders": "dataloaders"},
     "Trainer.test": {"test_dataloaders": "dataloaders"},
@@ -176,6 +197,130 @@ DROPPED = {
     "DataLoaderConfiguration": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
 }  # fmt: skip
 """Arguments that say what is so anyway, and why."""
+
+_IN_DATALOADER_CONFIG = "it is in DataLoaderConfiguration, given as dataloader_config"
+_MESH = (
+    "use --strategy with MeshStrategy's names (tp, cp, pp), or Trainer(strategy=MeshStrategy(dp_shard=, tp=, cp=, pp=))"
+)
+
+INSTEAD: dict[str, dict[str, str]] = {
+    "Trainer": {
+        "plugins": "use precision=... and strategy=...; torchrun's environment is read by itself",
+        "profiler": "torch.profiler around fit, or in a callback's hooks",
+        "model_registry": "upload the checkpoint folder, or export plain safetensors from it",
+        "resume_from_checkpoint": "use trainer.fit(..., ckpt_path=...)",
+        "checkpoint_callback": "use enable_checkpointing=... or callbacks=[ModelCheckpoint(...)]",
+        "auto_lr_find": "try learning rates in a loop of short fits",
+        "auto_scale_batch_size": "use global_batch_size=... with a loader batch_size that fits in memory",
+        "gradient_accumulation_steps": "use accumulate_grad_batches=...",
+        "max_grad_norm": "use gradient_clip_val=...",
+        "mixed_precision": "use precision='bf16-mixed' or '16-mixed'",
+    },
+    "Accelerator": {
+        "split_batches": _IN_DATALOADER_CONFIG,
+        "dispatch_batches": _IN_DATALOADER_CONFIG,
+        "even_batches": _IN_DATALOADER_CONFIG,
+        "rng_types": "call instep.accelerator.synchronize_rng_states(...) where random states must be alike",
+        "deepspeed_plugin": "DeepSpeed works with the Trainer; here strategy='fsdp' does what its stage 3 does",
+        "fsdp_plugin": "use strategy='fsdp', or strategy=FSDPStrategy(...) for its options",
+        "dynamo_backend": "compile the model with torch.compile(model) before prepare()",
+    },
+    "FSDPStrategy": {
+        "sharding_strategy": "leave it out for FULL_SHARD; use reshard_after_forward=False for SHARD_GRAD_OP, "
+        "dp_replicate=... for HYBRID_SHARD, strategy='ddp' for NO_SHARD",
+        "auto_wrap_policy": "use wrap=...",
+        "transformer_cls_names_to_wrap": "use wrap=...",
+        "min_num_params": "use wrap=... with that number",
+        "activation_checkpointing_policy": "use activation_checkpointing=...",
+        "mixed_precision": "use Trainer(precision='bf16-mixed')",
+        "mixed_precision_policy": "use mp_policy=... or Trainer(precision='bf16-mixed')",
+        "state_dict_type": "every checkpoint is sharded, and `instep checkpoint convert` makes one plain file of it",
+        "device_mesh": "use dp_replicate=..., or MeshStrategy",
+        "data_parallel_size": "use MeshStrategy(dp_shard=...)",
+        "tensor_parallel_size": "use MeshStrategy(tp=...)",
+        "cpu_ram_efficient_loading": "use meta_init=True",
+        "use_orig_params": "leave it out; parameters keep their names",
+        "sync_module_states": "leave it out; all ranks get the first one's weights",
+        "limit_all_gathers": "leave it out",
+        "fsdp_version": "leave it out; it is FSDP2",
+    },
+    "DeepSpeed's config": {  # what the Trainer does, or what would change who reads which data or what is saved
+        "scheduler": "configure_optimizers returns the schedule; deepspeed.runtime.lr_schedules has DeepSpeed's",
+        "train_batch_size": "the batch is the Trainer's: Trainer(global_batch_size=...) and the loader's batch_size",
+        "amp": "choose Trainer(precision='bf16-mixed') or '16-mixed'",
+        "elasticity": "torchrun and `instep launch` are elastic, with Trainer(global_batch_size=...)",
+        "data_efficiency": "it works with DeepSpeed's own loader only",
+        "curriculum_learning": "it works with DeepSpeed's own loader only",
+        "hybrid_engine": "it is not supported",
+        "tensor_parallel": "strategy='mesh' has tensor parallelism",
+        "sequence_parallel_size": "strategy='mesh' has sequence and context parallelism",
+    },
+    "notebook_launcher": {
+        "mixed_precision": "give precision= to the Trainer or Accelerator in the function",
+        "use_port": "master_port",
+        "rdzv_backend": "num_nodes, node_rank, master_addr and master_port",
+        "rdzv_endpoint": "master_addr and master_port",
+        "rdzv_id": "run_id",
+        "monitor_interval": "nothing: the ranks are looked at ten times a second",
+        "log_line_prefix_template": "log_dir and tee=True",
+    },
+    "launch": {  # by the beginning of a name
+        "zero_stage": "use --strategy deepspeed_stage_2 (0 to 3)",
+        "offload_": "use --strategy deepspeed_stage_3 --strategy-options offload_optimizer=cpu,offload_parameters=cpu",
+        "deepspeed_config": "use --strategy deepspeed --strategy-options config=FILE",
+        "deepspeed": "nodes are started by `instep slurm`, mpirun or `instep launch` on each; the rest of it are "
+        "arguments of DeepSpeedStrategy",
+        "zero3_": "weights are always built in parts and merged when they are saved (docs/strategies.md)",
+        "gradient_clipping": "use Trainer(gradient_clip_val=...) or accelerator.clip_grad_norm_()",
+        "fsdp": "use --strategy fsdp --strategy-options NAME=VALUE; docs/strategies.md lists FSDPStrategy's arguments",
+        "megatron_lm": _MESH,
+        "use_megatron_lm": _MESH,
+        "parallelism_config": _MESH,
+        "use_parallelism_config": _MESH,
+        "dynamo": "compile the model in the program: module.compile()",
+        "fp8": "use --precision fp8; for other recipes torchao's own call in configure_model",
+        "downcast_bf16": "use --precision bf16-true",
+        "no_tpu": "it is the default; leave it out",
+        "tpu": "start the program on each host of the pod; docs/launching.md says how",
+        "vm": "start the program on each host of the pod; docs/launching.md says how",
+        "mpirun": "use `mpirun -n N python train.py`: instep reads its variables",
+        "aws": "instep starts no cloud machines",
+        "ec2": "instep starts no cloud machines",
+        "compute_environment": "instep starts no cloud machines; leave it out",
+        "main_training_function": "the whole script runs in each rank; leave it out",
+        "monitor_interval": "the agent looks ten times a second; leave it out",
+        "start_method": "ranks are programs of their own; leave it out",
+        "role": "all ranks have the same role; leave it out",
+        "redirects": "use --log-dir, which takes the output of all ranks",
+        "local_ranks_filter": "use --log-dir with --tee 0",
+        "logs_specs": "use --log-dir and --tee",
+        "rdzv": "use --rdzv-backend, --rdzv-endpoint and --rdzv-conf",
+        "debug_": "use --debug",
+    },
+}
+"""What to do instead of giving an argument that there is not, by class or command."""
+
+LAUNCH_SWITCHES: dict[str, dict[str, Any]] = {
+    "cpu": {"accelerator": "cpu"},
+    "use_cpu": {"accelerator": "cpu"},
+    "multi_gpu": {"accelerator": "gpu"},
+    "tpu": {"accelerator": "xla"},
+    "use_fsdp": {"strategy": "fsdp"},
+    "use_deepspeed": {"strategy": "deepspeed"},
+    "standalone": {"num_nodes": 1},
+    "same_network": {},
+}
+"""What a switch of another launcher stands for."""
+
+DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
+    "NO": {},
+    "MULTI_CPU": {"accelerator": "cpu"},
+    "MULTI_GPU": {"accelerator": "gpu"},
+    "FSDP": {"strategy": "fsdp"},
+    "DEEPSPEED": {"strategy": "deepspeed"},
+    "XLA": {"accelerator": "xla"},
+}
+"""What Accelerate's `distributed_type` stands for."""
 
 REFUSED = {
     (
@@ -222,10 +367,40 @@ POSITIONAL = {
 }
 """How many arguments without a name mean the same, where not all of them do."""
 
+HOOKS_GONE = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+    "predict_epoch_end": "on_predict_epoch_end",
+    "training_step_end": "training_step",
+    "validation_step_end": "validation_step",
+    "test_step_end": "test_step",
+}
+"""Hooks of Lightning 1.x, and what took their place."""
+
+HOOKS_UNCALLED = {
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_init_start": "__init__",
+    "on_init_end": "__init__",
+    "on_keyboard_interrupt": "on_exception of a callback",
+    "on_configure_sharded_model": "configure_model of the module",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_post_move_to_device": "on_fit_start",
+    "on_hpc_save": "on_save_checkpoint",
+    "on_hpc_load": "on_load_checkpoint",
+}
+"""More of them, which may as well be a method of the user's own: for these a warning."""
+
 ATTRIBUTES_RENAMED = {("Trainer", "lightning_module"): "model"}
 
 _IN_CONFIG = "it is in `accelerator.dataloader_config`"
 _SHORT_FITS = "try learning rates in a loop of short fits"
+_UNCALLED = {old: f"use `{new}`" for old, new in HOOKS_UNCALLED.items()}
 _WHERE = "`trainer.current_epoch` and `trainer.global_step` say where a run stands"
 
 ATTRIBUTES = {
@@ -267,19 +442,10 @@ ATTRIBUTES = {
         "configure_sharded_model": "use `configure_model`",
         "tbptt_split_batch": "cut sequences in the data set, or use manual optimization",
         "get_progress_bar_dict": "override ProgressBar.get_metrics",
-        "on_epoch_start": "use `on_train_epoch_start`",
-        "on_epoch_end": "use `on_train_epoch_end`",
+        **_UNCALLED,
     },
     "DataModule": {"load_from_checkpoint": "its state comes back with the Trainer's `ckpt_path`"},
-    "Callback": {
-        "on_epoch_start": "use `on_train_epoch_start`",
-        "on_epoch_end": "use `on_train_epoch_end`",
-        "on_batch_start": "use `on_train_batch_start`",
-        "on_batch_end": "use `on_train_batch_end`",
-        "on_pretrain_routine_start": "use `on_fit_start`",
-        "on_init_start": "use `setup`",
-        "on_init_end": "use `setup`",
-    },
+    "Callback": _UNCALLED,
 }
 """What to do about attributes and methods that are not there, by instep's class."""
 
@@ -296,8 +462,24 @@ ENVIRONMENT = {
 }
 
 
+def instead_of(owner: str, name: str) -> str | None:
+    """Say what to write in place of another package's argument; None for a name that the table has not.
+
+    Example:
+        >>> instead_of("Trainer", "gpus")
+        'use accelerator="gpu", devices=...'
+    """
+    if name in INSTEAD.get(owner, {}):
+        return INSTEAD[owner][name]
+    if name in RENAMED.get(owner, {}):
+        more = ADDED.get((owner, name))
+        return f"use {f'{more}, ' if more else ''}{RENAMED[owner][name]}=..."
+    reason = DROPPED.get(owner, {}).get(name)
+    return f"leave it out: {reason}" if reason else None
+
+
 def canonical(name: str) -> str | None:
-    """A dotted name of Lightning or Accelerate in its one form; None for any other.
+    """Bring a dotted name of Lightning or Accelerate into its one form; None for any other.
 
     Example:
         >>> canonical("pytorch_lightning.callbacks.Timer"), canonical("lightning.LightningModule"), canonical("torch")
@@ -311,7 +493,7 @@ def canonical(name: str) -> str | None:
 
 
 def successor(name: str) -> str | None:
-    """Instep's dotted name for a canonical one; None where there is none.
+    """Find instep's dotted name for a canonical one; None where there is none.
 
     Example:
         >>> successor("lightning.callbacks.early_stopping.EarlyStopping")
@@ -323,7 +505,7 @@ def successor(name: str) -> str | None:
 
 
 def advice(name: str) -> str:
-    """What to do about a canonical name that has no successor."""
+    """Say what to do about a canonical name that has no successor."""
     leaf = name.rpartition(".")[2]
     if name.startswith("fabric"):
         return ADVICE["Fabric"]

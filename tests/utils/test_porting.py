@@ -1,4 +1,4 @@
-"""What other launchers call settings."""
+"""What other packages call things, and that the table says what there is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from instep.config.porting import RENAMED, SWITCHES, advice, translate
-from instep.config.settings import NAMES, check
+from instep.config.settings import NAMES, OTHER_NAMES, advice, check, translate
+from instep.utils.porting import LAUNCH_SWITCHES
 
 # What `accelerate launch --help` of 1.15 and torchrun's of torch 2.13 list, without what is instep's own name.
 _THEIRS = """
@@ -25,8 +25,8 @@ nproc_per_node standalone start_method redirects local_ranks_filter logs_specs
 @pytest.mark.parametrize("name", _THEIRS.split())
 def test_names_of_theirs_are_known(name: str) -> None:
     if name != "ipex":  # which is gone from torch
-        assert name in {*NAMES, *RENAMED, *SWITCHES} or "another launcher's" in advice(name)
-    assert set(RENAMED.values()) <= set(NAMES)
+        assert name in {*NAMES, *OTHER_NAMES, *LAUNCH_SWITCHES} or "another launcher's" in advice(name)
+    assert set(OTHER_NAMES.values()) <= set(NAMES)
 
 
 def test_a_file_of_accelerate() -> None:
