@@ -15,7 +15,7 @@ from instep.callbacks.base import Callback, acts_at_epoch_end
 from instep.errors import SettingError, UsageError, one_of
 
 if TYPE_CHECKING:
-    from instep.trainer import Trainer, TrainModule
+    from instep.callbacks.base import Trainer, TrainModule
 
 
 class EarlyStoppingReason(Enum):

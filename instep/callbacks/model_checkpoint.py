@@ -17,10 +17,10 @@ from instep.types import Location
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
     from instep.checkpoint import Reader
     from instep.checkpoint.background import PendingSave
     from instep.checkpoint.retention import Retention, Saved
-    from instep.trainer import Trainer, TrainModule
 
 
 class ModelCheckpoint(Callback):

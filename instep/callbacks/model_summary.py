@@ -13,7 +13,7 @@ from instep.callbacks.base import Callback
 from instep.errors import SettingError
 
 if TYPE_CHECKING:
-    from instep.trainer import Trainer, TrainModule
+    from instep.callbacks.base import Trainer, TrainModule
 
 _MB = 1_000_000
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-    from instep.trainer import Trainer, TrainModule
+    from instep.callbacks.base import Trainer, TrainModule
 
 _JOIN_S = 2.0  # a thread that is stuck in a stopped terminal is left behind
 _BAR_WIDTH = 24  # columns

@@ -10,7 +10,7 @@ from instep.distributed.replicas import ReplicaDifference, compare_replicas
 from instep.errors import DistributedError, SettingError, one_of
 
 if TYPE_CHECKING:
-    from instep.trainer import Trainer, TrainModule
+    from instep.callbacks.base import Trainer, TrainModule
 
 
 class ReplicaCheck(Callback):

@@ -11,7 +11,7 @@ from instep.errors import one_of
 from instep.utils.duration import parse_duration
 
 if TYPE_CHECKING:
-    from instep.trainer import Trainer, TrainModule
+    from instep.callbacks.base import Trainer, TrainModule
 
 _STAGES = ("train", "validate", "test")
 _AGAIN_S = 1.0  # a stop that the Trainer may not follow yet (min_steps) is asked for again, but not at every step

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from instep.callbacks.base import Callback
 
 if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer
     from instep.trainer.log import LogBook
     from instep.trainer.module import TrainModule
-    from instep.trainer.trainer import Trainer
 
 Hook = Callable[..., Any]
 

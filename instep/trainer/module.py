@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from instep.trainer.trainer import Trainer
+    from instep.callbacks.base import Trainer
 
 M = TypeVar("M", bound="TrainModule")
 

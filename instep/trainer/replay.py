@@ -25,9 +25,9 @@ from instep.utils.private_files import mark
 from instep.utils.redact import hide_arguments
 
 if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer
     from instep.trainer.module import TrainModule
     from instep.trainer.session import Session
-    from instep.trainer.trainer import Trainer
 
 VARIABLE = "INSTEP_REPLAY"
 _ALL_ARRIVE_S = 60.0

@@ -42,9 +42,9 @@ from instep.trainer.plugins import saves
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer
     from instep.checkpoint.scan import CheckpointInfo
     from instep.trainer.session import Session
-    from instep.trainer.trainer import Trainer
 
 EXIT_INTERRUPTED = 130  # what shells say of a process that SIGINT ended
 _VERSION = re.compile(r"version_(\d+)")

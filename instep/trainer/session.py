@@ -26,6 +26,7 @@ from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
 from instep.distributed import Trigger, Triggers, broadcast_object
 from instep.distributed.heartbeat import heartbeat
+from instep.distributed.signals import SignalGuard
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
 from instep.health.error_report import tell_trainer
 from instep.state import PartialState, Run, pop_run, push_run
@@ -33,27 +34,25 @@ from instep.strategies import Precision
 from instep.strategies.precision import float32_products
 from instep.trainer import run_folder, run_state
 from instep.trainer.devices import connect, device_of, grace_period, torch_flags
-from instep.trainer.hook_checks import check_hooks
 from instep.trainer.hooks import Hook, HookTable, ModuleHooks, is_overridden
 from instep.trainer.loaders import Loaders, batches_on_device
 from instep.trainer.log import LogBook, NullBuffer
 from instep.trainer.module import TrainModule, accepted_arguments
 from instep.trainer.nonfinite import NonFiniteGuard
 from instep.trainer.optimizers import LRSchedulerConfig, TrainOptimizer, configure
-from instep.trainer.plugins import saves, start_loggers, with_own_callbacks
-from instep.trainer.signals import SignalGuard
+from instep.trainer.plugins import check_hooks, saves, start_loggers, with_own_callbacks
 from instep.trainer.weights import load_weights
 from instep.utils.seed import derive_seed, seed_process
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from instep.callbacks.base import Trainer
     from instep.checkpoint import Reader
     from instep.checkpoint.background import BackgroundSaver
     from instep.checkpoint.lease import Lease
     from instep.checkpoint.resume import Resume, ResumeReport
     from instep.loggers.base import Logger
-    from instep.trainer.trainer import Trainer
 
 
 T = TypeVar("T")

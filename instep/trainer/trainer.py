@@ -20,8 +20,7 @@ from instep.trainer import replay
 from instep.trainer.devices import count_devices, launch, on_nodes_there
 from instep.trainer.evaluation import evaluate, predict
 from instep.trainer.fit_session import FitSession
-from instep.trainer.log import LogBook
-from instep.trainer.metrics import Metrics, print_results
+from instep.trainer.log import LogBook, Metrics, print_results
 from instep.trainer.module import TrainModule
 from instep.trainer.plugins import default_callbacks
 from instep.trainer.position import Position, Progress, TrainerState

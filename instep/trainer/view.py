@@ -18,8 +18,7 @@ from instep.errors import UsageError
 from instep.loggers.base import Logger
 from instep.state import PartialState, ProcessEnvironment
 from instep.strategies import Strategy
-from instep.trainer.log import LogBook
-from instep.trainer.metrics import Metrics, as_tensors
+from instep.trainer.log import LogBook, Metrics, as_tensors
 from instep.trainer.nonfinite import no_gradients_from
 from instep.trainer.optimizers import LRSchedulerConfig
 from instep.trainer.position import Position, Progress, TrainerState

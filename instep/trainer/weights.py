@@ -14,12 +14,12 @@ from torch import nn
 from instep.errors import CheckpointError, SettingError
 from instep.strategies.base import shapes_of
 from instep.trainer.hooks import ModuleHooks, is_overridden
-from instep.trainer.rebuild import build_configured
 from instep.trainer.run_state import VIEW, weights_state
 from instep.types import Location, PathLike
 from instep.utils.hparams import CLASS_PATH, AttributeDict
 from instep.utils.optimizer_state import clean_name
 from instep.utils.paths import local_path, to_path
+from instep.utils.rebuild import build_configured
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 if TYPE_CHECKING:

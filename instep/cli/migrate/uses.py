@@ -133,7 +133,7 @@ class Uses(cst.CSTVisitor):
         self._own.pop()
 
     def _method(self, kind: str, method: cst.FunctionDef) -> None:
-        from instep.trainer.hook_checks import GONE
+        from instep.trainer.plugins import GONE
 
         name, known = method.name.value, attributes(load(_KINDS[kind]))
         if kind == "TrainModule" and name in GONE:
