@@ -17,7 +17,7 @@ from instep.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
-    from instep.trainer.log import LogBook
+    from instep.trainer.log import MetricLog
     from instep.trainer.module import TrainModule
 
 Hook = Callable[..., Any]
@@ -258,7 +258,7 @@ class HookTable:
         """`hook`, telling the log book in which hook a `self.log` is made and collecting what it logged."""
 
         def noted(*args: Any) -> Any:
-            book: LogBook | None = self._trainer._book
+            book: MetricLog | None = self._trainer._log
             if book is None:
                 return hook(*args)
             before = book.enter(name)

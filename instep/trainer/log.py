@@ -1,6 +1,6 @@
 """What becomes of `self.log`.
 
-`TrainModule.log` only copies its value into `LogBook.buffer`. The loop drains that list outside any compiled region
+`TrainModule.log` only copies its value into `MetricLog.buffer`. The loop drains that list outside any compiled region
 into slots, one for each name and hook; values stay where they are (on the device) until `hand_over`, which packs all of
 them into one transfer. Sums are kept in float64 and added in the order of the batches, so that a mean is exact, the
 same for every world size, and bit-identical after a resume.
@@ -236,7 +236,7 @@ class StepMetrics(NamedTuple):
     bar: dict[str, float]
 
 
-class LogBook:
+class MetricLog:
     """All that one stage (train, validate, test) logs.
 
     Args:
@@ -680,7 +680,7 @@ class Metrics:
                 self.logged.update(metrics)
                 self._send({**metrics, "epoch": float(self._trainer.current_epoch)}, step)
 
-    def keep(self, book: LogBook) -> None:
+    def keep(self, book: MetricLog) -> None:
         """Take the step values as they stand, of a book that gives way to another: callbacks may watch them."""
         self.callback.update({name: float(value) for name, value in book.step_values.items()})
         self.bar.update({name: float(value) for name, value in book.bar_values(on_device=True).items()})
@@ -688,13 +688,13 @@ class Metrics:
     def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
         """Take epoch values; the final ones go to the loggers. They replace older step values of the same name."""
         to_log: dict[str, float] = {}
-        session = self._trainer._session
-        books = [book for book in (self._trainer._book, session and session.book) if book is not None]
+        ctx = self._trainer._ctx
+        logs = [log for log in (self._trainer._log, ctx and ctx.log) if log is not None]
         for name, value, options, plain, _ in metrics:
             self.callback[name] = self.callback[plain] = value
-            for book in books:
-                book.step_values.pop(name, None)
-                book.step_values.pop(plain, None)
+            for log in logs:
+                log.step_values.pop(name, None)
+                log.step_values.pop(plain, None)
             if options.prog_bar:
                 self.bar[name] = value
             if options.logger is not False:

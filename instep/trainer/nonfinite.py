@@ -31,7 +31,7 @@ from instep.trainer.log import StepMetrics
 from instep.utils.optimizer_state import names_of
 
 if TYPE_CHECKING:
-    from instep.trainer.session import Session
+    from instep.callbacks.base import Trainer
 
 _READ_AFTER = 1024  # steps whose flags may wait on the device
 _LOSSES = 256  # losses that are kept apart until the next optimizer step
@@ -67,41 +67,53 @@ class _LeftOut(Exception):
 
 
 class NonFiniteGuard:
-    """Looks at every optimizer step of a fit, and acts by the policy.
+    """Watch over the optimizer steps of one fit, which acts by the policy.
 
     Args:
-        run: the fit; its optimizers are made.
+        trainer: has the strategy, the position and the loggers.
+        module: for the names of its parameters.
+        optimizers: those of the fit.
+        device: where the flags are kept.
         policy: "stop", "skip" or "continue".
     """
 
-    def __init__(self, run: Session, policy: str) -> None:
-        self._run, self._strategy = run, run.strategy
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        policy: str,
+    ) -> None:
+        self._trainer, self._module, self._optimizers = trainer, module, optimizers
+        self._position, self._progress, self._device = trainer.position, trainer.progress, device
+        self._strategy, self._scaler = trainer.strategy, trainer.strategy.precision.scaler
         self._leaves_out = policy != "continue"
         self._stops = policy == "stop"
         self._host_decides = {
-            id(optimizer): host_may_wait(run.device) or (self._leaves_out and not self._takes_flag(optimizer))
-            for optimizer in run.optimizers
+            id(optimizer): host_may_wait(device) or (self._leaves_out and not self._takes_flag(optimizer))
+            for optimizer in optimizers
         }
         self._known: dict[int, int] = {}  # optimizer -> how many gradients it had when it last stepped
         self._losses: list[Tensor] = []
         self._first_batch = 0
         self._looked: tuple[Optimizer, _Look] | None = None
         self._waiting: list[_Look] = []
-        self._last_found = torch.zeros((), device=run.device)
+        self._last_found = torch.zeros((), device=device)
         self._last_step = -1
-        slow = [type(o).__name__ for o in run.optimizers if self._leaves_out and not self._takes_flag(o)]
-        if slow and not host_may_wait(run.device) and run.rank == 0:
+        slow = [type(o).__name__ for o in optimizers if self._leaves_out and not self._takes_flag(o)]
+        if slow and not host_may_wait(device) and trainer.is_global_zero:
             warnings.warn(
                 f"nonfinite={policy!r} makes the host wait for the device once per step of {', '.join(slow)}, which "
                 "cannot leave an update out by itself. Adam, AdamW, SGD and Adagrad with fused=True can",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _takes_flag(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's kernel leaves the update out where its attribute `found_inf` is 1."""
         return (
             getattr(optimizer, "_step_supports_amp_scaling", False)
-            and self._run.precision.scaler is None
+            and self._scaler is None
             and "grad_scaler" not in inspect.signature(optimizer.step).parameters  # torch's old way
         )
 
@@ -110,7 +122,7 @@ class NonFiniteGuard:
     def note_loss(self, loss: Tensor) -> None:
         """Before each backward."""
         if not self._losses:
-            self._first_batch = self._run.batch_idx
+            self._first_batch = self._progress.batch_idx
         elif len(self._losses) == _LOSSES:  # a manual step that never comes must not fill the memory
             self._losses = [torch.stack(self._losses).sum()]
         self._losses.append(loss.detach().clone())
@@ -147,26 +159,26 @@ class NonFiniteGuard:
         return looked[1] if looked is not None and looked[0] is optimizer else self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> _Look:
-        run, losses = self._run, self._losses
+        losses = self._losses
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [] if run.precision.scaler is not None else [p.grad for p in parameters]
-        found = self._last_found.clone() if self._stops else torch.zeros((), device=run.device)
+        gradients = [] if self._scaler is not None else [p.grad for p in parameters]
+        found = self._last_found.clone() if self._stops else torch.zeros((), device=self._device)
         self._strategy.find_nonfinite([*losses, *gradients], found)
-        last = run.batch_idx
+        last = self._progress.batch_idx
         batches = range(self._first_batch if losses and self._first_batch <= last else last, last + 1)
-        look = _Look(run.position.global_step + 1, run.position.epoch, batches, losses, parameters, found)
+        look = _Look(self._position.global_step + 1, self._position.epoch, batches, losses, parameters, found)
         self._last_found, self._losses = found, []
         # torch's fused SGD leaves its momentum uninitialised when the first step is one that is left out.
         new = self._leaves_out and self._known.get(id(optimizer)) != len(parameters)
         if self._host_decides[id(optimizer)] or new:
             look.bad = bool(found.item())
         if look.bad is not False:
-            look.norms = _norms(gradients, run.device)
+            look.norms = _norms(gradients, self._device)
         return look
 
     def _report(self, look: _Look) -> None:
         self._waiting.append(look)
-        self.settle()
+        self.read_flags()
 
     def _leave_out(self, optimizer: Optimizer) -> None:
         self._strategy.forget_gradients(optimizer)
@@ -176,7 +188,7 @@ class NonFiniteGuard:
     def _pass_on(self, optimizer: Optimizer, look: _Look) -> None:
         """Leave the decision to the optimizer's kernel, and the report to the next time the host reads."""
         if len(self._waiting) >= _READ_AFTER:
-            self.settle()
+            self.read_flags()
         self._waiting.append(look)
         if self._leaves_out:
             optimizer.grad_scale, optimizer.found_inf = None, look.found  # type: ignore[attr-defined]
@@ -217,11 +229,11 @@ class NonFiniteGuard:
         if look is None:
             return  # it did not run the closure
         if before and not left_out:
-            look.found = torch.zeros((), device=self._run.device)
+            look.found = torch.zeros((), device=self._device)
             self._strategy.find_nonfinite([p.detach() for p in weights], look.found)
             if look.found.item():
                 left_out, look.what = True, "weights after the step"
-                look.parameters, look.norms = weights, _norms([p.detach() for p in weights], self._run.device)
+                look.parameters, look.norms = weights, _norms([p.detach() for p in weights], self._device)
                 optimizer.state.clear()  # what it remembers led there
         if not left_out:
             self._known[id(optimizer)] = len(look.parameters)
@@ -234,7 +246,7 @@ class NonFiniteGuard:
 
     # ---- the report
 
-    def settle(self) -> None:
+    def read_flags(self) -> None:
         """Read what is still on the device, and report. Collective; nothing to do where the host decides.
 
         Raises:
@@ -243,7 +255,7 @@ class NonFiniteGuard:
         looks, self._waiting = self._waiting, []
         if not looks:
             return
-        at = self._run.position
+        at = self._position
         flags = torch.stack([look.found for look in looks]).tolist()
         bad = [look for look, flag in zip(looks, flags, strict=True) if flag]
         reported: list[tuple[int, _Look]] = []
@@ -253,7 +265,7 @@ class NonFiniteGuard:
             self._last_step = look.step
             at.nonfinite_steps += 1
             metrics = {"nonfinite_steps": float(at.nonfinite_steps)}
-            self._run.trainer.metrics.log_steps([StepMetrics(metrics, max(look.step, at.global_step), {})])
+            self._trainer.metrics.log_steps([StepMetrics(metrics, max(look.step, at.global_step), {})])
             if at.nonfinite_steps <= 5 or not at.nonfinite_steps & (at.nonfinite_steps - 1):
                 reported.append((at.nonfinite_steps, look))
         if not reported:
@@ -263,14 +275,13 @@ class NonFiniteGuard:
             facts: list[_Facts] = [ranks[index] for ranks in everyone]
             if self._stops:
                 raise self._error(look, facts)
-            if self._run.rank == 0:
+            if self._trainer.is_global_zero:
                 done = "The update was left out" if self._leaves_out else "The update was made all the same"
                 more = "; from the sixth on, powers of two are reported" if count == 5 else ""
                 warnings.warn(f"{_describe(look, facts)} {done} (number {count}{more}).", stacklevel=2)
 
     def _error(self, look: _Look, facts: list[_Facts]) -> NonFiniteError:
-        trainer = self._run.trainer
-        callback = trainer.checkpoint_callback
+        callback = self._trainer.checkpoint_callback
         checkpoint = "" if callback is None else callback.last_model_path
         replay = f"`instep replay {checkpoint or '<checkpoint>'}` repeats the steps after a checkpoint"
         return NonFiniteError(
@@ -291,10 +302,10 @@ class NonFiniteGuard:
         losses = [float(loss) for loss in look.losses]
         names: list[str] = []
         if look.norms is not None:
-            known = names_of(self._run.module, self._run.optimizers)
+            known = names_of(self._module, self._optimizers)
             values = look.norms.tolist()
             names = [known[p] for p, norm in zip(look.parameters, values, strict=True) if not math.isfinite(norm)]
-        source = self._run.loaders.train
+        source = self._trainer.train_dataloader
         samples = {
             batch: [] if source.counts(batch)[0] == 0 else source.sample_indices(batch) for batch in look.batches
         }

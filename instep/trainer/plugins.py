@@ -6,17 +6,15 @@ import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instep.callbacks.base import Callback
 from instep.data import DataModule
 from instep.errors import HookError, SettingError, UsageError
+from instep.trainer.context import RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.module import TrainModule
 from instep.trainer.settings import Settings
-
-if TYPE_CHECKING:
-    from instep.trainer.session import Session
 
 GONE = {
     "training_epoch_end": "on_train_epoch_end",
@@ -126,18 +124,18 @@ def with_own_callbacks(callbacks: list[Callback], module: TrainModule) -> list[C
     return merged
 
 
-def start_loggers(run: Session, module: TrainModule, datamodule: DataModule | None) -> None:
+def start_loggers(ctx: RunContext, module: TrainModule, datamodule: DataModule | None) -> None:
     """Choose the run folder, where anything will be written, and open the loggers in it."""
-    trainer = run.trainer
+    trainer = ctx.trainer
     if trainer.loggers or trainer.checkpoint_callback is not None:
-        folder = trainer.run_folder.choose(run)
+        folder = trainer.run_folder.choose(ctx)
         for logger in trainer.loggers:
             logger.start(folder, trainer.is_global_zero)
     params: dict[str, Any] = {}
     for owner in (datamodule, module):
         if owner is not None and owner._log_hyperparams:
             params.update(owner.hparams_initial)
-    if params and run.fn == "fit":
+    if params and ctx.fn == "fit":
         for logger in trainer.loggers:
             logger.log_hyperparams(params)
 
@@ -145,16 +143,16 @@ def start_loggers(run: Session, module: TrainModule, datamodule: DataModule | No
 # ---- hooks
 
 
-def check_hooks(run: Session) -> None:
+def check_hooks(ctx: RunContext) -> None:
     """Raise where the module's hooks do not fit what is to run.
 
     Raises:
         HookError: one is missing, or of Lightning 1.x; the text names its successor.
         UsageError: a setting has no effect in manual optimization.
     """
-    module, name = run.module, type(run.module).__name__
-    if run.rank == 0:
-        for owner, base in ((module, TrainModule), *((callback, Callback) for callback in run.callbacks)):
+    module, name = ctx.module, type(ctx.module).__name__
+    if ctx.rank == 0:
+        for owner, base in ((module, TrainModule), *((callback, Callback) for callback in ctx.callbacks)):
             _warn_of_uncalled(owner, base)
     for old, successor in GONE.items():
         if callable(getattr(module, old, None)):
@@ -162,17 +160,17 @@ def check_hooks(run: Session) -> None:
                 f"{name}.{old} is not called by instep (nor by Lightning 2). Use {successor}; what the steps returned "
                 "can be kept in an attribute."
             )
-    for needed in _NEEDED.get(run.fn, ()):
+    for needed in _NEEDED.get(ctx.fn, ()):
         if not is_overridden(module, needed, TrainModule):
-            raise HookError(f"{name} has no {needed}; trainer.{run.fn} needs it")
-    if run.fn == "fit" and not module.automatic_optimization:
+            raise HookError(f"{name} has no {needed}; trainer.{ctx.fn} needs it")
+    if ctx.fn == "fit" and not module.automatic_optimization:
         for setting in ("gradient_clip_val", "global_batch_size"):
-            if getattr(run.settings, setting) is not None:
+            if getattr(ctx.settings, setting) is not None:
                 raise UsageError(
                     f"Trainer({setting}=...) has no effect in manual optimization, where training_step does it: leave "
                     "it out, and use self.clip_gradients or your own accumulation there."
                 )
-        if run.accumulate != 1:
+        if ctx.settings.accumulate_grad_batches != 1:
             raise UsageError(
                 "Trainer(accumulate_grad_batches=...) has no effect in manual optimization: leave it out and step "
                 "every N batches in training_step."

@@ -20,6 +20,7 @@ import torch
 
 from instep.callbacks.base import Callback
 from instep.errors import UsageError
+from instep.trainer.context import RunContext
 from instep.trainer.plugins import saves
 from instep.utils.private_files import mark
 from instep.utils.redact import hide_arguments
@@ -27,7 +28,6 @@ from instep.utils.redact import hide_arguments
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
     from instep.trainer.module import TrainModule
-    from instep.trainer.session import Session
 
 VARIABLE = "INSTEP_REPLAY"
 _ALL_ARRIVE_S = 60.0
@@ -43,7 +43,7 @@ def _folder() -> str | None:
 _STARTED_IN = _folder()  # where the program's relative arguments point from, before it may go elsewhere
 
 
-def command(run: Session) -> dict[str, Any] | None:
+def command(ctx: RunContext) -> dict[str, Any] | None:
     """How to run this program again, for its checkpoints; None where that cannot be done (a notebook, a test).
 
     Secrets among its arguments are left out. The mark says that it is this user's own.
@@ -54,7 +54,7 @@ def command(run: Session) -> dict[str, Any] | None:
         arguments = this_command()
     except UsageError:
         return None
-    settings = run.settings
+    settings = ctx.settings
     starts_ranks = settings.devices != "auto" and settings.num_nodes == 1
     shown, left_out = hide_arguments(arguments)
     how = {"arguments": list(shown), "left_out": list(left_out), "folder": _STARTED_IN, "starts_ranks": starts_ranks}
@@ -155,10 +155,9 @@ class _Recorder(Callback):
             self._end(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        run = trainer._session
-        if hasattr(self, "_file") and run is not None:  # a step failed: perhaps the one that is looked for
+        if hasattr(self, "_file"):  # a step failed: perhaps the one that is looked for
             self._step += 1
-            self._note(trainer, run.batch_idx, self._returned)
+            self._note(trainer, trainer.progress.batch_idx, self._returned)
             self._write(trainer, error=f"{type(exception).__name__}: {exception}")
             self._file.close()
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from instep.errors import CheckpointError, SettingError
 from instep.strategies.base import shapes_of
+from instep.trainer.context import RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.run_state import VIEW, weights_state
 from instep.types import Location, PathLike
@@ -26,12 +27,11 @@ if TYPE_CHECKING:
     from instep.checkpoint import Reader
     from instep.checkpoint.resume import ResumeReport
     from instep.trainer.module import TrainModule
-    from instep.trainer.session import Session
 
 M = TypeVar("M", bound="TrainModule")
 
 
-def load_weights(run: Session, path: Path, reader: Reader | None) -> None:
+def load_weights(run: RunContext, path: Path, reader: Reader | None) -> None:
     """Load the module's weights, through `on_load_checkpoint`.
 
     Args:
