@@ -162,7 +162,7 @@ class ValidationPlan:
 
 @dataclass
 class RunContext:
-    """Everything that the functions of one run share.
+    """Values that the functions of one run share.
 
     Attributes:
         trainer: the Trainer that runs.

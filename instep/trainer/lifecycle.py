@@ -32,7 +32,7 @@ from instep.trainer.devices import connect, device_of, grace_period, torch_flags
 from instep.trainer.hooks import HookTable, ModuleHooks, is_overridden
 from instep.trainer.loaders import Loaders
 from instep.trainer.module import TrainModule
-from instep.trainer.plugins import check_hooks, saves, start_loggers, with_own_callbacks
+from instep.trainer.plugins import add_module_callbacks, check_hooks, saves, start_loggers
 from instep.trainer.weights import load_weights
 
 if TYPE_CHECKING:
@@ -115,11 +115,11 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
 def _set_up(ctx: RunContext) -> None:
     """configure_callbacks › prepare_data › setup › configure_model › weights; the module is on its device then."""
     trainer, module, heartbeat = ctx.trainer, ctx.module, ctx.heartbeat
-    ctx.callbacks = trainer.callbacks = with_own_callbacks(trainer.callbacks, module)
+    ctx.callbacks = trainer.callbacks = add_module_callbacks(trainer.callbacks, module)
     ctx.hooks = HookTable(trainer, module, ctx.callbacks)
     check_hooks(ctx)
     if ctx.fn == "fit":
-        run_folder.take_over(ctx)
+        run_folder.resume_restarted_job(ctx)
     folder = trainer.run_folder.path
     _lease_folders(ctx)  # before anything is resumed from them
     heartbeat.enter("load" if ctx.ckpt_path is not None else "start")
@@ -265,7 +265,7 @@ def _close_loaders(ctx: RunContext) -> None:
 
 
 def _detach(ctx: RunContext) -> None:
-    """Make this the Trainer's last run, which it can still save."""
+    """Take the run off the Trainer, which keeps it as its last one and can still save it."""
     trainer = ctx.trainer
     ctx.switch_log(None)
     ctx.strategy.teardown()

@@ -179,7 +179,7 @@ class Loaders:
 
     @property
     def validates(self) -> bool:
-        """Whether fit has a validation to run."""
+        """Whether fit has a validation to run; a loader without a `validation_step` is warned of."""
         module = self._module
         if not self.evaluation("val"):
             return False

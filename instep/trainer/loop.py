@@ -21,7 +21,7 @@ from instep.trainer import run_state
 from instep.trainer.context import RunContext
 from instep.trainer.evaluation import evaluate
 from instep.trainer.hooks import Hook, is_overridden
-from instep.trainer.log import MetricLog, metric_states, put_back
+from instep.trainer.log import MetricLog, metric_states, restore_metric_states
 from instep.trainer.module import TrainModule
 from instep.trainer.nonfinite import NonFiniteGuard
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
@@ -275,7 +275,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     arrived, metrics = log.reduce(at.global_step, reset=False)
     trainer.metrics.log_steps(arrived)
     trainer.metrics.put_epoch(metrics, final=False)
-    for hook in hooks.of_callbacks("on_train_epoch_end", lambda callback: not callback.monitoring):
+    for hook in hooks.of_callbacks("on_train_epoch_end", lambda callback: not callback.runs_last):
         hook()
     for hook in hooks.of_module("on_train_epoch_end"):
         hook()
@@ -288,7 +288,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
             step_hook = module.lr_scheduler_step if is_overridden(module, "lr_scheduler_step", TrainModule) else None
             step_schedulers(ctx.schedulers, "epoch", at.epoch + 1, trainer.callback_metrics, step_hook)
         at.epoch_ended = True
-        for hook in hooks.of_callbacks("on_train_epoch_end", lambda callback: callback.monitoring):
+        for hook in hooks.of_callbacks("on_train_epoch_end", lambda callback: callback.runs_last):
             hook()
     else:
         save_now(ctx, "the run ended within an epoch")  # its metrics are not there to rank it by
@@ -427,7 +427,7 @@ class BeforeValidation:
 
     def restore(self) -> None:
         """Make the run as if the validation had not begun; the loggers' rows of it are no part of the checkpoint."""
-        put_back(self._ctx.module, self._counted)
+        restore_metric_states(self._ctx.module, self._counted)
         self._ctx.trainer.metrics.load_state_dict(self._metrics)
         self._ctx.logger_states = self._loggers
         set_rng_state(self._rng)

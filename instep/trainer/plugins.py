@@ -25,7 +25,7 @@ GONE = {
     "validation_step_end": "validation_step",
     "test_step_end": "test_step",
 }
-"""Hooks of Lightning 1.x, and what took their place."""
+"""Hooks of Lightning 1.x, with their successors."""
 
 UNCALLED = {
     "on_epoch_start": "on_train_epoch_start",
@@ -43,10 +43,10 @@ UNCALLED = {
     "on_hpc_save": "on_save_checkpoint",
     "on_hpc_load": "on_load_checkpoint",
 }
-"""More of them, which may as well be a method of the user's own: for these a warning."""
+"""Hooks of Lightning 1.x whose names may be methods of the user's own: these get a warning."""
 
 _LIKE_A_HOOK = 0.8  # difflib's ratio: on_train_epoch_finish is 0.82 of on_train_epoch_end
-_told: set[tuple[type, str]] = set()
+_warned: set[tuple[type, str]] = set()
 
 _NEEDED = {
     "fit": ("training_step", "configure_optimizers"),
@@ -59,12 +59,12 @@ _NEEDED = {
 
 
 def saves(callback: Callback) -> bool:
-    """Whether it is a ModelCheckpoint, or acts as one: it can save now."""
+    """Whether a callback is a ModelCheckpoint, or acts as one: it can save now."""
     return hasattr(callback, "save_now")
 
 
 def default_callbacks(settings: Settings, enable_checkpointing: bool | None) -> list[Callback]:
-    """The user's callbacks and the default ones; those that save last, since they save the others' state.
+    """Add the default callbacks to the user's; those that save stand last, since they save the others' state.
 
     Args:
         settings: the Trainer's.
@@ -103,8 +103,8 @@ def default_callbacks(settings: Settings, enable_checkpointing: bool | None) -> 
     return callbacks + savers
 
 
-def with_own_callbacks(callbacks: list[Callback], module: TrainModule) -> list[Callback]:
-    """The Trainer's callbacks with those of `configure_callbacks`, which replace the ones of the same type.
+def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list[Callback]:
+    """Merge the Trainer's callbacks with those of `configure_callbacks`, which replace the ones of the same type.
 
     Raises:
         SettingError: two of them keep their state under the same key.
@@ -144,7 +144,7 @@ def start_loggers(ctx: RunContext, module: TrainModule, datamodule: DataModule |
 
 
 def check_hooks(ctx: RunContext) -> None:
-    """Raise where the module's hooks do not fit what is to run.
+    """Raise where the module's hooks do not fit the run.
 
     Raises:
         HookError: one is missing, or of Lightning 1.x; the text names its successor.
@@ -184,7 +184,7 @@ def _warn_of_uncalled(owner: Any, base: type) -> None:
     names = {name for cls in theirs for name, value in vars(cls).items() if callable(value)}
     names |= {name for name, value in vars(owner).items() if callable(value)}
     names = {name for name in names if name.startswith("on_") and not hasattr(base, name)}
-    names = {name for name in names if (kind, name) not in _told}
+    names = {name for name in names if (kind, name) not in _warned}
     if not names:
         return
     hooks = [name for name in dir(base) if name.startswith("on_")]
@@ -199,7 +199,7 @@ def _warn_of_uncalled(owner: Any, base: type) -> None:
             advice = f"did you mean {close[0]}?"
         else:
             continue
-        _told.add((kind, name))
+        _warned.add((kind, name))
         warnings.warn(f"{kind.__name__}.{name} is not called by anything: {advice}", stacklevel=2)
 
 

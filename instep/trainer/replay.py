@@ -1,4 +1,4 @@
-"""Repeating the steps after a checkpoint: what a Trainer does in a program that `instep replay` runs again.
+"""Replay of the steps after a checkpoint: the Trainer's part in a program that `instep replay` runs again.
 
 The variable INSTEP_REPLAY holds the order as JSON: `{"checkpoint": path, "steps": count, "output": folder}`. The first
 `fit` then goes on from that checkpoint with everything that the run had but its loggers, its savers and what draws,
@@ -44,7 +44,7 @@ _STARTED_IN = _folder()  # where the program's relative arguments point from, be
 
 
 def command(ctx: RunContext) -> dict[str, Any] | None:
-    """How to run this program again, for its checkpoints; None where that cannot be done (a notebook, a test).
+    """Command that runs this program again, for its checkpoints; None where there is none (a notebook, a test).
 
     Secrets among its arguments are left out. The mark says that it is this user's own.
     """
@@ -62,15 +62,15 @@ def command(ctx: RunContext) -> dict[str, Any] | None:
 
 
 def silence(trainer: Trainer) -> None:
-    """In a replay: nothing is logged, saved or drawn. Otherwise nothing happens."""
+    """In a replay, take the loggers, the savers and what draws off the Trainer."""
     if VARIABLE in os.environ:
         trainer._loggers = []
         trainer.callbacks = _silenced(trainer.callbacks)
         trainer.save_checkpoint = lambda filepath, *_, **__: Path(filepath)  # type: ignore[method-assign]
 
 
-def take_over(trainer: Trainer, module: TrainModule, ckpt_path: Any) -> Any:
-    """What `fit` resumes from: in a replay the checkpoint that is asked for, else `ckpt_path`."""
+def prepare(trainer: Trainer, module: TrainModule, ckpt_path: Any) -> Any:
+    """In a replay, record the steps and return the checkpoint that is asked for; otherwise return `ckpt_path`."""
     if VARIABLE not in os.environ:
         return ckpt_path
     order = json.loads(os.environ[VARIABLE])
@@ -88,7 +88,7 @@ def take_over(trainer: Trainer, module: TrainModule, ckpt_path: Any) -> Any:
 
 
 class _Silenced(Callback):
-    """Stands for a callback that is left out: it takes its saved state, so that nobody misses the owner."""
+    """Stand-in for a callback that is left out; it takes that one's saved state, so that no owner is missing."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -121,7 +121,7 @@ class _Recorder(Callback):
         self._returned: Any = None  # by the training_step that runs, for a step that fails after it
 
     def watch(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function; what it returns is known to the recorder."""
+        """Wrap `training_step`, so that the recorder knows what it returned."""
 
         @functools.wraps(training_step)
         def watched(*args: Any, **kwargs: Any) -> Any:

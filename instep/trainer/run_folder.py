@@ -305,7 +305,7 @@ def _outcome(error: BaseException | None) -> tuple[str, int]:
     return "failed", EXIT_FAILED
 
 
-def take_over(run: RunContext) -> None:
+def resume_restarted_job(run: RunContext) -> None:
     """Give the fit its name within the job; in a job that was started again, go on from its newest checkpoint.
 
     Collective. Sets `ckpt_path` and with it what is taken up, which is everything.

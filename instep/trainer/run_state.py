@@ -131,7 +131,7 @@ class Snapshot:
         self._rank = run.rank
         self._part = f"-{run.rank:05d}-of-{run.world_size:05d}" if run.strategy.sharded else ""
         trainer = run.trainer
-        trainer.metrics.log_steps(run.log.settle(run.position.global_step))  # before the loggers' state
+        trainer.metrics.log_steps(run.log.bring_to_host(run.position.global_step))  # before the loggers' state
         # Collective, and so before the user's hooks, which may fail on one rank only.
         optimizers = [] if weights_only else [run.strategy.optimizer_state(it) for it in run.optimizers]
         checkpoint = self.user_view(run)
@@ -607,8 +607,8 @@ def _resume_position(run: RunContext, reader: Reader) -> Callable[[], None]:
     name = f"rank-{run.rank:05d}"
     own = rank_state(reader, name) if reader.has_state(name) else None
     first_part = run.strategy.counts and run.strategy.data_rank == 0
-    seats = gather_object((own is not None and _same_seat(run, state, own), first_part))
-    same_world, heir = all(same for same, _ in seats), [first for _, first in seats].index(True)
+    shardings = gather_object((own is not None and _same_sharding(run, state, own), first_part))
+    same_world, log_owner = all(same for same, _ in shardings), [first for _, first in shardings].index(True)
     _resume_data(run, at, state, own if same_world else None, reader)
     run.position.load_state_dict(at.state_dict())  # not before all of it fits: the Trainer may fit something else next
     with taking_up(reader.path, "the logged values"):
@@ -618,7 +618,7 @@ def _resume_position(run: RunContext, reader: Reader) -> Callable[[], None]:
         with taking_up(reader.path, f"the strategy {run.strategy.name}"):
             run.strategy.load_rank_state(of_rank.get("strategy", {}), own=same_world)
     log = own.get("log", []) if own is not None and same_world else []
-    if not same_world and run.rank == heir:  # it takes over for all; one only, where several with this data count
+    if not same_world and run.rank == log_owner:  # it takes over for all; one only, where several with this data count
         with taking_up(reader.path, "the logged sums"):
             log = merge_states([saved["log"] for saved in _every_rank(reader, state) if saved["counts"]])
     if own is not None and not same_world and own["metric_states"] and run.rank == 0:
@@ -646,7 +646,7 @@ def _resume_position(run: RunContext, reader: Reader) -> Callable[[], None]:
     return last
 
 
-def _same_seat(run: RunContext, state: dict[str, Any], own: dict[str, Any]) -> bool:
+def _same_sharding(run: RunContext, state: dict[str, Any], own: dict[str, Any]) -> bool:
     """Whether this rank reads what the one that saved `own` did."""
     now = (run.world_size, run.strategy.data_world_size, run.strategy.data_rank, run.strategy.counts)
     before = (state["world_size"], state["data_world_size"], own["data_rank"], own["counts"])

@@ -48,6 +48,8 @@ NOT_TAKEN_OVER: dict[str, str] = {
     "mixed_precision": "use precision='bf16-mixed' or '16-mixed'",
 }
 
+"""Arguments of other trainers that instep does not have, and what to do instead."""
+
 ACCELERATORS = ("auto", "gpu", *KINDS)
 
 
@@ -67,14 +69,14 @@ def is_number(value: Any) -> bool:
 
 
 def flag(field: str, value: Any) -> bool:
-    """True or False, and nothing that only looks like it."""
+    """Check for True or False; nothing else counts as one."""
     if not isinstance(value, bool):
         raise wrong(field, value, "True or False")
     return value
 
 
 def at_least(least: int, meaning: str = "") -> Callable[[str, Any], int]:
-    """A check for an integer of at least `least`; `meaning` explains the special value in the error."""
+    """Make a check for an integer of at least `least`; `meaning` explains the special value in the error."""
 
     def check(field: str, value: Any) -> int:
         if not is_int(value) or value < least:
@@ -85,7 +87,7 @@ def at_least(least: int, meaning: str = "") -> Callable[[str, Any], int]:
 
 
 def limit(field: str, value: Any) -> int | float:
-    """How much of a loader: an int counts batches, a float is a fraction, so 1 is one batch and 1.0 is all."""
+    """Check a limit of batches: an int counts them, a float is a fraction, so 1 is one batch and 1.0 is all."""
     if is_int(value) and value >= 0:
         return int(value)
     if isinstance(value, float) and 0.0 <= value <= 1.0:
@@ -95,7 +97,7 @@ def limit(field: str, value: Any) -> int | float:
 
 
 def val_check_interval(field: str, value: Any) -> int | float | timedelta:
-    """A fraction of the epoch (float), a number of training batches (int), or a wall time."""
+    """Check an interval: a fraction of the epoch (float), a number of training batches (int), or a wall time."""
     if is_int(value) and value >= 1:
         return int(value)
     if isinstance(value, float) and 0.0 < value <= 1.0:
@@ -111,21 +113,21 @@ def val_check_interval(field: str, value: Any) -> int | float | timedelta:
 
 
 def clip_value(field: str, value: Any) -> float:
-    """A positive number."""
+    """Check for a positive number."""
     if not is_number(value) or value <= 0:
         raise wrong(field, value, "a number above 0, or None for no clipping")
     return float(value)
 
 
 def seconds(field: str, value: Any) -> float:
-    """A positive number of seconds; infinity for no limit."""
+    """Check for a positive number of seconds; infinity for no limit."""
     if not is_number(value) or value <= 0:
         raise wrong(field, value, "a number of seconds above 0, or float('inf') for no limit")
     return float(value)
 
 
 def choice(*allowed: str) -> Callable[[str, Any], str]:
-    """A check for one of a few names."""
+    """Make a check for one of a few names."""
 
     def check(field: str, value: Any) -> str:
         if value not in allowed:
@@ -136,14 +138,14 @@ def choice(*allowed: str) -> Callable[[str, Any], str]:
 
 
 def accelerator(field: str, value: Any) -> str:
-    """A known accelerator name."""
+    """Check for a known accelerator."""
     if value not in ACCELERATORS:
         raise one_of(field, value, ACCELERATORS)
     return value
 
 
 def devices(field: str, value: Any) -> int | str | tuple[int, ...]:
-    """How many devices (an int, -1 for all, "auto"), or which ones (a list, or a str with commas)."""
+    """Check devices: a count (an int, -1 for all, "auto"), or indices (a list, or a str with commas)."""
     given = value
     if isinstance(value, str):
         value = value.strip()
@@ -166,14 +168,14 @@ def devices(field: str, value: Any) -> int | str | tuple[int, ...]:
 
 
 def deterministic(field: str, value: Any) -> bool | str:
-    """True, False or "warn"."""
+    """Check for True, False or "warn"."""
     if value == "warn" or isinstance(value, bool):
         return value
     raise wrong(field, value, "True, False or 'warn'")
 
 
 def folder(field: str, value: Any) -> Path:
-    """A folder on a file system of this machine."""
+    """Check for a folder on a file system of this machine."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise wrong(field, value, "the path of a folder")
     if "://" in str(value):
@@ -182,7 +184,7 @@ def folder(field: str, value: Any) -> Path:
 
 
 def plugins(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
-    """A check for one object of a class, or a list of them; it gives a tuple."""
+    """Make a check for one object of a class, or a list of them; the check returns a tuple."""
 
     def check(field: str, value: Any) -> tuple[Any, ...]:
         items = tuple(value) if isinstance(value, list | tuple | set) else (value,)
@@ -194,9 +196,6 @@ def plugins(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
         return items
 
     return check
-
-
-"""Arguments of other trainers that instep does not have, and what to do instead."""
 
 
 @dataclass(frozen=True)

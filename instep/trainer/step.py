@@ -163,7 +163,7 @@ def finish_window(ctx: RunContext) -> tuple[Callable[[], None], Callable[[], boo
         for hook in hooks:
             hook(optimizer)
         if guard is not None:
-            guard.look(optimizer)
+            guard.check(optimizer)
         if clip is not None:
             clip()
 
@@ -305,7 +305,7 @@ def within(context: AbstractContextManager[Any] | None, function: Step) -> Step:
 
 
 def _loss_of(output: Any, ctx: RunContext) -> Tensor | None:
-    """The loss in what `training_step` returned."""
+    """Check the output of `training_step`, and return its loss; None where the batch is skipped."""
     loss = output.get("loss") if isinstance(output, dict) else output
     if loss is None:
         if isinstance(output, dict):
@@ -336,7 +336,7 @@ def _loss_of(output: Any, ctx: RunContext) -> Tensor | None:
 
 
 def detached_outputs(output: Any) -> Any:
-    """What `on_train_batch_end` gets: a dict with the loss, everything detached, so that no graph is kept alive."""
+    """Outputs for `on_train_batch_end`: a dict with the loss, everything detached, so that no graph is kept alive."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

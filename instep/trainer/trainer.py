@@ -302,7 +302,7 @@ class Trainer:
             run_state.check_resume(resume, ckpt_path)
         self._launch()
         self._begin(model)
-        wanted = replay.take_over(self, model, ckpt_path)
+        wanted = replay.prepare(self, model, ckpt_path)
         resume = resume if wanted is ckpt_path else None  # a replay loads all of its checkpoint
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         with open_run(self, "fit", model, datamodule, loaders, wanted, resume) as ctx:
@@ -423,7 +423,7 @@ class Trainer:
     # ------------------------------------------------------------------ before a run
 
     def _launch(self) -> None:
-        """In a plain script that asked for several devices: become the agent of the ranks."""
+        """Become the agent of the ranks, in a plain script that asked for several devices."""
         if self._ctx is not None:
             raise UsageError("this Trainer is running already; make another one for a run inside a run")
         if self._environment.launcher == "none" != read_environment().launcher:
@@ -438,7 +438,7 @@ class Trainer:
         replay.silence(self)
 
     def _begin(self, model: TrainModule) -> None:
-        """A new fit of this Trainer goes on counting where the last one stopped, as users of Lightning expect."""
+        """Reset what the last fit left; the position stays, so that a new fit goes on counting, as in Lightning."""
         _check_module(model)
         self.model = model
         self.resume_report = None
@@ -488,26 +488,26 @@ class Trainer:
         return run_state.save(self._run, self._store(dirpath), name=name, weights_only=weights_only, **info)
 
     def save_later(
-        self, dirpath: Path | None, name: str | None, *, weights_only: bool, doomed: Sequence[str] = (), **info: Any
+        self, dirpath: Path | None, name: str | None, *, weights_only: bool, to_delete: Sequence[str] = (), **info: Any
     ) -> PendingSave:
-        """The same as `save_to`, written beside the training: `finish_save` says what became of it. Collective.
+        """Save as `save_to` does, beside the training: `finish_save` gives the result. Collective.
 
         Args:
             dirpath: as in `save_to`, like `name`, `weights_only` and `info`.
             name: the checkpoint's name.
             weights_only: leave out what only a resumed run needs.
-            doomed: older checkpoints in that folder, deleted once this one has verified.
+            to_delete: older checkpoints in that folder, deleted once this one has verified.
             info: JSON values for the manifest.
         """
         store = self._store(dirpath)
-        return run_state.save_later(self._run, store, name=name, weights_only=weights_only, doomed=doomed, **info)
+        return run_state.save_later(self._run, store, name=name, weights_only=weights_only, doomed=to_delete, **info)
 
     def finish_save(self, pending: PendingSave) -> Path:
         """Wait for a save beside the training, and raise its error on all ranks. Collective."""
         return run_state.finish(self._run, pending)
 
     def verify_checkpoint(self, path: Path) -> list[str]:
-        """What is wrong with a checkpoint; empty where it verifies. Collective."""
+        """Problems of a checkpoint; none where it verifies. Collective."""
         return self._store(path.parent).verify_together(path)
 
     def delete_checkpoint(self, path: Path) -> None:
@@ -525,11 +525,11 @@ class Trainer:
         return store
 
     def agree(self, value: Any) -> Any:
-        """The main process's value on every rank: for decisions that all must take alike. Collective."""
+        """Main process's value on every rank: for decisions that all must take alike. Collective."""
         return broadcast_object(value)
 
     def all_ranks_arrive(self, timeout_s: float) -> bool:
-        """After an error: whether every rank gets here in time. Nobody waits longer than `timeout_s`."""
+        """Whether every rank gets here within `timeout_s`, after an error. No rank waits longer."""
         group = control_group()
         if group is None:
             return True
@@ -541,11 +541,11 @@ class Trainer:
 
     @property
     def resumed_from(self) -> Reader | None:
-        """The checkpoint that the running fit went on from."""
+        """Checkpoint that the running fit was resumed from."""
         return None if self._ctx is None else self._ctx.continues
 
     def set_trigger(self, name: str, reason: str = "") -> None:
-        """Ask for something on any rank: "stop", "save", "preempted", or a name of your own. Local and free.
+        """Set a trigger on any rank: "stop", "save", "preempted", or a name of your own. Local and free.
 
         All ranks see it at the same step.
 
@@ -556,7 +556,7 @@ class Trainer:
         self._run.triggers.set(name, reason)
 
     def check_trigger(self, name: str | None = None) -> bool:
-        """Whether any rank set the trigger; it is reset. Collective and blocking: call it on all ranks.
+        """Reset a trigger, and return whether any rank had set it. Collective and blocking: call it on all ranks.
 
         Args:
             name: None for any.
@@ -604,24 +604,24 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Everything logged so far, as 0-dim tensors: epoch values once reduced, step values as they stand."""
+        """All logged values as 0-dim tensors: epoch values once reduced, step values as they stand."""
         log = self._log
         return as_tensors({**self.metrics.callback, **({} if log is None else log.step_values)})
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """What was sent to the loggers last."""
+        """Values that were sent to the loggers last."""
         return as_tensors(self.metrics.logged)
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
-        """What was logged with `prog_bar=True`: floats, and device tensors of the running step."""
+        """Values logged with `prog_bar=True`: floats, and device tensors of the running step."""
         log = self._log
         return {**self.metrics.bar, **({} if log is None else log.bar_values())}
 
     @property
     def seed(self) -> int:
-        """What all that is random about the run is derived from: torch's initial seed on the main process."""
+        """Seed of all random streams of the run: torch's initial seed on the main process."""
         if self._seed is None:
             raise UsageError("the seed is known once a run has started")
         return self._seed
@@ -790,7 +790,7 @@ def _check_module(model: Any) -> None:
 
 
 def _datamodule(datamodule: DataModule | None, loaders: Any, more: Any) -> tuple[DataModule | None, Any]:
-    """A DataModule may be passed in the loaders' place."""
+    """Tell a DataModule that was passed in the loaders' place from loaders."""
     if isinstance(loaders, DataModule):
         if datamodule is not None:
             raise UsageError("two datamodules were passed; pass one")
