@@ -160,7 +160,7 @@ class ValidationPlan:
     next_time_s: float = math.inf
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RunContext:
     """Values that the functions of one run share.
 

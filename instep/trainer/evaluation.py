@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -43,7 +43,7 @@ def evaluate(
     rest is left; the other triggers are `ctx.deferred`.
 
     Args:
-        ctx: the ctx.
+        ctx: the run.
         stage: `sanity_check`, `validate` or `test`; the sanity check's hooks are validation's.
         sources: the prepared loaders.
         limit: batches of each loader, for the sanity check.
@@ -52,90 +52,110 @@ def evaluate(
         For each loader its metrics, with the names that the loggers see; None where it was left.
     """
     name = "test" if stage == "test" else "validation"
-    trainer, module, hooks, progress = ctx.trainer, ctx.module, ctx.hooks, ctx.trainer.progress
-    step = resolve_step(ctx, f"{name}_step", "batch", "batch_idx", "dataloader_idx")
-    batch_start, batch_end = hooks[f"on_{name}_batch_start"], hooks[f"on_{name}_batch_end"]
-    several = len(sources) > 1
+    trainer, module, hooks = ctx.trainer, ctx.module, ctx.hooks
     log = MetricLog(stage, ctx.world_size, len(sources), ctx.strategy.counts)
+    run_batches = _batch_loop(ctx, name, log, sources, limit)
+    with _stage(ctx, stage, log):
+        if ctx.fn == "fit" and stage != "sanity_check":
+            module.on_validation_model_zero_grad()
+        getattr(module, f"on_{name}_model_eval")()
+        hooks.call(f"on_{name}_start")
+        hooks.call(f"on_{name}_epoch_start")
+        if not run_batches():
+            return None
+        ctx.heartbeat.enter("epoch")
+        log.set_loader(None)
+        log.batch = log.weight = None
+        arrived, epoch_metrics = log.reduce(trainer.global_step, reset=False)
+        trainer.metrics.put_epoch(epoch_metrics, final=False)
+        hooks.call(f"on_{name}_epoch_end")
+        more, epoch_metrics = log.reduce(trainer.global_step, reset=True)
+        if stage != "sanity_check":
+            trainer.metrics.log_steps([*arrived, *more])
+            trainer.metrics.put_epoch(epoch_metrics)
+        hooks.call(f"on_{name}_end")
+    getattr(module, f"on_{name}_model_train")()
+    return _by_loader(epoch_metrics, len(sources))
+
+
+@contextmanager
+def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
+    """Enter an evaluation stage, and restore what it changed: what it interrupts goes on as it was."""
+    trainer, progress, gradient = ctx.trainer, ctx.trainer.progress, ctx.gradient
     outer_log, outer_stage, outer_progress = ctx.switch_log(log), trainer.state.stage, progress.stage
-    modes, gradient = _modes(module), ctx.gradient
     outer_end, outer_loaders = gradient.end_of_dataloader, len(gradient.dataloader_references)
-    fits, count = ctx.fn == "fit", 0
-    tick = ctx.triggers.tick if fits else _agree_on_nothing
+    modes = _modes(ctx.module)
     trainer.state.stage = stage
     progress.stage = "sanity" if stage == "sanity_check" else stage
-
     try:
         with (
             _no_gradients(ctx),
-            ctx.triggers.inner() if fits else nullcontext(),
+            ctx.triggers.inner() if ctx.fn == "fit" else nullcontext(),
             ctx.heartbeat.within("test" if stage == "test" else "validate"),
         ):
-            beats = ctx.heartbeat.numbers
-            if fits and stage != "sanity_check":
-                module.on_validation_model_zero_grad()
-            getattr(module, f"on_{name}_model_eval")()
-            hooks.call(f"on_{name}_start")
-            hooks.call(f"on_{name}_epoch_start")
-            for loader_idx, source in enumerate(sources):
-                log.set_loader(loader_idx)
-                total = source.num_batches
-                total = limit if total is None else total if limit is None else min(total, limit)
-                progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, total
-                which = (loader_idx,) if several else ()
-                source.set_epoch(trainer.current_epoch)
-                gradient.dataloader_references.append(source)
-                gradient.active_dataloader = source
-                for batch_idx, batch in enumerate(islice(ctx.loaders.on_device(source, loader_idx), limit)):
-                    gradient.end_of_dataloader = source.is_last
-                    log.batch, log.weight = batch, source.counts(batch_idx)[0]
-                    with uncounted(module) if log.weight == 0 else nullcontext():
-                        for hook in batch_start:
-                            hook(batch, batch_idx, *which)
-                        log.enter(f"{name}_step")
-                        outputs = step(batch, batch_idx, loader_idx)
-                        log.leave("")
-                        for hook in batch_end:
-                            hook(outputs, batch, batch_idx, *which)
-                    progress.eval_batch = batch_idx + 1
-                    if trainer.settings.log_every_n_steps and (batch_idx + 1) % trainer.settings.log_every_n_steps == 0:
-                        _log_steps(ctx, log, stage)
-                    beats[BATCH] = count
-                    count += 1
-                    agreed = tick(count)
-                    if agreed and _defer(ctx, agreed):
-                        return None
-                gradient.dataloader_references.pop()
-            ctx.heartbeat.enter("epoch")
-            log.set_loader(None)
-            log.batch = log.weight = None
-            arrived, epoch_metrics = log.reduce(trainer.global_step, reset=False)
-            trainer.metrics.put_epoch(epoch_metrics, final=False)
-            hooks.call(f"on_{name}_epoch_end")
-            more, epoch_metrics = log.reduce(trainer.global_step, reset=True)
-            arrived += more
-            if stage != "sanity_check":
-                trainer.metrics.log_steps(arrived)
-                trainer.metrics.put_epoch(epoch_metrics)
-            hooks.call(f"on_{name}_end")
+            yield
     finally:
         _restore(modes)
-        gradient.end_of_dataloader = outer_end  # the training window that validation interrupts goes on as it was
+        gradient.end_of_dataloader = outer_end
         del gradient.dataloader_references[outer_loaders:]
         gradient.active_dataloader = gradient.dataloader_references[-1] if outer_loaders else None
         ctx.switch_log(outer_log)
         trainer.state.stage, progress.stage = outer_stage, outer_progress
         if stage == "sanity_check":
             trainer.metrics.forget()
-    getattr(module, f"on_{name}_model_train")()
-    return _by_loader(epoch_metrics, len(sources))
+
+
+def _batch_loop(
+    ctx: RunContext, name: str, log: MetricLog, sources: Sequence[BatchSource], limit: int | None
+) -> Callable[[], bool]:
+    """Make the loop over all batches of all loaders; it returns False where the ranks agreed to leave the rest."""
+    trainer, module, progress, gradient = ctx.trainer, ctx.module, ctx.trainer.progress, ctx.gradient
+    step = resolve_step(ctx, f"{name}_step", "batch", "batch_idx", "dataloader_idx")
+    batch_start, batch_end = ctx.hooks[f"on_{name}_batch_start"], ctx.hooks[f"on_{name}_batch_end"]
+    tick = ctx.triggers.tick if ctx.fn == "fit" else _agree_on_nothing
+    beats, log_every = ctx.heartbeat.numbers, ctx.settings.log_every_n_steps
+
+    def run() -> bool:
+        count = 0
+        for loader_idx, source in enumerate(sources):
+            log.set_loader(loader_idx)
+            total = source.num_batches
+            total = limit if total is None else total if limit is None else min(total, limit)
+            progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, total
+            which = (loader_idx,) if len(sources) > 1 else ()
+            source.set_epoch(trainer.current_epoch)
+            gradient.dataloader_references.append(source)
+            gradient.active_dataloader = source
+            for batch_idx, batch in enumerate(islice(ctx.loaders.on_device(source, loader_idx), limit)):
+                gradient.end_of_dataloader = source.is_last
+                log.batch, log.weight = batch, source.counts(batch_idx)[0]
+                with uncounted(module) if log.weight == 0 else nullcontext():
+                    for hook in batch_start:
+                        hook(batch, batch_idx, *which)
+                    log.enter(f"{name}_step")
+                    outputs = step(batch, batch_idx, loader_idx)
+                    log.leave("")
+                    for hook in batch_end:
+                        hook(outputs, batch, batch_idx, *which)
+                progress.eval_batch = batch_idx + 1
+                if log_every and (batch_idx + 1) % log_every == 0:
+                    _log_steps(ctx, log)
+                beats[BATCH] = count
+                count += 1
+                agreed = tick(count)
+                if agreed and _defer(ctx, agreed):
+                    return False
+            gradient.dataloader_references.pop()
+        return True
+
+    return run
 
 
 def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list[Any]:
     """Run `predict_step` over all batches; a batch that was replayed to keep ranks in step is left out.
 
     Args:
-        ctx: the ctx.
+        ctx: the run.
         sources: the prepared loaders.
         keep: whether to return the predictions.
 
@@ -205,9 +225,9 @@ def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:
         submodule.training = training
 
 
-def _log_steps(ctx: RunContext, log: MetricLog, stage: str) -> None:
-    arrived = log.hand_over(ctx.trainer.metrics.next_eval_step(stage))
-    if stage != "sanity_check":
+def _log_steps(ctx: RunContext, log: MetricLog) -> None:
+    arrived = log.hand_over(ctx.trainer.metrics.next_eval_step(log.stage))
+    if log.stage != "sanity_check":
         ctx.trainer.metrics.log_steps(arrived)
 
 

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from instep.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from instep.callbacks.base import Trainer
+    from instep.callbacks.base import Trainer, TrainModule
     from instep.trainer.log import MetricLog
-    from instep.trainer.module import TrainModule
 
 Hook = Callable[..., Any]
 

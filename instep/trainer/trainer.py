@@ -493,11 +493,8 @@ class Trainer:
         """Save as `save_to` does, beside the training: `finish_save` gives the result. Collective.
 
         Args:
-            dirpath: as in `save_to`, like `name`, `weights_only` and `info`.
-            name: the checkpoint's name.
-            weights_only: leave out what only a resumed run needs.
+            dirpath, name, weights_only, info: as in `save_to`.
             to_delete: older checkpoints in that folder, deleted once this one has verified.
-            info: JSON values for the manifest.
         """
         store = self._store(dirpath)
         return run_state.save_later(self._run, store, name=name, weights_only=weights_only, doomed=to_delete, **info)
@@ -655,11 +652,13 @@ class Trainer:
 
     @property
     def datamodule(self) -> DataModule | None:
-        return getattr(self._ctx or self._last_ctx, "datamodule", None)
+        ctx = self._ctx or self._last_ctx
+        return None if ctx is None else ctx.datamodule
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        return getattr(self._ctx or self._last_ctx, "optimizers", [])
+        ctx = self._ctx or self._last_ctx
+        return [] if ctx is None else ctx.optimizers
 
     @property
     def _wrapped_optimizers(self) -> list[Any]:
@@ -667,7 +666,8 @@ class Trainer:
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        return getattr(self._ctx or self._last_ctx, "schedulers", [])
+        ctx = self._ctx or self._last_ctx
+        return [] if ctx is None else ctx.schedulers
 
     @property
     def loggers(self) -> list[Logger]:
