@@ -41,8 +41,8 @@ class Callback:
         'CountBatches'
     """
 
-    monitoring: bool = False
-    """True: `on_train_epoch_end` and `on_validation_end` run after the module's own, whose metrics they watch."""
+    runs_last: bool = False
+    """True: `on_..._end` hooks run after the module's own, so that they see its metrics."""
 
     @property
     def state_key(self) -> str:
@@ -50,54 +50,54 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What to keep over a restart: tensors and JSON values. Called on every rank, rank 0's is written."""
+        """State to keep over a restart: tensors and JSON values. Called on every rank; that of rank 0 is written."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave. Not called if the checkpoint has no state for this key."""
+        """Restore what `state_dict` gave. Not called if the checkpoint has no state for this key."""
 
     # ---- the run
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """First of all, with `stage` one of "fit", "validate", "test", "predict"."""
+        """At the start of a run; `stage` is one of "fit", "validate", "test", "predict"."""
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Last of all."""
+        """At the end of a run, after an error too."""
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """The run ends by this exception, a KeyboardInterrupt among them."""
+        """When an exception, such as KeyboardInterrupt, ends the run."""
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is about to be written: keys may be added to it, of tensors and JSON values."""
+        """Before a checkpoint is written: keys may be added to it, with tensors and JSON values."""
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint was read: the added keys are there again."""
+        """After a checkpoint was read: the added keys are there again."""
 
     # ---- fit
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Fit begins: the model is set up and on its device."""
+        """At the start of fit: the model is set up and on its device."""
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Fit ends, before teardown."""
+        """At the end of fit, before teardown."""
 
     def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """A few validation batches are run before training."""
+        """Before the few validation batches that run before training."""
 
     def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """The sanity check is over."""
+        """After the sanity check."""
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Training begins."""
+        """At the start of training."""
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Training ends."""
+        """At the end of training."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """An epoch begins."""
+        """At the start of a training epoch."""
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """An epoch ends."""
+        """At the end of a training epoch."""
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         """Before a training batch, which is on its device."""
@@ -122,16 +122,16 @@ class Callback:
     # ---- validation
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Validation begins."""
+        """At the start of validation."""
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Validation ends: its metrics are in `trainer.callback_metrics`."""
+        """At the end of validation: its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """The validation loaders are about to be run through."""
+        """Before the first validation batch."""
 
     def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """All validation loaders were run through."""
+        """After the last validation batch."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -146,16 +146,16 @@ class Callback:
     # ---- test
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """The test begins."""
+        """At the start of test."""
 
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """The test ends."""
+        """At the end of test."""
 
     def on_test_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """The test loaders are about to be run through."""
+        """Before the first test batch."""
 
     def on_test_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """All test loaders were run through."""
+        """After the last test batch."""
 
     def on_test_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -170,16 +170,16 @@ class Callback:
     # ---- predict
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Prediction begins."""
+        """At the start of predict."""
 
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Prediction ends."""
+        """At the end of predict."""
 
     def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """The prediction loaders are about to be run through."""
+        """Before the first prediction batch."""
 
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """All prediction loaders were run through."""
+        """After the last prediction batch."""
 
     def on_predict_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

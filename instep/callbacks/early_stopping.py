@@ -15,7 +15,7 @@ from instep.callbacks.base import Callback, acts_at_epoch_end
 from instep.errors import SettingError, UsageError, one_of
 
 if TYPE_CHECKING:
-    from instep.trainer import Trainer, TrainModule
+    from instep.callbacks.base import Trainer, TrainModule
 
 
 class EarlyStoppingReason(Enum):
@@ -30,7 +30,7 @@ class EarlyStoppingReason(Enum):
 
 @dataclass(frozen=True)
 class StoppingPolicy:
-    """When to stop: pure, from one value to the next.
+    """Rule that decides from one metric value to the next when to stop; pure.
 
     NaN compares false with everything, so it is never better than the best value; it counts as a check without
     improvement. 0.0 and -0.0 are equal. An infinity is a value like any other where `check_finite` is off.
@@ -53,7 +53,7 @@ class StoppingPolicy:
         return value < other if self.mode == "min" else value > other
 
     def judge(self, value: float, best: float, waited: int) -> tuple[EarlyStoppingReason, float, int]:
-        """Take one value.
+        """Judge one value.
 
         Args:
             value: the metric now.
@@ -118,7 +118,7 @@ class EarlyStopping(Callback):
         'NOT_STOPPED'
     """
 
-    monitoring = True
+    runs_last = True
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class EarlyStopping(Callback):
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, the checks since, and whether and why it stopped."""
+        """Best value, number of checks since then, and the reason and epoch of a stop."""
         return {
             "best_score": self._best,
             "wait_count": self.wait_count,
@@ -199,7 +199,7 @@ class EarlyStopping(Callback):
         self._fitting = stage == "fit"
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """A run that was stopped stays stopped when it is resumed, unless its patience was raised in the meantime."""
+        """Keep a resumed run stopped that was stopped, unless its patience was raised in the meantime."""
         reason = self.stopping_reason
         patient = reason is EarlyStoppingReason.PATIENCE_EXHAUSTED and self.wait_count < self.patience
         if reason is not EarlyStoppingReason.NOT_STOPPED and not patient:

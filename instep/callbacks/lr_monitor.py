@@ -12,7 +12,7 @@ from instep.errors import SettingError, one_of
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from instep.trainer import Trainer, TrainModule
+    from instep.callbacks.base import Trainer, TrainModule
 
 
 class LearningRateMonitor(Callback):

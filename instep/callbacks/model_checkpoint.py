@@ -1,4 +1,4 @@
-"""When to save, what to keep: `ModelCheckpoint`."""
+"""`ModelCheckpoint`: the callback that decides when a checkpoint is saved and which ones are kept."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from instep.types import Location
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
     from instep.checkpoint import Reader
     from instep.checkpoint.background import PendingSave
     from instep.checkpoint.retention import Retention, Saved
-    from instep.trainer import Trainer, TrainModule
 
 
 class ModelCheckpoint(Callback):
@@ -54,8 +54,8 @@ class ModelCheckpoint(Callback):
             `|`. At every occasion one is saved, and the newest is kept in any case.
         background: copy the state to host memory, which is kept from save to save (about as much as this process
             writes), and write, verify and delete beside the training. At most one save is under way: the next one
-            waits for it. A checkpoint is in this callback's books (`best_model_path`, `last_model_path`), and shown to
-            loggers, from the next save on, or from the end of `fit`. What preempts or ends a run is saved at once.
+            waits for it. This callback lists a checkpoint (`best_model_path`, `last_model_path`) and shows it to the
+            loggers from the next save on, or from the end of `fit`. What preempts or ends a run is saved at once.
         on_error: what a failed save comes to: "raise" ends the run, "warn" goes on without that checkpoint. With
             `background` it shows at the next save and at the end. Nothing older is deleted for it, and a preemption
             that cannot be saved is an error in any case.
@@ -71,7 +71,7 @@ class ModelCheckpoint(Callback):
         1000
     """
 
-    monitoring = True
+    runs_last = True
 
     def __init__(
         self,
@@ -167,16 +167,16 @@ class ModelCheckpoint(Callback):
             "best_model_score": self.best_model_score,
             "best_model_path": self.best_model_path,
             "last_model_path": self.last_model_path,
-            "saved": [[it.key, it.step, it.score] for it in self.saved],
+            "saved": [[saved.key, saved.step, saved.score] for saved in self.saved],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there; `on_train_start` forgets checkpoints that have gone in the meantime."""
         from instep.checkpoint.edge import check, count, none_or, number, text  # late: only a resume needs it
 
-        saved = [_retention().Saved(*it) for it in state_dict["saved"]]
-        for it in saved:
-            check(vars(it), {"key": text, "step": count, "score": none_or(number)}, "a saved checkpoint")
+        saved = [_retention().Saved(*fields) for fields in state_dict["saved"]]
+        for checkpoint in saved:
+            check(vars(checkpoint), {"key": text, "step": count, "score": none_or(number)}, "a saved checkpoint")
         texts = dict.fromkeys(("best_model_path", "last_model_path"), text)
         check(state_dict, {**texts, "best_model_score": none_or(number)}, "the state")
         self.saved = saved
@@ -186,16 +186,16 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_k_models(self) -> dict[str, float]:
-        """The checkpoints that are kept for what they are, and not as the newest only, with their scores."""
+        """Checkpoints that the policy keeps, with their scores; without one that is there as the newest only."""
         kept = self.policy.kept(self.saved)
-        ranked = [it for it in self.saved if it.key in kept and (self.monitor is None or it.score is not None)]
-        return {it.key: math.nan if it.score is None else it.score for it in ranked}
+        ranked = [one for one in self.saved if one.key in kept and (self.monitor is None or one.score is not None)]
+        return {one.key: math.nan if one.score is None else one.score for one in ranked}
 
     @property
     def newest_step(self) -> int:
-        """The step of the newest checkpoint in the books, or of the one that the run went on from; 0: there is none."""
+        """Step of the newest saved checkpoint, or of the one that the run was resumed from; 0 where there is none."""
         last = 0 if self._position_saved is None else int(self._position_saved["global_step"])
-        return max(last, *(it.step for it in self.saved), 0)
+        return max(last, *(saved.step for saved in self.saved), 0)
 
     # ---- when
 
@@ -204,9 +204,9 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._last_step_saved, self._position_saved = -1, None
-        self._forget_the_gone(trainer)
+        self._forget_missing(trainer)
         if trainer.resumed_from is not None:
-            self._adopt(trainer, trainer.resumed_from)
+            self._add_committed(trainer, trainer.resumed_from)
             self._position_saved = trainer.position.state_dict()
             if trainer.resumed_from.manifest.info.get("saver") == self.state_key:  # else its own may still be due
                 self._last_step_saved = trainer.global_step
@@ -216,14 +216,14 @@ class ModelCheckpoint(Callback):
         if self.train_time_interval is not None and trainer.is_global_zero:
             self._next_time = time.monotonic() + self.train_time_interval.total_seconds()
 
-    def _forget_the_gone(self, trainer: Trainer) -> None:
-        """What the main process does not find on the disk is forgotten on all ranks; so is what is not this run's.
+    def _forget_missing(self, trainer: Trainer) -> None:
+        """Remove checkpoints from the list that the main process does not find on the disk, or that are not this run's.
 
         A run that goes on in another folder, or counts from 0 again, leaves the checkpoints of the first one alone.
         """
-        known = {*(it.key for it in self.saved), self.best_model_path, self.last_model_path}
+        known = {*(saved.key for saved in self.saved), self.best_model_path, self.last_model_path}
         there = trainer.agree({path for path in known if path and self._path(path).is_dir()})
-        self.saved = [it for it in self.saved if it.key in there and self._owns(trainer, it)]
+        self.saved = [saved for saved in self.saved if saved.key in there and self._owns(trainer, saved)]
         self.last_model_path = self.last_model_path if self.last_model_path in there else ""
         if self.best_model_path not in there:
             self.best_model_path, self.best_model_score = "", None
@@ -233,17 +233,17 @@ class ModelCheckpoint(Callback):
         here = self.dirpath or trainer.run_folder.checkpoints
         return self._path(saved.key).parent == here and saved.step <= trainer.global_step
 
-    def _adopt(self, trainer: Trainer, resumed_from: Reader) -> None:
-        """Take in what was committed after these books were saved.
+    def _add_committed(self, trainer: Trainer, resumed_from: Reader) -> None:
+        """Add checkpoints to the list that were committed after it was saved.
 
-        That is what the run went on from and, in the background, one that was on its way at that time. What another
-        callback or the user saved is theirs.
+        These are the one that the run is resumed from and, in the background, one that was being written at that time.
+        What another callback or the user saved is left out.
         """
         self.last_model_path = str(resumed_from.path)
         store = trainer._store(self.dirpath)
         found = store.peers.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
-        known = {it.key: it for it in self.saved}
-        self.saved = [it for it in self.saved if it.key not in {str(info.path) for info in found}]  # damaged ones first
+        known, listed = {saved.key: saved for saved in self.saved}, {str(info.path) for info in found}
+        self.saved = [saved for saved in self.saved if saved.key not in listed]  # damaged ones first
         for info in found:
             about, key = info.manifest.info, str(info.path)
             score = about.get("score")
@@ -285,15 +285,15 @@ class ModelCheckpoint(Callback):
             self._save_by_epoch(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """With `save_last`, the end of the run is kept too."""
-        self._settle(trainer)
+        """Wait for the save under way and, with `save_last`, save the end of the run too."""
+        self._finish_pending(trainer)
         if self.save_last and self._last_step_saved != trainer.global_step:
             self._save(trainer, last=True, at_once=True)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         pending, self._pending = self._pending, None
         if pending is not None and pending[0].path is not None:  # the run has waited for it, as long as it could
-            self._count(trainer, pending[0].path, pending[1])
+            self._record(trainer, pending[0].path, pending[1])
         if not self.save_on_exception or isinstance(exception, Preempted | NonFiniteError) or trainer.global_step == 0:
             return
         if trainer.all_ranks_arrive(timeout_s=10.0):
@@ -306,17 +306,17 @@ class ModelCheckpoint(Callback):
             warnings.warn("no checkpoint of the failed run: not all processes got to saving it", stacklevel=2)
 
     def save_now(self, trainer: Trainer, reason: str = "", final: bool = True) -> Path:
-        """Save whatever the schedule says: before a preemption, or because somebody asked. Collective.
+        """Save now, whatever the schedule says: before a preemption, or on request. Collective.
 
         Args:
             trainer: the Trainer.
-            reason: why; where it is this callback's `state_key`, its time has come.
+            reason: of the request; this callback's own `state_key` means that its time interval is over.
             final: the run may end right after, so that it is saved at once and a failure is an error.
 
         Returns:
             The newest checkpoint.
         """
-        self._settle(trainer)
+        self._finish_pending(trainer)
         due = reason == self.state_key
         if due:
             self._start_clock(trainer)
@@ -340,8 +340,8 @@ class ModelCheckpoint(Callback):
     def _save(
         self, trainer: Trainer, last: bool = False, full: bool = False, at_once: bool = False, must: bool = False
     ) -> None:
-        """Save if it is worth it, then delete what is not kept any more."""
-        self._settle(trainer)
+        """Save if the policy keeps the checkpoint, then delete those that it keeps no longer."""
+        self._finish_pending(trainer)
         # What was not due is kept as the newest, but not ranked: nobody has measured this very step.
         score = None if last or self.monitor is None else self._score(trainer)
         new = _retention().Saved("", trainer.global_step, score)
@@ -349,7 +349,7 @@ class ModelCheckpoint(Callback):
         self._last_step_saved = trainer.global_step
         if not trainer.agree(wanted):
             return
-        doomed = trainer.agree(self.policy.doomed([*self.saved, new]))
+        to_delete = trainer.agree(self.policy.doomed([*self.saved, new]))
         what: dict[str, Any] = {
             "weights_only": self.save_weights_only and not full,
             "saver": self.state_key,
@@ -361,29 +361,29 @@ class ModelCheckpoint(Callback):
         name = self._name(trainer)
         try:
             if self.background and not at_once:
-                self._pending = trainer.save_later(self.dirpath, name, doomed=doomed, **what), new, doomed
+                self._pending = trainer.save_later(self.dirpath, name, to_delete=to_delete, **what), new, to_delete
             else:
                 path = trainer.save_to(self.dirpath, name, **what)
-                self._take_in(trainer, path, new, doomed)
+                self._record_and_delete(trainer, path, new, to_delete)
         except Exception as error:  # noqa: BLE001  it is the same on all ranks, of whatever kind it is here
             self._fail(trainer, error, must)
             return
         self._position_saved = trainer.position.state_dict()
 
-    def _settle(self, trainer: Trainer) -> None:
+    def _finish_pending(self, trainer: Trainer) -> None:
         """Wait for the save under way. Collective, the same on all ranks."""
         if self._pending is None:
             return
-        (pending, new, doomed), self._pending = self._pending, None
+        (pending, new, to_delete), self._pending = self._pending, None
         try:
             path = trainer.finish_save(pending)
         except Exception as error:  # noqa: BLE001  as above
-            if pending.path is not None:  # what could not be deleted stays in the books
-                self._count(trainer, pending.path, new)
+            if pending.path is not None:  # what could not be deleted stays in the list
+                self._record(trainer, pending.path, new)
             self._fail(trainer, error)
         else:
-            self._count(trainer, path, new)
-            self._discount(trainer, doomed)
+            self._record(trainer, path, new)
+            self._drop_deleted(trainer, to_delete)
 
     def _fail(self, trainer: Trainer, error: Exception, must: bool = False) -> None:
         self._last_step_saved, self._position_saved = -1, None
@@ -392,38 +392,39 @@ class ModelCheckpoint(Callback):
         if trainer.is_global_zero:
             warnings.warn(f"a checkpoint was not saved, and training goes on: {error}", stacklevel=4)
 
-    def _take_in(self, trainer: Trainer, path: Path, new: Saved, doomed: list[str]) -> None:
-        """Into the books with a new one, and away with those that are not kept any more, once it has verified."""
-        problems = trainer.verify_checkpoint(path) if doomed else []
+    def _record_and_delete(self, trainer: Trainer, path: Path, new: Saved, to_delete: list[str]) -> None:
+        """Add a new checkpoint to the list and, once it has verified, delete those that are not kept any more."""
+        problems = trainer.verify_checkpoint(path) if to_delete else []
         if problems:
             raise CorruptCheckpointError(
                 f"{path} does not verify ({'; '.join(problems)}); nothing older is deleted", path=path
             )
-        self._count(trainer, path, new)
-        for old in doomed:
+        self._record(trainer, path, new)
+        for old in to_delete:
             trainer.delete_checkpoint(self._path(old))
-        self._discount(trainer, doomed)
+        self._drop_deleted(trainer, to_delete)
 
-    def _count(self, trainer: Trainer, path: Path, new: Saved) -> None:
+    def _record(self, trainer: Trainer, path: Path, new: Saved) -> None:
         self.last_model_path = str(path)
         self.saved.append(replace(new, key=str(path)))
         self._find_best()
         if self.verbose:
             trainer.print(f"saved {path}")
 
-    def _discount(self, trainer: Trainer, deleted: list[str]) -> None:
-        self.saved = [it for it in self.saved if it.key not in deleted]
+    def _drop_deleted(self, trainer: Trainer, deleted: list[str]) -> None:
+        self.saved = [saved for saved in self.saved if saved.key not in deleted]
         self._find_best()
         for path in deleted if self.verbose else ():
             trainer.print(f"deleted {path}")
 
     def _find_best(self) -> None:
-        """The best of those kept; where nothing has a score, what was the best stays."""
+        """Set the best of those kept; where none has a score, the best stays what it was."""
         kept = self.best_k_models
         if self.monitor is None:
             self.best_model_path = self.saved[-1].key if self.saved else ""
             return
-        best = next(iter(_retention().best_first([it for it in self.saved if it.key in kept], self.mode)), None)
+        ranked = [saved for saved in self.saved if saved.key in kept]
+        best = next(iter(_retention().best_first(ranked, self.mode)), None)
         if best is not None and best.score is not None and not math.isnan(best.score):
             self.best_model_path, self.best_model_score = best.key, best.score
 
@@ -456,7 +457,7 @@ def _retention() -> Any:
 
 
 def _policy(keep: Retention | None, monitor: str | None, mode: str, save_top_k: int) -> Retention:
-    """What the arguments come to."""
+    """Retention policy from `save_top_k` and `keep`."""
     rules = _retention()
     if keep is None:
         if save_top_k == -1:

@@ -13,7 +13,7 @@ from instep.callbacks.base import Callback
 from instep.errors import SettingError
 
 if TYPE_CHECKING:
-    from instep.trainer import Trainer, TrainModule
+    from instep.callbacks.base import Trainer, TrainModule
 
 _MB = 1_000_000
 
@@ -31,7 +31,7 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """What `summarize` found; `str` gives the table as plain text.
+    """Sizes of a module and its parts, as `summarize` counts them; `str` gives the table as plain text.
 
     Tied parameters count once in the totals. Parameters of lazy modules count 0 until they have a shape.
     """
@@ -105,7 +105,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
     if max_depth < -1:
         raise SettingError(f"max_depth={max_depth} must be -1 (all), 0 (totals only) or more.", field="max_depth")
     rows: list[SummaryRow] = []
-    absent = {it for it in module.modules() if hasattr(it, "_absent_name")}
+    absent = {part for part in module.modules() if hasattr(part, "_absent_name")}
     for name, child in module.named_modules():
         if name and child not in absent and (max_depth == -1 or name.count(".") < max_depth):
             params = [(parameter, _elements(parameter)) for parameter in child.parameters()]

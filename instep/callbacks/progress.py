@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-    from instep.trainer import Trainer, TrainModule
+    from instep.callbacks.base import Trainer, TrainModule
 
 _JOIN_S = 2.0  # a thread that is stuck in a stopped terminal is left behind
 _BAR_WIDTH = 24  # columns
@@ -46,7 +46,7 @@ class Speed:
         self.value: float | None = None
 
     def pause(self) -> None:
-        """What follows is another stretch of time; the last value is kept until there is a new one."""
+        """Start a new measurement; the last value is kept until there is a new one."""
         self._readings.clear()
 
     def read(self, now_s: float, batch: int) -> float | None:
@@ -74,7 +74,7 @@ class Line:
 
     @property
     def fraction(self) -> float | None:
-        """How much is done, from 0 to 1; None where the total is unknown."""
+        """Part that is done, from 0 to 1; None where the total is unknown."""
         return min(1.0, self.done / self.total) if self.total else None
 
     def parts(self) -> list[str]:
@@ -108,7 +108,7 @@ def title(stage: str, epoch: int, max_epochs: int | None, dataloader_idx: int) -
 
 
 def showable(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
-    """Those metrics that can be read without waiting for a device: numbers, texts and one-element CPU tensors."""
+    """Metrics that can be read without waiting for a device: numbers, texts and one-element CPU tensors."""
     shown: dict[str, float | int | str] = {}
     # A copy first: the training thread adds to the dict meanwhile.
     for name, value in dict(metrics).items():
@@ -374,7 +374,7 @@ class ProgressBar(Callback):
 
 
 class _Screen:
-    """Where lines go: a rich live display on a terminal, plain lines elsewhere."""
+    """Output of the bar: a rich live display on a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
         self._out, self._err = sys.stdout, sys.stderr
@@ -456,7 +456,7 @@ class _Screen:
                 self._live.stop()
 
     def give_back_streams(self) -> None:
-        """Undo the redirection if the thread could not: it is stuck, or this is a forked process."""
+        """Undo the redirection of stdout and stderr where the thread could not: it is stuck, or in a forked process."""
         if self._live is not None:
             if type(sys.stdout).__module__ == "rich.file_proxy":
                 sys.stdout = self._out
@@ -467,7 +467,7 @@ class _Screen:
 
 
 class _Forks:
-    """The screen that is drawn now. A data loader's worker, forked from here, must not inherit a lock that is held."""
+    """Fork handlers for the screen that is drawn: a forked loader worker must not inherit a lock that is held."""
 
     def __init__(self) -> None:
         self.screen: _Screen | None = None

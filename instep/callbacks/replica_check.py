@@ -10,7 +10,7 @@ from instep.distributed.replicas import ReplicaDifference, compare_replicas
 from instep.errors import DistributedError, SettingError, one_of
 
 if TYPE_CHECKING:
-    from instep.trainer import Trainer, TrainModule
+    from instep.callbacks.base import Trainer, TrainModule
 
 
 class ReplicaCheck(Callback):
@@ -46,7 +46,7 @@ class ReplicaCheck(Callback):
         self.every_n_steps = every_n_steps
         self.buffers = buffers
         self.on_difference = on_difference
-        self._looked = 0
+        self._checked_step = 0
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.strategy.drifts:
@@ -59,16 +59,16 @@ class ReplicaCheck(Callback):
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if step % self.every_n_steps == 0 and step != self._looked:
+        if step % self.every_n_steps == 0 and step != self._checked_step:
             self.look(trainer, module)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.global_step != self._looked:
+        if trainer.global_step != self._checked_step:
             self.look(trainer, module)
 
     def look(self, trainer: Trainer, module: TrainModule) -> None:
-        """Compare now. Collective."""
-        self._looked = trainer.global_step
+        """Compare the replicas now. Collective."""
+        self._checked_step = trainer.global_step
         tensors = dict(module.named_parameters())
         if self.buffers:
             tensors |= dict(module.named_buffers())
@@ -83,8 +83,8 @@ class ReplicaCheck(Callback):
 
 
 def _text(differences: list[ReplicaDifference], step: int, count: int) -> str:
-    hosts = {rank: host for it in differences for rank, host in zip(it.ranks, it.hosts, strict=True)}
+    hosts = {rank: host for one in differences for rank, host in zip(one.ranks, one.hosts, strict=True)}
     who = ", ".join(f"rank {rank} (on {host})" for rank, host in sorted(hosts.items()))
-    names = ", ".join(it.name for it in differences[:3])
+    names = ", ".join(difference.name for difference in differences[:3])
     more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
     return f"replicas differ after step {step}: {who}, in {len(differences)} of {count} tensors: {names}{more}."

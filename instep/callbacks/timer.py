@@ -1,4 +1,4 @@
-"""Stop training after a given time, and know how long the stages took."""
+"""Stop training after a given time, and measure how long each stage took."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from instep.errors import one_of
 from instep.utils.duration import parse_duration
 
 if TYPE_CHECKING:
-    from instep.trainer import Trainer, TrainModule
+    from instep.callbacks.base import Trainer, TrainModule
 
 _STAGES = ("train", "validate", "test")
 _AGAIN_S = 1.0  # a stop that the Trainer may not follow yet (min_steps) is asked for again, but not at every step
@@ -57,11 +57,11 @@ class Timer(Callback):
         self._said = False
 
     def start_time(self, stage: str = "train") -> float | None:
-        """When this stage last began, on the clock of `time.monotonic`, in seconds; None if it did not."""
+        """Time at which this stage last began, in seconds of `time.monotonic`; None if it did not."""
         return self._start.get(_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """When this stage last ended, on the same clock; None if it did not."""
+        """Time at which this stage last ended, in seconds of `time.monotonic`; None if it did not."""
         return self._end.get(_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
@@ -81,7 +81,7 @@ class Timer(Callback):
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting from there."""
+        """Restore the seconds spent in earlier runs."""
         self._before.update({str(stage): float(elapsed_s) for stage, elapsed_s in state_dict["time_elapsed"].items()})
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:

@@ -43,10 +43,10 @@ from instep.state import read_environment
 from instep.trainer import Trainer, TrainModule
 from instep.trainer.devices import count_devices, launch
 from instep.trainer.hooks import is_overridden
-from instep.trainer.rebuild import StandIn, configured_arguments, described_arguments
 from instep.trainer.settings import resolve
 from instep.utils.hparams import CLASS_PATH, configured_as
 from instep.utils.plain_yaml import MAX_BYTES, MAX_ITEMS
+from instep.utils.rebuild import StandIn, configured_arguments, described_arguments
 from instep.utils.seed import seed_everything
 
 

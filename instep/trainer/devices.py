@@ -57,7 +57,7 @@ def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
 
 
 def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Settings:
-    """The settings, with the number of nodes that an elastic job has now: `num_nodes` is what it has at most."""
+    """Settings with the present number of nodes of an elastic job, which has `num_nodes` at most."""
     least = read_number(os.environ, MIN_NODES, 0)
     if least and environment.launcher == "torchrun" and least <= environment.num_nodes <= settings.num_nodes:
         return replace(settings, num_nodes=environment.num_nodes)
@@ -77,7 +77,7 @@ def launch(settings: Settings, count: int) -> NoReturn:
 
 
 def grace_period(settings: Settings, rank: int) -> float:
-    """Seconds that this process has after a signal; a warning where that is less than was asked for."""
+    """Grace period of this process after a signal, in seconds; a warning where it is less than was asked for."""
     asked_s = settings.grace_period_s
     if under_plain_torchrun():
         given_s = TORCHRUN_GRACE_S
@@ -146,7 +146,7 @@ def device_of(settings: Settings, process: PartialState, environment: ProcessEnv
 
 @contextmanager
 def torch_flags(settings: Settings) -> Iterator[None]:
-    """Set them for a run, and put them back after it."""
+    """Set torch's switches for a run, and restore them after it."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, anomaly = torch.backends.cudnn.benchmark, torch.is_anomaly_enabled()

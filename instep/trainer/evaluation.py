@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +14,13 @@ from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH
 from instep.distributed.nested import map_leaves
-from instep.trainer.log import EpochMetric, LogBook, uncounted
-from instep.trainer.step import within
-
-if TYPE_CHECKING:
-    from instep.trainer.session import Session
+from instep.trainer.context import RunContext
+from instep.trainer.log import EpochMetric, MetricLog, uncounted
+from instep.trainer.step import resolve_step
 
 
 def evaluate(
-    run: Session, stage: str, sources: Sequence[BatchSource], limit: int | None = None
+    ctx: RunContext, stage: str, sources: Sequence[BatchSource], limit: int | None = None
 ) -> list[dict[str, float]] | None:
     """Run the module over all batches of all loaders, without gradients, and log.
 
@@ -42,10 +40,10 @@ def evaluate(
         on_validation_model_train()
 
     In fit, triggers are agreed on after every batch, as in training. Where the ranks agreed to stop for a signal, the
-    rest is left; the other triggers are `run.deferred`.
+    rest is left; the other triggers are `ctx.deferred`.
 
     Args:
-        run: the session.
+        ctx: the run.
         stage: `sanity_check`, `validate` or `test`; the sanity check's hooks are validation's.
         sources: the prepared loaders.
         limit: batches of each loader, for the sanity check.
@@ -54,105 +52,125 @@ def evaluate(
         For each loader its metrics, with the names that the loggers see; None where it was left.
     """
     name = "test" if stage == "test" else "validation"
-    trainer, module, hooks, progress = run.trainer, run.module, run.hooks, run.trainer.progress
-    step = within(run.precision.context(), run.step_function(f"{name}_step", "batch", "batch_idx", "dataloader_idx"))
-    batch_start, batch_end = hooks[f"on_{name}_batch_start"], hooks[f"on_{name}_batch_end"]
-    several = len(sources) > 1
-    book = LogBook(stage, run.world_size, len(sources), run.strategy.counts)
-    outer_book, outer_stage, outer_progress = run.set_book(book), trainer.state.stage, progress.stage
-    modes, gradient = _modes(module), run.state.gradient
-    outer_end, outer_loaders = gradient.end_of_dataloader, len(gradient.dataloader_references)
-    fits, count = run.fn == "fit", 0
-    tick = run.triggers.tick if fits else _agree_on_nothing
-    trainer.state.stage = stage
-    progress.stage = "sanity" if stage == "sanity_check" else stage
-
-    try:
-        with (
-            _no_gradients(run),
-            run.triggers.inner() if fits else nullcontext(),
-            run.heart.within("test" if stage == "test" else "validate"),
-        ):
-            beats = run.heart.numbers
-            if fits and stage != "sanity_check":
-                module.on_validation_model_zero_grad()
-            getattr(module, f"on_{name}_model_eval")()
-            hooks.call(f"on_{name}_start")
-            hooks.call(f"on_{name}_epoch_start")
-            for loader_idx, source in enumerate(sources):
-                book.set_loader(loader_idx)
-                total = source.num_batches
-                total = limit if total is None else total if limit is None else min(total, limit)
-                progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, total
-                which = (loader_idx,) if several else ()
-                source.set_epoch(trainer.current_epoch)
-                gradient.dataloader_references.append(source)
-                gradient.active_dataloader = source
-                for batch_idx, batch in enumerate(islice(run.on_device(source, loader_idx), limit)):
-                    gradient.end_of_dataloader = source.is_last
-                    book.batch, book.weight = batch, source.counts(batch_idx)[0]
-                    with uncounted(module) if book.weight == 0 else nullcontext():
-                        for hook in batch_start:
-                            hook(batch, batch_idx, *which)
-                        book.enter(f"{name}_step")
-                        outputs = step(batch, batch_idx, loader_idx)
-                        book.leave("")
-                        for hook in batch_end:
-                            hook(outputs, batch, batch_idx, *which)
-                    progress.eval_batch = batch_idx + 1
-                    if trainer.settings.log_every_n_steps and (batch_idx + 1) % trainer.settings.log_every_n_steps == 0:
-                        _log_steps(run, book, stage)
-                    beats[BATCH] = count
-                    count += 1
-                    agreed = tick(count)
-                    if agreed and run.defer(agreed):
-                        return None
-                gradient.dataloader_references.pop()
-            run.heart.enter("epoch")
-            book.set_loader(None)
-            book.batch = book.weight = None
-            arrived, epoch_metrics = book.reduce(trainer.global_step, reset=False)
-            trainer.metrics.put_epoch(epoch_metrics, final=False)
-            hooks.call(f"on_{name}_epoch_end")
-            more, epoch_metrics = book.reduce(trainer.global_step, reset=True)
-            arrived += more
-            if stage != "sanity_check":
-                trainer.metrics.log_steps(arrived)
-                trainer.metrics.put_epoch(epoch_metrics)
-            hooks.call(f"on_{name}_end")
-    finally:
-        _restore(modes)
-        gradient.end_of_dataloader = outer_end  # the training window that validation interrupts goes on as it was
-        del gradient.dataloader_references[outer_loaders:]
-        gradient.active_dataloader = gradient.dataloader_references[-1] if outer_loaders else None
-        run.set_book(outer_book)
-        trainer.state.stage, progress.stage = outer_stage, outer_progress
-        if stage == "sanity_check":
-            trainer.metrics.forget()
+    trainer, module, hooks = ctx.trainer, ctx.module, ctx.hooks
+    log = MetricLog(stage, ctx.world_size, len(sources), ctx.strategy.counts)
+    run_batches = _batch_loop(ctx, name, log, sources, limit)
+    with _stage(ctx, stage, log):
+        if ctx.fn == "fit" and stage != "sanity_check":
+            module.on_validation_model_zero_grad()
+        getattr(module, f"on_{name}_model_eval")()
+        hooks.call(f"on_{name}_start")
+        hooks.call(f"on_{name}_epoch_start")
+        if not run_batches():
+            return None
+        ctx.heartbeat.enter("epoch")
+        log.set_loader(None)
+        log.batch = log.weight = None
+        arrived, epoch_metrics = log.reduce(trainer.global_step, reset=False)
+        trainer.metrics.put_epoch(epoch_metrics, final=False)
+        hooks.call(f"on_{name}_epoch_end")
+        more, epoch_metrics = log.reduce(trainer.global_step, reset=True)
+        if stage != "sanity_check":
+            trainer.metrics.log_steps([*arrived, *more])
+            trainer.metrics.put_epoch(epoch_metrics)
+        hooks.call(f"on_{name}_end")
     getattr(module, f"on_{name}_model_train")()
     return _by_loader(epoch_metrics, len(sources))
 
 
-def predict(run: Session, sources: Sequence[BatchSource], keep: bool) -> list[Any]:
+@contextmanager
+def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
+    """Enter an evaluation stage, and restore what it changed: what it interrupts goes on as it was."""
+    trainer, progress, gradient = ctx.trainer, ctx.trainer.progress, ctx.gradient
+    outer_log, outer_stage, outer_progress = ctx.switch_log(log), trainer.state.stage, progress.stage
+    outer_end, outer_loaders = gradient.end_of_dataloader, len(gradient.dataloader_references)
+    modes = _modes(ctx.module)
+    trainer.state.stage = stage
+    progress.stage = "sanity" if stage == "sanity_check" else stage
+    try:
+        with (
+            _no_gradients(ctx),
+            ctx.triggers.inner() if ctx.fn == "fit" else nullcontext(),
+            ctx.heartbeat.within("test" if stage == "test" else "validate"),
+        ):
+            yield
+    finally:
+        _restore(modes)
+        gradient.end_of_dataloader = outer_end
+        del gradient.dataloader_references[outer_loaders:]
+        gradient.active_dataloader = gradient.dataloader_references[-1] if outer_loaders else None
+        ctx.switch_log(outer_log)
+        trainer.state.stage, progress.stage = outer_stage, outer_progress
+        if stage == "sanity_check":
+            trainer.metrics.forget()
+
+
+def _batch_loop(
+    ctx: RunContext, name: str, log: MetricLog, sources: Sequence[BatchSource], limit: int | None
+) -> Callable[[], bool]:
+    """Make the loop over all batches of all loaders; it returns False where the ranks agreed to leave the rest."""
+    trainer, module, progress, gradient = ctx.trainer, ctx.module, ctx.trainer.progress, ctx.gradient
+    step = resolve_step(ctx, f"{name}_step", "batch", "batch_idx", "dataloader_idx")
+    batch_start, batch_end = ctx.hooks[f"on_{name}_batch_start"], ctx.hooks[f"on_{name}_batch_end"]
+    tick = ctx.triggers.tick if ctx.fn == "fit" else _agree_on_nothing
+    beats, log_every = ctx.heartbeat.numbers, ctx.settings.log_every_n_steps
+
+    def run() -> bool:
+        count = 0
+        for loader_idx, source in enumerate(sources):
+            log.set_loader(loader_idx)
+            total = source.num_batches
+            total = limit if total is None else total if limit is None else min(total, limit)
+            progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, total
+            which = (loader_idx,) if len(sources) > 1 else ()
+            source.set_epoch(trainer.current_epoch)
+            gradient.dataloader_references.append(source)
+            gradient.active_dataloader = source
+            for batch_idx, batch in enumerate(islice(ctx.loaders.on_device(source, loader_idx), limit)):
+                gradient.end_of_dataloader = source.is_last
+                log.batch, log.weight = batch, source.counts(batch_idx)[0]
+                with uncounted(module) if log.weight == 0 else nullcontext():
+                    for hook in batch_start:
+                        hook(batch, batch_idx, *which)
+                    log.enter(f"{name}_step")
+                    outputs = step(batch, batch_idx, loader_idx)
+                    log.leave("")
+                    for hook in batch_end:
+                        hook(outputs, batch, batch_idx, *which)
+                progress.eval_batch = batch_idx + 1
+                if log_every and (batch_idx + 1) % log_every == 0:
+                    _log_steps(ctx, log)
+                beats[BATCH] = count
+                count += 1
+                agreed = tick(count)
+                if agreed and _defer(ctx, agreed):
+                    return False
+            gradient.dataloader_references.pop()
+        return True
+
+    return run
+
+
+def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list[Any]:
     """Run `predict_step` over all batches; a batch that was replayed to keep ranks in step is left out.
 
     Args:
-        run: the session.
+        ctx: the run.
         sources: the prepared loaders.
         keep: whether to return the predictions.
 
     Returns:
         The outputs of this rank's batches, on the CPU; a list of lists with several loaders.
     """
-    trainer, module, hooks, progress = run.trainer, run.module, run.hooks, run.trainer.progress
-    step = within(run.precision.context(), run.step_function("predict_step", "batch", "batch_idx", "dataloader_idx"))
+    trainer, module, hooks, progress = ctx.trainer, ctx.module, ctx.hooks, ctx.trainer.progress
+    step = resolve_step(ctx, "predict_step", "batch", "batch_idx", "dataloader_idx")
     batch_start, batch_end = hooks["on_predict_batch_start"], hooks["on_predict_batch_end"]
     modes = _modes(module)
     trainer.state.stage = progress.stage = "predict"
     results: list[list[Any]] = []
     try:
-        with _no_gradients(run), run.heart.within("predict"):
-            beats = run.heart.numbers
+        with _no_gradients(ctx), ctx.heartbeat.within("predict"):
+            beats = ctx.heartbeat.numbers
             module.on_predict_model_eval()
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
@@ -162,7 +180,7 @@ def predict(run: Session, sources: Sequence[BatchSource], keep: bool) -> list[An
                 progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, source.num_batches
                 which = (loader_idx,) if len(sources) > 1 else ()
                 source.set_epoch(0)
-                for batch_idx, batch in enumerate(run.on_device(source, loader_idx)):
+                for batch_idx, batch in enumerate(ctx.loaders.on_device(source, loader_idx)):
                     replayed = source.counts(batch_idx)[0] == 0
                     for hook in () if replayed else batch_start:
                         hook(batch, batch_idx, *which)
@@ -174,7 +192,7 @@ def predict(run: Session, sources: Sequence[BatchSource], keep: bool) -> list[An
                         hook(outputs, batch, batch_idx, *which)
                     if keep:
                         kept.append(_to_cpu(outputs))
-                run.heart.enter("predict")  # the next loader begins
+                ctx.heartbeat.enter("predict")  # the next loader begins
             hooks.call("on_predict_epoch_end")
             hooks.call("on_predict_end")
     finally:
@@ -187,9 +205,15 @@ def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
     return [(submodule, submodule.training) for submodule in module.modules()]
 
 
-def _no_gradients(run: Session) -> AbstractContextManager[Any]:
-    infers = run.trainer.settings.inference_mode and run.strategy.inference_mode and run.fn != "fit"
+def _no_gradients(ctx: RunContext) -> AbstractContextManager[Any]:
+    infers = ctx.trainer.settings.inference_mode and ctx.strategy.inference_mode and ctx.fn != "fit"
     return torch.inference_mode() if infers else torch.no_grad()
+
+
+def _defer(ctx: RunContext, agreed: tuple[Trigger, ...]) -> bool:
+    """Keep triggers for after an evaluation; True where that is to be left at once."""
+    ctx.deferred += agreed
+    return any(trigger.name == "preempted" for trigger in agreed)
 
 
 def _agree_on_nothing(step: int) -> tuple[Trigger, ...]:
@@ -201,10 +225,10 @@ def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:
         submodule.training = training
 
 
-def _log_steps(run: Session, book: LogBook, stage: str) -> None:
-    arrived = book.hand_over(run.trainer.metrics.next_eval_step(stage))
-    if stage != "sanity_check":
-        run.trainer.metrics.log_steps(arrived)
+def _log_steps(ctx: RunContext, log: MetricLog) -> None:
+    arrived = log.hand_over(ctx.trainer.metrics.next_eval_step(log.stage))
+    if log.stage != "sanity_check":
+        ctx.trainer.metrics.log_steps(arrived)
 
 
 def _by_loader(metrics: Sequence[EpochMetric], loaders: int) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""The hooks of a TrainModule, and the table of those that are really overridden.
+"""The hooks of a TrainModule, and the table of those that are overridden.
 
 A hook that nobody overrides costs nothing: `HookTable` finds the overridden ones once, before the loop, and the loop
 iterates tuples that are mostly empty.
@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from instep.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from instep.trainer.log import LogBook
-    from instep.trainer.module import TrainModule
-    from instep.trainer.trainer import Trainer
+    from instep.callbacks.base import Trainer, TrainModule
+    from instep.trainer.log import MetricLog
 
 Hook = Callable[..., Any]
 
@@ -218,7 +217,7 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
 class HookTable:
     """The overridden hooks of one run: `table["on_train_batch_end"]` is a tuple of callables.
 
-    Callbacks' come before the module's, but for those that monitor or save at the end of something: they come last.
+    Callbacks' come before the module's, but for the `on_..._end` hooks of callbacks with `runs_last`.
 
     Args:
         trainer: passed to callbacks' hooks.
@@ -234,37 +233,37 @@ class HookTable:
     def of_callbacks(self, name: str, only: Callable[[Callback], bool] = lambda _: True) -> tuple[Hook, ...]:
         """The callbacks' overridden hooks, for those callbacks that `only` accepts."""
         chosen = [c for c in self._callbacks if only(c) and is_overridden(c, name, Callback)]
-        return tuple(self._noted(name, partial(getattr(c, name), self._trainer, self._module)) for c in chosen)
+        return tuple(self._logged(name, partial(getattr(c, name), self._trainer, self._module)) for c in chosen)
 
     def of_module(self, name: str) -> tuple[Hook, ...]:
         """The module's overridden hook, or nothing."""
         if not is_overridden(self._module, name, ModuleHooks):
             return ()
-        return (self._noted(name, getattr(self._module, name)),)
+        return (self._logged(name, getattr(self._module, name)),)
 
     def __getitem__(self, name: str) -> tuple[Hook, ...]:
         if not name.endswith("_end"):
             return self.of_callbacks(name) + self.of_module(name)
         # A checkpoint must hold what the module's hook has done.
-        others = self.of_callbacks(name, lambda callback: not callback.monitoring)
-        return others + self.of_module(name) + self.of_callbacks(name, lambda callback: callback.monitoring)
+        others = self.of_callbacks(name, lambda callback: not callback.runs_last)
+        return others + self.of_module(name) + self.of_callbacks(name, lambda callback: callback.runs_last)
 
     def call(self, name: str, *args: Any) -> None:
         """Call the hooks of a name in order; for places outside the step loop."""
         for hook in self[name]:
             hook(*args)
 
-    def _noted(self, name: str, hook: Hook) -> Hook:
-        """`hook`, telling the log book in which hook a `self.log` is made and collecting what it logged."""
+    def _logged(self, name: str, hook: Hook) -> Hook:
+        """Wrap a hook, so that the log knows where a `self.log` is made and collects what the hook logged."""
 
-        def noted(*args: Any) -> Any:
-            book: LogBook | None = self._trainer._book
-            if book is None:
+        def logged(*args: Any) -> Any:
+            log: MetricLog | None = self._trainer._log
+            if log is None:
                 return hook(*args)
-            before = book.enter(name)
+            before = log.enter(name)
             try:
                 return hook(*args)
             finally:
-                book.leave(before)
+                log.leave(before)
 
-        return noted
+        return logged

@@ -11,12 +11,12 @@ import torch
 from instep.data import BatchSource, CombinedLoader, DataModule, prepare_loader
 from instep.distributed import send_to_device
 from instep.errors import DataError, HookError, SettingError
-from instep.strategies import Precision
+from instep.state.runs import GradientRecord
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.module import TrainModule
 
 if TYPE_CHECKING:
-    from instep.trainer.session import Session
+    from instep.callbacks.base import Trainer
 
 _METHODS = {
     "train": "train_dataloader",
@@ -65,21 +65,41 @@ class Loaders:
     """The loaders of one run, prepared when they are first asked for.
 
     Args:
-        run: the session.
-        given: what the user passed to the Trainer's method, by stage.
+        trainer: has the settings, the strategy and the seed.
+        module: its loader methods and transfer hooks are used.
+        datamodule: goes before the module; or None.
+        given: loaders that the user passed to the Trainer's method, by stage.
+        device: where batches go.
+        gradient: learns the number of micro-batches per optimizer step.
+
+    Attributes:
+        accumulate: micro-batches per optimizer step; `global_batch_size` decides it when the training data is prepared.
+        prepared_train: the training data, where it is prepared already.
     """
 
-    def __init__(self, run: Session, given: dict[str, Any]) -> None:
-        self._run = run
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        datamodule: DataModule | None,
+        given: dict[str, Any],
+        device: torch.device,
+        gradient: GradientRecord,
+    ) -> None:
+        self._trainer, self._settings, self._strategy = trainer, trainer.settings, trainer.strategy
+        self._module, self._datamodule = module, datamodule
         self._given = given
-        self._train: BatchSource | None = None
+        self._device = device
+        self._gradient = gradient
+        self.accumulate = self._settings.accumulate_grad_batches
+        self.prepared_train: BatchSource | None = None
         self._eval: dict[str, list[BatchSource]] = {}
 
     def _raw(self, stage: str) -> Any:
         """The user's loader or loaders: passed in, from the datamodule, or from the module."""
         if self._given.get(stage) is not None:
             return self._given[stage]
-        name, module, datamodule = _METHODS[stage], self._run.module, self._run.datamodule
+        name, module, datamodule = _METHODS[stage], self._module, self._datamodule
         if datamodule is not None:
             return getattr(datamodule, name)()
         return getattr(module, name)() if is_overridden(module, name, ModuleHooks) else None
@@ -87,29 +107,24 @@ class Loaders:
     # ---- training
 
     @property
-    def prepared_train(self) -> BatchSource | None:
-        """The training data, where it is prepared already."""
-        return self._train
-
-    @property
     def train(self) -> BatchSource:
         """The training data."""
-        if self._train is None:
-            self._train = self._prepare_train()
-        return self._train
+        if self.prepared_train is None:
+            self.prepared_train = self._prepare_train()
+        return self.prepared_train
 
     def _prepare_train(self) -> BatchSource:
-        run, settings = self._run, self._run.settings
+        settings = self._settings
         raw = self._raw("train")
         if raw is None:
             raise HookError(
-                f"fit needs training data: {run.trainer.how_to_give_data}, or give {type(run.module).__name__} a "
+                f"fit needs training data: {self._trainer.how_to_give_data}, or give {type(self._module).__name__} a "
                 "train_dataloader method."
             )
         micro_batch = None
         if settings.global_batch_size is not None:
-            micro_batch, run.accumulate = derive(
-                settings.global_batch_size, run.strategy.data_world_size, _batch_size(raw)
+            micro_batch, self.accumulate = derive(
+                settings.global_batch_size, self._strategy.data_world_size, _batch_size(raw)
             )
         limit = settings.overfit_batches or settings.limit_train_batches
         if isinstance(raw, (dict, list, tuple, CombinedLoader)) and not _is_batches(raw):
@@ -122,16 +137,16 @@ class Loaders:
             source.limit(limit)
         else:
             source = self._prepare(raw, "train", limit, micro_batch)
-        run.state.gradient.num_steps = run.accumulate
-        source.history = run.accumulate  # a state is taken at the end of the window, wherever in it we are
+        self._gradient.num_steps = self.accumulate
+        source.history = self.accumulate  # a state is taken at the end of the window, wherever in it we are
         if source.num_batches == 0 and limit != 0:
             raise DataError("the training loader gives no batch; is the dataset empty, or drop_last with few samples?")
         return source
 
     def reload_train(self) -> None:
         """Ask the user for the training loader again."""
-        self.close_train()
-        self._train = None
+        self._close_train()
+        self.prepared_train = None
 
     # ---- evaluation
 
@@ -142,7 +157,7 @@ class Loaders:
         return self._eval[stage]
 
     def _prepare_evaluation(self, stage: str) -> list[BatchSource]:
-        settings = self._run.settings
+        settings = self._settings
         limit = {
             "val": settings.overfit_batches or settings.limit_val_batches,
             "test": settings.limit_test_batches,
@@ -164,8 +179,8 @@ class Loaders:
 
     @property
     def validates(self) -> bool:
-        """Whether fit has a validation to run."""
-        module = self._run.module
+        """Whether fit has a validation to run; a loader without a `validation_step` is warned of."""
+        module = self._module
         if not self.evaluation("val"):
             return False
         if not is_overridden(module, "validation_step", TrainModule):
@@ -185,35 +200,71 @@ class Loaders:
     # ---- both
 
     def _prepare(self, loader: Any, stage: str, limit: int | float, micro_batch: int | None) -> BatchSource:
-        run, settings = self._run, self._run.settings
+        settings = self._settings
         if isinstance(loader, type) or loader is None or not hasattr(loader, "__iter__"):
             raise DataError(f"the {stage} loader must be iterable, such as a DataLoader; got {loader!r}")
         return prepare_loader(
             loader,
-            rank=run.strategy.data_rank,
-            world_size=run.strategy.data_world_size,
-            seed=run.trainer.seed,
+            rank=self._strategy.data_rank,
+            world_size=self._strategy.data_world_size,
+            seed=self._trainer.seed,
             shuffle_allowed=not settings.overfit_batches,
             use_distributed_sampler=settings.use_distributed_sampler,
             seed_samples=settings.seed_samples,
             batch_size=micro_batch,
             limit=limit,
             stage=stage,
-            device=run.device,
+            device=self._device,
             uneven=settings.uneven,
         )
 
-    def close_train(self) -> None:
-        if self._train is not None:
-            self._train.close()
+    def on_device(self, source: BatchSource, dataloader_idx: int = 0) -> Iterator[Any]:
+        """The source's batches, each on the device. On CUDA a copy overlaps with the step before.
+
+        The module's transfer hooks run unless the datamodule overrides one of the three.
+
+        Args:
+            source: batches on the host.
+            dataloader_idx: index of the loader that they come from, for the hooks.
+        """
+        module, datamodule, device = self._module, self._datamodule, self._device
+
+        def own(name: str) -> Callable[..., Any] | None:
+            if datamodule is not None and any(is_overridden(datamodule, hook, DataModule) for hook in HOOKS):
+                return getattr(datamodule, name) if is_overridden(datamodule, name, DataModule) else None
+            return getattr(module, name) if is_overridden(module, name, ModuleHooks) else None
+
+        before, move, after = (own(name) for name in HOOKS)
+        stages: list[Callable[[Any], Any]] = []
+        if before is not None:
+            stages.append(lambda batch: before(batch, dataloader_idx))
+        convert = self._strategy.precision.input_converter()
+        if convert is not None:
+            stages.append(convert)
+        if move is not None:
+            stages.append(lambda batch: move(batch, device, dataloader_idx))
+        elif device.type != "cpu":
+            stages.append(lambda batch: send_to_device(batch, device, non_blocking=True))
+        last = None if after is None else lambda batch: after(batch, dataloader_idx)
+        if device.type == "cuda" and stages:
+            from instep.data.prefetch import prefetch  # late: only a GPU run pays for it
+
+            return prefetch(source, _chain(stages), device, after=last)
+        if last is not None:
+            stages.append(last)
+        return map(_chain(stages), source) if stages else iter(source)
+
+    def _close_train(self) -> None:
+        if self.prepared_train is not None:
+            self.prepared_train.close()
 
     def close(self) -> None:
         """End loader workers."""
-        self.close_train()
+        self._close_train()
         for sources in self._eval.values():
             for source in sources:
                 source.close()
-        self._train, self._eval = None, {}
+        self.prepared_train, self._eval = None, {}
 
 
 def _is_batches(raw: Any) -> bool:
@@ -244,51 +295,6 @@ def _batch_size(raw: Any) -> int:
             field="global_batch_size",
         )
     return size
-
-
-def batches_on_device(
-    source: BatchSource,
-    module: ModuleHooks,
-    datamodule: DataModule | None,
-    device: torch.device,
-    precision: Precision,
-    dataloader_idx: int = 0,
-) -> Iterator[Any]:
-    """The source's batches, each on the device. On CUDA a copy overlaps with the step before.
-
-    Args:
-        source: batches on the host.
-        module: its hooks run unless the datamodule overrides one of the three.
-        datamodule: or None.
-        device: where batches go.
-        precision: may convert floating tensors.
-        dataloader_idx: which loader the batches come from, for the hooks.
-    """
-
-    def own(name: str) -> Callable[..., Any] | None:
-        if datamodule is not None and any(is_overridden(datamodule, hook, DataModule) for hook in HOOKS):
-            return getattr(datamodule, name) if is_overridden(datamodule, name, DataModule) else None
-        return getattr(module, name) if is_overridden(module, name, ModuleHooks) else None
-
-    before, move, after = (own(name) for name in HOOKS)
-    stages: list[Callable[[Any], Any]] = []
-    if before is not None:
-        stages.append(lambda batch: before(batch, dataloader_idx))
-    convert = precision.input_converter()
-    if convert is not None:
-        stages.append(convert)
-    if move is not None:
-        stages.append(lambda batch: move(batch, device, dataloader_idx))
-    elif device.type != "cpu":
-        stages.append(lambda batch: send_to_device(batch, device, non_blocking=True))
-    last = None if after is None else lambda batch: after(batch, dataloader_idx)
-    if device.type == "cuda" and stages:
-        from instep.data.prefetch import prefetch  # late: only a GPU run pays for it
-
-        return prefetch(source, _chain(stages), device, after=last)
-    if last is not None:
-        stages.append(last)
-    return map(_chain(stages), source) if stages else iter(source)
 
 
 def _chain(stages: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:

@@ -1,26 +1,32 @@
-"""What becomes of `self.log`.
+"""Logging of metrics: the way of a value from `self.log` to the host, over the ranks, and to the loggers.
 
-`TrainModule.log` only copies its value into `LogBook.buffer`. The loop drains that list outside any compiled region
-into slots, one for each name and hook; values stay where they are (on the device) until `hand_over`, which packs all of
-them into one transfer. Sums are kept in float64 and added in the order of the batches, so that a mean is exact, the
-same for every world size, and bit-identical after a resume.
+`TrainModule.log` only copies its value into `MetricLog.buffer`. The loop drains that list outside any compiled region
+into accumulators, one for each name and hook; values stay where they are (on the device) until `hand_over`, which packs
+all of them into one `ScalarTransfer`. Sums are kept in float64 and added in the order of the batches, so that a mean is
+exact, the same for every world size, and bit-identical after a resume. `Metrics` has the last value of each name, for
+callbacks and the progress bar, and sends values to the loggers.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from instep.distributed import find_batch_size, gather_object
 from instep.errors import LogError
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer
 
 K = TypeVar("K")
 
@@ -48,8 +54,8 @@ _EPOCH_HOOKS = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end"} 
 }
 
 
-class PackedCopy:
-    """Scalars on their way to the host: one stacked transfer per dtype and device, not waited for on a GPU.
+class ScalarTransfer:
+    """Transfer of scalars to the host: one stacked copy per dtype and device, not waited for on a GPU.
 
     Args:
         values: 0-dim tensors, and numbers, which pass through.
@@ -76,7 +82,7 @@ class PackedCopy:
 
     @property
     def ready(self) -> bool:
-        """Whether `floats` returns without waiting."""
+        """Whether `floats` returns without waiting for the device."""
         return self._event is None or self._event.query()
 
     def floats(self) -> list[float]:
@@ -127,8 +133,8 @@ def reduction(name: str, reduce_fx: Any) -> str:
 
 
 @dataclass
-class Slot:
-    """One name in one hook: its arguments, the values not yet added, and their sum in float64."""
+class Accumulator:
+    """Sum in float64 of one name that one hook logs, with its arguments and the values not yet added."""
 
     name: str
     options: Options
@@ -184,7 +190,7 @@ _COMBINE: dict[str, Callable[[float, float], float]] = {
 
 
 def merge(parts: Sequence[tuple[str, float | None, float]]) -> float | None:
-    """The value of several ranks' (reduction, total, weight); None where nobody has one."""
+    """Reduce the (reduction, total, weight) of several ranks to one value; None where no rank has one."""
     op = parts[0][0]
     total: float | None = None
     for _, amount, _ in parts:
@@ -194,7 +200,7 @@ def merge(parts: Sequence[tuple[str, float | None, float]]) -> float | None:
 
 
 def final(op: str, total: float | None, weight: float) -> float | None:
-    """The value that a total and a weight come to."""
+    """Value of a total and a weight, by the reduction."""
     if total is None:
         return None
     if op == "mean":
@@ -203,21 +209,25 @@ def final(op: str, total: float | None, weight: float) -> float | None:
 
 
 def merge_states(by_rank: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The states of several ranks' books as one: sums are added up, last values are the first rank's."""
+    """Merge the log states of several ranks: sums are added up, last values are the first rank's."""
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for state in by_rank:
-        for slot in state:
-            known = merged.setdefault((slot["hook"], slot["dataloader_idx"], slot["key"]), slot)
-            if known is slot or slot["total"] is None:
+        for accumulator in state:
+            known = merged.setdefault(
+                (accumulator["hook"], accumulator["dataloader_idx"], accumulator["key"]), accumulator
+            )
+            if known is accumulator or accumulator["total"] is None:
                 continue
-            combine = _COMBINE[Options(*slot["options"]).reduce_fx]
-            known["total"] = slot["total"] if known["total"] is None else combine(known["total"], slot["total"])
-            known["weight"] += slot["weight"]
+            combine = _COMBINE[Options(*accumulator["options"]).reduce_fx]
+            known["total"] = (
+                accumulator["total"] if known["total"] is None else combine(known["total"], accumulator["total"])
+            )
+            known["weight"] += accumulator["weight"]
     return list(merged.values())
 
 
 class NullBuffer(list[Entry]):
-    """Forgets what is logged: `barebones` has no log."""
+    """Buffer that drops what is logged: `barebones` has no log."""
 
     def append(self, entry: Entry) -> None:
         pass
@@ -231,8 +241,8 @@ class StepMetrics(NamedTuple):
     bar: dict[str, float]
 
 
-class LogBook:
-    """All that one stage (train, validate, test) logs.
+class MetricLog:
+    """Log of one stage (train, validate, test).
 
     Args:
         stage: `train`, `validate`, `sanity_check`, `test`.
@@ -252,19 +262,19 @@ class LogBook:
         self._counts = counts
         self._dataloader_idx: int | None = None
         self._hook = ""
-        self._slots: dict[tuple[str, int | None], dict[str, Slot]] = {}
-        self._current: dict[str, Slot] = {}
+        self._accumulators: dict[tuple[str, int | None], dict[str, Accumulator]] = {}
+        self._current: dict[str, Accumulator] = {}
         self._order = 0
-        self._outstanding: tuple[PackedCopy, list[tuple[Slot, int]], list[Slot], int] | None = None
+        self._outstanding: tuple[ScalarTransfer, list[tuple[Accumulator, int]], list[Accumulator], int] | None = None
         self._held_weights: list[float] = []
         self.step_values: dict[str, Any] = {}
         """The last step values by name (numbers or device tensors), for whoever shows them; without those whose name a
         later epoch value has taken."""
 
-    # ---- where we are
+    # ---- the hook that runs
 
     def enter(self, hook: str) -> str:
-        """Say that `hook` runs from here on; returns the one before, for `leave`."""
+        """Note that `hook` runs from here on; returns the one before, for `leave`."""
         before = self._hook
         if self.buffer:
             self.drain()
@@ -280,38 +290,38 @@ class LogBook:
         self._select()
 
     def set_loader(self, index: int | None) -> None:
-        """Say which of several evaluation loaders the batches come from; None outside of them."""
+        """Set the index of the evaluation loader that batches come from; None outside of them."""
         if self._num_loaders > 1:
             self._dataloader_idx = index
             self._select()
 
     def _select(self) -> None:
-        self._current = self._slots.setdefault((self._hook, self._dataloader_idx), {})
+        self._current = self._accumulators.setdefault((self._hook, self._dataloader_idx), {})
 
-    # ---- from the buffer into slots
+    # ---- from the buffer into accumulators
 
     def drain(self) -> None:
-        """Move the buffer's entries into their slots. Nothing is computed and the device is not asked."""
+        """Move the buffer's entries into their accumulators. Nothing is computed and the device is not asked."""
         current, weight = self._current, self.weight
         for name, value, options, batch_size in self.buffer:
-            slot = current.get(name)
-            if slot is None or slot.options != options:
-                slot = self._slot(name, value, options)
-            if slot.metric is not None:
-                slot.weight = 1.0  # it has something to compute in this epoch, on every rank
+            accumulator = current.get(name)
+            if accumulator is None or accumulator.options != options:
+                accumulator = self._accumulator(name, value, options)
+            if accumulator.metric is not None:
+                accumulator.weight = 1.0  # it has something to compute in this epoch, on every rank
             if weight == 0:
                 continue
-            if slot.metric is not None:
+            if accumulator.metric is not None:
                 value = getattr(value, "_forward_cache", None)
                 if value is None:
                     continue
-            elif slot.on_epoch:
-                slot.values.append(value)
-                slot.weights.append(self._weight(batch_size))
-            slot.last = value
-            slot.fresh = True
-            if slot.on_step:
-                self.step_values[slot.step_name] = value
+            elif accumulator.on_epoch:
+                accumulator.values.append(value)
+                accumulator.weights.append(self._weight(batch_size))
+            accumulator.last = value
+            accumulator.fresh = True
+            if accumulator.on_step:
+                self.step_values[accumulator.step_name] = value
         self.buffer.clear()
 
     def _weight(self, batch_size: int | None) -> float:
@@ -324,7 +334,7 @@ class LogBook:
         size = find_batch_size(self.batch)
         return 1.0 if size is None else float(size)
 
-    def _slot(self, name: str, value: Any, options: Options) -> Slot:
+    def _accumulator(self, name: str, value: Any, options: Options) -> Accumulator:
         known = self._current.get(name)
         if known is not None:
             changed = [
@@ -339,21 +349,25 @@ class LogBook:
         suffix = ""
         if self._dataloader_idx is not None:
             if not options.add_dataloader_idx:  # one value over all loaders
-                everywhere = self._slots.setdefault((self._hook, None), {})
+                everywhere = self._accumulators.setdefault((self._hook, None), {})
                 if name in everywhere:
                     self._current[name] = everywhere[name]
-                    return everywhere[name] if everywhere[name].options == options else self._slot(name, value, options)
+                    return (
+                        everywhere[name]
+                        if everywhere[name].options == options
+                        else self._accumulator(name, value, options)
+                    )
             else:
                 suffix = f"/dataloader_idx_{self._dataloader_idx}"
         on_step, on_epoch = self._defaults(name, options)
         metric = value if _is_metric(value) else None
         op = reduction(name, options.reduce_fx)
-        slot = Slot(name, options, on_step, on_epoch, op, self._order, self._hook, suffix, metric)
+        accumulator = Accumulator(name, options, on_step, on_epoch, op, self._order, self._hook, suffix, metric)
         self._order += 1
-        self._current[name] = slot
+        self._current[name] = accumulator
         if not options.add_dataloader_idx:
-            self._slots.setdefault((self._hook, None), {})[name] = slot
-        return slot
+            self._accumulators.setdefault((self._hook, None), {})[name] = accumulator
+        return accumulator
 
     def _defaults(self, name: str, options: Options) -> tuple[bool, bool]:
         hook, on_step, on_epoch = self._hook, options.on_step, options.on_epoch
@@ -379,17 +393,21 @@ class LogBook:
                 them out; they arrive by `hand_over`.
         """
         return {
-            slot.step_name: slot.last
-            for slot in self._all()
-            if slot.options.prog_bar and slot.on_step and slot.step_name in self.step_values
-            if slot.last is not None and (on_device or not _on_device(slot.last))
+            accumulator.step_name: accumulator.last
+            for accumulator in self._all()
+            if accumulator.options.prog_bar and accumulator.on_step and accumulator.step_name in self.step_values
+            if accumulator.last is not None and (on_device or not _on_device(accumulator.last))
         }
 
-    # ---- out of the slots
+    # ---- out of the accumulators
 
-    def _all(self) -> Iterable[Slot]:
-        # By identity: without add_dataloader_idx one slot stands for several loaders.
-        return {id(slot): slot for slots in list(self._slots.values()) for slot in list(slots.values())}.values()
+    def _all(self) -> Iterable[Accumulator]:
+        # By identity: without add_dataloader_idx one accumulator stands for several loaders.
+        return {
+            id(accumulator): accumulator
+            for accumulators in list(self._accumulators.values())
+            for accumulator in list(accumulators.values())
+        }.values()
 
     def hand_over(self, step: int, wait: bool = False, step_values: bool = True) -> list[StepMetrics]:
         """Start the transfer of all that is held, and return the step values of transfers that arrived.
@@ -402,33 +420,33 @@ class LogBook:
             step_values: False leaves them where they are.
         """
         arrived = self._arrive()
-        held: list[tuple[Slot, int]] = []
-        fresh: list[Slot] = []
+        held: list[tuple[Accumulator, int]] = []
+        fresh: list[Accumulator] = []
         values: list[Any] = []
         weights: list[float] = []
-        for slot in self._all():
-            if slot.values:
-                held.append((slot, len(slot.values)))
-                values += slot.values
-                weights += slot.weights
-                slot.values, slot.weights = [], []
-        for slot in self._all() if step_values else ():
-            if slot.fresh and slot.on_step:
-                fresh.append(slot)
-                values.append(slot.last)
-            slot.fresh = False
+        for accumulator in self._all():
+            if accumulator.values:
+                held.append((accumulator, len(accumulator.values)))
+                values += accumulator.values
+                weights += accumulator.weights
+                accumulator.values, accumulator.weights = [], []
+        for accumulator in self._all() if step_values else ():
+            if accumulator.fresh and accumulator.on_step:
+                fresh.append(accumulator)
+                values.append(accumulator.last)
+            accumulator.fresh = False
         # Values synced over ranks: a collective, by what all ranks know of, not by who has a fresh value (a rank that
         # replayed a batch has none) nor by when the device is ready.
         synced = step_values and self._world_size > 1 and any(s.on_step and s.options.sync_dist for s in self._all())
         if values or synced:
-            self._outstanding = (PackedCopy(values), held, fresh, step)
+            self._outstanding = (ScalarTransfer(values), held, fresh, step)
             self._held_weights = weights
             if wait or synced or self._outstanding[0].ready:
                 arrived += self._arrive(synced)
         return arrived
 
-    def settle(self, step: int) -> list[StepMetrics]:
-        """Bring everything that `state_dict` needs to the host; step values stay due at the next `hand_over`."""
+    def bring_to_host(self, step: int) -> list[StepMetrics]:
+        """Bring everything to the host that `state_dict` needs; step values stay due at the next `hand_over`."""
         return self.hand_over(step, wait=True, step_values=False)
 
     def _arrive(self, synced: bool = False) -> list[StepMetrics]:
@@ -438,22 +456,28 @@ class LogBook:
         self._outstanding = None
         floats = copy.floats()
         at = 0
-        for slot, count in held:
+        for accumulator, count in held:
             for value, weight in zip(floats[at : at + count], self._held_weights[at : at + count], strict=True):
-                slot.add(value, weight)
+                accumulator.add(value, weight)
             at += count
-        metrics = {slot.step_name: value for slot, value in zip(fresh, floats[at:], strict=True)}
+        metrics = {accumulator.step_name: value for accumulator, value in zip(fresh, floats[at:], strict=True)}
         if synced:
-            mine = {slot.step_name: metrics[slot.step_name] for slot in fresh if slot.options.sync_dist}
+            mine = {
+                accumulator.step_name: metrics[accumulator.step_name]
+                for accumulator in fresh
+                if accumulator.options.sync_dist
+            }
             mine = mine if self._counts else {}
             for name, values in _by_name(gather_object(mine)).items():
                 metrics[name] = sum(values) / len(values)
         self.step_values.update(metrics)
         if not metrics:
             return []
-        slots = {slot.step_name: slot for slot in self._all() if slot.on_step}
-        logged = {name: value for name, value in metrics.items() if slots[name].options.logger is not False}
-        return [StepMetrics(logged, step, {name: v for name, v in metrics.items() if slots[name].options.prog_bar})]
+        accumulators = {accumulator.step_name: accumulator for accumulator in self._all() if accumulator.on_step}
+        logged = {name: value for name, value in metrics.items() if accumulators[name].options.logger is not False}
+        return [
+            StepMetrics(logged, step, {name: v for name, v in metrics.items() if accumulators[name].options.prog_bar})
+        ]
 
     def reduce(self, step: int, reset: bool) -> tuple[list[StepMetrics], list[EpochMetric]]:
         """The epoch values so far, reduced over ranks. Collective.
@@ -465,48 +489,65 @@ class LogBook:
         Returns:
             Step values that were on their way, and the epoch values in the order of their first `self.log`.
         """
-        arrived = self.settle(step)
-        slots = sorted((slot for slot in self._all() if slot.on_epoch), key=lambda slot: slot.order)
+        arrived = self.bring_to_host(step)
+        accumulators = sorted(
+            (accumulator for accumulator in self._all() if accumulator.on_epoch),
+            key=lambda accumulator: accumulator.order,
+        )
         local = {
-            (slot.epoch_name, slot.hook): (slot.op, slot.total, slot.weight)
-            for slot in slots
-            if slot.metric is None and slot.options.sync_dist is not False and not slot.options.rank_zero_only
+            (accumulator.epoch_name, accumulator.hook): (accumulator.op, accumulator.total, accumulator.weight)
+            for accumulator in accumulators
+            if accumulator.metric is None
+            and accumulator.options.sync_dist is not False
+            and not accumulator.options.rank_zero_only
         }
         local = local if self._counts else {}
         everywhere = gather_object(local) if self._world_size > 1 else [local]
         shared = {name: merge(parts) for name, parts in _by_name(everywhere).items()}
         result: list[EpochMetric] = []
-        for slot in slots:
-            if slot.metric is not None:
-                value: float | None = float(slot.metric.compute()) if slot.weight else None
-                if reset and slot.weight:
+        for accumulator in accumulators:
+            if accumulator.metric is not None:
+                value: float | None = float(accumulator.metric.compute()) if accumulator.weight else None
+                if reset and accumulator.weight:
                     with torch.inference_mode(False):  # else the next fit could not count into it
-                        slot.metric.reset()
-            elif (slot.epoch_name, slot.hook) in shared:
-                value = shared.pop((slot.epoch_name, slot.hook))
+                        accumulator.metric.reset()
+            elif (accumulator.epoch_name, accumulator.hook) in shared:
+                value = shared.pop((accumulator.epoch_name, accumulator.hook))
             else:
-                value = final(slot.op, slot.total, slot.weight)
+                value = final(accumulator.op, accumulator.total, accumulator.weight)
             if value is not None:
-                result.append(EpochMetric(slot.epoch_name, value, slot.options, slot.full_name, self._loaders_of(slot)))
+                result.append(
+                    EpochMetric(
+                        accumulator.epoch_name,
+                        value,
+                        accumulator.options,
+                        accumulator.full_name,
+                        self._loaders_of(accumulator),
+                    )
+                )
             if reset:
-                slot.clear()
+                accumulator.clear()
         # A name that only other ranks logged is still one decision for all.
         result += [
             EpochMetric(name, value, Options(), name) for (name, _), value in shared.items() if value is not None
         ]
         return arrived, result
 
-    def _loaders_of(self, slot: Slot) -> frozenset[int] | None:
-        """The loaders whose batches it was logged with; None where it belongs to all, or its name says to which."""
-        if slot.options.add_dataloader_idx:
+    def _loaders_of(self, accumulator: Accumulator) -> frozenset[int] | None:
+        """Loaders whose batches a value was logged with; None where it belongs to all, or its name says to which."""
+        if accumulator.options.add_dataloader_idx:
             return None
-        found = [index for (_, index), slots in self._slots.items() if slots.get(slot.name) is slot]
+        found = [
+            index
+            for (_, index), accumulators in self._accumulators.items()
+            if accumulators.get(accumulator.name) is accumulator
+        ]
         return frozenset(index for index in found if index is not None) or None
 
     # ---- resume
 
     def state_dict(self, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """This rank's open sums and last step values; call after `settle`.
+        """This rank's open sums and last step values; call after `bring_to_host`.
 
         Args:
             metrics: the module's metric objects by name; what they have counted is not part of this state.
@@ -517,25 +558,25 @@ class LogBook:
                 "hook": hook,
                 "dataloader_idx": dataloader_idx,
                 "key": key,
-                "options": list(slot.options),
-                "total": slot.total,
-                "weight": slot.weight,
-                "last": None if slot.last is None or not slot.on_step else float(slot.last),
-                "fresh": slot.fresh,
-                "replaced": slot.step_name not in self.step_values,
-                "metric": names.get(id(slot.metric)),
+                "options": list(accumulator.options),
+                "total": accumulator.total,
+                "weight": accumulator.weight,
+                "last": None if accumulator.last is None or not accumulator.on_step else float(accumulator.last),
+                "fresh": accumulator.fresh,
+                "replaced": accumulator.step_name not in self.step_values,
+                "metric": names.get(id(accumulator.metric)),
             }
-            for (hook, dataloader_idx), slots in self._slots.items()
-            for key, slot in slots.items()
-            if (slot.metric is None or id(slot.metric) in names)
-            and (slot.weight or slot.total is not None or slot.last is not None)
+            for (hook, dataloader_idx), accumulators in self._accumulators.items()
+            for key, accumulator in accumulators.items()
+            if (accumulator.metric is None or id(accumulator.metric) in names)
+            and (accumulator.weight or accumulator.total is not None or accumulator.last is not None)
         ]
 
     def load_state_dict(self, state_dict: list[dict[str, Any]], metrics: Mapping[str, Any]) -> None:
-        """Take up the sums of an epoch that was interrupted.
+        """Restore the sums of an epoch that was interrupted.
 
         Args:
-            state_dict: of a book of the same stage.
+            state_dict: of a log of the same stage.
             metrics: the module's metric objects by name.
         """
         for saved in state_dict:
@@ -544,14 +585,14 @@ class LogBook:
             self._hook, self._dataloader_idx = saved["hook"], saved["dataloader_idx"]
             self._select()
             known = self._current.get(saved["key"])
-            slot = known or self._slot(saved["key"], 0.0, Options(*saved["options"]))
-            slot.clear()  # what was logged since the start is in the sums already
-            slot.total, slot.weight = saved["total"], saved["weight"]
-            slot.metric = None if saved["metric"] is None else metrics[saved["metric"]]
+            accumulator = known or self._accumulator(saved["key"], 0.0, Options(*saved["options"]))
+            accumulator.clear()  # what was logged since the start is in the sums already
+            accumulator.total, accumulator.weight = saved["total"], saved["weight"]
+            accumulator.metric = None if saved["metric"] is None else metrics[saved["metric"]]
             if saved["last"] is not None:
-                slot.last, slot.fresh = saved["last"], saved["fresh"]
+                accumulator.last, accumulator.fresh = saved["last"], saved["fresh"]
                 if not saved.get("replaced"):
-                    self.step_values[slot.step_name] = slot.last
+                    self.step_values[accumulator.step_name] = accumulator.last
         self._hook, self._dataloader_idx = "", None
         self._select()
 
@@ -604,7 +645,7 @@ def _by_name(parts: Sequence[dict[K, Any]]) -> dict[K, list[Any]]:
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
-    """What this rank's metric objects have seen since their last reset, by their names in the module."""
+    """States of this rank's metric objects since their last reset, by their names in the module."""
     return {
         name: {"updates": metric._update_count, "state": dict(metric.metric_state)}
         for name, metric in metric_objects(module).items()
@@ -613,7 +654,7 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
 
 
 def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
-    """Take up what `metric_states` gave; a metric that the module does not have any more is left out."""
+    """Restore what `metric_states` gave; a metric that the module does not have any more is left out."""
     for name, metric in metric_objects(module).items():
         if name in states:
             metric.reset()  # what a hook has counted since the start is in the state already
@@ -635,18 +676,118 @@ def metric_objects(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def uncounted(module: nn.Module) -> Iterator[None]:
-    """What metric objects count within the block is forgotten: for a batch that is a replay."""
+    """Undo what metric objects count within the block: for a batch that is a replay."""
     before = copy.deepcopy(metric_states(module))
     try:
         yield
     finally:
-        put_back(module, before)
+        restore_metric_states(module, before)
 
 
-def put_back(module: nn.Module, before: dict[str, Any]) -> None:
-    """Make the metric objects what they were, as a copy of `metric_states` says."""
+def restore_metric_states(module: nn.Module, before: dict[str, Any]) -> None:
+    """Restore the metric objects from a copy of `metric_states`."""
     with torch.inference_mode(False):  # what is reset must serve the next fit too
         for name, metric in metric_objects(module).items():
             if name not in before:
                 metric.reset()
         load_metric_states(module, before)
+
+
+class Metrics:
+    """Last values of all logged names; new ones are sent to the loggers.
+
+    Args:
+        trainer: whose loggers they are.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.callback: dict[str, float] = {}
+        self.logged: dict[str, float] = {}
+        self.bar: dict[str, float] = {}
+        self._eval_steps: dict[str, int] = {}
+
+    def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
+        """Send step values to the loggers, with the epoch beside them."""
+        for metrics, step, bar in arrived:
+            self.callback.update(metrics)
+            self.bar.update(bar)
+            if metrics and self._trainer.settings.log_every_n_steps:
+                self.logged.update(metrics)
+                self._send({**metrics, "epoch": float(self._trainer.current_epoch)}, step)
+
+    def keep(self, log: MetricLog) -> None:
+        """Keep the step values of a log that another one replaces: callbacks may watch them."""
+        self.callback.update({name: float(value) for name, value in log.step_values.items()})
+        self.bar.update({name: float(value) for name, value in log.bar_values(on_device=True).items()})
+
+    def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:
+        """Take epoch values; the final ones go to the loggers. They replace older step values of the same name."""
+        to_log: dict[str, float] = {}
+        ctx = self._trainer._ctx
+        logs = [log for log in (self._trainer._log, ctx and ctx.log) if log is not None]
+        for name, value, options, plain, _ in metrics:
+            self.callback[name] = self.callback[plain] = value
+            for log in logs:
+                log.step_values.pop(name, None)
+                log.step_values.pop(plain, None)
+            if options.prog_bar:
+                self.bar[name] = value
+            if options.logger is not False:
+                to_log[name] = value
+        if final and to_log:
+            self.logged.update(to_log)
+            self._send({**to_log, "epoch": float(self._trainer.current_epoch)}, self._trainer.global_step)
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
+        for logger in self._trainer.loggers:
+            logger.log_metrics(metrics, step)
+
+    def next_eval_step(self, stage: str) -> int:
+        """The x-axis of step values logged in evaluation: their own count."""
+        self._eval_steps[stage] = self._eval_steps.get(stage, 0) + 1
+        return self._eval_steps[stage]
+
+    def forget(self) -> None:
+        """Drop all values: those of the sanity check are no metrics of the run."""
+        self.callback.clear()
+        self.logged.clear()
+        self.bar.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "callback": dict(self.callback),
+            "logged": dict(self.logged),
+            "bar": dict(self.bar),
+            "eval_steps": dict(self._eval_steps),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.callback, self.logged, self.bar = (dict(state_dict[key]) for key in ("callback", "logged", "bar"))
+        self._eval_steps = dict(state_dict["eval_steps"])
+
+
+def as_tensors(metrics: dict[str, Any]) -> dict[str, Tensor]:
+    """Metrics as users of Lightning read them: 0-dim tensors, in float64 unless they are tensors already."""
+    return {
+        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for name, value in metrics.items()
+    }
+
+
+def print_results(results: Sequence[dict[str, float]], stage: str) -> None:
+    """Print what validate or test measured, as a table on a terminal and as JSON lines elsewhere."""
+    if not sys.stdout.isatty():
+        for index, metrics in enumerate(results):
+            print(f"{stage} (loader {index}): {json.dumps(metrics)}")  # noqa: T201  verbose=True asks for it
+        return
+    from rich.console import Console  # late: only a terminal needs it
+    from rich.table import Table
+
+    table = Table(title=stage)
+    table.add_column("metric")
+    for index in range(len(results)):
+        table.add_column("value" if len(results) == 1 else f"loader {index}", justify="right")
+    for name in dict.fromkeys(name for metrics in results for name in metrics):
+        table.add_row(name, *(f"{metrics[name]:.6g}" if name in metrics else "" for metrics in results))
+    Console().print(table)

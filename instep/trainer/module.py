@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from instep.trainer.trainer import Trainer
+    from instep.callbacks.base import Trainer
 
 M = TypeVar("M", bound="TrainModule")
 
@@ -360,7 +360,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def batch_weight(self) -> float:
-        """What this batch's mean loss is multiplied by in manual optimization: n_rank * world / n_global.
+        """Factor for this batch's mean loss in manual optimization: n_rank * world / n_global.
 
         The average over ranks is then the mean over all samples. 1.0 but in the tail of an epoch.
         """
@@ -368,7 +368,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter lives."""
+        """Device of the first parameter."""
         return next((p.device for p in self.parameters()), torch.device("cpu"))
 
     @property
@@ -457,7 +457,7 @@ def _bare(optimizer: Any) -> Optimizer:
 
 
 def accepted_arguments(step: Any, offered: tuple[str, ...]) -> int:
-    """How many of the offered positional arguments a step method takes.
+    """Count the offered positional arguments that a step method takes.
 
     Args:
         step: the bound method.

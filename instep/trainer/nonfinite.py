@@ -1,14 +1,14 @@
-"""What happens when the loss or a gradient is nan or inf: `Trainer(nonfinite="stop" | "skip" | "continue")`.
+"""Guard against a loss or gradient that is nan or inf: `Trainer(nonfinite="stop" | "skip" | "continue")`.
 
-Each optimizer step looks once at the losses of its window and at its gradients, after they were reduced and unscaled
+Each optimizer step checks once the losses of its window and at its gradients, after they were reduced and unscaled
 and before they are clipped; what was found is agreed over ranks on the device. Who acts on it:
 
-- the host, at once, where it may look without waiting (on a CPU) or has to (optimizers without `found_inf`);
+- the host, at once, where it may read without waiting (on a CPU) or has to (optimizers without `found_inf`);
 - else the optimizer's own kernel, which leaves the update out by `found_inf`. The flag stays on the device, and with
   "stop" it stays set, so that nothing is updated any more. The host reads all flags when it reads anyway: when logged
   values are handed over, before a validation, a save and an epoch's end.
 
-With the gradient scaler of "16-mixed" the scaler looks at the gradients, and only the loss is looked at here.
+With the gradient scaler of "16-mixed" the scaler checks the gradients, and only the loss is checked here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from instep.trainer.log import StepMetrics
 from instep.utils.optimizer_state import names_of
 
 if TYPE_CHECKING:
-    from instep.trainer.session import Session
+    from instep.callbacks.base import Trainer
 
 _READ_AFTER = 1024  # steps whose flags may wait on the device
 _LOSSES = 256  # losses that are kept apart until the next optimizer step
@@ -39,8 +39,8 @@ _NAMES, _INDICES = 3, 16  # how many of them a message lists
 
 
 @dataclass
-class _Look:
-    """What one look found: kept on the device until the host reads it."""
+class _Check:
+    """Result of the check of one optimizer step: kept on the device until the host reads it."""
 
     step: int
     epoch: int
@@ -55,7 +55,7 @@ class _Look:
 
 @dataclass
 class _Facts:
-    """What one rank knows of a bad step."""
+    """Description of a bad step by one rank."""
 
     loss: float | None
     parameters: list[str]
@@ -63,251 +63,262 @@ class _Facts:
 
 
 class _LeftOut(Exception):
-    """Raised in a closure to leave `optimizer.step` before it changes anything."""
+    """Signal out of a closure that leaves `optimizer.step` before it changes anything."""
 
 
 class NonFiniteGuard:
-    """Looks at every optimizer step of a fit, and acts by the policy.
+    """Watch over the optimizer steps of one fit, which acts by the policy.
 
     Args:
-        run: the fit; its optimizers are made.
+        trainer: has the strategy, the position and the loggers.
+        module: for the names of its parameters.
+        optimizers: those of the fit.
+        device: where the flags are kept.
         policy: "stop", "skip" or "continue".
     """
 
-    def __init__(self, run: Session, policy: str) -> None:
-        self._run, self._strategy = run, run.strategy
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        policy: str,
+    ) -> None:
+        self._trainer, self._module, self._optimizers = trainer, module, optimizers
+        self._position, self._progress, self._device = trainer.position, trainer.progress, device
+        self._strategy, self._scaler = trainer.strategy, trainer.strategy.precision.scaler
         self._leaves_out = policy != "continue"
         self._stops = policy == "stop"
         self._host_decides = {
-            id(optimizer): host_may_wait(run.device) or (self._leaves_out and not self._takes_flag(optimizer))
-            for optimizer in run.optimizers
+            id(optimizer): host_may_wait(device) or (self._leaves_out and not self._takes_flag(optimizer))
+            for optimizer in optimizers
         }
         self._known: dict[int, int] = {}  # optimizer -> how many gradients it had when it last stepped
         self._losses: list[Tensor] = []
         self._first_batch = 0
-        self._looked: tuple[Optimizer, _Look] | None = None
-        self._waiting: list[_Look] = []
-        self._last_found = torch.zeros((), device=run.device)
+        self._checked: tuple[Optimizer, _Check] | None = None
+        self._waiting: list[_Check] = []
+        self._last_found = torch.zeros((), device=device)
         self._last_step = -1
-        slow = [type(o).__name__ for o in run.optimizers if self._leaves_out and not self._takes_flag(o)]
-        if slow and not host_may_wait(run.device) and run.rank == 0:
+        slow = [type(o).__name__ for o in optimizers if self._leaves_out and not self._takes_flag(o)]
+        if slow and not host_may_wait(device) and trainer.is_global_zero:
             warnings.warn(
                 f"nonfinite={policy!r} makes the host wait for the device once per step of {', '.join(slow)}, which "
                 "cannot leave an update out by itself. Adam, AdamW, SGD and Adagrad with fused=True can",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _takes_flag(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's kernel leaves the update out where its attribute `found_inf` is 1."""
         return (
             getattr(optimizer, "_step_supports_amp_scaling", False)
-            and self._run.precision.scaler is None
+            and self._scaler is None
             and "grad_scaler" not in inspect.signature(optimizer.step).parameters  # torch's old way
         )
 
     # ---- the step
 
     def note_loss(self, loss: Tensor) -> None:
-        """Before each backward."""
+        """Keep a loss for the check of this window; called before each backward."""
         if not self._losses:
-            self._first_batch = self._run.batch_idx
+            self._first_batch = self._progress.batch_idx
         elif len(self._losses) == _LOSSES:  # a manual step that never comes must not fill the memory
             self._losses = [torch.stack(self._losses).sum()]
         self._losses.append(loss.detach().clone())
 
     def forget_losses(self) -> None:
-        """A window was left unfinished."""
+        """Drop the losses of a window that was left unfinished."""
         self._losses = []
 
-    def look(self, optimizer: Optimizer) -> None:
-        """The gradients are complete; call before they are clipped. `optimizer_step` looks itself otherwise."""
-        self._looked = (optimizer, self._look(optimizer))
+    def check(self, optimizer: Optimizer) -> None:
+        """Check complete gradients, before they are clipped; without this call `optimizer_step` checks them itself."""
+        self._checked = (optimizer, self._check(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        """What the strategy's `optimizer_step` does, unless something is not finite and the policy leaves it out."""
+        """Step the optimizer through the strategy, unless a value is not finite and the policy leaves the step out."""
         if closure is not None:
             self._step_with_closure(optimizer, closure, kwargs)
             return
-        look = self._take(optimizer)
-        if look.bad:
-            self._report(look)
+        check = self._take(optimizer)
+        if check.bad:
+            self._report(check)
             if self._leaves_out:
                 self._leave_out(optimizer)
                 return
         try:
-            if look.bad is None:
-                self._pass_on(optimizer, look)
+            if check.bad is None:
+                self._pass_on(optimizer, check)
             self._strategy.optimizer_step(optimizer, **kwargs)
         finally:
             _forget_flag(optimizer)
-        self._known[id(optimizer)] = len(look.parameters)
+        self._known[id(optimizer)] = len(check.parameters)
 
-    def _take(self, optimizer: Optimizer) -> _Look:
-        looked, self._looked = self._looked, None
-        return looked[1] if looked is not None and looked[0] is optimizer else self._look(optimizer)
+    def _take(self, optimizer: Optimizer) -> _Check:
+        checked, self._checked = self._checked, None
+        return checked[1] if checked is not None and checked[0] is optimizer else self._check(optimizer)
 
-    def _look(self, optimizer: Optimizer) -> _Look:
-        run, losses = self._run, self._losses
+    def _check(self, optimizer: Optimizer) -> _Check:
+        losses = self._losses
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [] if run.precision.scaler is not None else [p.grad for p in parameters]
-        found = self._last_found.clone() if self._stops else torch.zeros((), device=run.device)
+        gradients = [] if self._scaler is not None else [p.grad for p in parameters]
+        found = self._last_found.clone() if self._stops else torch.zeros((), device=self._device)
         self._strategy.find_nonfinite([*losses, *gradients], found)
-        last = run.batch_idx
+        last = self._progress.batch_idx
         batches = range(self._first_batch if losses and self._first_batch <= last else last, last + 1)
-        look = _Look(run.position.global_step + 1, run.position.epoch, batches, losses, parameters, found)
+        check = _Check(self._position.global_step + 1, self._position.epoch, batches, losses, parameters, found)
         self._last_found, self._losses = found, []
         # torch's fused SGD leaves its momentum uninitialised when the first step is one that is left out.
         new = self._leaves_out and self._known.get(id(optimizer)) != len(parameters)
         if self._host_decides[id(optimizer)] or new:
-            look.bad = bool(found.item())
-        if look.bad is not False:
-            look.norms = _norms(gradients, run.device)
-        return look
+            check.bad = bool(found.item())
+        if check.bad is not False:
+            check.norms = _norms(gradients, self._device)
+        return check
 
-    def _report(self, look: _Look) -> None:
-        self._waiting.append(look)
-        self.settle()
+    def _report(self, check: _Check) -> None:
+        self._waiting.append(check)
+        self.read_flags()
 
     def _leave_out(self, optimizer: Optimizer) -> None:
         self._strategy.forget_gradients(optimizer)
         self._strategy.step_was_skipped = False  # the scaler's word; here the step counts, for schedulers too
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
 
-    def _pass_on(self, optimizer: Optimizer, look: _Look) -> None:
+    def _pass_on(self, optimizer: Optimizer, check: _Check) -> None:
         """Leave the decision to the optimizer's kernel, and the report to the next time the host reads."""
         if len(self._waiting) >= _READ_AFTER:
-            self.settle()
-        self._waiting.append(look)
+            self.read_flags()
+        self._waiting.append(check)
         if self._leaves_out:
-            optimizer.grad_scale, optimizer.found_inf = None, look.found  # type: ignore[attr-defined]
+            optimizer.grad_scale, optimizer.found_inf = None, check.found  # type: ignore[attr-defined]
 
     def _step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], kwargs: dict[str, Any]) -> None:
-        """The optimizer runs the closure: torch's own at once and before they change anything, but for L-BFGS.
+        """Step an optimizer that runs the closure: torch's own at once and before they change anything, but for L-BFGS.
 
-        Of several evaluations the first is looked at: a line search may well try weights where the loss is infinite.
-        The weights that it ends with are looked at instead.
+        Of several evaluations the first is checked: a line search may well try weights where the loss is infinite.
+        The weights that it ends with are checked instead.
         """
         several = type(optimizer).__name__ == "LBFGS" or not type(optimizer).__module__.startswith("torch.optim.")
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         before = [p.detach().clone() for p in weights] if several and self._leaves_out else []
-        look: _Look | None = None
+        check: _Check | None = None
 
-        def looked() -> Any:
-            nonlocal look
+        def checked() -> Any:
+            nonlocal check
             loss = closure()
             current = self._take(optimizer)
-            if look is not None:
+            if check is not None:
                 return loss
-            look = current
-            if look.bad is None:
-                self._pass_on(optimizer, look)
-            elif look.bad and self._leaves_out:
+            check = current
+            if check.bad is None:
+                self._pass_on(optimizer, check)
+            elif check.bad and self._leaves_out:
                 raise _LeftOut
-            elif look.bad:
-                self._report(look)
+            elif check.bad:
+                self._report(check)
             return loss
 
         left_out = False
         try:
-            self._strategy.optimizer_step(optimizer, looked, **kwargs)
+            self._strategy.optimizer_step(optimizer, checked, **kwargs)
         except _LeftOut:
             left_out = True
         finally:
             _forget_flag(optimizer)
-        if look is None:
+        if check is None:
             return  # it did not run the closure
         if before and not left_out:
-            look.found = torch.zeros((), device=self._run.device)
-            self._strategy.find_nonfinite([p.detach() for p in weights], look.found)
-            if look.found.item():
-                left_out, look.what = True, "weights after the step"
-                look.parameters, look.norms = weights, _norms([p.detach() for p in weights], self._run.device)
+            check.found = torch.zeros((), device=self._device)
+            self._strategy.find_nonfinite([p.detach() for p in weights], check.found)
+            if check.found.item():
+                left_out, check.what = True, "weights after the step"
+                check.parameters, check.norms = weights, _norms([p.detach() for p in weights], self._device)
                 optimizer.state.clear()  # what it remembers led there
         if not left_out:
-            self._known[id(optimizer)] = len(look.parameters)
+            self._known[id(optimizer)] = len(check.parameters)
             return
         with torch.no_grad():
             for p, value in zip(weights, before, strict=False):  # nothing was changed where there is no copy
                 p.copy_(value)
-        self._report(look)
+        self._report(check)
         self._leave_out(optimizer)
 
     # ---- the report
 
-    def settle(self) -> None:
-        """Read what is still on the device, and report. Collective; nothing to do where the host decides.
+    def read_flags(self) -> None:
+        """Read the flags that are still on the device, and report. Collective; nothing to do where the host decides.
 
         Raises:
             NonFiniteError: the policy is "stop", and a step since the last time was not finite.
         """
-        looks, self._waiting = self._waiting, []
-        if not looks:
+        checks, self._waiting = self._waiting, []
+        if not checks:
             return
-        at = self._run.position
-        flags = torch.stack([look.found for look in looks]).tolist()
-        bad = [look for look, flag in zip(looks, flags, strict=True) if flag]
-        reported: list[tuple[int, _Look]] = []
-        for look in bad[:1] if self._stops else bad:
-            if look.step == self._last_step:
+        at = self._position
+        flags = torch.stack([check.found for check in checks]).tolist()
+        bad = [check for check, flag in zip(checks, flags, strict=True) if flag]
+        reported: list[tuple[int, _Check]] = []
+        for check in bad[:1] if self._stops else bad:
+            if check.step == self._last_step:
                 continue  # another optimizer of this step
-            self._last_step = look.step
+            self._last_step = check.step
             at.nonfinite_steps += 1
             metrics = {"nonfinite_steps": float(at.nonfinite_steps)}
-            self._run.trainer.metrics.log_steps([StepMetrics(metrics, max(look.step, at.global_step), {})])
+            self._trainer.metrics.log_steps([StepMetrics(metrics, max(check.step, at.global_step), {})])
             if at.nonfinite_steps <= 5 or not at.nonfinite_steps & (at.nonfinite_steps - 1):
-                reported.append((at.nonfinite_steps, look))
+                reported.append((at.nonfinite_steps, check))
         if not reported:
             return
-        everyone = gather_object([self._facts(look) for _, look in reported])
-        for index, (count, look) in enumerate(reported):
+        everyone = gather_object([self._facts(check) for _, check in reported])
+        for index, (count, check) in enumerate(reported):
             facts: list[_Facts] = [ranks[index] for ranks in everyone]
             if self._stops:
-                raise self._error(look, facts)
-            if self._run.rank == 0:
+                raise self._error(check, facts)
+            if self._trainer.is_global_zero:
                 done = "The update was left out" if self._leaves_out else "The update was made all the same"
                 more = "; from the sixth on, powers of two are reported" if count == 5 else ""
-                warnings.warn(f"{_describe(look, facts)} {done} (number {count}{more}).", stacklevel=2)
+                warnings.warn(f"{_describe(check, facts)} {done} (number {count}{more}).", stacklevel=2)
 
-    def _error(self, look: _Look, facts: list[_Facts]) -> NonFiniteError:
-        trainer = self._run.trainer
-        callback = trainer.checkpoint_callback
+    def _error(self, check: _Check, facts: list[_Facts]) -> NonFiniteError:
+        callback = self._trainer.checkpoint_callback
         checkpoint = "" if callback is None else callback.last_model_path
         replay = f"`instep replay {checkpoint or '<checkpoint>'}` repeats the steps after a checkpoint"
         return NonFiniteError(
-            f"{_describe(look, facts)} The update was left out, as was every one after it, and the run ends "
+            f"{_describe(check, facts)} The update was left out, as was every one after it, and the run ends "
             f"(nonfinite='stop'); no checkpoint was made since. To find the cause: {replay}, and "
             "Trainer(detect_anomaly=True) names the operation; a lower learning rate or gradient_clip_val may help. To "
             "go on without such steps: nonfinite='skip'.",
-            global_step=look.step,
-            epoch=look.epoch,
-            batches=look.batches,
+            global_step=check.step,
+            epoch=check.epoch,
+            batches=check.batches,
             ranks=[rank for rank, own in enumerate(facts) if own.loss is not None]
             or [rank for rank, own in enumerate(facts) if own.parameters],
             parameters=list(dict.fromkeys(name for own in facts for name in own.parameters)),
             sample_indices=[own.samples for own in facts],
         )
 
-    def _facts(self, look: _Look) -> _Facts:
-        losses = [float(loss) for loss in look.losses]
+    def _facts(self, check: _Check) -> _Facts:
+        losses = [float(loss) for loss in check.losses]
         names: list[str] = []
-        if look.norms is not None:
-            known = names_of(self._run.module, self._run.optimizers)
-            values = look.norms.tolist()
-            names = [known[p] for p, norm in zip(look.parameters, values, strict=True) if not math.isfinite(norm)]
-        source = self._run.loaders.train
+        if check.norms is not None:
+            known = names_of(self._module, self._optimizers)
+            values = check.norms.tolist()
+            names = [known[p] for p, norm in zip(check.parameters, values, strict=True) if not math.isfinite(norm)]
+        source = self._trainer.train_dataloader
         samples = {
-            batch: [] if source.counts(batch)[0] == 0 else source.sample_indices(batch) for batch in look.batches
+            batch: [] if source.counts(batch)[0] == 0 else source.sample_indices(batch) for batch in check.batches
         }
         return _Facts(next((loss for loss in losses if not math.isfinite(loss)), None), names, samples)
 
 
 def host_may_wait(device: torch.device) -> bool:
-    """Whether reading a value off this device costs nothing."""
+    """Whether reading a value from this device costs nothing."""
     return device.type == "cpu"
 
 
 def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """One number per tensor, not finite where the tensor is not (or is near overflow)."""
+    """Norms of tensors, one each, not finite where the tensor is not (or is near overflow)."""
     if not tensors:
         return None
     tensors = [getattr(t, "_local_tensor", t) for t in tensors]  # of a sharded one this rank's part; all are asked
@@ -322,7 +333,7 @@ def _forget_flag(optimizer: Optimizer) -> None:
         optimizer.__dict__.pop(name, None)
 
 
-def _describe(look: _Look, facts: list[_Facts]) -> str:
+def _describe(check: _Check, facts: list[_Facts]) -> str:
     losses = [(rank, own.loss) for rank, own in enumerate(facts) if own.loss is not None]
     names = list(dict.fromkeys(name for own in facts for name in own.parameters))
     wrong: list[str] = []
@@ -331,14 +342,14 @@ def _describe(look: _Look, facts: list[_Facts]) -> str:
         wrong.append(f"the loss is {losses[0][1]}{on}")
     if names:
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-        wrong.append(f"{look.what} that are not finite: {', '.join(names[:_NAMES])}{more}")
-    batches = f"batch_idx {look.batches[0]}" + (f" to {look.batches[-1]}" if len(look.batches) > 1 else "")
+        wrong.append(f"{check.what} that are not finite: {', '.join(names[:_NAMES])}{more}")
+    batches = f"batch_idx {check.batches[0]}" + (f" to {check.batches[-1]}" if len(check.batches) > 1 else "")
     samples = [
         (f"rank {rank}: " if len(facts) > 1 else "") + "; ".join(_listed(indices) for indices in own.samples.values())
         for rank, own in enumerate(facts)
     ]
     what = "; ".join(wrong) or "a value was not finite"
-    return f"global_step {look.step} (epoch {look.epoch + 1}, {batches}): {what}. Samples: {', '.join(samples)}."
+    return f"global_step {check.step} (epoch {check.epoch + 1}, {batches}): {what}. Samples: {', '.join(samples)}."
 
 
 def _listed(indices: list[Any] | None) -> str:
@@ -350,7 +361,7 @@ def _listed(indices: list[Any] | None) -> str:
 
 @contextmanager
 def no_gradients_from(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """A backward in which every parameter gets a gradient of zeros, whatever the loss.
+    """Make every parameter's gradient zero in a backward within the block, whatever the loss.
 
     For a batch that is replayed with weight 0: its loss may be nan, and nan times 0 is nan.
     """

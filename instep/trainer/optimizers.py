@@ -1,4 +1,4 @@
-"""What `configure_optimizers` may return, when schedulers step, and the optimizers of manual optimization."""
+"""Optimizers and schedulers of a run: reading `configure_optimizers`, stepping schedulers, manual optimization."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class OptimizerSetup(NamedTuple):
 
 
 def configure(result: Any, module: nn.Module) -> OptimizerSetup:
-    """Read what `configure_optimizers` returned.
+    """Read the optimizers and schedulers that `configure_optimizers` returned.
 
     Args:
         result: an optimizer; a list of optimizers; `([optimizers], [schedulers])`; a dict with `optimizer` and perhaps
@@ -259,7 +259,7 @@ def _metric_missing(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> No
 
 
 class TrainOptimizer(OptimizerProxy):
-    """What `self.optimizers()` returns in manual optimization: the optimizer, with a step that the Trainer counts.
+    """Optimizer of manual optimization, as `self.optimizers()` returns it: the Trainer counts its steps.
 
     Everything else is the optimizer's own: attributes are forwarded, and `isinstance(opt, torch.optim.Adam)` holds.
 

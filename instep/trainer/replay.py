@@ -1,4 +1,4 @@
-"""Repeating the steps after a checkpoint: what a Trainer does in a program that `instep replay` runs again.
+"""Replay of the steps after a checkpoint: the Trainer's part in a program that `instep replay` runs again.
 
 The variable INSTEP_REPLAY holds the order as JSON: `{"checkpoint": path, "steps": count, "output": folder}`. The first
 `fit` then goes on from that checkpoint with everything that the run had but its loggers, its savers and what draws,
@@ -20,14 +20,14 @@ import torch
 
 from instep.callbacks.base import Callback
 from instep.errors import UsageError
+from instep.trainer.context import RunContext
 from instep.trainer.plugins import saves
 from instep.utils.private_files import mark
 from instep.utils.redact import hide_arguments
 
 if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer
     from instep.trainer.module import TrainModule
-    from instep.trainer.session import Session
-    from instep.trainer.trainer import Trainer
 
 VARIABLE = "INSTEP_REPLAY"
 _ALL_ARRIVE_S = 60.0
@@ -43,8 +43,8 @@ def _folder() -> str | None:
 _STARTED_IN = _folder()  # where the program's relative arguments point from, before it may go elsewhere
 
 
-def command(run: Session) -> dict[str, Any] | None:
-    """How to run this program again, for its checkpoints; None where that cannot be done (a notebook, a test).
+def command(ctx: RunContext) -> dict[str, Any] | None:
+    """Command that runs this program again, for its checkpoints; None where there is none (a notebook, a test).
 
     Secrets among its arguments are left out. The mark says that it is this user's own.
     """
@@ -54,7 +54,7 @@ def command(run: Session) -> dict[str, Any] | None:
         arguments = this_command()
     except UsageError:
         return None
-    settings = run.settings
+    settings = ctx.settings
     starts_ranks = settings.devices != "auto" and settings.num_nodes == 1
     shown, left_out = hide_arguments(arguments)
     how = {"arguments": list(shown), "left_out": list(left_out), "folder": _STARTED_IN, "starts_ranks": starts_ranks}
@@ -62,15 +62,15 @@ def command(run: Session) -> dict[str, Any] | None:
 
 
 def silence(trainer: Trainer) -> None:
-    """In a replay: nothing is logged, saved or drawn. Otherwise nothing happens."""
+    """In a replay, take the loggers, the savers and what draws off the Trainer."""
     if VARIABLE in os.environ:
         trainer._loggers = []
         trainer.callbacks = _silenced(trainer.callbacks)
         trainer.save_checkpoint = lambda filepath, *_, **__: Path(filepath)  # type: ignore[method-assign]
 
 
-def take_over(trainer: Trainer, module: TrainModule, ckpt_path: Any) -> Any:
-    """What `fit` resumes from: in a replay the checkpoint that is asked for, else `ckpt_path`."""
+def prepare(trainer: Trainer, module: TrainModule, ckpt_path: Any) -> Any:
+    """In a replay, record the steps and return the checkpoint that is asked for; otherwise return `ckpt_path`."""
     if VARIABLE not in os.environ:
         return ckpt_path
     order = json.loads(os.environ[VARIABLE])
@@ -88,7 +88,7 @@ def take_over(trainer: Trainer, module: TrainModule, ckpt_path: Any) -> Any:
 
 
 class _Silenced(Callback):
-    """Stands for a callback that is left out: it takes its saved state, so that nobody misses the owner."""
+    """Stand-in for a callback that is left out; it takes that one's saved state, so that no owner is missing."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -121,7 +121,7 @@ class _Recorder(Callback):
         self._returned: Any = None  # by the training_step that runs, for a step that fails after it
 
     def watch(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function; what it returns is known to the recorder."""
+        """Wrap `training_step`, so that the recorder knows what it returned."""
 
         @functools.wraps(training_step)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -155,10 +155,9 @@ class _Recorder(Callback):
             self._end(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        run = trainer._session
-        if hasattr(self, "_file") and run is not None:  # a step failed: perhaps the one that is looked for
+        if hasattr(self, "_file"):  # a step failed: perhaps the one that is looked for
             self._step += 1
-            self._note(trainer, run.batch_idx, self._returned)
+            self._note(trainer, trainer.progress.batch_idx, self._returned)
             self._write(trainer, error=f"{type(exception).__name__}: {exception}")
             self._file.close()
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import (
     EXIT_FAILED,
     EXIT_PREEMPTED,
@@ -38,13 +39,13 @@ from instep.health.run_status import (
 )
 from instep.loggers.base import RUNS
 from instep.state.environment import read_job
+from instep.trainer.context import RunContext
 from instep.trainer.plugins import saves
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer
     from instep.checkpoint.scan import CheckpointInfo
-    from instep.trainer.session import Session
-    from instep.trainer.trainer import Trainer
 
 EXIT_INTERRUPTED = 130  # what shells say of a process that SIGINT ended
 _VERSION = re.compile(r"version_(\d+)")
@@ -73,7 +74,7 @@ class RunFolder:
 
     # ---- choosing; all collective: rank 0 looks at the disk
 
-    def find_checkpoint(self, run: Session, ckpt_path: Any) -> Path | None:
+    def find_checkpoint(self, run: RunContext, ckpt_path: Any) -> Path | None:
         """The checkpoint that `ckpt_path` means, verified.
 
         Args:
@@ -93,7 +94,7 @@ class RunFolder:
 
         if ckpt_path not in ("last", "best", "auto"):
             given = to_path(ckpt_path).absolute()
-            return run.on_rank_zero(lambda: given if given.is_file() else find_checkpoint(given), f"finding {given}")
+            return on_rank_zero(lambda: given if given.is_file() else find_checkpoint(given), f"finding {given}")
         weights = run.fn != "fit" or (run.parts is not None and run.parts.weights_only)
         kind = None if weights else "full"
         callback = run.trainer.checkpoint_callback
@@ -106,12 +107,12 @@ class RunFolder:
         broken: CorruptCheckpointError | None = None
         only = ckpt_path != "auto"
         look = f"looking for runs in {self.base}"
-        versions = [self.path] if self.path else run.on_rank_zero(lambda: self._candidates(only), look)
+        versions = [self.path] if self.path else on_rank_zero(lambda: self._candidates(only), look)
         for version in versions:
             store = CheckpointStore(version / "checkpoints")
             goes_on = self.path is None and ckpt_path == "auto" and run.fn == "fit"
-            if goes_on and callback is not None and run.on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
-                run.own(store.root)  # an error where the same command runs already, before its first save too
+            if goes_on and callback is not None and on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
+                run.lease_folder(store.root)  # an error where the same command runs already, before its first save too
             try:
                 found = store.resolve("auto" if ckpt_path == "auto" and kind else "last", kind=kind)
             except CheckpointNotFoundError:
@@ -120,7 +121,7 @@ class RunFolder:
                 found, broken = None, broken or error
             if found is None:
                 if goes_on:
-                    run.disown(store.root)
+                    run.release_folder(store.root)
                 continue
             if goes_on:
                 self.path = version  # the same command goes on in the same folder
@@ -137,22 +138,22 @@ class RunFolder:
         )
 
     @staticmethod
-    def _none(run: Session, folder: Path) -> None:
+    def _none(run: RunContext, folder: Path) -> None:
         if run.fn == "fit":
             run.trainer.print(f"Nothing to resume from in {folder}: starting afresh.")
 
-    def adopt(self, run: Session, folder: str | None) -> None:
+    def adopt(self, run: RunContext, folder: str | None) -> None:
         """Go on in the run folder of the checkpoint that is resumed, if it is one of this root's and still there."""
         if self.path is None and folder is not None:
             own = Path(folder).parent == self.base.absolute() and Path(folder).name != ".."
-            there = run.on_rank_zero(lambda: own and Path(folder).is_dir(), f"looking for {folder}")
+            there = on_rank_zero(lambda: own and Path(folder).is_dir(), f"looking for {folder}")
             self.path = Path(folder) if there else None
 
-    def choose(self, run: Session) -> Path:
+    def choose(self, run: RunContext) -> Path:
         """The folder, made with the next free number the first time."""
         if self.path is None:
             doing = f"making a run folder in {self.base}"
-            self.path = run.on_rank_zero(lambda: self._taken(run) or self._make(), doing)
+            self.path = on_rank_zero(lambda: self._taken(run) or self._make(), doing)
         return self.path
 
     def claim(self) -> Path:
@@ -161,7 +162,7 @@ class RunFolder:
             self._claimed = self._make()
         return self.path or self._claimed  # pyright: ignore[reportReturnType]
 
-    def _taken(self, run: Session) -> Path | None:
+    def _taken(self, run: RunContext) -> Path | None:
         """The folder that a logger has taken before this run."""
         folders = [self._claimed, *(logger.early_folder for logger in run.trainer.loggers)]
         return next((it for it in folders if it is not None and it.parent == self.base.absolute()), None)
@@ -210,12 +211,12 @@ class RunFolder:
 
     # ---- how it ended
 
-    def say_running(self, run: Session) -> None:
+    def say_running(self, run: RunContext) -> None:
         """Replace what `status.json` says of an earlier run; where this stays, the run was killed. Collective."""
         if self.path is not None:
             folder, content = self.path, self._content(run.trainer, "running", None)
             content["checkpoint"] = None if run.continues is None else str(run.continues.path)
-            run.on_rank_zero(lambda: begin_status(folder, content), f"writing {folder / NAME}")
+            on_rank_zero(lambda: begin_status(folder, content), f"writing {folder / NAME}")
             self._said = content
             if run.rank == 0:
                 tell_run_folder(folder)
@@ -304,7 +305,7 @@ def _outcome(error: BaseException | None) -> tuple[str, int]:
     return "failed", EXIT_FAILED
 
 
-def take_over(run: Session) -> None:
+def resume_restarted_job(run: RunContext) -> None:
     """Give the fit its name within the job; in a job that was started again, go on from its newest checkpoint.
 
     Collective. Sets `ckpt_path` and with it what is taken up, which is everything.
@@ -325,16 +326,16 @@ def take_over(run: Session) -> None:
     run.trainer.print(f"The job was started again (restart {job.restart}); this fit goes on from {found.path}.")
 
 
-def mark(run: Session) -> dict[str, Any]:
+def mark(run: RunContext) -> dict[str, Any]:
     """What a checkpoint's manifest says of this."""
     return {} if run.fit_of_job is None else {"job": run.fit_of_job}
 
 
-def _newest(run: Session, job: str) -> CheckpointInfo | None:
+def _newest(run: RunContext, job: str) -> CheckpointInfo | None:
     from instep.checkpoint import CheckpointStore  # late: only who goes on pays for it
 
     own = run.trainer.run_folder
-    runs = [own.path] if own.path else run.on_rank_zero(lambda: _runs_of(own.base, job), f"looking in {own.base}")
+    runs = [own.path] if own.path else on_rank_zero(lambda: _runs_of(own.base, job), f"looking in {own.base}")
     folders: dict[Path, Path | None] = {}
     for callback in run.callbacks:
         if saves(callback):

@@ -22,9 +22,9 @@ from instep import __version__
 from instep.distributed import gather_object, raise_together
 from instep.errors import CheckpointError, CorruptCheckpointError, DataError, SettingError, UnsavableStateError
 from instep.trainer import replay
+from instep.trainer.context import Position, RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import load_metric_states, merge_states, metric_objects, metric_states
-from instep.trainer.position import Position
 from instep.trainer.run_folder import mark
 from instep.utils.optimizer_state import check_trees, clean_name
 from instep.utils.optimizers import checked_schedule, follow_schedule, put_rates, rates_of, set_learning_rates
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from instep.checkpoint.resume import Resume
     from instep.checkpoint.writer import BaseWriter
     from instep.loggers.base import Logger
-    from instep.trainer.fit_session import FitSession
-    from instep.trainer.session import Session
 
 
 def weights_state(reader: Reader) -> dict[str, Any]:
@@ -128,12 +126,12 @@ class Snapshot:
         weights_only: leave out all that only a resumed run needs.
     """
 
-    def __init__(self, run: Session, weights_only: bool = False) -> None:
+    def __init__(self, run: RunContext, weights_only: bool = False) -> None:
         self.weights_only = weights_only
         self._rank = run.rank
         self._part = f"-{run.rank:05d}-of-{run.world_size:05d}" if run.strategy.sharded else ""
         trainer = run.trainer
-        trainer.metrics.log_steps(run.book.settle(run.position.global_step))  # before the loggers' state
+        trainer.metrics.log_steps(run.log.bring_to_host(run.position.global_step))  # before the loggers' state
         # Collective, and so before the user's hooks, which may fail on one rank only.
         optimizers = [] if weights_only else [run.strategy.optimizer_state(it) for it in run.optimizers]
         checkpoint = self.user_view(run)
@@ -184,10 +182,10 @@ class Snapshot:
         source = getattr(run, "source", None)
         if source is not None:
             (self.own if source.rank_state else self.shared)["data"] = source.state_dict(run.position.window_batch)
-            self.own["log"] = run.book.state_dict(metric_objects(run.module))
+            self.own["log"] = run.log.state_dict(metric_objects(run.module))
 
     @staticmethod
-    def user_view(run: Session) -> dict[str, Any]:
+    def user_view(run: RunContext) -> dict[str, Any]:
         """The dict that `on_save_checkpoint` hooks see and change."""
         trainer = run.trainer
         checkpoint: dict[str, Any] = {
@@ -240,13 +238,13 @@ def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
     return {(name, names[:index].count(name)): loggers[index] for index, name in enumerate(names)}
 
 
-def _about(run: Session, weights_only: bool, info: dict[str, Any]) -> dict[str, Any]:
+def _about(run: RunContext, weights_only: bool, info: dict[str, Any]) -> dict[str, Any]:
     """What the manifest says."""
     kind = "weights" if weights_only else "full"
     return {"kind": kind, "epoch": run.position.epoch, **mark(run), **info}
 
 
-def _collect(run: Session, weights_only: bool = False, then: Callable[[Snapshot], Any] = lambda it: it) -> Any:
+def _collect(run: RunContext, weights_only: bool = False, then: Callable[[Snapshot], Any] = lambda it: it) -> Any:
     """The snapshot of every rank, or an error on all: hooks of the user's are called, and may fail on one only.
 
     Args:
@@ -265,7 +263,7 @@ def _collect(run: Session, weights_only: bool = False, then: Callable[[Snapshot]
 
 
 def save(
-    run: Session, store: CheckpointStore, *, name: str | None = None, weights_only: bool = False, **info: Any
+    run: RunContext, store: CheckpointStore, *, name: str | None = None, weights_only: bool = False, **info: Any
 ) -> Path:
     """Save a checkpoint of the run. Collective.
 
@@ -276,7 +274,7 @@ def save(
         weights_only: leave out all that only a resumed run needs.
         info: what the manifest says beside: monitor, mode, score; or another kind.
     """
-    with run.heart.within("save"):
+    with run.heartbeat.within("save"):
         _prepare(run, store, weights_only)
         snapshot = _collect(run, weights_only)
         path = store.save(
@@ -291,7 +289,7 @@ def save(
 
 
 def save_later(
-    run: Session,
+    run: RunContext,
     store: CheckpointStore,
     *,
     name: str | None = None,
@@ -312,7 +310,7 @@ def save_later(
     from instep.checkpoint.background import BackgroundSaver  # late: only who saves so pays for it
 
     saver = run.saver = run.saver or BackgroundSaver()
-    with run.heart.within("save"):
+    with run.heartbeat.within("save"):
         _prepare(run, store, weights_only)
         recorder = _collect(run, weights_only, lambda snapshot: saver.record(snapshot.write))
     pending = saver.start(
@@ -328,7 +326,7 @@ def save_later(
     return pending
 
 
-def finish(run: Session, pending: PendingSave) -> Path:
+def finish(run: RunContext, pending: PendingSave) -> Path:
     """Wait for a save beside the training. Collective.
 
     Returns:
@@ -339,15 +337,17 @@ def finish(run: Session, pending: PendingSave) -> Path:
     """
     from instep.distributed.rank_zero import Peers  # late, as above
 
-    with run.heart.within("save"):
+    with run.heartbeat.within("save"):
         path = pending.outcome(Peers())
         _tell(run, path, pending.weights_only)
     return path
 
 
-def _prepare(run: Session, store: CheckpointStore, weights_only: bool) -> None:
-    run.settle()
-    run.catch_up()
+def _prepare(run: RunContext, store: CheckpointStore, weights_only: bool) -> None:
+    if run.guard is not None:
+        run.guard.read_flags()
+    if run.restore_rest is not None:
+        run.restore_rest()
     at = run.position
     if at.batch != at.window_batch and not weights_only and run.rank == 0:
         warnings.warn(
@@ -358,19 +358,19 @@ def _prepare(run: Session, store: CheckpointStore, weights_only: bool) -> None:
         )
     if run.saver is not None:
         run.saver.wait()
-    if store.root not in run.swept:
-        run.swept.add(store.root)
+    if store.root not in run.cleaned:
+        run.cleaned.add(store.root)
         store.tidy()
 
 
-def _tell(run: Session, path: Path, weights_only: bool) -> None:
+def _tell(run: RunContext, path: Path, weights_only: bool) -> None:
     if not weights_only:
         run.trainer.run_folder.say_saved(run.trainer, path)
     for logger in run.trainer.loggers:
         logger.after_save_checkpoint(path)
 
 
-def dry_run(run: FitSession) -> None:
+def dry_run(run: RunContext) -> None:
     """Find state that cannot be saved before the first step, not in hour ten. Collective.
 
     Raises:
@@ -392,7 +392,7 @@ def dry_run(run: FitSession) -> None:
     raise_together(error, "checking that the run can be saved")
 
 
-def open_checkpoint(run: Session, path: Path) -> Reader:
+def open_checkpoint(run: RunContext, path: Path) -> Reader:
     """Open a checkpoint folder that was verified. Every rank reads the same."""
     from instep.checkpoint import CheckpointStore  # late: only a run with checkpoints pays for it
 
@@ -418,7 +418,7 @@ def check_resume(resume: Any, ckpt_path: Any) -> None:
         )
 
 
-def begin(run: Session, path: Path, folder_before: Path | None) -> None:
+def begin(run: RunContext, path: Path, folder_before: Path | None) -> None:
     """Settle which parts of the found checkpoint are taken up, and a fit's seed and identity.
 
     Before any hook can ask for a loader, whose order depends on the seed.
@@ -470,7 +470,7 @@ def begin(run: Session, path: Path, folder_before: Path | None) -> None:
         )
 
 
-def resume_plugins(run: Session, reader: Reader) -> None:
+def resume_plugins(run: RunContext, reader: Reader) -> None:
     """Loggers, callbacks and the datamodule; before loaders and optimizers are made."""
     parts = run.parts
     assert parts is not None
@@ -492,7 +492,7 @@ def resume_plugins(run: Session, reader: Reader) -> None:
         _resume_callbacks(run, reader, state["callbacks"])
 
 
-def _resume_callbacks(run: Session, reader: Reader, states: dict[str, Any]) -> None:
+def _resume_callbacks(run: RunContext, reader: Reader, states: dict[str, Any]) -> None:
     from instep.checkpoint.edge import taking_up  # late, as above
 
     for callback in run.callbacks:
@@ -524,7 +524,7 @@ def _warn_of_changes(saved: dict[str, Any], now: dict[str, Any], path: Path) -> 
         )
 
 
-def resume(run: FitSession) -> Callable[[], None] | None:
+def resume(run: RunContext) -> Callable[[], None] | None:
     """Optimizers, schedulers, position, data and metrics, of what was asked for.
 
     Returns:
@@ -539,7 +539,7 @@ def resume(run: FitSession) -> Callable[[], None] | None:
     return None if run.continues is None else _resume_position(run, run.continues)
 
 
-def _resume_optimizers(run: FitSession, reader: Reader, parts: Resume) -> None:
+def _resume_optimizers(run: RunContext, reader: Reader, parts: Resume) -> None:
     from instep.checkpoint.edge import taking_up  # late, as above
 
     state, report = full_state(reader), run.report
@@ -598,7 +598,7 @@ def _fits(differ: str, switch: str, reader: Reader, strict: bool, left_out: list
     return not differ
 
 
-def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
+def _resume_position(run: RunContext, reader: Reader) -> Callable[[], None]:
     from instep.checkpoint.edge import taking_up  # late, as above
 
     state, trainer = full_state(reader), run.trainer
@@ -607,8 +607,8 @@ def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
     name = f"rank-{run.rank:05d}"
     own = rank_state(reader, name) if reader.has_state(name) else None
     first_part = run.strategy.counts and run.strategy.data_rank == 0
-    seats = gather_object((own is not None and _same_seat(run, state, own), first_part))
-    same_world, heir = all(same for same, _ in seats), [first for _, first in seats].index(True)
+    shardings = gather_object((own is not None and _same_sharding(run, state, own), first_part))
+    same_world, log_owner = all(same for same, _ in shardings), [first for _, first in shardings].index(True)
     _resume_data(run, at, state, own if same_world else None, reader)
     run.position.load_state_dict(at.state_dict())  # not before all of it fits: the Trainer may fit something else next
     with taking_up(reader.path, "the logged values"):
@@ -618,7 +618,7 @@ def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
         with taking_up(reader.path, f"the strategy {run.strategy.name}"):
             run.strategy.load_rank_state(of_rank.get("strategy", {}), own=same_world)
     log = own.get("log", []) if own is not None and same_world else []
-    if not same_world and run.rank == heir:  # it takes over for all; one only, where several with this data count
+    if not same_world and run.rank == log_owner:  # it takes over for all; one only, where several with this data count
         with taking_up(reader.path, "the logged sums"):
             log = merge_states([saved["log"] for saved in _every_rank(reader, state) if saved["counts"]])
     if own is not None and not same_world and own["metric_states"] and run.rank == 0:
@@ -633,7 +633,7 @@ def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
 
     def last() -> None:
         with taking_up(reader.path, "the logged sums"):
-            run.book.load_state_dict(log, metric_objects(run.module))
+            run.log.load_state_dict(log, metric_objects(run.module))
             if own is not None and same_world:
                 load_metric_states(run.module, own["metric_states"])
         if rng is not None:
@@ -646,7 +646,7 @@ def _resume_position(run: FitSession, reader: Reader) -> Callable[[], None]:
     return last
 
 
-def _same_seat(run: Session, state: dict[str, Any], own: dict[str, Any]) -> bool:
+def _same_sharding(run: RunContext, state: dict[str, Any], own: dict[str, Any]) -> bool:
     """Whether this rank reads what the one that saved `own` did."""
     now = (run.world_size, run.strategy.data_world_size, run.strategy.data_rank, run.strategy.counts)
     before = (state["world_size"], state["data_world_size"], own["data_rank"], own["counts"])
@@ -662,7 +662,7 @@ def _rng_of(reader: Reader, state: dict[str, Any], part: int) -> dict[str, Any] 
     return next((own["rng"] for own in _every_rank(reader, state) if own["data_rank"] == part), None)
 
 
-def _layout(state: dict[str, Any], run: Session) -> str:
+def _layout(state: dict[str, Any], run: RunContext) -> str:
     """How this run is spread otherwise, for texts."""
     if state["world_size"] != run.world_size:
         return f", and this run has {run.world_size}"
@@ -670,7 +670,7 @@ def _layout(state: dict[str, Any], run: Session) -> str:
 
 
 def _resume_data(
-    run: FitSession, at: Position, state: dict[str, Any], own: dict[str, Any] | None, reader: Reader
+    run: RunContext, at: Position, state: dict[str, Any], own: dict[str, Any] | None, reader: Reader
 ) -> None:
     from instep.checkpoint.edge import taking_up  # late, as above
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,44 +17,28 @@ from torch.optim import Optimizer
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError
 from instep.strategies import Strategy
+from instep.trainer.context import RunContext
 from instep.trainer.hooks import is_overridden
-from instep.trainer.module import TrainModule
+from instep.trainer.module import TrainModule, accepted_arguments
 from instep.trainer.nonfinite import no_gradients_from
 from instep.trainer.optimizers import step_schedulers
-
-if TYPE_CHECKING:
-    from instep.trainer.fit_session import FitSession
 
 Step = Callable[..., Any]
 
 
-def make_step(run: FitSession) -> Step:
-    """The function that trains on one batch: `step(batch, batch_idx) -> what training_step returned`."""
-    return automatic_step(run) if run.module.automatic_optimization else manual_step(run)
+def make_step(ctx: RunContext) -> Step:
+    """Make the function that trains on one batch: `step(batch, batch_idx) -> what training_step returned`."""
+    return automatic_step(ctx) if ctx.module.automatic_optimization else manual_step(ctx)
 
 
-def automatic_step(run: FitSession) -> Step:
-    """The step of automatic optimization."""
-    module, strategy, at, source, book = run.module, run.strategy, run.position, run.source, run.book
-    gradient = run.state.gradient
-    training_step = within(strategy.precision.context(), run.step_function("training_step", "batch", "batch_idx"))
-    optimizer: Optimizer | None = run.optimizers[0] if run.optimizers else None
-    schedules = [config for config in run.schedulers if config.interval == "step"]
-    scheduler_hook = module.lr_scheduler_step if is_overridden(module, "lr_scheduler_step", TrainModule) else None
-    clip = run.clip_function(optimizer)
-    before_zero_grad, before_backward = run.hooks["on_before_zero_grad"], run.hooks["on_before_backward"]
-    after_backward, before_step = run.hooks["on_after_backward"], run.hooks["on_before_optimizer_step"]
-    own_zero_grad = is_overridden(module, "optimizer_zero_grad", TrainModule)
-    own_backward = module.backward if is_overridden(module, "backward", TrainModule) else None
-    own_step = is_overridden(module, "optimizer_step", TrainModule) or _wants_closure(optimizer)
-    scaler, guard, step_optimizer = strategy.precision.scaler, run.guard, run.step_optimizer
-    if guard is not None:
-        guard.forget_losses()  # of a window that the last epoch left unfinished
-        before_backward = (*before_backward, guard.note_loss)
-    plain_backward = own_backward is None and scaler is None and not is_overridden(strategy, "backward", Strategy)
-    plain_step = scaler is None and guard is None and not is_overridden(strategy, "optimizer_step", Strategy)
-    plateau = any(config.reduce_on_plateau for config in schedules)
-    accumulate = run.accumulate
+# ---- automatic optimization
+
+
+def automatic_step(ctx: RunContext) -> Step:
+    """Make the step of automatic optimization."""
+    module, strategy, at, source, gradient = ctx.module, ctx.strategy, ctx.position, ctx.source, ctx.gradient
+    optimizer = _optimizer_of(ctx)
+    accumulate = ctx.loaders.accumulate
     if accumulate > 1 and _wants_closure(optimizer):
         raise SettingError(
             f"accumulate_grad_batches={accumulate}: {type(optimizer).__name__} evaluates the loss several times in a "
@@ -62,130 +46,158 @@ def automatic_step(run: FitSession) -> Step:
             field="accumulate_grad_batches",
             got=accumulate,
         )
-    full_batches = source.full_batches(accumulate)
-    weight_of_full = 1.0 / accumulate
-    strategy.loss_weight = lambda: source.window_scale(at.batch, accumulate)
-    buffer = book.buffer
-    opened = 0  # micro-batches in the open window that gave gradients
+    if ctx.guard is not None:
+        ctx.guard.forget_losses()  # of a window that the last epoch left unfinished
+    train = forward_backward(ctx)
+    prepare, finish = finish_window(ctx)
+    by_module = is_overridden(module, "optimizer_step", TrainModule) or _wants_closure(optimizer)
+    module_step = step_by_module(ctx, train, prepare, optimizer) if by_module and optimizer is not None else None
+    schedules = [config for config in ctx.schedulers if config.interval == "step"]
+    scheduler_hook = module.lr_scheduler_step if is_overridden(module, "lr_scheduler_step", TrainModule) else None
+    plateau = any(config.reduce_on_plateau for config in schedules)
+    ctx.window_count = 0
 
-    def forward_backward(batch: Any, batch_idx: int) -> Any:
-        nonlocal opened
+    def step(batch: Any, batch_idx: int) -> Any:
+        at.validated = False
+        gradient.end_of_dataloader = source.is_last
+        if accumulate > 1 and (batch_idx + 1) % accumulate and not source.is_last:
+            gradient.sync_gradients = False
+            with strategy.no_sync():
+                output = train(batch, batch_idx)
+            at.batch = batch_idx + 1
+            return output
+        gradient.sync_gradients = True
+        if module_step is not None:
+            output, stepped = module_step(batch, batch_idx), True
+        else:
+            output = train(batch, batch_idx)
+            stepped = finish() if ctx.window_count else False  # it returned None for the whole window
+        ctx.window_count = 0
+        at.batch = at.window_batch = batch_idx + 1
+        at.global_step += 1
+        if schedules and stepped:
+            metrics = ctx.trainer.callback_metrics if plateau else {}
+            step_schedulers(schedules, "step", at.global_step, metrics, scheduler_hook)
+        return output
+
+    return step
+
+
+def forward_backward(ctx: RunContext) -> Step:
+    """Make the function that runs forward and backward of one micro-batch; it returns what `training_step` did."""
+    module, strategy, at, source, log, guard = ctx.module, ctx.strategy, ctx.position, ctx.source, ctx.log, ctx.guard
+    optimizer, accumulate, buffer = _optimizer_of(ctx), ctx.loaders.accumulate, ctx.log.buffer
+    training_step = resolve_step(ctx, "training_step", "batch", "batch_idx")
+    before_zero_grad, before_backward = ctx.hooks["on_before_zero_grad"], ctx.hooks["on_before_backward"]
+    after_backward = ctx.hooks["on_after_backward"]
+    if guard is not None:
+        before_backward = (*before_backward, guard.note_loss)
+    own_zero_grad = is_overridden(module, "optimizer_zero_grad", TrainModule)
+    own_backward = module.backward if is_overridden(module, "backward", TrainModule) else None
+    backward = strategy.backward if own_backward is None else lambda loss: own_backward(strategy.scale(loss))
+    plain = own_backward is None and strategy.precision.scaler is None
+    plain = plain and not is_overridden(strategy, "backward", Strategy)
+    full_batches, weight_of_full = source.full_batches(accumulate), 1.0 / accumulate
+    strategy.loss_weight = lambda: source.window_scale(at.batch, accumulate)
+
+    def train(batch: Any, batch_idx: int) -> Any:
         output = training_step(batch, batch_idx)
         if buffer:
-            book.drain()
-        loss = output if type(output) is Tensor and output.requires_grad and not output.ndim else _loss_of(output, run)
-        if loss is None:
-            return None
+            log.drain()
+        loss = output if type(output) is Tensor and output.requires_grad and not output.ndim else _loss_of(output, ctx)
+        if loss is None or optimizer is None:
+            return None if loss is None else output
         weight = weight_of_full if batch_idx < full_batches else source.window_scale(batch_idx, accumulate)
-        if opened == 0 and optimizer is not None:
+        if ctx.window_count == 0:
             for hook in before_zero_grad:
                 hook(optimizer)
             if own_zero_grad:
                 module.optimizer_zero_grad(at.epoch, batch_idx, optimizer)
             else:
                 optimizer.zero_grad()
-        if optimizer is None:
-            return output
-        if weight != 1.0:
-            if weight == 0.0:
-                replay(loss)
-                opened += 1
-                return output
+        if weight == 0.0:  # run to keep step with the other ranks: nothing comes of it, not even of a nan
+            loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        elif weight != 1.0:
             loss = loss * weight
         for hook in before_backward:
             hook(loss)
-        if plain_backward:
+        if weight == 0.0:
+            with no_gradients_from(strategy.leaves()):
+                backward(loss)
+        elif plain:
             loss.backward()
-        elif own_backward is not None:
-            own_backward(strategy.scale(loss))
         else:
-            strategy.backward(loss)
+            backward(loss)
         for hook in after_backward:
             hook()
-        opened += 1
+        ctx.window_count += 1
         return output
 
-    def replay(loss: Tensor) -> None:
-        """A batch of weight 0, run to keep step with the other ranks: nothing comes of it, not even of a nan."""
-        loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
-        for hook in before_backward:
-            hook(loss)
-        with no_gradients_from(strategy.leaves()):
-            own_backward(strategy.scale(loss)) if own_backward is not None else strategy.backward(loss)
-        for hook in after_backward:
-            hook()
+    return train
 
-    def before_optimizer() -> None:
-        assert optimizer is not None
+
+def finish_window(ctx: RunContext) -> tuple[Callable[[], None], Callable[[], bool]]:
+    """Make the two functions that end an optimizer window.
+
+    Returns:
+        The one that unscales, rescales, checks and clips the gradients, for a module that steps the optimizer itself;
+        and the one that does this where it is needed, steps the optimizer, and returns whether it stepped.
+    """
+    strategy, at, source, guard = ctx.strategy, ctx.position, ctx.source, ctx.guard
+    optimizer, accumulate, scaler = _optimizer_of(ctx), ctx.loaders.accumulate, ctx.strategy.precision.scaler
+    if optimizer is None:
+        return lambda: None, lambda: False
+    hooks, clip, step_optimizer = (
+        ctx.hooks["on_before_optimizer_step"],
+        _clip_function(ctx, optimizer),
+        optimizer_step(ctx),
+    )
+    plain = scaler is None and guard is None and not is_overridden(strategy, "optimizer_step", Strategy)
+    must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and not source.reliable))
+
+    def prepare() -> None:
         strategy.unscale_gradients(optimizer)
         rescale = source.rescale(at.batch, accumulate)
         if rescale != 1.0:
             strategy.multiply_gradients(optimizer, rescale)
-        for hook in before_step:
+        for hook in hooks:
             hook(optimizer)
         if guard is not None:
-            guard.look(optimizer)
+            guard.check(optimizer)
         if clip is not None:
             clip()
 
-    must_prepare = bool(
-        scaler is not None or before_step or clip is not None or (accumulate > 1 and not source.reliable)
-    )
+    def finish() -> bool:
+        if must_prepare:
+            prepare()
+        if plain:
+            optimizer.step()
+            return True
+        step_optimizer(optimizer)
+        return not strategy.step_was_skipped
 
-    # ------------------------------------------------------------------ the step
+    return prepare, finish
+
+
+def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None], optimizer: Optimizer) -> Step:
+    """Make the step where `TrainModule.optimizer_step` is overridden, or the optimizer needs a closure."""
+    module, at = ctx.module, ctx.position
+
     def step(batch: Any, batch_idx: int) -> Any:
-        nonlocal opened
-        at.validated = False
-        gradient.end_of_dataloader = source.is_last
-        if accumulate > 1 and (batch_idx + 1) % accumulate and not source.is_last:
-            gradient.sync_gradients = False
-            with strategy.no_sync():
-                output = forward_backward(batch, batch_idx)
-            at.batch = batch_idx + 1
-            return output
-        gradient.sync_gradients = True
-        stepped = True
-        if own_step and optimizer is not None:
-            output = run_own_step(batch, batch_idx)
-        else:
-            output = forward_backward(batch, batch_idx)
-            if not opened or optimizer is None:
-                stepped = False  # training_step returned None for the whole window
-            else:
-                if must_prepare:
-                    before_optimizer()
-                if plain_step:
-                    optimizer.step()
-                else:
-                    step_optimizer(optimizer)
-                    stepped = not strategy.step_was_skipped
-        opened = 0
-        at.batch = at.window_batch = batch_idx + 1
-        at.global_step += 1
-        if schedules and stepped:
-            metrics = run.trainer.callback_metrics if plateau else {}
-            step_schedulers(schedules, "step", at.global_step, metrics, scheduler_hook)
-        return output
-
-    # ------------------------------------------------------------------
-
-    def run_own_step(batch: Any, batch_idx: int) -> Any:
-        """`TrainModule.optimizer_step` is overridden, or the optimizer needs a closure."""
         outputs: list[Any] = []
-        before = opened
+        before = ctx.window_count
 
         def closure() -> Any:
-            nonlocal opened
-            opened = before  # L-BFGS asks several times: each time the gradients are made anew
-            output = forward_backward(batch, batch_idx)
+            ctx.window_count = before  # L-BFGS asks several times: each time the gradients are made anew
+            output = train(batch, batch_idx)
             outputs.append(output)
-            if opened:
-                before_optimizer()
-            elif optimizer is not None:
+            if ctx.window_count:
+                prepare()
+            else:
                 optimizer.zero_grad()  # nothing to step with: not the last window's gradients either
-            return None if output is None else _loss_of(output, run)
+            return None if output is None else _loss_of(output, ctx)
 
-        module.optimizer_step(at.epoch, batch_idx, run.trainer._wrapped_optimizers[0], closure)
+        module.optimizer_step(at.epoch, batch_idx, ctx.wrapped_optimizers[0], closure)
         if not outputs:
             raise HookError(
                 f"{type(module).__name__}.optimizer_step did not run its closure, so nothing was computed. Call "
@@ -196,25 +208,88 @@ def automatic_step(run: FitSession) -> Step:
     return step
 
 
-def manual_step(run: FitSession) -> Step:
-    """The step of manual optimization: the module does everything; a batch that stepped an optimizer counts."""
-    strategy, at, source, book = run.strategy, run.position, run.source, run.book
-    gradient = run.state.gradient
-    training_step = within(strategy.precision.context(), run.step_function("training_step", "batch", "batch_idx"))
+def optimizer_step(ctx: RunContext) -> Callable[..., Any]:
+    """The function that steps an optimizer: the strategy's, or the guard's against values that are not finite."""
+    return ctx.strategy.optimizer_step if ctx.guard is None else ctx.guard.optimizer_step
+
+
+def _clip_function(ctx: RunContext, optimizer: Optimizer) -> Callable[[], None] | None:
+    """The function that clips before each step, or None."""
+    value, algorithm = ctx.settings.gradient_clip_val, ctx.settings.gradient_clip_algorithm
+    if is_overridden(ctx.module, "configure_gradient_clipping", TrainModule):
+        return lambda: ctx.module.configure_gradient_clipping(optimizer, value, algorithm)
+    if value is None:
+        return None
+    return lambda: ctx.strategy.clip_gradients(optimizer, value, algorithm)
+
+
+def _optimizer_of(ctx: RunContext) -> Optimizer | None:
+    return ctx.optimizers[0] if ctx.optimizers else None
+
+
+# ---- manual optimization
+
+
+def manual_step(ctx: RunContext) -> Step:
+    """Make the step of manual optimization: the module does everything; a batch that stepped an optimizer counts."""
+    at, source, log, gradient = ctx.position, ctx.source, ctx.log, ctx.gradient
+    training_step = resolve_step(ctx, "training_step", "batch", "batch_idx")
 
     def step(batch: Any, batch_idx: int) -> Any:
         at.validated = False
         gradient.end_of_dataloader = source.is_last
-        run.manual_steps = 0
+        ctx.manual_steps = 0
         output = training_step(batch, batch_idx)
-        if book.buffer:
-            book.drain()
+        if log.buffer:
+            log.drain()
         at.batch = at.window_batch = batch_idx + 1
-        if run.manual_steps:
+        if ctx.manual_steps:
             at.global_step += 1
         return output
 
     return step
+
+
+def manual_optimizer_step(ctx: RunContext) -> Callable[..., Any]:
+    """Make the function behind `optimizer.step()` of manual optimization."""
+    step_optimizer = optimizer_step(ctx)
+
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        ctx.manual_steps += 1
+        hooks = ctx.hooks["on_before_optimizer_step"]
+        if hooks:
+            ctx.strategy.unscale_gradients(optimizer)
+            for hook in hooks:
+                hook(optimizer)
+        return step_optimizer(optimizer, closure, **kwargs)
+
+    return step
+
+
+def manual_backward(ctx: RunContext, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Backpropagate as `TrainModule.manual_backward` says."""
+    strategy, replayed = ctx.strategy, ctx.log.weight == 0
+    if ctx.guard is not None and not replayed:
+        ctx.guard.note_loss(loss)
+    strategy.prepare_backward(loss)
+    loss = strategy.scale(loss)
+    for hook in ctx.hooks["on_before_backward"]:
+        hook(loss)
+    with no_gradients_from(strategy.leaves()) if replayed else nullcontext():
+        ctx.module.backward(loss, *args, **kwargs)
+    for hook in ctx.hooks["on_after_backward"]:
+        hook()
+
+
+# ---- both
+
+
+def resolve_step(ctx: RunContext, name: str, *offered: str) -> Step:
+    """The step method through strategy and precision, taking all `offered` arguments even if the user's takes fewer."""
+    count = accepted_arguments(getattr(ctx.module, name), offered)
+    step = ctx.strategy.step_function(name)
+    accepted = step if count == len(offered) else lambda *args: step(*args[:count])
+    return within(ctx.precision.context(), accepted)
 
 
 def within(context: AbstractContextManager[Any] | None, function: Step) -> Step:
@@ -229,18 +304,20 @@ def within(context: AbstractContextManager[Any] | None, function: Step) -> Step:
     return run
 
 
-def _loss_of(output: Any, run: FitSession) -> Tensor | None:
-    """The loss in what `training_step` returned."""
+def _loss_of(output: Any, ctx: RunContext) -> Tensor | None:
+    """Check the output of `training_step`, and return its loss; None where the batch is skipped."""
     loss = output.get("loss") if isinstance(output, dict) else output
     if loss is None:
         if isinstance(output, dict):
             raise HookError(f"training_step returned a dict without 'loss'; its keys are {sorted(map(str, output))}")
-        if run.world_size > 1:
+        if ctx.world_size > 1:
             raise HookError(
                 "training_step returned None to skip a batch. With several processes the others would wait for this "
                 "rank's gradients: return a loss multiplied by 0 instead."
             )
-        run.note_no_loss()
+        place = ctx.position.epoch, ctx.position.batch
+        ctx.batches_without_loss += place != ctx.last_without_loss  # a closure may return None several times
+        ctx.last_without_loss = place
         warnings.warn("training_step returned None: the batch is skipped. Is a `return loss` missing?", stacklevel=2)
         return None
     if not isinstance(loss, Tensor):
@@ -250,7 +327,7 @@ def _loss_of(output: Any, run: FitSession) -> Tensor | None:
         )
     if loss.numel() != 1:
         raise HookError(f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to one number")
-    if run.optimizers and not loss.requires_grad:
+    if ctx.optimizers and not loss.requires_grad:
         raise HookError(
             "training_step returned a loss without a graph (requires_grad is False). Compute it from the module's "
             "parameters, without .detach(), .item() or torch.no_grad()."
@@ -259,7 +336,7 @@ def _loss_of(output: Any, run: FitSession) -> Tensor | None:
 
 
 def detached_outputs(output: Any) -> Any:
-    """What `on_train_batch_end` gets: a dict with the loss, everything detached, so that no graph is kept alive."""
+    """Outputs for `on_train_batch_end`: a dict with the loss, everything detached, so that no graph is kept alive."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

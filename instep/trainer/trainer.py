@@ -1,43 +1,51 @@
-"""The Trainer: its arguments, the train loop, and evaluation. What plug-ins ask of it is in `view.py`."""
+"""The Trainer: its arguments, its four entry points, and what callbacks, loggers and modules may ask of it."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
 from instep.data import DataModule
-from instep.distributed.heartbeat import BATCH, STEP
+from instep.distributed import broadcast_object, control_group
 from instep.errors import UsageError
 from instep.loggers.base import Logger
-from instep.state import find_device_kind, read_environment
+from instep.state import PartialState, find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
 from instep.strategies.base import check_sync_batchnorm
 from instep.strategies.registry import asked_strategy
-from instep.trainer import replay
+from instep.trainer import replay, run_state
+from instep.trainer.context import Position, Progress, RunContext, TrainerState
 from instep.trainer.devices import count_devices, launch, on_nodes_there
 from instep.trainer.evaluation import evaluate, predict
-from instep.trainer.fit_session import FitSession
-from instep.trainer.log import LogBook
-from instep.trainer.metrics import Metrics, print_results
+from instep.trainer.lifecycle import open_run
+from instep.trainer.log import MetricLog, Metrics, as_tensors, print_results
+from instep.trainer.loop import fit
 from instep.trainer.module import TrainModule
+from instep.trainer.optimizers import LRSchedulerConfig
 from instep.trainer.plugins import default_callbacks
-from instep.trainer.position import Position, Progress, TrainerState
 from instep.trainer.run_folder import RunFolder
-from instep.trainer.run_state import check_resume
-from instep.trainer.session import Session
 from instep.trainer.settings import resolve
-from instep.trainer.step import detached_outputs, make_step
-from instep.trainer.view import TrainerView
+from instep.trainer.step import manual_backward
 from instep.types import Location, PathLike
+from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
+    from instep.callbacks.early_stopping import EarlyStopping
+    from instep.callbacks.model_checkpoint import ModelCheckpoint
+    from instep.checkpoint import Reader
+    from instep.checkpoint.background import PendingSave
     from instep.checkpoint.resume import Resume, ResumeReport
 
 
-class Trainer(TrainerView):
+class Trainer:
     """Trains, validates, tests and predicts with a `TrainModule`.
 
     All arguments are keyword-only, have Lightning's names and meaning, and are checked here, before anything runs. They
@@ -192,9 +200,9 @@ class Trainer(TrainerView):
         self.interrupted = False
         self.stop_reason = ""
         self._stop_agreed = False
-        self._session: Session | None = None
-        self._last: Session | None = None
-        self._book: LogBook | None = None
+        self._ctx: RunContext | None = None  # of the call that runs
+        self._last_ctx: RunContext | None = None
+        self._log: MetricLog | None = None  # that `self.log` writes into
 
     # ------------------------------------------------------------------ the train loop
 
@@ -291,69 +299,14 @@ class Trainer(TrainerView):
         """
         datamodule, train_dataloaders = _datamodule(datamodule, train_dataloaders, val_dataloaders)
         if resume is not None:
-            check_resume(resume, ckpt_path)
+            run_state.check_resume(resume, ckpt_path)
         self._launch()
         self._begin(model)
-        wanted = replay.take_over(self, model, ckpt_path)
-        resume = resume if wanted is ckpt_path else None  # a replay takes up all of its checkpoint
-        with FitSession(
-            self, "fit", model, datamodule, {"train": train_dataloaders, "val": val_dataloaders}, wanted, resume
-        ) as run:
-            run.set_up()
-            run.configure_optimizers()
-            run.prepare()
-            hooks, at, book, tick = run.hooks, run.position, run.book, run.triggers.tick
-            beats = run.heart.numbers
-            hooks.call("on_fit_start")
-            run.resume()
-            run.sanity_check()
-            run.start_training()
-            hooks.call("on_train_start")
-            run.check_saving()
-            run.agree_on_triggers()
-            batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
-            max_steps, hand_over_every = self.settings.max_steps, self.settings.log_every_n_steps or 500
-
-            while not run.finished:
-                run.begin_epoch()
-                source, step = run.source, make_step(run)
-                counts, even, complete = source.counts, 0, False
-                for batch in run.batches():
-                    batch_idx = run.batch_idx = at.batch
-                    book.batch = batch
-                    if batch_idx >= even:  # the first batch tells of all the even ones
-                        book.weight, even = counts(batch_idx)[0], source.even_batches
-                    if batch_start and run.skips(batch_start, batch, batch_idx):
-                        complete = at.skipped_rest = True
-                        break
-                    output = step(batch, batch_idx)
-                    beats[BATCH], beats[STEP] = batch_idx, at.global_step
-                    if batch_end:
-                        outputs = detached_outputs(output)
-                        for hook in batch_end:
-                            hook(outputs, batch, batch_idx)
-                    if at.window_batch != at.batch:
-                        continue  # in the middle of an optimizer window
-                    if at.global_step % hand_over_every == 0:
-                        run.hand_over()
-                    if at.batch >= run.next_validation:
-                        run.validate()
-                    if run.has_clock:
-                        run.look_at_clock()
-                    agreed = tick(at.global_step)
-                    if agreed:
-                        run.act_on(agreed)
-                    if at.global_step == max_steps or (self._stop_agreed and run.stopping):
-                        complete = source.is_last
-                        break
-                else:
-                    complete = True
-                run.end_epoch(complete)
-
-            run.strategy.unify()
-            hooks.call("on_train_end")
-            hooks.call("on_fit_end")
-            run.say_why_it_ended()
+        wanted = replay.prepare(self, model, ckpt_path)
+        resume = resume if wanted is ckpt_path else None  # a replay loads all of its checkpoint
+        loaders = {"train": train_dataloaders, "val": val_dataloaders}
+        with open_run(self, "fit", model, datamodule, loaders, wanted, resume) as ctx:
+            fit(ctx)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -419,12 +372,11 @@ class Trainer(TrainerView):
         datamodule, dataloaders = _datamodule(datamodule, dataloaders, None)
         self._launch()
         model, ckpt_path = self._model_for_evaluation(model, ckpt_path)
-        with Session(self, "predict", model, datamodule, {"predict": dataloaders}, ckpt_path) as run:
-            run.set_up()
-            run.strategy.setup(model, [])
-            sources = run.loaders.evaluation("predict")
+        with open_run(self, "predict", model, datamodule, {"predict": dataloaders}, ckpt_path) as ctx:
+            ctx.strategy.setup(model, [])
+            sources = ctx.loaders.evaluation("predict")
             self._need_loaders(sources, "predict")
-            outputs = predict(run, sources, return_predictions)
+            outputs = predict(ctx, sources, return_predictions)
         return outputs if return_predictions else None
 
     def _evaluate(
@@ -440,12 +392,11 @@ class Trainer(TrainerView):
         datamodule, dataloaders = _datamodule(datamodule, dataloaders, None)
         self._launch()
         model, ckpt_path = self._model_for_evaluation(model, ckpt_path)
-        with Session(self, fn, model, datamodule, {stage: dataloaders}, ckpt_path) as run:
-            run.set_up()
-            run.strategy.setup(model, [])
-            sources = run.loaders.evaluation(stage)
+        with open_run(self, fn, model, datamodule, {stage: dataloaders}, ckpt_path) as ctx:
+            ctx.strategy.setup(model, [])
+            sources = ctx.loaders.evaluation(stage)
             self._need_loaders(sources, fn)
-            results = evaluate(run, fn, sources) or []
+            results = evaluate(ctx, fn, sources) or []
         if verbose and self.is_global_zero:
             print_results(results, fn)
         return results
@@ -469,11 +420,11 @@ class Trainer(TrainerView):
         self.model = model
         return model, ckpt_path
 
-    # ------------------------------------------------------------------ before a session
+    # ------------------------------------------------------------------ before a run
 
     def _launch(self) -> None:
-        """In a plain script that asked for several devices: become the agent of the ranks."""
-        if self._session is not None:
+        """Become the agent of the ranks, in a plain script that asked for several devices."""
+        if self._ctx is not None:
             raise UsageError("this Trainer is running already; make another one for a run inside a run")
         if self._environment.launcher == "none" != read_environment().launcher:
             raise UsageError(
@@ -487,13 +438,347 @@ class Trainer(TrainerView):
         replay.silence(self)
 
     def _begin(self, model: TrainModule) -> None:
-        """A new fit of this Trainer goes on counting where the last one stopped, as users of Lightning expect."""
+        """Reset what the last fit left; the position stays, so that a new fit goes on counting, as in Lightning."""
         _check_module(model)
         self.model = model
         self.resume_report = None
         self._stop_agreed = False
         self.stop_reason = ""
         self.interrupted = False
+
+    def __getattr__(self, name: str) -> Any:
+        # Arguments can be read under their own names; only what is no attribute comes here.
+        settings = self.__dict__.get("settings")
+        if settings is None or not hasattr(settings, name):
+            raise AttributeError(f"Trainer has no attribute {name!r}")
+        return getattr(settings, name)
+
+    # ---- saving and triggers
+
+    def save_checkpoint(self, filepath: Location, weights_only: bool = False) -> Path:
+        """Save a checkpoint now. Collective: call it on all ranks.
+
+        Args:
+            filepath: the folder; it is saved as `<filepath>-<attempt>`, never over another. `ckpt_path=filepath` finds
+                the newest of them.
+            weights_only: leave out what only a resumed run needs.
+
+        Returns:
+            The folder.
+
+        Raises:
+            DistributedError: a rank did not call it.
+        """
+        path = to_path(filepath).absolute()
+        run = self._ctx or self._last_ctx
+        if run is None:
+            raise UsageError("there is nothing to save yet: call fit first")
+        PartialState().wait_for_everyone("trainer.save_checkpoint(), which all ranks call")
+        return run_state.save(run, self._store(path.parent), name=path.name, weights_only=weights_only)
+
+    def save_to(self, dirpath: Path | None, name: str | None, *, weights_only: bool, **info: Any) -> Path:
+        """Save a checkpoint into a folder of checkpoints; what ModelCheckpoint does. Collective.
+
+        Args:
+            dirpath: the folder; None for `checkpoints/` in the run folder.
+            name: the checkpoint's name, without its attempt; None for `step-<8 digits>`.
+            weights_only: leave out what only a resumed run needs.
+            info: JSON values for the manifest, such as monitor, mode and score.
+        """
+        return run_state.save(self._run, self._store(dirpath), name=name, weights_only=weights_only, **info)
+
+    def save_later(
+        self, dirpath: Path | None, name: str | None, *, weights_only: bool, to_delete: Sequence[str] = (), **info: Any
+    ) -> PendingSave:
+        """Save as `save_to` does, beside the training: `finish_save` gives the result. Collective.
+
+        Args:
+            dirpath, name, weights_only, info: as in `save_to`.
+            to_delete: older checkpoints in that folder, deleted once this one has verified.
+        """
+        store = self._store(dirpath)
+        return run_state.save_later(self._run, store, name=name, weights_only=weights_only, doomed=to_delete, **info)
+
+    def finish_save(self, pending: PendingSave) -> Path:
+        """Wait for a save beside the training, and raise its error on all ranks. Collective."""
+        return run_state.finish(self._run, pending)
+
+    def verify_checkpoint(self, path: Path) -> list[str]:
+        """Problems of a checkpoint; none where it verifies. Collective."""
+        return self._store(path.parent).verify_together(path)
+
+    def delete_checkpoint(self, path: Path) -> None:
+        """Delete a checkpoint. Collective."""
+        self._store(path.parent).delete(path)
+
+    def _store(self, folder: Path | None) -> Any:
+        from instep.checkpoint import CheckpointStore  # late, as above
+
+        folder = folder or self.run_folder.checkpoints
+        if folder is None:
+            raise UsageError("there is no run folder yet: save inside fit, or give a path")
+        store = CheckpointStore(folder)
+        store.lease = None if self._ctx is None else self._ctx.leases.get(store.root)
+        return store
+
+    def agree(self, value: Any) -> Any:
+        """Main process's value on every rank: for decisions that all must take alike. Collective."""
+        return broadcast_object(value)
+
+    def all_ranks_arrive(self, timeout_s: float) -> bool:
+        """Whether every rank gets here within `timeout_s`, after an error. No rank waits longer."""
+        group = control_group()
+        if group is None:
+            return True
+        try:
+            torch.distributed.monitored_barrier(group, timeout=timedelta(seconds=timeout_s))
+        except RuntimeError:
+            return False
+        return True
+
+    @property
+    def resumed_from(self) -> Reader | None:
+        """Checkpoint that the running fit was resumed from."""
+        return None if self._ctx is None else self._ctx.continues
+
+    def set_trigger(self, name: str, reason: str = "") -> None:
+        """Set a trigger on any rank: "stop", "save", "preempted", or a name of your own. Local and free.
+
+        All ranks see it at the same step.
+
+        Args:
+            name: what is asked for.
+            reason: for people.
+        """
+        self._run.triggers.set(name, reason)
+
+    def check_trigger(self, name: str | None = None) -> bool:
+        """Reset a trigger, and return whether any rank had set it. Collective and blocking: call it on all ranks.
+
+        Args:
+            name: None for any.
+        """
+        return self._run.triggers.check(name)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether all ranks agreed to stop. Setting it is local and asks for a stop.
+
+        Raises:
+            UsageError: it was set to False after all had agreed.
+        """
+        return self._stop_agreed
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if value:
+            self.set_trigger("stop", "trainer.should_stop")
+        elif self._ctx is None:
+            self._stop_agreed = False
+        elif self._stop_agreed:
+            raise UsageError(
+                "trainer.should_stop = False: all ranks have agreed to stop, and one cannot take that back alone. Ask "
+                "for the stop later, or call fit again to go on."
+            )
+
+    # ---- what is known
+
+    @property
+    def _run(self) -> RunContext:
+        if self._ctx is None:
+            raise UsageError("this works only while fit, validate, test or predict runs")
+        return self._ctx
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done."""
+        return self.position.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, from 0."""
+        return self.position.epoch
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """All logged values as 0-dim tensors: epoch values once reduced, step values as they stand."""
+        log = self._log
+        return as_tensors({**self.metrics.callback, **({} if log is None else log.step_values)})
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """Values that were sent to the loggers last."""
+        return as_tensors(self.metrics.logged)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """Values logged with `prog_bar=True`: floats, and device tensors of the running step."""
+        log = self._log
+        return {**self.metrics.bar, **({} if log is None else log.bar_values())}
+
+    @property
+    def seed(self) -> int:
+        """Seed of all random streams of the run: torch's initial seed on the main process."""
+        if self._seed is None:
+            raise UsageError("the seed is known once a run has started")
+        return self._seed
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the main process."""
+        return self.global_rank == 0
+
+    @property
+    def global_rank(self) -> int:
+        return self._environment.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self._environment.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self._environment.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self._device_count * self.settings.num_nodes
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on this machine."""
+        return self._device_count
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        ctx = self._ctx or self._last_ctx
+        return None if ctx is None else ctx.datamodule
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        ctx = self._ctx or self._last_ctx
+        return [] if ctx is None else ctx.optimizers
+
+    @property
+    def _wrapped_optimizers(self) -> list[Any]:
+        return self._run.wrapped_optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        ctx = self._ctx or self._last_ctx
+        return [] if ctx is None else ctx.schedulers
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers."""
+        if self._loggers is None:
+            if self.settings.logger is True:
+                from instep.loggers import TensorBoardLogger  # late: loads the logger, not tensorboard
+
+                self._loggers = [TensorBoardLogger()]
+            else:
+                self._loggers = list(self.settings.logger or ())
+            for logger in self._loggers:
+                logger.attach(self.run_folder.claim)
+        return self._loggers
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run folder; None before it is chosen. Not a collective."""
+        return None if self.run_folder.path is None else str(self.run_folder.path)
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first ModelCheckpoint."""
+        return next((c for c in self.callbacks if hasattr(c, "save_now")), None)  # pyright: ignore[reportReturnType]
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first EarlyStopping."""
+        return next((c for c in self.callbacks if hasattr(c, "stopping_reason")), None)  # pyright: ignore
+
+    @property
+    def sanity_checking(self) -> bool:
+        return self.state.stage == "sanity_check"
+
+    @property
+    def training(self) -> bool:
+        return self.state.stage == "train"
+
+    @property
+    def validating(self) -> bool:
+        return self.state.stage == "validate"
+
+    @property
+    def testing(self) -> bool:
+        return self.state.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        return self.state.stage == "predict"
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The prepared training data of the running fit, from `on_fit_start` on; else None."""
+        return None if self._ctx is None else self._ctx.loaders.prepared_train
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Batches of an epoch on this rank; infinity while unknown."""
+        batches = self._run.loaders.train.num_batches
+        return float("inf") if batches is None else batches
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader on this rank."""
+        return self._eval_batches("val")
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        limit = self.settings.num_sanity_val_steps
+        return [n if limit == -1 else min(n, limit) for n in self.num_val_batches]
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        return self._eval_batches("test")
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        return self._eval_batches("predict")
+
+    def _eval_batches(self, stage: str) -> list[int | float]:
+        sources = self._run.loaders.evaluation(stage)
+        return [float("inf") if source.num_batches is None else source.num_batches for source in sources]
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole fit, for schedulers; usable in `configure_optimizers`."""
+        s = self.settings
+        batches = self.num_training_batches
+        if s.max_epochs == -1 or batches == float("inf"):
+            return s.max_steps if s.max_steps != -1 else float("inf")
+        accumulate = self._run.loaders.accumulate
+        steps = -(-int(batches) // accumulate) * s.max_epochs
+        return steps if s.max_steps == -1 else min(steps, s.max_steps)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print` on the main process only."""
+        if self.is_global_zero:
+            print(*args, **kwargs)  # noqa: T201  it is a print
+
+    # ------------------------------------------------------------------ what `TrainModule` calls
+
+    def _manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        manual_backward(self._run, loss, *args, **kwargs)
+
+    def _batch_weight(self) -> float:
+        return self._run.loaders.train.weight(self.progress.batch_idx)
 
 
 def _check_module(model: Any) -> None:
@@ -505,7 +790,7 @@ def _check_module(model: Any) -> None:
 
 
 def _datamodule(datamodule: DataModule | None, loaders: Any, more: Any) -> tuple[DataModule | None, Any]:
-    """A DataModule may be passed in the loaders' place."""
+    """Tell a DataModule that was passed in the loaders' place from loaders."""
     if isinstance(loaders, DataModule):
         if datamodule is not None:
             raise UsageError("two datamodules were passed; pass one")

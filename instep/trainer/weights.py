@@ -13,25 +13,25 @@ from torch import nn
 
 from instep.errors import CheckpointError, SettingError
 from instep.strategies.base import shapes_of
+from instep.trainer.context import RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
-from instep.trainer.rebuild import build_configured
 from instep.trainer.run_state import VIEW, weights_state
 from instep.types import Location, PathLike
 from instep.utils.hparams import CLASS_PATH, AttributeDict
 from instep.utils.optimizer_state import clean_name
 from instep.utils.paths import local_path, to_path
+from instep.utils.rebuild import build_configured
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 if TYPE_CHECKING:
     from instep.checkpoint import Reader
     from instep.checkpoint.resume import ResumeReport
     from instep.trainer.module import TrainModule
-    from instep.trainer.session import Session
 
 M = TypeVar("M", bound="TrainModule")
 
 
-def load_weights(run: Session, path: Path, reader: Reader | None) -> None:
+def load_weights(run: RunContext, path: Path, reader: Reader | None) -> None:
     """Load the module's weights, through `on_load_checkpoint`.
 
     Args:

@@ -63,7 +63,7 @@ def test_state_key_is_the_classs_name():
 
     assert Mine().state_key.endswith("Mine")
     assert Mine().state_dict() == {}
-    assert Mine.monitoring is False
+    assert Mine.runs_last is False
 
 
 def test_unknown_name_lists_the_known_ones():

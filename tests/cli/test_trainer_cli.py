@@ -16,7 +16,7 @@ from torch import nn
 from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from instep.cli import SaveConfigCallback, TrainerArgumentParser, TrainerCLI, instantiate_class
 from instep.errors import CheckpointError, HookError, SettingError, UsageError
-from instep.trainer.rebuild import build_configured
+from instep.utils.rebuild import build_configured
 from tests.cli.configured import CalledNet, DeepLineNet, InjectedNet, LineData, LineNet, Marks, TextNet, double
 
 QUIET = {

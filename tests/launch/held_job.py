@@ -36,7 +36,7 @@ class Held(Callback):
             return
         (self.folder / f"{trainer.global_rank}-{os.getpid()}").touch()
         deadline = time.monotonic() + WAITS_S
-        while not trainer._session.triggers.pending:  # type: ignore[union-attr]
+        while not trainer._ctx.triggers.pending:  # type: ignore[union-attr]
             assert time.monotonic() < deadline, "no signal came"
             time.sleep(0.02)  # a handler sets it, and a signal's other event, the wake-up fd, is the Trainer's
 

@@ -22,7 +22,7 @@ from instep import TrainModule
 from instep.checkpoint import CheckpointStore
 from instep.cli import TrainerCLI
 from instep.errors import InstepError
-from instep.trainer.rebuild import build_configured
+from instep.utils.rebuild import build_configured
 
 HERE = "tests.trainer.stranger_hparams"
 PLAIN = (str, int, float, bool, type(None))

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from instep.distributed import signals as deadline
+from instep.distributed.signals import Deadline
 from instep.trainer import devices
-from instep.trainer import signals as deadline
 from instep.trainer.settings import resolve
-from instep.trainer.signals import Deadline
 from tests.helpers.spawn import HANG_S, finish, run_command, start_command
 
 REPO = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def test_what_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 UNHEARD = """
 import os, signal
-from instep.trainer import signals as deadline
+from instep.distributed import signals as deadline
 deadline.AT_ONCE_S = 0.2
 own = deadline.Deadline([signal.SIGTERM], 0.1, lambda name: 75)
 signal.signal(signal.SIGTERM, lambda number, frame: None)

@@ -139,7 +139,7 @@ def test_monitoring_callbacks_come_after_the_module_at_an_epochs_end():
     order: list[str] = []
 
     class Watches(Callback):
-        monitoring = True
+        runs_last = True
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             order.append("monitoring")

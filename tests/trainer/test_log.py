@@ -119,7 +119,7 @@ def test_of_a_name_logged_by_step_and_by_epoch_the_later_value_counts(hook: str,
     seen: dict[str, list[tuple[float, float]]] = {"step": [], "end": []}
 
     class Watching(Callback):
-        monitoring = True
+        runs_last = True
 
         def look(self, trainer: Any, when: str) -> None:
             seen[when].append((float(trainer.callback_metrics["x"]), float(trainer.progress_bar_metrics["x"])))

@@ -529,9 +529,9 @@ def test_an_optimizer_that_moves_before_its_closure_is_put_back():
 def test_with_a_scaler_the_loss_is_looked_at_and_the_scaler_looks_at_the_gradients(monkeypatch: pytest.MonkeyPatch):
     real = nonfinite.NonFiniteGuard.__init__
 
-    def with_scaler(guard: Any, run: Any, policy: str) -> None:
-        run.precision.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        real(guard, run, policy)
+    def with_scaler(guard: Any, trainer: Any, *arguments: Any) -> None:
+        trainer.strategy.precision.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        real(guard, trainer, *arguments)
 
     monkeypatch.setattr(nonfinite.NonFiniteGuard, "__init__", with_scaler)
     by_scaler = OneGradient()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from instep import Callback
 from instep.checkpoint import LocalFiles
 from instep.errors import Preempted
-from instep.trainer import session
+from instep.trainer import lifecycle
 from tests.helpers.spawn import run_ranks
 from tests.trainer.resuming import Case, Net, Plain, Result, assert_same, make_trainer, seed, train_loader
 
@@ -155,7 +155,7 @@ def test_any_rank_or_all(tmp_path: Path) -> None:
 
 def test_without_a_limit_to_the_grace_period_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Any] = []
-    monkeypatch.setattr(session.dist, "monitored_barrier", lambda group, timeout: waited.append(timeout))
-    run = SimpleNamespace(world_size=2, settings=SimpleNamespace(grace_period_s=float("inf")))
-    session.Session._end_together(run, Preempted("stopped"))  # type: ignore[arg-type]
+    monkeypatch.setattr(lifecycle.dist, "monitored_barrier", lambda group, timeout: waited.append(timeout))
+    ctx = SimpleNamespace(world_size=2, settings=SimpleNamespace(grace_period_s=float("inf")))
+    lifecycle._wait_for_all(ctx, Preempted("stopped"))  # type: ignore[arg-type]
     assert len(waited) == 1

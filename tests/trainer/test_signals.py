@@ -15,8 +15,8 @@ import pytest
 from instep import Callback
 from instep.callbacks import ModelCheckpoint
 from instep.distributed import Triggers
+from instep.distributed.signals import SignalGuard
 from instep.errors import Preempted
-from instep.trainer.signals import SignalGuard
 from tests.helpers.spawn import run_command
 from tests.trainer.toys import Toy, loader, quiet
 

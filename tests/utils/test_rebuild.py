@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from instep.errors import CheckpointError
-from instep.trainer.rebuild import build_configured
+from instep.utils.rebuild import build_configured
 from tests.helpers.spawn import run_command
 
 REPO = Path(__file__).parents[2]

@@ -25,7 +25,7 @@ from typing import Any
 from instep.distributed import Triggers
 from instep.errors import EXIT_FAILED
 
-SAME_S = 1.0  # the same signal again within this time is the same one
+SAME_S = 1.0  # repeats of a signal within this time are duplicates: launcher and scheduler both forward it
 AT_ONCE_S = 5.0  # what is left after a second signal, for the main thread to end by itself
 _open = 0
 
@@ -56,12 +56,12 @@ class Deadline:
         self._thread.start()
 
     def note(self, number: int) -> None:
-        """A signal came; called by its handler."""
+        """Count the grace period from this signal; called by its handler."""
         if not self._wakes:
             os.write(self._sender, bytes([number]))
 
     def close(self) -> None:
-        """The process is not asked to stop any more, or has stopped."""
+        """End the thread: the process is not asked to stop any more, or has stopped."""
         global _open
         if self._receiver < 0:
             return
@@ -106,7 +106,7 @@ class Deadline:
 
 @functools.cache
 def _close_in_children() -> None:
-    """A forked child's signals must not be written into this process's pipe."""
+    """Make forked children close the pipe, so that their signals are not written into it."""
 
     def forget() -> None:
         if _open and threading.current_thread() is threading.main_thread():
@@ -118,9 +118,9 @@ def _close_in_children() -> None:
 class SignalGuard:
     """While entered, SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask for a resumable stop; a second one stops at once.
 
-    What is ignored stays ignored, and of SIGUSR1 and SIGUSR2 a handler of the program's own stays. The same signal
-    again within a second is the same one: batch systems tell the launcher and the ranks, and the launcher tells its
-    ranks as well.
+    What is ignored stays ignored, and of SIGUSR1 and SIGUSR2 a handler of the program's own stays. Repeats of a signal
+    within a second are duplicates: batch systems tell the launcher and the ranks, and the launcher tells its ranks as
+    well.
 
     One that nobody acts on any more, because the last agreement is past, is delivered again at the end. SIGUSR1 and
     SIGUSR2 are not: they would kill a program whose training is done.

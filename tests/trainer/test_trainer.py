@@ -1,4 +1,4 @@
-"""What the Trainer says of a run, and what it lets a plug-in change."""
+"""Attributes and actions of a Trainer that callbacks, loggers and modules use."""
 
 from __future__ import annotations
 

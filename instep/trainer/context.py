@@ -1,0 +1,300 @@
+"""The context of a run: the facts, the place in the training and the open checkpoints that its functions share.
+
+One `RunContext` exists for each call of fit, validate, test or predict; `lifecycle.open_run` fills and closes it. It
+holds values: the loop, the step, evaluation and saving are functions that take it as `ctx`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep.callbacks.base import Callback
+from instep.data import BatchSource, DataModule
+from instep.distributed import Trigger, Triggers
+from instep.distributed.heartbeat import Heartbeat
+from instep.state.runs import GradientRecord
+from instep.strategies import Precision, Strategy
+from instep.trainer.hooks import HookTable
+from instep.trainer.loaders import Loaders
+from instep.trainer.log import MetricLog, NullBuffer
+from instep.trainer.module import TrainModule
+from instep.trainer.nonfinite import NonFiniteGuard
+from instep.trainer.optimizers import LRSchedulerConfig
+from instep.trainer.settings import Settings
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer
+    from instep.checkpoint import Reader
+    from instep.checkpoint.background import BackgroundSaver
+    from instep.checkpoint.lease import Lease
+    from instep.checkpoint.resume import Resume, ResumeReport
+
+
+@dataclass
+class TrainerState:
+    """The entry point and stage that run, and how the last run ended.
+
+    Attributes:
+        fn: "fit", "validate", "test", "predict", or None between runs.
+        stage: "sanity_check", "train", "validate", "test", "predict" or None.
+        status: "initializing", "running", "finished", "interrupted" or "failed".
+    """
+
+    fn: str | None = None
+    stage: str | None = None
+    status: str = "initializing"
+
+    def begin(self, fn: str) -> None:
+        self.fn, self.status = fn, "running"
+
+    def end(self) -> None:
+        self.fn = self.stage = None
+
+
+@dataclass
+class Position:
+    """Place in the training: a checkpoint holds it, and the loop alone writes it.
+
+    Attributes:
+        epoch: from 0.
+        batch: batches done in the epoch.
+        window_batch: batches done at the end of the last optimizer window; `batch` but in the middle of a window.
+        global_step: optimizer steps done.
+        earlier_batches: batches done in the epochs before this one.
+        validated: whether the validation that was due at `batch` has run.
+        epoch_ended: whether the epoch's end hooks and schedulers have run.
+        skipped_rest: whether `on_train_batch_start` asked to leave the rest of the epoch out.
+        nonfinite_steps: optimizer steps in which something was not finite, where `Trainer(nonfinite=...)` looks.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    window_batch: int = 0
+    global_step: int = 0
+    earlier_batches: int = 0
+    validated: bool = False
+    epoch_ended: bool = False
+    skipped_rest: bool = False
+    nonfinite_steps: int = 0
+
+    def next_epoch(self) -> None:
+        """Go to the first batch of the next epoch."""
+        self.epoch += 1
+        self.earlier_batches += self.batch
+        self.batch = self.window_batch = 0
+        self.validated = self.epoch_ended = self.skipped_rest = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position at the end of the last optimizer window, where a resumed run goes on."""
+        return {**asdict(self), "batch": self.window_batch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for entry in fields(self):
+            setattr(self, entry.name, state_dict.get(entry.name, entry.default))
+
+
+class Progress:
+    """Counters for the progress bar's thread; plain attributes, no locks.
+
+    Attributes:
+        stage: "train", "sanity", "validate", "test", "predict" or None.
+        batch_idx: index in its epoch of the training batch in hand.
+        dataloader_idx: index of the evaluation loader in hand.
+    """
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+        self.stage: str | None = None
+        self.batch_idx = 0
+        self.dataloader_idx = 0
+        self.eval_batch = 0
+        self.eval_total: int | None = None
+        self.outer_total: int | None = None
+
+    @property
+    def batch(self) -> int:
+        """Batches done in the running stage's loader."""
+        return self._position.batch if self.stage == "train" else self.eval_batch
+
+    @property
+    def total(self) -> int | None:
+        """Batches of the running stage's loader; None while unknown."""
+        return self.outer_total if self.stage == "train" else self.eval_total
+
+    @property
+    def epoch(self) -> int:
+        return self._position.epoch
+
+    @property
+    def outer_batch(self) -> int:
+        """Training batches done in the epoch, while validation runs."""
+        return self._position.batch
+
+
+@dataclass
+class ValidationPlan:
+    """Times of validation within a fit; `loop.plan_validation` sets them at each epoch's start.
+
+    Attributes:
+        enabled: whether there is anything to validate.
+        every: training batches between two validations; None where they are not counted.
+        next_batch: batches done in the epoch when the next one is due; infinity for never.
+        at_epoch_end: whether the epoch's end validates.
+        has_clock: whether this process looks at the clock: the main one, where the interval is a time.
+        next_time_s: when that is due, on the clock of `time.monotonic`.
+    """
+
+    enabled: bool = False
+    every: int | None = None
+    next_batch: float = math.inf
+    at_epoch_end: bool = False
+    has_clock: bool = False
+    next_time_s: float = math.inf
+
+
+@dataclass(eq=False, repr=False)
+class RunContext:
+    """Values that the functions of one run share.
+
+    Attributes:
+        trainer: the Trainer that runs.
+        fn: "fit", "validate", "test" or "predict".
+        module: the user's module.
+        datamodule: the user's datamodule, or None.
+        ckpt_path: checkpoint or file of weights that was asked for; a restarted job puts its own there.
+        parts: parts of that checkpoint that are loaded; None for all, or where there is no checkpoint.
+        settings: the Trainer's arguments.
+        strategy: the Trainer's strategy.
+        undo: what ends the run, in reverse order.
+        rank, world_size, device, precision, triggers, heartbeat, gradient, loaders: set when the processes have met.
+        callbacks: the Trainer's and the module's own.
+        hooks: overridden hooks, set with the callbacks.
+        optimizers, wrapped_optimizers, schedulers: of fit; wrapped ones are what `self.optimizers()` returns.
+        guard: watches for values that are not finite, with `Trainer(nonfinite=...)`.
+        position: place in the training; the Trainer's, so that a second fit goes on from it.
+        source: training data of fit; None before it is prepared.
+        log: open sums and step values of training.
+        validation: when fit validates.
+        deferred: triggers that were agreed on within an evaluation, to be acted on after it.
+        preempted: whether the ranks agreed to stop for a signal, and what there was to save is saved.
+        window_count: micro-batches of the open optimizer window that gave gradients.
+        manual_steps: optimizer steps of the batch in hand, in manual optimization.
+        last_hand_over: step whose values were handed to the loggers last; a manual step may take several batches.
+        batches_at_start: training batches done, over all epochs, when this fit began.
+        batches_without_loss: batches of this fit for which `training_step` returned None.
+        last_without_loss: epoch and batch of the last of them.
+        restore_rest: restores log sums and random generators, once the hooks before the first step have run.
+        resumed: the checkpoint that is loaded, weights at least; None for a file of weights.
+        continues: the same, where a fit goes on from its position.
+        report: what was loaded and what was left out.
+        resumed_with: the parts that the user chose; this run's checkpoints record them.
+        fit_of_job: this fit's name within a job that may be started again.
+        restarted: whether it goes on from a checkpoint of an earlier start of that job.
+        leases: folders that this fit saves in; the main process holds the lease.
+        cleaned: folders that were cleared of what killed processes had left.
+        saver: writes checkpoints beside the training.
+        logger_states: states of loggers for the next checkpoint, where it must not hold their present ones.
+    """
+
+    # ---- facts
+    trainer: Trainer
+    fn: str
+    module: TrainModule
+    datamodule: DataModule | None
+    ckpt_path: Any = None
+    parts: Resume | None = None
+    settings: Settings = field(init=False)
+    strategy: Strategy = field(init=False)
+    undo: ExitStack = field(default_factory=ExitStack)
+    rank: int = field(init=False)
+    world_size: int = field(init=False)
+    device: torch.device = field(init=False)
+    precision: Precision = field(init=False)
+    triggers: Triggers = field(init=False)
+    heartbeat: Heartbeat = field(init=False)
+    gradient: GradientRecord = field(init=False)
+    loaders: Loaders = field(init=False)
+    callbacks: list[Callback] = field(default_factory=list)
+    hooks: HookTable = field(init=False)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    wrapped_optimizers: list[Any] = field(default_factory=list)
+    schedulers: list[LRSchedulerConfig] = field(default_factory=list)
+    guard: NonFiniteGuard | None = None
+
+    # ---- place
+    position: Position = field(init=False)
+    source: BatchSource = field(init=False)
+    log: MetricLog = field(default_factory=lambda: MetricLog("train"))
+    validation: ValidationPlan = field(default_factory=ValidationPlan)
+    deferred: list[Trigger] = field(default_factory=list)
+    preempted: bool = False
+    window_count: int = 0
+    manual_steps: int = 0
+    last_hand_over: int = 0
+    batches_at_start: int = 0
+    batches_without_loss: int = 0
+    last_without_loss: tuple[int, int] = (-1, -1)
+    restore_rest: Callable[[], None] | None = None
+
+    # ---- saving
+    resumed: Reader | None = None
+    continues: Reader | None = None
+    report: ResumeReport | None = None
+    resumed_with: dict[str, Any] | None = None
+    fit_of_job: str | None = None
+    restarted: bool = False
+    leases: dict[Path, Lease | None] = field(default_factory=dict)
+    cleaned: set[Path] = field(default_factory=set)
+    saver: BackgroundSaver | None = None
+    logger_states: dict[tuple[str, int], dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self.settings, self.strategy, self.position = (
+            self.trainer.settings,
+            self.trainer.strategy,
+            self.trainer.position,
+        )
+
+    def lease_folder(self, folder: Path) -> None:
+        """Take a folder of checkpoints until the run ends. Collective.
+
+        This proves, before the first step, that the folder can be written to and that all ranks see it.
+
+        Raises:
+            FolderInUseError: another run has it.
+            CheckpointError: it cannot be written to, or a rank does not see it.
+        """
+        from instep.checkpoint.store import CheckpointStore  # late: only a run with checkpoints pays for it
+
+        store = CheckpointStore(folder)
+        if store.root not in self.leases:
+            store.own(self.trainer.run_id)
+            self.leases[store.root] = store.lease
+            if store.lease is not None:
+                self.undo.callback(store.lease.release)
+
+    def release_folder(self, folder: Path) -> None:
+        """Give a folder of checkpoints back before the run's end: nothing is saved in it."""
+        lease = self.leases.pop(folder, None)
+        if lease is not None:
+            lease.release()
+
+    def switch_log(self, log: MetricLog | None) -> MetricLog | None:
+        """Let `self.log` write into another log (None: nowhere), and return the one before."""
+        before = self.trainer._log
+        self.trainer._log = log
+        if before is not None and before.stage == "train":
+            self.trainer.metrics.keep(before)
+        if self.settings.barebones:
+            self.module._log_buffer = NullBuffer()
+        else:
+            self.module._log_buffer = None if log is None else log.buffer
+        return before

@@ -1,0 +1,318 @@
+"""The lifecycle of a run: what is resolved and opened before its first step, and undone after its last, or an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from traceback import print_exception
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from instep.data import DataModule
+from instep.distributed import Triggers, broadcast_object
+from instep.distributed.heartbeat import heartbeat
+from instep.distributed.rank_zero import on_rank_zero
+from instep.distributed.signals import SignalGuard
+from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
+from instep.health.error_report import tell_trainer
+from instep.state import PartialState, Run, pop_run, push_run
+from instep.strategies import Precision
+from instep.strategies.precision import float32_products
+from instep.trainer import run_folder, run_state
+from instep.trainer.context import RunContext
+from instep.trainer.devices import connect, device_of, grace_period, torch_flags
+from instep.trainer.hooks import HookTable, ModuleHooks, is_overridden
+from instep.trainer.loaders import Loaders
+from instep.trainer.module import TrainModule
+from instep.trainer.plugins import add_module_callbacks, check_hooks, saves, start_loggers
+from instep.trainer.weights import load_weights
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer
+    from instep.checkpoint.resume import Resume
+    from instep.loggers.base import Logger
+
+LAST_SAVE_S = 30.0  # what a background save gets to end after an error
+_TOGETHER_S = 86400.0  # without a limit to the grace period: torch takes no infinite one
+
+
+@contextmanager
+def open_run(
+    trainer: Trainer,
+    fn: str,
+    module: TrainModule,
+    datamodule: DataModule | None,
+    loaders: dict[str, Any],
+    ckpt_path: Any = None,
+    parts: Resume | None = None,
+) -> Iterator[RunContext]:
+    """Set up a run, give its context to the block, and undo everything after it, on an error too.
+
+    Args:
+        trainer: whose arguments hold.
+        fn: `fit`, `validate`, `test` or `predict`.
+        module: the user's module; in the block it is on its device, with the checkpoint's weights.
+        datamodule: or None.
+        loaders: what the user passed, by stage: `train`, `val`, `test`, `predict`.
+        ckpt_path: as passed to the Trainer.
+        parts: which parts of it are loaded; None for all.
+    """
+    ctx = RunContext(trainer, fn, module, datamodule, ckpt_path, parts)
+    try:
+        _connect(ctx, loaders)
+        _set_up(ctx)
+        yield ctx
+    except BaseException as error:
+        _close(ctx, error)
+        raise
+    _close(ctx, None)
+
+
+def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
+    """Meet the other processes, and make this the Trainer's run and the process's active one."""
+    trainer, settings = ctx.trainer, ctx.settings
+    process = connect(settings)
+    if trainer._seed is None:
+        trainer._seed = int(broadcast_object(torch.initial_seed() & (2**63 - 1)))
+    ctx.world_size, ctx.rank = process.num_processes, process.process_index
+    ctx.device = device_of(settings, process, trainer._environment)
+    ctx.triggers = Triggers(settings.trigger_every)
+    ctx.strategy.connect(ctx.device, Precision(settings.precision, ctx.device))
+    ctx.precision = ctx.strategy.precision  # less what the strategy does in its own way
+    run = Run(f"Trainer.{ctx.fn}", ctx.precision.mixed_precision, ctx.strategy, settings.accumulate_grad_batches)
+    push_run(run)
+    ctx.undo.callback(pop_run, run)
+    ctx.gradient = run.gradient
+    ctx.loaders = Loaders(trainer, ctx.module, ctx.datamodule, loaders, ctx.device, ctx.gradient)
+    ctx.heartbeat = heartbeat()
+    ctx.undo.enter_context(ctx.heartbeat.watched(settings.hang_timeout_s, trainer.run_folder.base))
+    ctx.undo.enter_context(torch_flags(settings))
+    ctx.undo.enter_context(float32_products(settings.tf32, ctx.device))
+    trainer._ctx = ctx
+    trainer.state.begin(ctx.fn)
+    tell_trainer(weakref.ref(trainer))
+    trainer.metrics.forget()
+    ctx.module.trainer = trainer
+    if ctx.datamodule is not None:
+        ctx.datamodule.trainer = trainer
+    if ctx.fn == "fit":
+        overdue, killed = partial(_report_overdue, ctx), partial(_report_killed, ctx)
+        grace_s = grace_period(settings, ctx.rank)
+        ctx.undo.enter_context(SignalGuard(ctx.triggers, grace_s, overdue, ctx.rank != 0, killed))
+
+
+# ---- set-up, in the order of Lightning's hooks
+
+
+def _set_up(ctx: RunContext) -> None:
+    """configure_callbacks › prepare_data › setup › configure_model › weights; the module is on its device then."""
+    trainer, module, heartbeat = ctx.trainer, ctx.module, ctx.heartbeat
+    ctx.callbacks = trainer.callbacks = add_module_callbacks(trainer.callbacks, module)
+    ctx.hooks = HookTable(trainer, module, ctx.callbacks)
+    check_hooks(ctx)
+    if ctx.fn == "fit":
+        run_folder.resume_restarted_job(ctx)
+    folder = trainer.run_folder.path
+    _lease_folders(ctx)  # before anything is resumed from them
+    heartbeat.enter("load" if ctx.ckpt_path is not None else "start")
+    path = trainer.run_folder.find_checkpoint(ctx, ctx.ckpt_path)
+    if path is not None and on_rank_zero(path.is_dir, f"looking at {path}"):
+        ctx.resumed = run_state.open_checkpoint(ctx, path)
+    if path is not None:
+        run_state.begin(ctx, path, folder)
+    for lease in ctx.leases.values():
+        if lease is not None:
+            lease.run_id = trainer.run_id  # that of the run that is resumed
+    _prepare_data(ctx)
+    if ctx.datamodule is not None:
+        ctx.datamodule.setup(ctx.fn)
+    ctx.hooks.call("setup", ctx.fn)
+    if ctx.resumed is not None and ctx.fn == "fit":
+        run_state.resume_plugins(ctx, ctx.resumed)
+    if ctx.report is not None and trainer.run_folder.path is None:
+        ctx.undo.push(partial(_forget_folder, ctx))
+    start_loggers(ctx, module, ctx.datamodule)
+    _lease_folders(ctx)  # the run folder's, which is chosen now
+    heartbeat.set_folder(trainer.run_folder.path)
+    if ctx.fn == "fit":
+        trainer.run_folder.say_running(ctx)
+    if is_overridden(module, "configure_model", ModuleHooks):
+        with ctx.strategy.model_context():
+            module.configure_model()
+    if ctx.settings.sync_batchnorm:
+        ctx.strategy.sync_batchnorm(module)
+    ctx.strategy.place(module)
+    if path is not None:
+        load_weights(ctx, path, ctx.resumed)
+        if ctx.fn != "fit" and ctx.ckpt_path in ("last", "best", "auto"):
+            trainer.print(f"{ctx.fn}: ckpt_path={ctx.ckpt_path!r} is {path}")
+
+
+def _lease_folders(ctx: RunContext) -> None:
+    """Take the folders that this fit will save checkpoints in, as far as they are known."""
+    for callback in ctx.callbacks if ctx.fn == "fit" else ():
+        if saves(callback):
+            folder: Path | None = getattr(callback, "dirpath", None) or ctx.trainer.run_folder.checkpoints
+            if folder is not None:
+                ctx.lease_folder(folder)
+
+
+def _forget_folder(ctx: RunContext, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Remove the empty run folder of a resume that was refused; the lease has been given back by now."""
+    if isinstance(error, Exception) and ctx.trainer.resume_report is not ctx.report:
+        ctx.trainer.run_folder.forget(ctx.rank == 0)
+
+
+def _prepare_data(ctx: RunContext) -> None:
+    process = PartialState()
+    per_node = getattr(ctx.datamodule or ctx.module, "prepare_data_per_node", True)
+    mine = process.is_local_main_process if per_node else process.is_main_process
+    with process.local_main_process_first() if per_node else process.main_process_first():  # its error is all's
+        if mine and ctx.datamodule is not None:
+            ctx.datamodule.prepare_data()
+        if mine and is_overridden(ctx.module, "prepare_data", ModuleHooks):
+            ctx.module.prepare_data()
+
+
+# ---- the end
+
+
+def _close(ctx: RunContext, error: BaseException | None) -> None:
+    """Undo everything, each thing even if another fails; where the run had no error, the first of these is raised."""
+    first = error
+
+    def finalize(logger: Logger) -> None:
+        logger.finalize("success" if first is None else _status(first))
+
+    undo: list[Callable[[], Any]] = [
+        lambda: _close_saver(ctx, error),
+        *([] if error is None else [lambda: _call_on_exception(ctx, error)]),
+        lambda: _call_teardown(ctx),
+        *[partial(finalize, logger) for logger in ctx.trainer.loggers],
+        lambda: _note_status(ctx, first),
+        lambda: _close_loaders(ctx),
+        lambda: _detach(ctx),
+        lambda: _wait_for_all(ctx, first),
+        # Its generators leave the error with the traceback that they are given.
+        lambda: ctx.undo.__exit__(type(first) if first else None, first, first.__traceback__ if first else None),
+    ]
+    if error is not None:
+        undo.insert(0, lambda: _abandon(ctx))
+    for step in undo:
+        try:
+            step()
+        except BaseException as another:  # noqa: BLE001  raised below, or printed beside the first one
+            if first is None:
+                first = another
+            elif another is not first:
+                with suppress(OSError, ValueError):  # stderr on a full disk, or closed: the first error matters
+                    print_exception(another)
+    if first is not None and error is None:
+        raise first
+
+
+def _abandon(ctx: RunContext) -> None:
+    """Wait for nobody from here on: the other ranks may never come."""
+    if hasattr(ctx, "triggers"):  # not yet, if the processes never met
+        ctx.triggers.abandon()
+    if hasattr(ctx, "heartbeat"):
+        ctx.heartbeat.end()
+    if ctx.trainer._log is not None:
+        ctx.trainer._log.buffer.clear()  # what raised is not collected a second time
+        ctx.trainer._log.step_values.clear()  # nor is a device asked that may have failed
+
+
+def _close_saver(ctx: RunContext, error: BaseException | None) -> None:
+    """Let the save that is under way end; not for long after an error, since other ranks may be gone."""
+    saver, ctx.saver = ctx.saver, None
+    if saver is not None:
+        stop = isinstance(error, KeyboardInterrupt)
+        saver.close(None if error is None else 0.0 if stop else LAST_SAVE_S)
+
+
+def _call_on_exception(ctx: RunContext, error: BaseException) -> None:
+    for hook in HookTable(ctx.trainer, ctx.module, ctx.callbacks).of_callbacks("on_exception"):
+        hook(error)
+    if ctx.datamodule is not None:
+        ctx.datamodule.on_exception(error)
+
+
+def _call_teardown(ctx: RunContext) -> None:
+    ctx.switch_log(None)
+    if ctx.datamodule is not None:
+        ctx.datamodule.teardown(ctx.fn)
+    HookTable(ctx.trainer, ctx.module, ctx.callbacks).call("teardown", ctx.fn)
+
+
+def _note_status(ctx: RunContext, error: BaseException | None) -> None:
+    """Note how the run ended, a fit in `status.json` too."""
+    ctx.trainer.state.status = _status(error)
+    if ctx.fn == "fit":
+        ctx.trainer.run_folder.write_status(ctx.trainer, error)
+
+
+def _close_loaders(ctx: RunContext) -> None:
+    if hasattr(ctx, "loaders"):  # not yet, if the processes never met
+        ctx.loaders.close()
+
+
+def _detach(ctx: RunContext) -> None:
+    """Take the run off the Trainer, which keeps it as its last one and can still save it."""
+    trainer = ctx.trainer
+    ctx.switch_log(None)
+    ctx.strategy.teardown()
+    before, trainer._ctx = trainer._last_ctx, None
+    if ctx.fn == "fit" or before is None or before.module is not ctx.module:
+        trainer._last_ctx = ctx  # an evaluation in between does not hide fit's optimizers from save_checkpoint
+    trainer.progress.stage = None
+    trainer.state.end()
+
+
+def _wait_for_all(ctx: RunContext, error: BaseException | None) -> None:
+    """Wait for the other ranks of a preempted run, which may close their loggers still.
+
+    Once the first rank has ended with a code other than 0, torchrun, mpirun and `srun -K` kill the others.
+    """
+    if isinstance(error, Preempted) and ctx.world_size > 1:
+        with suppress(RuntimeError):  # one is gone, or takes too long: this one has saved, and can end
+            seconds = min(ctx.settings.grace_period_s, _TOGETHER_S)
+            dist.monitored_barrier(PartialState().control_group, timedelta(seconds=seconds))
+
+
+def _report_overdue(ctx: RunContext, name: str) -> int:
+    """Write into `status.json` that the grace period is over. Called in a thread, while the main one may be stuck.
+
+    Returns:
+        The exit code.
+    """
+    if ctx.preempted:
+        return EXIT_PREEMPTED  # only what comes after the save takes too long, and the status is written
+    text = f"{name} came, and saving took longer than the grace period of {ctx.settings.grace_period_s:g} s"
+    ctx.trainer.run_folder.write_status(ctx.trainer, InstepError(f"{text}; nothing was saved"), name)
+    return EXIT_FAILED
+
+
+def _report_killed(ctx: RunContext, name: str) -> None:
+    """Say, in `status.json` too, that a second signal ends the process now. Called in the signal's handler."""
+    trainer = ctx.trainer
+    with suppress(Exception):  # whatever it came into, the signal must end the process
+        if ctx.preempted or not trainer.is_global_zero:
+            return
+        last = getattr(trainer.checkpoint_callback, "last_model_path", "")
+        saved = f"the last checkpoint is {last}" if last else "there is no checkpoint"
+        os.write(2, f"\nStopped at once by a second signal, {name}; {saved}.\n".encode())
+        trainer.run_folder.write_status(trainer, SystemExit(128 + signal.Signals[name]), name)
+
+
+def _status(error: BaseException | None) -> str:
+    if error is None:
+        return "finished"
+    return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"

@@ -1,0 +1,496 @@
+"""The training loop: `fit` on one screen, and below it epochs, validation, triggers and stopping."""
+
+from __future__ import annotations
+
+import copy
+import math
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from instep.distributed import Trigger
+from instep.distributed.heartbeat import BATCH, STEP
+from instep.errors import HookError, Preempted, SettingError
+from instep.trainer import run_state
+from instep.trainer.context import RunContext
+from instep.trainer.evaluation import evaluate
+from instep.trainer.hooks import Hook, is_overridden
+from instep.trainer.log import MetricLog, metric_states, restore_metric_states
+from instep.trainer.module import TrainModule
+from instep.trainer.nonfinite import NonFiniteGuard
+from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
+from instep.trainer.plugins import saves
+from instep.trainer.step import detached_outputs, make_step, manual_optimizer_step, optimizer_step
+from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
+
+
+def fit(ctx: RunContext) -> None:
+    """Train; the docstring of `Trainer.fit` shows the order of all hooks."""
+    configure_optimizers(ctx)
+    prepare_training(ctx)
+    ctx.hooks.call("on_fit_start")
+    resume(ctx)
+    check_sanity(ctx)
+    start_training(ctx)
+    ctx.hooks.call("on_train_start")
+    check_saving(ctx)
+    agree_on_triggers(ctx)
+    hooks, at, log, tick, trainer = ctx.hooks, ctx.position, ctx.log, ctx.triggers.tick, ctx.trainer
+    progress, beats, validation = trainer.progress, ctx.heartbeat.numbers, ctx.validation
+    batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
+    max_steps, hand_over_every = ctx.settings.max_steps, ctx.settings.log_every_n_steps or 500
+
+    while not is_finished(ctx):
+        begin_epoch(ctx)
+        source, step = ctx.source, make_step(ctx)
+        counts, even, complete = source.counts, 0, False
+        for batch in rest_of_epoch(ctx):
+            batch_idx = progress.batch_idx = at.batch
+            log.batch = batch
+            if batch_idx >= even:  # the first batch tells of all the even ones
+                log.weight, even = counts(batch_idx)[0], source.even_batches
+            if batch_start and skips_rest(ctx, batch_start, batch, batch_idx):
+                complete = at.skipped_rest = True
+                break
+            output = step(batch, batch_idx)
+            beats[BATCH], beats[STEP] = batch_idx, at.global_step
+            if batch_end:
+                outputs = detached_outputs(output)
+                for hook in batch_end:
+                    hook(outputs, batch, batch_idx)
+            if at.window_batch != at.batch:
+                continue  # in the middle of an optimizer window
+            if at.global_step % hand_over_every == 0:
+                hand_over_metrics(ctx)
+            if at.batch >= validation.next_batch:
+                validate(ctx)
+            if validation.has_clock:
+                check_clock(ctx)
+            agreed = tick(at.global_step)
+            if agreed:
+                act_on(ctx, agreed)
+            if at.global_step == max_steps or (trainer._stop_agreed and is_stopping(ctx)):
+                complete = source.is_last
+                break
+        else:
+            complete = True
+        end_epoch(ctx, complete)
+
+    ctx.strategy.unify()
+    hooks.call("on_train_end")
+    hooks.call("on_fit_end")
+    print_why_it_ended(ctx)
+
+
+# ---- before the first step
+
+
+def configure_optimizers(ctx: RunContext) -> None:
+    """Call the module's `configure_optimizers`, then let the strategy distribute the module."""
+    module, strategy = ctx.module, ctx.strategy
+    ctx.optimizers, ctx.schedulers = configure(module.configure_optimizers(), module)
+    if ctx.settings.nonfinite is not None and ctx.optimizers:
+        ctx.guard = NonFiniteGuard(ctx.trainer, module, ctx.optimizers, ctx.device, ctx.settings.nonfinite)
+    on_step = optimizer_step(ctx) if module.automatic_optimization else manual_optimizer_step(ctx)
+    ctx.wrapped_optimizers = [
+        TrainOptimizer(optimizer, module, on_step=on_step, no_sync=strategy.no_sync) for optimizer in ctx.optimizers
+    ]
+    strategy.setup(module, ctx.optimizers)
+    if strategy.data_rank:  # ranks with other data draw other dropout masks; the first keeps the user's stream
+        seed = derive_seed(ctx.trainer.seed, "rank", strategy.data_rank)
+        if torch.initial_seed() != seed:
+            seed_process(seed)
+
+
+def prepare_training(ctx: RunContext) -> None:
+    """Prepare the loaders and the log; after this, `ctx.source` is the training data."""
+    ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.counts)
+    ctx.source = ctx.loaders.train
+    ctx.validation.enabled = ctx.loaders.validates
+    if isinstance(ctx.settings.val_check_interval, timedelta):
+        ctx.validation.next_time_s = time.monotonic() + ctx.settings.val_check_interval.total_seconds()
+
+
+def resume(ctx: RunContext) -> None:
+    """Load a checkpoint's optimizers, position, data and random generators."""
+    report, trainer, at = ctx.report, ctx.trainer, ctx.position
+    if report is None:
+        return
+    ctx.restore_rest = run_state.resume(ctx)
+    batch = " done" if at.epoch_ended else f", batch {at.batch}"
+    where = f"epoch {at.epoch + 1}{batch}, step {at.global_step}"
+    if report.complete:
+        trainer.print(f"Resuming from {report.path}: {where}.")
+    else:
+        trainer.print(f"{report}\n  goes on at {where}" if ctx.continues else report)
+    if ctx.parts is not None and ctx.parts.lr is not None:
+        now = [float(group["lr"]) for optimizer in ctx.optimizers for group in optimizer.param_groups]
+        rates = ", ".join(dict.fromkeys(f"{rate:g}" for rate in now))
+        trainer.print(f"  learning rate: Resume(lr={ctx.parts.lr}); after the schedules it is {rates}")
+    trainer.resume_report = report
+
+
+def check_sanity(ctx: RunContext) -> None:
+    """Run a few validation batches, so that a broken validation shows before hours of training."""
+    limit = ctx.settings.num_sanity_val_steps
+    if not ctx.validation.enabled or limit == 0 or ctx.continues is not None:
+        return
+    rng = rng_state()
+    ctx.hooks.call("on_sanity_check_start")
+    sources = ctx.loaders.evaluation("val")
+    if evaluate(ctx, "sanity_check", sources, None if limit == -1 else limit) is not None:
+        ctx.hooks.call("on_sanity_check_end")
+    set_rng_state(rng)  # training does not depend on whether it ran
+    agree_on_triggers(ctx)
+
+
+def start_training(ctx: RunContext) -> None:
+    """Enter the training stage: from here on the position is the loop's."""
+    trainer, at, s = ctx.trainer, ctx.position, ctx.settings
+    trainer.state.stage = trainer.progress.stage = "train"
+    ctx.batches_at_start = at.earlier_batches + at.batch
+    ctx.switch_log(ctx.log)
+    torch.set_grad_enabled(True)
+    if not ctx.module.training:
+        warnings.warn(
+            f"{type(ctx.module).__name__} is in eval mode, so dropout is off. Call model.train() before fit, unless "
+            "that is meant.",
+            stacklevel=4,
+        )
+    if is_finished(ctx):
+        trainer.print(
+            f"Nothing is left to train: epoch {at.epoch + at.epoch_ended} and step {at.global_step} are done, with "
+            f"max_epochs={s.max_epochs}, max_steps={s.max_steps}. Raise one of them, or make a new Trainer."
+        )
+
+
+def check_saving(ctx: RunContext) -> None:
+    """Find state that cannot be saved before the first step.
+
+    The `state_dict` and `on_save_checkpoint` of callbacks and modules are called once for this.
+    """
+    if ctx.trainer.checkpoint_callback is not None:
+        run_state.dry_run(ctx)
+
+
+# ---- epochs
+
+
+def is_finished(ctx: RunContext) -> bool:
+    """Whether training is over."""
+    at, s = ctx.position, ctx.settings
+    if s.max_steps != -1 and at.global_step >= s.max_steps:
+        return True
+    if s.max_epochs != -1 and at.epoch + at.epoch_ended >= s.max_epochs:
+        return True
+    return s.limit_train_batches == 0 or is_stopping(ctx)
+
+
+def is_stopping(ctx: RunContext) -> bool:
+    """Whether a stop was agreed and the minimum of steps and epochs is reached."""
+    at, s = ctx.position, ctx.settings
+    if not ctx.trainer._stop_agreed:
+        return False
+    return at.global_step >= (s.min_steps or 0) and at.epoch + at.epoch_ended >= (s.min_epochs or 0)
+
+
+def begin_epoch(ctx: RunContext) -> None:
+    """Go to the next epoch, or on with the one that a checkpoint was in."""
+    at, restore_rest = ctx.position, ctx.restore_rest
+    inside = restore_rest is not None and not at.epoch_ended
+    if restore_rest is not None and not inside:
+        restore_rest()
+        ctx.restore_rest = None
+    if at.epoch_ended:
+        at.next_epoch()
+    ctx.heartbeat.enter("epoch")
+    every = ctx.settings.reload_dataloaders_every_n_epochs
+    if every and at.epoch and at.epoch % every == 0 and not at.batch:
+        ctx.loaders.reload_train()
+        ctx.loaders.reload_evaluation("val")
+        ctx.source = ctx.loaders.train
+    ctx.source.set_epoch(at.epoch)
+    if at.batch and not inside:
+        ctx.source.start_at(at.batch)  # a second fit of this Trainer goes on where the first one stopped
+    ctx.trainer.progress.outer_total = ctx.source.num_batches
+    ctx.gradient.active_dataloader = ctx.source
+    ctx.gradient.dataloader_references = [ctx.source]
+    plan_validation(ctx)
+    ctx.hooks.call("on_train_epoch_start")
+    if inside:
+        assert restore_rest is not None
+        restore_rest()  # the hook ran at this epoch's true start already
+        ctx.restore_rest = None
+    ctx.log.enter("training_step")
+    ctx.heartbeat.enter("train")
+    if inside:  # the step that the checkpoint was saved at had yet to hand over its values and to validate
+        every = ctx.settings.log_every_n_steps
+        if every and at.global_step % every == 0:
+            hand_over_metrics(ctx)
+        if at.batch >= ctx.validation.next_batch and not at.validated:
+            validate(ctx)
+
+
+def rest_of_epoch(ctx: RunContext) -> Iterator[Any]:
+    """The rest of the epoch's batches, on the device."""
+    if ctx.position.skipped_rest:
+        return iter(())  # resumed after on_train_batch_start had left them out
+    return ctx.loaders.on_device(ctx.source)
+
+
+def skips_rest(ctx: RunContext, hooks: tuple[Hook, ...], batch: Any, batch_idx: int) -> bool:
+    """Call `on_train_batch_start`; True when one of them returned -1."""
+    if -1 not in [hook(batch, batch_idx) for hook in hooks]:
+        return False
+    if ctx.world_size > 1:
+        raise HookError(
+            "on_train_batch_start returned -1 to skip the rest of the epoch. With several processes the others "
+            "would not know: use trainer.set_trigger('stop') to end the run, or limit_train_batches."
+        )
+    return True
+
+
+def end_epoch(ctx: RunContext, complete: bool) -> None:
+    """Validate where that waits for the epoch's end; reduce metrics, call hooks, step schedulers, agree on triggers.
+
+    Args:
+        ctx: the run.
+        complete: whether all batches were done; a run that stops in the middle stays in the epoch.
+    """
+    at, trainer, log, hooks = ctx.position, ctx.trainer, ctx.log, ctx.hooks
+    ctx.heartbeat.enter("epoch")
+    check_losses(ctx)
+    check_finite(ctx)
+    stopped = not complete and is_stopping(ctx)
+    if ctx.validation.enabled and not at.validated and (stopped or (complete and ctx.validation.at_epoch_end)):
+        validate(ctx)  # also when a stop was asked for in the middle: its metrics are what the run ends with
+    log.leave("")
+    log.batch = log.weight = None
+    arrived, metrics = log.reduce(at.global_step, reset=False)
+    trainer.metrics.log_steps(arrived)
+    trainer.metrics.put_epoch(metrics, final=False)
+    for hook in hooks.of_callbacks("on_train_epoch_end", lambda callback: not callback.runs_last):
+        hook()
+    for hook in hooks.of_module("on_train_epoch_end"):
+        hook()
+    arrived, metrics = log.reduce(at.global_step, reset=complete)
+    trainer.metrics.log_steps(arrived)
+    trainer.metrics.put_epoch(metrics)
+    if complete:
+        module = ctx.module
+        if module.automatic_optimization:
+            step_hook = module.lr_scheduler_step if is_overridden(module, "lr_scheduler_step", TrainModule) else None
+            step_schedulers(ctx.schedulers, "epoch", at.epoch + 1, trainer.callback_metrics, step_hook)
+        at.epoch_ended = True
+        for hook in hooks.of_callbacks("on_train_epoch_end", lambda callback: callback.runs_last):
+            hook()
+    else:
+        save_now(ctx, "the run ended within an epoch")  # its metrics are not there to rank it by
+    agree_on_triggers(ctx)
+
+
+def check_losses(ctx: RunContext) -> None:
+    """Raise where no batch so far had a loss: such a run has trained nothing, and must not look finished."""
+    done = ctx.position.earlier_batches + ctx.position.batch - ctx.batches_at_start
+    if ctx.optimizers and ctx.batches_without_loss and ctx.batches_without_loss == done:
+        name = type(ctx.module).__name__
+        raise HookError(
+            f"{name}.training_step returned None for every batch so far ({done}), so nothing was trained. Return "
+            "the loss. If training_step steps the optimizer itself, set self.automatic_optimization = False in "
+            "__init__; if nothing is to be trained, return None from configure_optimizers."
+        )
+
+
+def check_finite(ctx: RunContext) -> None:
+    """Read whether every step so far was finite: nothing is built on one that should have ended the run."""
+    if ctx.guard is not None:
+        ctx.guard.read_flags()
+
+
+def hand_over_metrics(ctx: RunContext) -> None:
+    """Hand over the values that were logged since the last time; step values once for a step that is due."""
+    step, every = ctx.position.global_step, ctx.settings.log_every_n_steps
+    due = bool(every) and step % every == 0 and step != ctx.last_hand_over
+    ctx.last_hand_over = step
+    ctx.trainer.metrics.log_steps(ctx.log.hand_over(step, step_values=due))
+    check_finite(ctx)
+
+
+def print_why_it_ended(ctx: RunContext) -> None:
+    """Print which limit was reached, or who asked for the stop, and steps that no checkpoint has."""
+    at, s, trainer = ctx.position, ctx.settings, ctx.trainer
+    if trainer._stop_agreed:
+        why = trainer.stop_reason or "a stop was asked for"
+    elif s.max_steps != -1 and at.global_step >= s.max_steps:
+        why = f"max_steps={s.max_steps} reached"
+    else:
+        why = f"max_epochs={s.max_epochs} reached"
+    trainer.print(f"fit ended at step {at.global_step}: {why}.")
+    steps = [getattr(callback, "newest_step", 0) for callback in ctx.callbacks if saves(callback)]
+    newest = max(steps, default=at.global_step)
+    if newest < at.global_step:
+        trainer.print(
+            f"Steps {newest + 1} to {at.global_step} are not in a checkpoint. ModelCheckpoint(save_last=True) "
+            "saves the end of a fit too."
+        )
+
+
+# ---- validation
+
+
+def plan_validation(ctx: RunContext) -> None:
+    """Set when this epoch validates: after so many batches, at its end, by time, or not at all."""
+    s, plan, batches = ctx.settings, ctx.validation, ctx.source.num_batches
+    plan.every, plan.next_batch, plan.at_epoch_end, plan.has_clock = None, math.inf, False, False
+    if not plan.enabled:
+        return
+    if isinstance(s.val_check_interval, timedelta):
+        plan.has_clock = ctx.rank == 0
+        return
+    if s.check_val_every_n_epoch is not None and (ctx.position.epoch + 1) % s.check_val_every_n_epoch:
+        return
+    if isinstance(s.val_check_interval, int):
+        plan.every = s.val_check_interval
+        if batches is not None and plan.every > batches and s.check_val_every_n_epoch is not None:
+            warnings.warn(
+                f"val_check_interval={plan.every} is more than the {batches} batches of an epoch, so "
+                "nothing is validated. check_val_every_n_epoch=None counts across epochs.",
+                stacklevel=2,
+            )
+    elif s.val_check_interval == 1.0:
+        plan.at_epoch_end = True
+    elif batches is None:
+        raise SettingError(
+            f"val_check_interval={s.val_check_interval} is a fraction of an epoch, but the training data has no "
+            "length. Use a number of batches, a time, or 1.0.",
+            field="val_check_interval",
+        )
+    else:
+        plan.every = max(1, int(batches * s.val_check_interval))
+    plan_next_validation(ctx)
+
+
+def plan_next_validation(ctx: RunContext) -> None:
+    """Set the batch after which the next validation is due, where batches are counted."""
+    every, at = ctx.validation.every, ctx.position
+    if every is not None:
+        before = at.earlier_batches if ctx.settings.check_val_every_n_epoch is None else 0
+        done = before + at.batch
+        due_now = at.batch > 0 and done % every == 0 and not at.validated
+        ctx.validation.next_batch = (done if due_now else (done // every + 1) * every) - before
+
+
+def check_clock(ctx: RunContext) -> None:
+    """On the main process: ask for the validation that is due by time."""
+    if time.monotonic() >= ctx.validation.next_time_s:
+        assert isinstance(ctx.settings.val_check_interval, timedelta)
+        ctx.validation.next_time_s = time.monotonic() + ctx.settings.val_check_interval.total_seconds()
+        ctx.triggers.set("validate", "val_check_interval")
+
+
+def validate(ctx: RunContext) -> None:
+    """Run the validation loaders, then agree on what was asked for in the meantime."""
+    at = ctx.position
+    check_finite(ctx)
+    ctx.strategy.unify()
+    at.validated = True
+    ctx.log.leave("training_step")
+    before = BeforeValidation(ctx)
+    if evaluate(ctx, "validate", ctx.loaders.evaluation("val")) is None:
+        at.validated = False  # a resumed run validates again, from its start
+        before.restore()
+    plan_next_validation(ctx)
+    agree_on_triggers(ctx)
+
+
+class BeforeValidation:
+    """State of a run that a validation changes, to be restored where the validation is left in the middle.
+
+    Weights and optimizers it does not change. What callbacks count of it is theirs.
+
+    Args:
+        ctx: the run.
+    """
+
+    def __init__(self, ctx: RunContext) -> None:
+        self._ctx = ctx
+        self._rng = rng_state()
+        self._counted = copy.deepcopy(metric_states(ctx.module))
+        self._metrics = ctx.trainer.metrics.state_dict()
+        self._loggers = {key: logger.state_dict() for key, logger in run_state.by_class(ctx.trainer.loggers).items()}
+
+    def restore(self) -> None:
+        """Make the run as if the validation had not begun; the loggers' rows of it are no part of the checkpoint."""
+        restore_metric_states(self._ctx.module, self._counted)
+        self._ctx.trainer.metrics.load_state_dict(self._metrics)
+        self._ctx.logger_states = self._loggers
+        set_rng_state(self._rng)
+
+
+# ---- triggers
+
+
+def agree_on_triggers(ctx: RunContext) -> None:
+    """Blocking: agree with all ranks on what was set so far, and act."""
+    deferred, ctx.deferred = ctx.deferred, []
+    act_on(ctx, (*deferred, *ctx.triggers.sync()))
+
+
+def act_on(ctx: RunContext, agreed: tuple[Trigger, ...]) -> None:
+    """Do what the ranks agreed on, all at the same step."""
+    for trigger in sorted(agreed, key=lambda one: one.name == "validate"):  # the others do not wait for its end
+        if trigger.name == "stop":
+            ctx.trainer._stop_agreed = True
+            ctx.trainer.stop_reason = trigger.reason or ctx.trainer.stop_reason
+        elif trigger.name == "save":
+            save_now(ctx, trigger.reason, final=False)
+        elif trigger.name == "validate":
+            validate(ctx)
+        elif trigger.name == "preempted":
+            preempt(ctx, trigger)
+
+
+def save_now(ctx: RunContext, reason: str, final: bool = True) -> Any:
+    """Let the saver that asked by its key save, else the first one."""
+    savers: dict[str, Any] = {callback.state_key: callback for callback in ctx.callbacks if saves(callback)}
+    saver = savers.get(reason, ctx.trainer.checkpoint_callback)
+    return None if saver is None else saver.save_now(ctx.trainer, reason, final)
+
+
+def preempt(ctx: RunContext, trigger: Trigger) -> None:
+    """Save and end the run; it can be resumed.
+
+    Raises:
+        Preempted: always, but where nothing can be saved: then what the signal would have raised.
+    """
+    trainer = ctx.trainer
+    if trainer.checkpoint_callback is None:
+        # Nothing can be saved, so nothing can be resumed: end as the signal would have.
+        if trigger.reason == "SIGINT":
+            raise KeyboardInterrupt
+        raise SystemExit(128 + getattr(signal, trigger.reason, signal.SIGTERM))
+    began = ctx.position.global_step > 0 or ctx.continues is not None
+    # Before the first step there is nothing to lose, and what hooks drew and logged at the start comes again.
+    path = save_now(ctx, trigger.reason) if began else None
+    trainer.interrupted = True
+    at, s, batches = ctx.position, ctx.settings, ctx.source.num_batches
+    epoch = f"epoch {at.epoch + 1}{f'/{s.max_epochs}' if s.max_epochs != -1 else ''}"
+    done = f"{epoch}, batch {at.window_batch}{f' of {batches}' if batches is not None else ''}. Saved {path}"
+    message = (
+        f"Stopped by {trigger.reason or 'the preempted trigger'} (rank {trigger.rank}) at step {at.global_step}: "
+        f'{done if began else "nothing to save yet"}. To go on, run it again with ckpt_path="auto".'
+    )
+    trainer.print(message)
+    error = Preempted(message, path)
+    # Now, since torchrun sends SIGTERM to the ranks that are left once the first one has ended.
+    trainer.stop_reason = trigger.reason
+    with suppress(OSError):  # it is written again at the run's end, and what is wrong is raised then
+        trainer.run_folder.write_status(trainer, error)
+    ctx.preempted = True
+    raise error
