@@ -287,8 +287,8 @@ class AcceleratedOptimizer(OptimizerProxy):
         if not self._gradient.sync_gradients:
             return
         self.correct_gradients()
-        self._strategy.optimizer_step(self.optimizer, closure, **kwargs)
-        self.step_was_skipped = self._strategy.step_was_skipped
+        self._strategy.gradients.step(self.optimizer, closure, **kwargs)
+        self.step_was_skipped = self._strategy.gradients.step_was_skipped
         self.steps_taken += 1
         self._window.mark_step()
         self._open = self._corrected = False
@@ -303,7 +303,7 @@ class AcceleratedOptimizer(OptimizerProxy):
 
     def _zero(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
-        self._strategy.forget_gradients(self.optimizer)
+        self._strategy.gradients.forget(self.optimizer)
         self._corrected = self._stepped = False
 
     def begin_window(self, abandoned: bool) -> None:

@@ -29,8 +29,9 @@ from instep.strategies.base import Strategy, whole
 from instep.strategies.clipping import clip_norm_, clip_value_
 from instep.strategies.convert import Materializer
 from instep.strategies.dtensors import gather_whole, parts_to_write, take_part, take_parts, take_state
+from instep.strategies.gradients import Gradients
 from instep.strategies.precision import Precision
-from instep.strategies.step_forward import entry_of
+from instep.strategies.step_forward import gathered_methods
 from instep.strategies.wrapping import (
     Policy,
     check_policy,
@@ -65,6 +66,33 @@ _INSTEAD: dict[str, str] = {
 
 _placed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """What was cut up stays so: each module, and the names of its weights that nothing has given values to."""
+
+
+class FSDPGradients(Gradients):
+    """Gradients of which each rank has shards."""
+
+    def leaves(self) -> Iterable[Tensor]:
+        yield from super().leaves()
+        for part in self.strategy._sharded:  # torch has no public name for what it gathers into
+            state = part._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                for entry in group.fsdp_params if group is not None else ():
+                    if hasattr(entry, "_unsharded_param"):
+                        yield entry._unsharded_param
+
+    def clip(
+        self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        # Those without a gradient too: whose sums are reduced must not depend on it.
+        if algorithm == "value":
+            clip_value_(parameters, value)
+            return None
+        return clip_norm_(parameters, value, norm_type)
+
+    def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
+        super().find_nonfinite(
+            [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors], found
+        )
 
 
 class FSDPStrategy(Strategy):
@@ -111,6 +139,7 @@ class FSDPStrategy(Strategy):
 
     name = "fsdp"
     multi_process = True
+    gradients_class = FSDPGradients
     sharded = True
     inference_mode = False
 
@@ -239,7 +268,7 @@ class FSDPStrategy(Strategy):
     def model_context(self) -> AbstractContextManager[Any]:
         return torch.device("meta") if self.meta_init else nullcontext()
 
-    def place(self, module: nn.Module) -> None:
+    def prepare_module(self, module: nn.Module) -> None:
         self.module = module
         self._without_values = _placed.get(module, set())
         if module not in _placed:  # by an earlier run
@@ -300,7 +329,7 @@ class FSDPStrategy(Strategy):
         self._set_prefetch([it for name, it in units.items() if isinstance(it, FSDPModule)])
         for method in self.forward_methods:
             if isinstance(module, FSDPModule):
-                setattr(module, method, entry_of(module).through(getattr(module, method)))
+                setattr(module, method, gathered_methods(module).through(getattr(module, method)))
 
     def share_weights(self, module: nn.Module) -> None:
         """Give every rank the first one's weights and buffers, where they are not cut yet. Collective."""
@@ -344,7 +373,7 @@ class FSDPStrategy(Strategy):
                 before = parts[max(0, index - self.backward_prefetch) : index]
                 part.set_modules_to_backward_prefetch(list(reversed(before)))
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if self._without_values:
             names = sorted(self._without_values)
             raise SettingError(
@@ -357,23 +386,14 @@ class FSDPStrategy(Strategy):
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         if self.__dict__.get("module") is not module or not self._parameters:  # the caller moves models itself
-            self.place(module)
-        self.setup(module, optimizers)
+            self.prepare_module(module)
+        self.prepare_training(module, optimizers)
         return module
 
     def parameters(self) -> Iterable[nn.Parameter]:
         return self._parameters
 
-    def leaves(self) -> Iterable[Tensor]:
-        yield from self.module.parameters()
-        for it in self._sharded:  # torch has no public name for what it gathers into
-            state = it._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                for entry in group.fsdp_params if group is not None else ():
-                    if hasattr(entry, "_unsharded_param"):
-                        yield entry._unsharded_param
-
-    def take_over(self, optimizer: Optimizer) -> None:
+    def rebind_optimizer(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             for index, old in enumerate(group["params"]):
                 known, new = self._became.get(id(old), (None, None))
@@ -404,7 +424,7 @@ class FSDPStrategy(Strategy):
         module = self.module
         if not isinstance(module, FSDPModule):
             return super().step_function(name)
-        return entry_of(module).through(getattr(module, name))
+        return gathered_methods(module).through(getattr(module, name))
 
     def _reshard(self) -> None:
         for it in self._sharded:
@@ -428,20 +448,6 @@ class FSDPStrategy(Strategy):
             it.set_is_last_backward(sync)
         for it in self._freed:
             it.set_reshard_after_forward(sync, recurse=False)
-
-    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
-        # Those without a gradient too: whose sums are reduced must not depend on it.
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.clip_value(parameters, value) if algorithm == "value" else self.clip_norm(parameters, value)
-
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return clip_norm_(parameters, max_norm, norm_type)
-
-    def clip_value(self, parameters: Sequence[Tensor], value: float) -> None:
-        clip_value_(parameters, value)
-
-    def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
-        super().find_nonfinite([it._local_tensor if isinstance(it, DTensor) else it for it in tensors], found)
 
     # ---- state
 
@@ -481,7 +487,7 @@ class FSDPStrategy(Strategy):
         parameters = {name: p for p, name in names_of(self.module, [optimizer]).items()}
         return load_optimizer_state(self.module, optimizer, take_parts(tree, parameters), strict)
 
-    def owned(self, tree: Any) -> Any:
+    def local_shards(self, tree: Any) -> Any:
         return parts_to_write(tree, PartialState().is_main_process, self.mesh)
 
 

@@ -58,7 +58,7 @@ def evaluate(
     step = within(run.precision.context(), run.step_function(f"{name}_step", "batch", "batch_idx", "dataloader_idx"))
     batch_start, batch_end = hooks[f"on_{name}_batch_start"], hooks[f"on_{name}_batch_end"]
     several = len(sources) > 1
-    book = LogBook(stage, run.world_size, len(sources), run.strategy.counts)
+    book = LogBook(stage, run.world_size, len(sources), run.strategy.contributes)
     outer_book, outer_stage, outer_progress = run.set_book(book), trainer.state.stage, progress.stage
     modes, gradient = _modes(module), run.state.gradient
     outer_end, outer_loaders = gradient.end_of_dataloader, len(gradient.dataloader_references)

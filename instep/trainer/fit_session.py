@@ -41,7 +41,7 @@ class FitSession(Session):
 
     def prepare(self) -> None:
         """Loaders and the log book; after this, `source` is the training data."""
-        self.book = LogBook("train", self.world_size, counts=self.strategy.counts)
+        self.book = LogBook("train", self.world_size, counts=self.strategy.contributes)
         self.source = self.loaders.train
         self._validates = self.loaders.validates
         self._epochs_end = {
@@ -315,7 +315,7 @@ class FitSession(Session):
         """Run the validation loaders, then agree on what was asked for in the meantime."""
         at = self.position
         self.settle()
-        self.strategy.unify()
+        self.strategy.average_replicas()
         at.validated = True
         self.book.leave("training_step")
         before = BeforeValidation(self)

@@ -124,7 +124,7 @@ class NonFiniteGuard:
         self._looked = (optimizer, self._look(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        """What the strategy's `optimizer_step` does, unless something is not finite and the policy leaves it out."""
+        """What `Gradients.step` does, unless something is not finite and the policy leaves it out."""
         if closure is not None:
             self._step_with_closure(optimizer, closure, kwargs)
             return
@@ -137,7 +137,7 @@ class NonFiniteGuard:
         try:
             if look.bad is None:
                 self._pass_on(optimizer, look)
-            self._strategy.optimizer_step(optimizer, **kwargs)
+            self._strategy.gradients.step(optimizer, **kwargs)
         finally:
             _forget_flag(optimizer)
         self._known[id(optimizer)] = len(look.parameters)
@@ -151,7 +151,7 @@ class NonFiniteGuard:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [] if run.precision.scaler is not None else [p.grad for p in parameters]
         found = self._last_found.clone() if self._stops else torch.zeros((), device=run.device)
-        self._strategy.find_nonfinite([*losses, *gradients], found)
+        self._strategy.gradients.find_nonfinite([*losses, *gradients], found)
         last = run.batch_idx
         batches = range(self._first_batch if losses and self._first_batch <= last else last, last + 1)
         look = _Look(run.position.global_step + 1, run.position.epoch, batches, losses, parameters, found)
@@ -169,8 +169,8 @@ class NonFiniteGuard:
         self.settle()
 
     def _leave_out(self, optimizer: Optimizer) -> None:
-        self._strategy.forget_gradients(optimizer)
-        self._strategy.step_was_skipped = False  # the scaler's word; here the step counts, for schedulers too
+        self._strategy.gradients.forget(optimizer)
+        self._strategy.gradients.step_was_skipped = False  # the scaler's word; here the step counts, for schedulers too
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
 
     def _pass_on(self, optimizer: Optimizer, look: _Look) -> None:
@@ -209,7 +209,7 @@ class NonFiniteGuard:
 
         left_out = False
         try:
-            self._strategy.optimizer_step(optimizer, looked, **kwargs)
+            self._strategy.gradients.step(optimizer, looked, **kwargs)
         except _LeftOut:
             left_out = True
         finally:
@@ -218,7 +218,7 @@ class NonFiniteGuard:
             return  # it did not run the closure
         if before and not left_out:
             look.found = torch.zeros((), device=self._run.device)
-            self._strategy.find_nonfinite([p.detach() for p in weights], look.found)
+            self._strategy.gradients.find_nonfinite([p.detach() for p in weights], look.found)
             if look.found.item():
                 left_out, look.what = True, "weights after the step"
                 look.parameters, look.norms = weights, _norms([p.detach() for p in weights], self._run.device)

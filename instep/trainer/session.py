@@ -30,6 +30,8 @@ from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
 from instep.health.error_report import tell_trainer
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
+from instep.strategies.convert import sync_batchnorm
+from instep.strategies.gradients import parameters_of
 from instep.strategies.precision import float32_products
 from instep.trainer import run_folder, run_state
 from instep.trainer.devices import connect, device_of, grace_period, torch_flags
@@ -315,8 +317,8 @@ class Session:
             with self.strategy.model_context():
                 module.configure_model()
         if self.settings.sync_batchnorm:
-            self.strategy.sync_batchnorm(module)
-        self.strategy.place(module)
+            sync_batchnorm(module, self.device)
+        self.strategy.prepare_module(module)
         if path is not None:
             load_weights(self, path, self.resumed)
             if self.fn != "fit" and self.ckpt_path in ("last", "best", "auto"):
@@ -379,7 +381,7 @@ class Session:
             TrainOptimizer(optimizer, self.module, on_step=on_step, no_sync=self.strategy.no_sync)
             for optimizer in self.optimizers
         ]
-        self.strategy.setup(self.module, self.optimizers)
+        self.strategy.prepare_training(self.module, self.optimizers)
         self.state.gradient.num_steps = self.accumulate
         self._separate_random_streams()
 
@@ -404,7 +406,7 @@ class Session:
         """The source's batches, brought to the device."""
         return batches_on_device(source, self.module, self.datamodule, self.device, self.precision, dataloader_idx)
 
-    def clip_function(self, optimizer: Optimizer | None) -> Callable[[], None] | None:
+    def clip_function(self, optimizer: Optimizer | None) -> Callable[[], object] | None:
         """What clips before each step, or None."""
         value, algorithm = self.settings.gradient_clip_val, self.settings.gradient_clip_algorithm
         if optimizer is None:
@@ -413,7 +415,7 @@ class Session:
             return lambda: self.module.configure_gradient_clipping(optimizer, value, algorithm)
         if value is None:
             return None
-        return lambda: self.strategy.clip_gradients(optimizer, value, algorithm)
+        return lambda: self.strategy.gradients.clip(parameters_of(optimizer), value, algorithm)
 
     def catch_up(self) -> None:
         """Before its first step a resumed run is what it went on from, whatever hooks have drawn and logged since."""
@@ -426,14 +428,14 @@ class Session:
     @property
     def step_optimizer(self) -> Callable[..., Any]:
         """What steps an optimizer: the strategy, or the guard against values that are not finite in front of it."""
-        return self.strategy.optimizer_step if self.guard is None else self.guard.optimizer_step
+        return self.strategy.gradients.step if self.guard is None else self.guard.optimizer_step
 
     def _manual_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """`optimizer.step()` of manual optimization."""
         self.manual_steps += 1
         hooks: Iterable[Hook] = self.hooks["on_before_optimizer_step"]
         if hooks:
-            self.strategy.unscale_gradients(optimizer)
+            self.strategy.gradients.unscale(optimizer)
             for hook in hooks:
                 hook(optimizer)
         return self.step_optimizer(optimizer, closure, **kwargs)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError
 from instep.strategies import Strategy
+from instep.strategies.gradients import Gradients
 from instep.trainer.hooks import is_overridden
 from instep.trainer.module import TrainModule
 from instep.trainer.nonfinite import no_gradients_from
@@ -36,7 +37,7 @@ def make_step(run: FitSession) -> Step:
 def automatic_step(run: FitSession) -> Step:
     """The step of automatic optimization."""
     module, strategy, at, source, book = run.module, run.strategy, run.position, run.source, run.book
-    gradient = run.state.gradient
+    gradient, gradients = run.state.gradient, strategy.gradients
     training_step = within(strategy.precision.context(), run.step_function("training_step", "batch", "batch_idx"))
     optimizer: Optimizer | None = run.optimizers[0] if run.optimizers else None
     schedules = [config for config in run.schedulers if config.interval == "step"]
@@ -52,7 +53,7 @@ def automatic_step(run: FitSession) -> Step:
         guard.forget_losses()  # of a window that the last epoch left unfinished
         before_backward = (*before_backward, guard.note_loss)
     plain_backward = own_backward is None and scaler is None and not is_overridden(strategy, "backward", Strategy)
-    plain_step = scaler is None and guard is None and not is_overridden(strategy, "optimizer_step", Strategy)
+    plain_step = scaler is None and guard is None and not is_overridden(gradients, "step", Gradients)
     plateau = any(config.reduce_on_plateau for config in schedules)
     accumulate = run.accumulate
     if accumulate > 1 and _wants_closure(optimizer):
@@ -97,7 +98,7 @@ def automatic_step(run: FitSession) -> Step:
         if plain_backward:
             loss.backward()
         elif own_backward is not None:
-            own_backward(strategy.scale(loss))
+            own_backward(gradients.scale(loss))
         else:
             strategy.backward(loss)
         for hook in after_backward:
@@ -110,17 +111,17 @@ def automatic_step(run: FitSession) -> Step:
         loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         for hook in before_backward:
             hook(loss)
-        with no_gradients_from(strategy.leaves()):
-            own_backward(strategy.scale(loss)) if own_backward is not None else strategy.backward(loss)
+        with no_gradients_from(gradients.leaves()):
+            own_backward(gradients.scale(loss)) if own_backward is not None else strategy.backward(loss)
         for hook in after_backward:
             hook()
 
     def before_optimizer() -> None:
         assert optimizer is not None
-        strategy.unscale_gradients(optimizer)
+        gradients.unscale(optimizer)
         rescale = source.rescale(at.batch, accumulate)
         if rescale != 1.0:
-            strategy.multiply_gradients(optimizer, rescale)
+            gradients.multiply(optimizer, rescale)
         for hook in before_step:
             hook(optimizer)
         if guard is not None:
@@ -158,7 +159,7 @@ def automatic_step(run: FitSession) -> Step:
                     optimizer.step()
                 else:
                     step_optimizer(optimizer)
-                    stepped = not strategy.step_was_skipped
+                    stepped = not gradients.step_was_skipped
         opened = 0
         at.batch = at.window_batch = batch_idx + 1
         at.global_step += 1

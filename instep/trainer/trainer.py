@@ -350,7 +350,7 @@ class Trainer(TrainerView):
                     complete = True
                 run.end_epoch(complete)
 
-            run.strategy.unify()
+            run.strategy.average_replicas()
             hooks.call("on_train_end")
             hooks.call("on_fit_end")
             run.say_why_it_ended()
@@ -421,7 +421,7 @@ class Trainer(TrainerView):
         model, ckpt_path = self._model_for_evaluation(model, ckpt_path)
         with Session(self, "predict", model, datamodule, {"predict": dataloaders}, ckpt_path) as run:
             run.set_up()
-            run.strategy.setup(model, [])
+            run.strategy.prepare_training(model, [])
             sources = run.loaders.evaluation("predict")
             self._need_loaders(sources, "predict")
             outputs = predict(run, sources, return_predictions)
@@ -442,7 +442,7 @@ class Trainer(TrainerView):
         model, ckpt_path = self._model_for_evaluation(model, ckpt_path)
         with Session(self, fn, model, datamodule, {stage: dataloaders}, ckpt_path) as run:
             run.set_up()
-            run.strategy.setup(model, [])
+            run.strategy.prepare_training(model, [])
             sources = run.loaders.evaluation(stage)
             self._need_loaders(sources, fn)
             results = evaluate(run, fn, sources) or []

@@ -410,11 +410,11 @@ class TrainerView:
         if run.guard is not None and not replayed:
             run.guard.note_loss(loss)
         strategy.prepare_backward(loss)
-        loss = strategy.scale(loss)
+        loss = strategy.gradients.scale(loss)
         for hook in run.hooks["on_before_backward"]:
             hook(loss)
         if replayed:
-            with no_gradients_from(strategy.leaves()):
+            with no_gradients_from(strategy.gradients.leaves()):
                 run.module.backward(loss, *args, **kwargs)
         else:
             run.module.backward(loss, *args, **kwargs)

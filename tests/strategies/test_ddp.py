@@ -16,6 +16,7 @@ from instep.distributed import gather
 from instep.errors import DataError, DistributedError, HookError, SettingError, UsageError
 from instep.state import PartialState
 from instep.strategies import DDPStrategy, Precision, Strategy
+from instep.strategies.gradients import parameters_of
 from tests.helpers.spawn import run_ranks
 from tests.trainer.test_ranks import loader, quiet
 from tests.trainer.toys import Toy, samples
@@ -123,8 +124,8 @@ def by_hand(options: dict[str, Any], accumulate: int) -> Tensor:
             loss = nn.functional.mse_loss(wrapped(x[i % 4]).squeeze(-1), y[i % 4])
             strategy.backward(loss / accumulate)
         if syncs:
-            strategy.clip_gradients(optimizer, 0.5)
-            strategy.optimizer_step(optimizer)
+            strategy.gradients.clip(parameters_of(optimizer), 0.5)
+            strategy.gradients.step(optimizer)
             optimizer.zero_grad()
     strategy.teardown()
     return vector(model)

@@ -572,7 +572,7 @@ def brought() -> tuple[torch.dtype, torch.dtype]:
     strategy = FSDPStrategy()
     strategy.connect(torch.device("cpu"), Precision("32-true", torch.device("cpu")))
     strategy.device = torch.float64  # type: ignore[assignment]  # in place of a device that a CPU lacks
-    strategy.place(module)
+    strategy.prepare_module(module)
     return module.scale.dtype, next(module.critic.parameters()).dtype
 
 

@@ -48,7 +48,7 @@ from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError, one_of
 from instep.strategies.clipping import clip_norm_, gradient_of
 from instep.strategies.dtensors import gather_whole, parts_to_write
-from instep.strategies.fsdp import FSDPStrategy
+from instep.strategies.fsdp import FSDPGradients, FSDPStrategy
 from instep.strategies.pipeline.runner import Micro, Pending, Ran, Runner, outline_of
 from instep.strategies.pipeline.split import Cut
 from instep.utils.optimizer_state import names_of
@@ -112,6 +112,18 @@ class Pipeline(NamedTuple):
         )
 
 
+class PipelinedGradients(FSDPGradients):
+    """Gradients of which each rank has those of its stages."""
+
+    def clip(
+        self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        if self.strategy._runner is None or algorithm == "value":
+            return super().clip(parameters, value, algorithm, norm_type)
+        pipe = self.strategy.mesh["pp"].get_group()
+        return clip_norm_(parameters, value, norm_type, groups=[pipe], skip=self.strategy._copies)
+
+
 class PipelinedStrategy(FSDPStrategy):
     """FSDP of a module that may be cut into the stages of a pipeline.
 
@@ -119,6 +131,8 @@ class PipelinedStrategy(FSDPStrategy):
         pipeline: how the pipe runs, where the mesh has a dimension `pp`.
         **fsdp_options: of `FSDPStrategy`.
     """
+
+    gradients_class = PipelinedGradients
 
     def __init__(self, pipeline: Pipeline | None = None, **fsdp_options: Any) -> None:
         super().__init__(**fsdp_options)
@@ -142,16 +156,16 @@ class PipelinedStrategy(FSDPStrategy):
         """Stages of each rank."""
         return self.pipeline.stages_per_rank if self.pipeline.schedule == "interleaved" else 1
 
-    def place(self, module: nn.Module) -> None:
+    def prepare_module(self, module: nn.Module) -> None:
         if self.pipe_size == 1:
-            super().place(module)
+            super().prepare_module(module)
             return
         cut: Cut | None = module.__dict__.get("_pipeline_cut")  # of an earlier run
         if cut is None:
             self._cut = None
             self._check_module(module)
             self.share_weights(module)  # of shards, only those of one stage are made alike
-            super().place(module)
+            super().prepare_module(module)
             cut = module.__dict__["_pipeline_cut"] = self._require_cut()
         elif (cut.ranks, len(cut.stages)) != (self.pipe_size, self._rounds):
             raise SettingError(
@@ -248,8 +262,8 @@ class PipelinedStrategy(FSDPStrategy):
         module.forward = self._forward
         module.pipeline_loss = self._pipeline_loss  # type: ignore[assignment]
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        super().setup(module, optimizers)
+    def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().prepare_training(module, optimizers)
         if self._runner is not None and any(isinstance(it, torch.optim.LBFGS) for it in optimizers):
             raise SettingError(
                 "LBFGS looks at all parameters together, of which a stage of a pipeline has its own only. Use an "
@@ -405,13 +419,6 @@ class PipelinedStrategy(FSDPStrategy):
         finally:
             self._syncs = True
 
-    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
-        if self._runner is None or algorithm == "value":
-            super().clip_gradients(optimizer, value, algorithm)
-            return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        clip_norm_(parameters, value, groups=[self.mesh["pp"].get_group()], skip=self._copies)
-
     # ---- state
 
     def model_state(self) -> dict[str, Any]:
@@ -469,8 +476,10 @@ class PipelinedStrategy(FSDPStrategy):
             tree = self._cut.optimizer_loaded_here(tree, names_of(self.module, [optimizer]).values())
         return super().load_optimizer_state(optimizer, tree, strict)
 
-    def owned(self, tree: Any) -> Any:
-        return super().owned(tree) if self._cut is None else parts_to_write(tree, self._first_of_stage, self.mesh)
+    def local_shards(self, tree: Any) -> Any:
+        return (
+            super().local_shards(tree) if self._cut is None else parts_to_write(tree, self._first_of_stage, self.mesh)
+        )
 
 
 def _samples(leaf: Any, samples: slice, batch: int) -> Any:
