@@ -354,7 +354,7 @@ class Accelerator(Checkpointing):
             DataError: with `per_sample`, a tensor has another number of rows than the batch has samples.
         """
         loader: AcceleratedLoader | None = self._run.gradient.active_dataloader
-        mine = None if loader is None else loader.source.counts(loader.batch_idx)[0]
+        mine = None if loader is None else loader.source.share.mine
         mine = mine if self.seat.contributes else 0  # another rank has the same samples
         if use_gather_object or not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(data)):
             if not isinstance(data, (list, tuple)):

@@ -1,4 +1,4 @@
-"""How a module is spread over processes and devices.
+"""Strategies: how a module is spread over processes and devices.
 
 A strategy's class is loaded when it is first used: most programs need one of them.
 """

@@ -28,7 +28,7 @@ _active: ContextParallel | None = None  # of the step that this process runs
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Where in their sequence this rank's tokens stand: what a model with positions asks instead of `torch.arange`.
+    """Return the positions of this rank's tokens in their sequence, in place of `torch.arange`.
 
     Args:
         length: of the part of the sequence that the model was given.
@@ -63,7 +63,7 @@ class ContextParallel:
     # ---- the batch
 
     def split(self, batch: Any, dims: int | Mapping[Any, int]) -> Any:
-        """This rank's part of a batch.
+        """Return this rank's part of a batch.
 
         Args:
             batch: nested tensors, alike on all ranks of the group.
@@ -79,7 +79,7 @@ class ContextParallel:
         return parts if isinstance(batch, Mapping) else tuple(parts.values())
 
     def part(self, value: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor along a dimension."""
+        """Return this rank's part of a tensor along a dimension."""
         pieces = self.size * self.pieces_per_rank
         if value.shape[dim] % pieces:
             raise DataError(
@@ -99,7 +99,7 @@ class ContextParallel:
     def step(
         self, step: Callable[..., Any], dims: int | Mapping[Any, int], everywhere: bool = True
     ) -> Callable[..., Any]:
-        """A step that gets this rank's part of the batch, and whose attention sees all of the sequence.
+        """Wrap a step so that it gets this rank's part of the batch, and its attention sees all of the sequence.
 
         Args:
             step: the step.
@@ -208,7 +208,7 @@ class ContextParallel:
         return all_to_all_single_autograd(parts, ones, ones, self.mesh.get_group()).unbind(0)
 
     def _mask(self, mask: Tensor, queries: int, keys: int, heads: int) -> Tensor:
-        """The mask of this rank's heads over the whole sequence."""
+        """Return the mask of this rank's heads over the whole sequence."""
         mask = torch.atleast_2d(mask)
         rows, columns = mask.shape[-2:]
         if rows == 1 and columns == keys:

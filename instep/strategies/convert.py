@@ -76,7 +76,7 @@ class Materializer:
 
 
 def _is_sharded(value: Tensor) -> bool:
-    """Whether a tensor is a DTensor, without importing its class."""
+    """Return whether a tensor is a DTensor, without importing its class."""
     return hasattr(value, "device_mesh")
 
 

@@ -86,7 +86,7 @@ def _parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
 
 
 def _share_weights(module: nn.Module) -> None:
-    """The first rank's weights on every rank, as DDP does for training: one model is evaluated, not one per rank."""
+    """Copy the first rank's weights to every rank, as DDP does for training, so that one model is evaluated."""
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.copy_(broadcast(tensor))
@@ -229,7 +229,7 @@ class DDPStrategy(Strategy):
         return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
 
     def _spreads(self, module: nn.Module, trains: bool) -> bool:
-        """Whether there is anybody to average gradients with; a module without gradients gets rank 0's weights."""
+        """Return whether gradients are averaged with other ranks; a module without gradients gets rank 0's weights."""
         self.teardown()
         if not torch.distributed.is_initialized():
             world_size = read_environment().world_size
@@ -385,7 +385,7 @@ class DDPStrategy(Strategy):
 
 
 def _of_optimizers(tree: Any) -> Any:
-    """What of a tree is states of optimizers: every rank has its part of those, and the weights are alike."""
+    """Return the optimizer states in a tree: every rank has its part of those, and the weights are alike."""
     if isinstance(tree, list):
         return [part for part in map(_of_optimizers, tree) if part is not None] or None
     return tree if isinstance(tree, Mapping) and {"optimizer", "shapes", "groups"} <= tree.keys() else None

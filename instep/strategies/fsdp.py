@@ -256,7 +256,7 @@ class FSDPStrategy(Strategy):
             )
 
     def make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
-        """A mesh of all processes with named dimensions, the outermost first. Collective."""
+        """Make a mesh of all processes with named dimensions, the outermost first. Collective."""
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     @property
@@ -420,7 +420,7 @@ class FSDPStrategy(Strategy):
         return evaluate
 
     def _gathering(self, name: str) -> Callable[..., Any]:
-        """A step method that gathers what it needs, as `forward` does. The module's own stays as it is."""
+        """Return a step method that gathers what it needs, as `forward` does. The module's own stays as it is."""
         module = self.module
         if not isinstance(module, FSDPModule):
             return super().step_function(name)
@@ -492,7 +492,7 @@ class FSDPStrategy(Strategy):
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """The first name of every parameter, by each of its names."""
+    """Return the first name of every parameter, by each of its names."""
     firsts: dict[Tensor, str] = {}
     return {name: firsts.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
 

@@ -40,7 +40,7 @@ class Gradients:
         return self.strategy.precision
 
     def leaves(self) -> Iterable[Tensor]:
-        """The tensors that a backward computes gradients for: the parameters as the step sees them."""
+        """Return the tensors that a backward computes gradients for: the parameters as the step sees them."""
         return self.strategy.module.parameters()
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -152,12 +152,12 @@ class Gradients:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of an optimizer's groups, in their order."""
+    """Return the parameters of an optimizer's groups, in their order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """The real numbers that a sparse or complex tensor holds, as a view."""
+    """Return the real numbers that a sparse or complex tensor holds, as a view."""
     tensor = tensor._values() if tensor.is_sparse else tensor
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 

@@ -50,7 +50,7 @@ class LocalSGDPlan:
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> LocalSGDPlan:
-        """The plan that `DDPStrategy(comm_state=...)` describes."""
+        """Return the plan that `DDPStrategy(comm_state=...)` describes."""
         try:
             return LocalSGDPlan(**state)
         except TypeError as error:
@@ -141,11 +141,11 @@ class PostLocalSGD:
     # ---- state
 
     def mean(self, tree: Any) -> Any:
-        """A state with the mean of every floating tensor over the ranks. Collective."""
+        """Return a state with the mean of every floating tensor over the ranks. Collective."""
         return map_leaves(lambda leaf: reduce(leaf) if isinstance(leaf, Tensor) and _differs(leaf) else leaf, tree)
 
     def rank_state(self) -> dict[str, Any]:
-        """What this rank alone knows: the count, and its replica where that goes its own way."""
+        """Return the count of steps, and this rank's replica where that goes its own way."""
         if not self.apart:
             return {"steps": self.steps}
         return {
@@ -175,7 +175,7 @@ def _differs(tensor: Tensor) -> bool:
 
 
 def _node_group() -> Any:
-    """The ranks of this machine; a warning where they are all that there are."""
+    """Make the group of this machine's ranks; warn where they are all that there are."""
     if read_environment().num_nodes == 1:
         warnings.warn(
             "comm_hook='post_local_sgd' with within_node=True averages gradients over the ranks of a machine in every "

@@ -113,7 +113,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
 
 
 def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:
-    """The plan that a transformers model brings, by the names of its styles; whether it is one."""
+    """Apply the plan that a transformers model brings, by the names of its styles; return whether there is one."""
     names: Mapping[str, str] | None = getattr(part, "_tp_plan", None)
     if not isinstance(names, Mapping) or not names or not hasattr(part, "config"):
         return False
@@ -149,7 +149,7 @@ def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:
 
 
 class BeforeStep:
-    """What the gradients of a module that is cut up need before an optimizer uses them.
+    """Hook before an optimizer's step that completes the gradients of a module that is cut up.
 
     Args:
         module: cut up.
@@ -223,13 +223,13 @@ class BeforeStep:
 
 
 def _dims(parameter: Tensor) -> tuple[str, ...]:
-    """The dimensions of the mesh that a parameter lies on; none for a plain one."""
+    """Return the dimensions of the mesh that a parameter lies on; none for a plain one."""
     mesh = getattr(parameter, "device_mesh", None)
     return () if mesh is None else tuple(mesh.mesh_dim_names or ())
 
 
 def plain(value: Any) -> Any:
-    """A tensor that is cut up, put together on every rank; anything else as it is."""
+    """Return a tensor that is cut up, put together on every rank; anything else as it is."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -238,7 +238,7 @@ def _cuts(module: nn.Module) -> bool:
 
 
 def _tied(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several."""
     groups: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
@@ -246,7 +246,7 @@ def _tied(module: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(module: nn.Module, names: list[str]) -> None:
-    """A plan makes each of several tied parameters anew: make them one again."""
+    """Tie parameters again, of which a plan has made each one anew."""
     parameters = [module.get_parameter(name) for name in names]
     layouts = [getattr(it, "placements", None) for it in parameters]
     if len(set(layouts)) > 1:

@@ -18,7 +18,7 @@ Policy: TypeAlias = "str | type[nn.Module] | Iterable[str | type[nn.Module]] | i
 
 
 def check_policy(field: str, policy: Any) -> Any:
-    """A policy, its classes as a tuple.
+    """Check a wrapping policy, and return it with its classes as a tuple.
 
     Raises:
         SettingError: it is none.
@@ -43,7 +43,7 @@ def _is_class(it: Any) -> bool:
 
 
 def select(field: str, policy: Any, module: nn.Module) -> dict[str, nn.Module]:
-    """The parts of a module that a policy means, by name, outer ones first; never the module itself.
+    """Return the parts of a module that a policy means, by name, outer ones first; never the module itself.
 
     Args:
         field: the setting's name, for errors.
@@ -123,7 +123,7 @@ def _blocks(module: nn.Module, inside: Mapping[str, nn.Module]) -> dict[str, nn.
 
 
 def _items(container: nn.Module) -> list[str]:
-    """The names of a container's items that may be blocks."""
+    """Return the names of a container's items that may be blocks."""
     items = list(container.named_children())
     if isinstance(container, nn.ModuleList):
         return [name for name, _ in items]
@@ -138,7 +138,7 @@ def _items(container: nn.Module) -> list[str]:
 
 
 def units_of(module: nn.Module, policy: Any, strategy: str) -> dict[str, nn.Module]:
-    """The parts of a module that are gathered one at a time, by name.
+    """Return the parts of a module that are gathered one at a time, by name.
 
     Args:
         module: all of it.
@@ -175,12 +175,12 @@ def units_of(module: nn.Module, policy: Any, strategy: str) -> dict[str, nn.Modu
 
 
 def is_manual(module: nn.Module) -> bool:
-    """Whether a module optimizes manually."""
+    """Return whether a module optimizes manually."""
     return not getattr(module, "automatic_optimization", True)
 
 
 def _called_parts(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """The children of a module by name; for containers that have no forward, theirs."""
+    """Return the children of a module by name; for containers that have no forward, theirs."""
     parts: dict[str, nn.Module] = {}
     for key, child in module.named_children():
         if type(child).forward is nn.Module.forward:
@@ -191,7 +191,7 @@ def _called_parts(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
 
 
 def recomputed_of(module: nn.Module, policy: Any, units: Mapping[str, nn.Module]) -> set[nn.Module]:
-    """The parts whose activations are computed again in the backward.
+    """Return the parts whose activations are computed again in the backward.
 
     Args:
         module: all of it.
@@ -216,7 +216,7 @@ def recomputed_of(module: nn.Module, policy: Any, units: Mapping[str, nn.Module]
 
 
 def untie(module: nn.Module, units: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], list[str]]:
-    """The units that share no parameter with what is outside them, and the names of shared ones.
+    """Return the units that share no parameter with what is outside them, and the names of shared ones.
 
     A unit's parameters are exchanged when it is sharded; a tied one would be exchanged in one place only.
     """

@@ -215,7 +215,7 @@ class XLAStrategy(Strategy):
     # ---- sharding under SPMD: how tensors lie on the devices; what is computed stays the same
 
     def _weight_dim(self, weight: Tensor) -> int:
-        """The longest dimension that can be cut evenly; -1 where there is none, and with `data`: each has a copy."""
+        """Return the longest dimension that can be cut evenly; -1 where there is none, and with `data` (copies)."""
         even = [size if size % self._mesh.size() == 0 else 0 for size in weight.shape]
         return even.index(max(even)) if any(even) and self.spmd == "fsdp" else -1
 
@@ -292,7 +292,7 @@ def _check_backward(device: torch.device) -> None:
 
 
 def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that several modules have."""
+    """Return the places of each parameter that several modules have."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -302,7 +302,7 @@ def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _on_host(state: Any) -> Any:
-    """A state with copies of its device tensors; what is one tensor there (tied weights) is one here."""
+    """Return a state with copies of its device tensors; what is one tensor there (tied weights) is one here."""
     copies: dict[int, Tensor] = {}
 
     def copy(value: Any) -> Any:

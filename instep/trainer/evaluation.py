@@ -89,8 +89,8 @@ def evaluate(
                 gradient.dataloader_references.append(source)
                 gradient.active_dataloader = source
                 for batch_idx, batch in enumerate(islice(run.on_device(source, loader_idx), limit)):
-                    gradient.end_of_dataloader = source.is_last
-                    book.batch, book.weight = batch, source.counts(batch_idx)[0]
+                    gradient.end_of_dataloader = source.share.last
+                    book.batch, book.weight = batch, source.share.mine
                     with uncounted(module) if book.weight == 0 else nullcontext():
                         for hook in batch_start:
                             hook(batch, batch_idx, *which)
@@ -163,7 +163,7 @@ def predict(run: Session, sources: Sequence[BatchSource], keep: bool) -> list[An
                 which = (loader_idx,) if len(sources) > 1 else ()
                 source.set_epoch(0)
                 for batch_idx, batch in enumerate(run.on_device(source, loader_idx)):
-                    replayed = source.counts(batch_idx)[0] == 0
+                    replayed = source.share.mine == 0
                     for hook in () if replayed else batch_start:
                         hook(batch, batch_idx, *which)
                     outputs = step(batch, batch_idx, loader_idx)

@@ -295,9 +295,9 @@ class NonFiniteGuard:
             values = look.norms.tolist()
             names = [known[p] for p, norm in zip(look.parameters, values, strict=True) if not math.isfinite(norm)]
         source = self._run.loaders.train
-        samples = {
-            batch: [] if source.counts(batch)[0] == 0 else source.sample_indices(batch) for batch in look.batches
-        }
+        at = source.plan.at
+        replayed = {batch for batch in look.batches if (source.share if at is None else at(batch)).mine == 0}
+        samples = {batch: [] if batch in replayed else source.sample_indices(batch) for batch in look.batches}
         return _Facts(next((loss for loss in losses if not math.isfinite(loss)), None), names, samples)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from instep.data.plan import gradient_correction, window_scale
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError
 from instep.strategies import Strategy
@@ -63,9 +64,9 @@ def automatic_step(run: FitSession) -> Step:
             field="accumulate_grad_batches",
             got=accumulate,
         )
-    full_batches = source.full_batches(accumulate)
+    full_batches = source.plan.full_batches(accumulate)
     weight_of_full = 1.0 / accumulate
-    strategy.loss_weight = lambda: source.window_scale(at.batch, accumulate)
+    strategy.loss_weight = lambda: window_scale(source, at.batch, accumulate)
     buffer = book.buffer
     opened = 0  # micro-batches in the open window that gave gradients
 
@@ -77,7 +78,7 @@ def automatic_step(run: FitSession) -> Step:
         loss = output if type(output) is Tensor and output.requires_grad and not output.ndim else _loss_of(output, run)
         if loss is None:
             return None
-        weight = weight_of_full if batch_idx < full_batches else source.window_scale(batch_idx, accumulate)
+        weight = weight_of_full if batch_idx < full_batches else window_scale(source, batch_idx, accumulate)
         if opened == 0 and optimizer is not None:
             for hook in before_zero_grad:
                 hook(optimizer)
@@ -119,9 +120,9 @@ def automatic_step(run: FitSession) -> Step:
     def before_optimizer() -> None:
         assert optimizer is not None
         gradients.unscale(optimizer)
-        rescale = source.rescale(at.batch, accumulate)
-        if rescale != 1.0:
-            gradients.multiply(optimizer, rescale)
+        correction = gradient_correction(source, at.batch, accumulate)
+        if correction != 1.0:
+            gradients.multiply(optimizer, correction)
         for hook in before_step:
             hook(optimizer)
         if guard is not None:
@@ -130,15 +131,15 @@ def automatic_step(run: FitSession) -> Step:
             clip()
 
     must_prepare = bool(
-        scaler is not None or before_step or clip is not None or (accumulate > 1 and not source.reliable)
+        scaler is not None or before_step or clip is not None or (accumulate > 1 and not source.plan.exact)
     )
 
     # ------------------------------------------------------------------ the step
     def step(batch: Any, batch_idx: int) -> Any:
         nonlocal opened
         at.validated = False
-        gradient.end_of_dataloader = source.is_last
-        if accumulate > 1 and (batch_idx + 1) % accumulate and not source.is_last:
+        gradient.end_of_dataloader = source.share.last
+        if accumulate > 1 and (batch_idx + 1) % accumulate and not source.share.last:
             gradient.sync_gradients = False
             with strategy.no_sync():
                 output = forward_backward(batch, batch_idx)
@@ -205,7 +206,7 @@ def manual_step(run: FitSession) -> Step:
 
     def step(batch: Any, batch_idx: int) -> Any:
         at.validated = False
-        gradient.end_of_dataloader = source.is_last
+        gradient.end_of_dataloader = source.share.last
         run.manual_steps = 0
         output = training_step(batch, batch_idx)
         if book.buffer:

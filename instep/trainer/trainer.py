@@ -317,12 +317,10 @@ class Trainer(TrainerView):
             while not run.finished:
                 run.begin_epoch()
                 source, step = run.source, make_step(run)
-                counts, even, complete = source.counts, 0, False
+                complete = False
                 for batch in run.batches():
                     batch_idx = run.batch_idx = at.batch
-                    book.batch = batch
-                    if batch_idx >= even:  # the first batch tells of all the even ones
-                        book.weight, even = counts(batch_idx)[0], source.even_batches
+                    book.batch, book.weight = batch, source.share.mine
                     if batch_start and run.skips(batch_start, batch, batch_idx):
                         complete = at.skipped_rest = True
                         break
@@ -344,7 +342,7 @@ class Trainer(TrainerView):
                     if agreed:
                         run.act_on(agreed)
                     if at.global_step == max_steps or (self._stop_agreed and run.stopping):
-                        complete = source.is_last
+                        complete = source.share.last
                         break
                 else:
                     complete = True

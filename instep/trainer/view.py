@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
 from instep.data import DataModule
+from instep.data.plan import rank_weight
 from instep.distributed import broadcast_object, control_group
 from instep.errors import UsageError
 from instep.loggers.base import Logger
@@ -423,5 +424,4 @@ class TrainerView:
 
     def _batch_weight(self) -> float:
         run = self._run
-        source = run.loaders.train
-        return source.weight(run.batch_idx)
+        return rank_weight(run.loaders.train)

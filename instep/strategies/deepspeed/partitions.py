@@ -42,11 +42,11 @@ class Part:
     at_hand: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The run in a tensor that is laid out as `flat`."""
+        """Return the run in a tensor that is laid out as `flat`."""
         return tensor.detach().narrow(0, self.offset, self.count)
 
     def weights(self) -> Tensor:
-        """The run of the float32 weights."""
+        """Return the run of the float32 weights."""
         return self.of(self.flat) if self.fetch is None else self.fetch(None)[: self.count]
 
     def set_weights(self, value: Tensor) -> None:
@@ -57,22 +57,22 @@ class Part:
             self.store(value)
 
     def shard(self, run: Tensor) -> Shard:
-        """The run as it is written."""
+        """Return the run as it is written."""
         return Shard(run, self.shape, (self.begin,), flat=True)
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Whether it is one that stage 3 has cut up: it has no elements of its own but while it is used."""
+    """Return whether stage 3 has cut a parameter up: it has no elements of its own but while it is used."""
     return hasattr(parameter, "ds_tensor")
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...]:
-    """Of the whole parameter."""
+    """Return the shape of the whole parameter."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def cut_part(parameter: Any) -> Part:
-    """The part of a cut parameter in the dtype of the forward, which is all there is without an optimizer."""
+    """Return the part of a cut parameter in the dtype of the forward, which is all there is without an optimizer."""
     size = parameter.ds_tensor.ds_numel
     begin = min(_rank_of(parameter) * size, parameter.ds_numel)
     count = max(min(size, parameter.ds_numel - begin), 0)
@@ -80,7 +80,7 @@ def cut_part(parameter: Any) -> Part:
 
 
 def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Part]:
-    """The parts whose float32 weights and optimizer state this rank holds, by parameter.
+    """Return the parts whose float32 weights and optimizer state this rank holds, by parameter.
 
     Args:
         zero: what DeepSpeed made of the optimizer.
@@ -143,7 +143,7 @@ def take_run(value: Tensor | StoredTensor, begin: int, count: int) -> Tensor:
 
 
 def held_gradients(zero: Any) -> list[Tensor]:
-    """The reduced gradients that this rank holds before a step."""
+    """Return the reduced gradients that this rank holds before a step."""
     held: list[Tensor] = []
     for group in (getattr(zero, "averaged_gradients", None) or {}).values():
         held += [it for it in group or () if isinstance(it, Tensor)]
@@ -169,7 +169,7 @@ def drop_gradients(zero: Any) -> None:
 
 
 def scaler_state(zero: Any) -> dict[str, Any]:
-    """The gradient scaler's state, of JSON values."""
+    """Return the gradient scaler's state, of JSON values."""
     scaler = getattr(zero, "loss_scaler", None)
     return (
         {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)} if scaler else {}
@@ -177,7 +177,7 @@ def scaler_state(zero: Any) -> dict[str, Any]:
 
 
 def load_scaler_state(zero: Any, state: Mapping[str, Any]) -> None:
-    """The reverse."""
+    """Load what `scaler_state` returned."""
     scaler = getattr(zero, "loss_scaler", None)
     for key, value in state.items():
         if scaler is not None and key in vars(scaler):

@@ -253,7 +253,7 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def _zero(self) -> Any:
-        """What DeepSpeed made of the optimizer."""
+        """DeepSpeed's optimizer around the user's."""
         return self._engine.optimizer
 
     def model_context(self) -> AbstractContextManager[Any]:
@@ -431,7 +431,7 @@ class DeepSpeedStrategy(Strategy):
         return nullcontext() if self._engine is None else self._boundary(self._engine)
 
     def make_optimizer(self, parameters: Iterable[Any], **given: Any) -> Optimizer:
-        """The optimizer that the configuration's section `optimizer` describes, for `configure_optimizers` to return.
+        """Make the optimizer that the configuration's section `optimizer` describes, for `configure_optimizers`.
 
         Args:
             parameters: parameters, or groups of them.
@@ -445,7 +445,7 @@ class DeepSpeedStrategy(Strategy):
     # ---- state: parameters lie in runs of flattened tensors
 
     def _part_of(self, parameter: Tensor) -> Part | None:
-        """What this rank holds of a parameter that is spread; None for one that every rank has whole."""
+        """Return this rank's part of a parameter that is spread; None for one that every rank has whole."""
         part = self._parts.get(parameter)
         return partitions.cut_part(parameter) if part is None and is_cut(parameter) else part
 
@@ -570,7 +570,7 @@ class DeepSpeedStrategy(Strategy):
     def _load_flat(
         self, optimizer: Optimizer, flat: Tensor, parts: list[tuple[str, Part]], saved: Mapping[str, Any]
     ) -> None:
-        """The state under one flat tensor, put together from that of the parameters in it."""
+        """Return the state under one flat tensor, put together from that of the parameters in it."""
         known = [(name, part, saved[name]) for name, part in parts if saved.get(name)]
         if not known:
             return
@@ -613,7 +613,7 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _still(p: Tensor, part: Part, weights: Tensor) -> bool:
-    """Whether a parameter's run is what its float32 weights round to; what lies on a disk is taken to be."""
+    """Return whether a parameter's run is what its float32 weights round to; what lies on a disk is taken to be."""
     now = partitions.cut_part(p).flat[: part.count] if is_cut(p) else take_run(p.detach(), part.begin, part.count)
     return now.numel() < part.count or torch.equal(weights.to(now), now)
 
@@ -623,7 +623,7 @@ def _elements(parameters: Iterable[Tensor]) -> int:
 
 
 def _share_weights(module: nn.Module) -> None:
-    """The first rank's weights and buffers on every rank, as far as they are whole."""
+    """Copy the first rank's weights and buffers to every rank, as far as they are whole."""
     if PartialState().num_processes > 1:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
@@ -645,7 +645,7 @@ def _local_rank() -> Iterator[None]:
 
 
 def _written(tree: Any, main: bool) -> Any:
-    """A state with this rank's parts; plain tensors are the same on all ranks, and the first one writes them."""
+    """Return a state with this rank's parts; plain tensors are the same on all ranks, and the first one writes them."""
     if isinstance(tree, Mapping):
         return {key: _written(it, main) for key, it in tree.items() if main or not isinstance(it, Tensor)}
     if type(tree) in (list, tuple):

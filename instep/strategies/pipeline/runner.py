@@ -1,4 +1,4 @@
-"""How the stages of a module run: micro-batches through `torch.distributed.pipelining`, and what comes of them.
+"""Runner of a pipeline's stages: micro-batches through `torch.distributed.pipelining`.
 
 All micro-batches of a pipe have one size, that of its first batch, and their number is fixed: torch's stages want that,
 and with sharded weights every rank must run as many forwards as the others. A smaller batch is filled up with
@@ -28,7 +28,7 @@ from instep.strategies.pipeline.split import Stage
 
 
 class Pending:
-    """What `self(...)` gives in the training step of a pipe: the output that only `pipeline_loss` will see."""
+    """Placeholder that `self(...)` returns in a pipe's training step, for the output that `pipeline_loss` will see."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.inputs = inputs
@@ -82,7 +82,7 @@ class Micro(NamedTuple):
     inputs: tuple[Any, ...]
 
     def samples(self, index: int) -> slice:
-        """The samples of the batch that a micro-batch stands for; none, where it only fills up."""
+        """Return the samples of the batch that a micro-batch stands for; none, where it only fills up."""
         return slice(min(index * self.size, self.batch), min((index + 1) * self.size, self.batch))
 
 
@@ -164,7 +164,7 @@ class Runner:
     # ---- evaluation
 
     def evaluate(self, inputs: tuple[Any, ...]) -> Any:
-        """The last stage's output for a batch, on every rank of the pipe. Collective."""
+        """Run a batch through the pipe; return the last stage's output on every rank. Collective."""
         with torch.no_grad():
             micro, schedule = self._prepared(inputs, trains=False)
             output = schedule.step(*(micro.inputs if self.first else ()))
@@ -188,18 +188,18 @@ class Runner:
         return with_tensors(outline, map(self.tensor_from_last, tensors))
 
     def object_from_last(self, value: Any) -> Any:
-        """The last stage's object, on every rank of the pipe. Collective."""
+        """Send the last stage's object to every rank of the pipe. Collective."""
         return hand_out(value, self._last_rank, self.group, "broadcasting the last stage's object", self.device)
 
     def tensor_from_last(self, tensor: Tensor) -> Tensor:
-        """The last stage's tensor in that of every rank of the pipe, all of one shape. Collective."""
+        """Send the last stage's tensor into that of every rank of the pipe, all of one shape. Collective."""
         dist.broadcast(tensor, self._last_rank, self.group)
         return tensor
 
     # ---- schedules
 
     def _prepared(self, inputs: tuple[Any, ...], trains: bool) -> tuple[Micro, Any]:
-        """A batch cut up, and the schedule that runs it."""
+        """Cut a batch up, and find the schedule that runs it."""
         sizes = {len(it) for it in inputs if isinstance(it, Tensor) and it.ndim}
         if len(sizes) != 1 or 0 in sizes:
             raise HookError(
@@ -260,7 +260,7 @@ class Runner:
         return (Schedule1F1B if trains and self.kind == "1f1b" else ScheduleGPipe)(stages[0], **options)
 
     def _find_outlines(self, inputs: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
-        """What goes into each stage for one sample, found by running them one after another. Collective."""
+        """Find the inputs of each stage for one sample, by running the stages one after another. Collective."""
         current = tuple(it[:1] if isinstance(it, Tensor) else it for it in inputs)
         found: list[tuple[Tensor, ...]] = []
         ranks = dist.get_world_size(self.group)
@@ -282,7 +282,7 @@ class Runner:
 
 
 def _evaluated(stage: Stage, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """A stage's output in eval mode, so that nothing is drawn or counted."""
+    """Run a stage in eval mode, so that nothing is drawn or counted."""
     training = [it for it in stage.modules() if it.training]
     stage.eval()
     try:
@@ -294,10 +294,10 @@ def _evaluated(stage: Stage, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def outline_of(tensor: Tensor) -> Tensor:
-    """Its shape and dtype, as a tensor without values."""
+    """Return a tensor's shape and dtype, as a tensor without values."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _kind_of(inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """What a schedule depends on, but for the number of samples."""
+    """Return a key of what a schedule depends on, but for the number of samples."""
     return tuple((tuple(it.shape[1:]), it.dtype) if isinstance(it, Tensor) else type(it) for it in inputs)

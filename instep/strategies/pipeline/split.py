@@ -1,4 +1,4 @@
-"""How a module is cut into the stages of a pipeline, and which of its tensors are where.
+"""Stages of a pipeline: how a module is cut into them, and which tensors each has.
 
 A module lists its parts in `pipeline_stages`, in the order of its forward. Runs of parts are stages; each rank keeps
 the parts of its own stages, and the others become `Absent`. Names, shapes and shared tensors are noted before that: a
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its parameters and buffers."""
+        """The parameters and buffers of this part."""
         found: list[Tensor] = []
         for it in self.owned:
             found += [it] if isinstance(it, Tensor) else [*it.parameters(), *it.buffers()]
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 def parts_of(module: nn.Module) -> list[Part]:
-    """The parts that a module lists in `pipeline_stages`.
+    """Return the parts that a module lists in `pipeline_stages`.
 
     Raises:
         HookError: it lists something else, or a parameter is in none of them.
@@ -103,7 +103,7 @@ def runs_of(parts: Sequence[Part], count: int, starts: Sequence[str]) -> list[ra
 
 
 def _even_cuts(sizes: Sequence[int], count: int) -> list[int]:
-    """Where to cut a sequence so that the largest run is as small as can be; no run is empty."""
+    """Return where to cut a sequence so that the largest run is as small as can be; no run is empty."""
     best: dict[tuple[int, int], tuple[int, list[int]]] = {(0, 0): (0, [])}
     for runs in range(1, count + 1):
         for end in range(runs, len(sizes) + 1):
@@ -165,7 +165,7 @@ class Stage(nn.Module):
 
 
 class Absent(nn.Module):
-    """What stands in a module for a submodule whose stage is on another rank."""
+    """Placeholder in a module for a submodule whose stage is on another rank."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Cut:
     # ---- names of the whole module
 
     def saved_here(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Of this rank's state by name, what it saves, with all names that the whole module has for it."""
+        """Return the part of this rank's state that it saves, under all names that the whole module has for it."""
         own = {clean_name(name): value for name, value in state.items()}
         by_first = {self.first_names[name]: value for name, value in own.items()}
         return {
@@ -268,7 +268,7 @@ class Cut:
         }
 
     def loaded_here(self, state: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-        """Of the whole module's state by name, what this rank has.
+        """Return the part of the whole module's state that this rank has.
 
         Args:
             state: as stored.
@@ -285,7 +285,7 @@ class Cut:
         return {name: state[clean_name(name)] for name in own if clean_name(name) in state}
 
     def optimizer_saved_here(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Of an optimizer's state (`utils/optimizer_state.py`) on this rank, what it saves, under whole names."""
+        """Return the part of this rank's optimizer state that it saves, under whole names."""
 
         def saves(name: str) -> bool:
             return self.homes.get(name, [0])[0] == self.rank  # what is not the module's: the first rank
@@ -293,7 +293,7 @@ class Cut:
         return self._with_names(tree, lambda name: self.first_names.get(name, name) if saves(name) else None)
 
     def optimizer_loaded_here(self, tree: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
-        """Of an optimizer's whole state, what belongs to this rank, under its own names, and what belongs to none.
+        """Return this rank's part of an optimizer's whole state, under its own names, and what belongs to none.
 
         Args:
             tree: as stored.
@@ -308,7 +308,7 @@ class Cut:
 
     @staticmethod
     def _with_names(tree: Mapping[str, Any], rename: Callable[[str], str | None]) -> dict[str, Any]:
-        """An optimizer's state under other names, without the entries whose name becomes None."""
+        """Return an optimizer's state under other names, without the entries whose name becomes None."""
 
         def renamed(entries: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for old, value in entries.items() if (name := rename(old)) is not None}

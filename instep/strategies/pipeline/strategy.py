@@ -57,7 +57,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
 class Pipeline(NamedTuple):
-    """How a pipe runs.
+    """Settings of a pipeline: its schedule, micro-batches and stages.
 
     Args:
         schedule: "1f1b" holds the activations of few micro-batches; "gpipe" runs all forwards first; "interleaved" is
@@ -74,7 +74,7 @@ class Pipeline(NamedTuple):
     stages_per_rank: int = 2
 
     def check(self) -> Pipeline:
-        """Itself.
+        """Check the settings, and return them.
 
         Raises:
             SettingError: an option is wrong.
@@ -93,7 +93,7 @@ class Pipeline(NamedTuple):
         return self
 
     def microbatches_for(self, ranks: int) -> int:
-        """The number of micro-batches on that many ranks.
+        """Return the number of micro-batches on that many ranks.
 
         Raises:
             SettingError: the schedule cannot run so many.
@@ -345,7 +345,7 @@ class PipelinedStrategy(FSDPStrategy):
         return loss if plain else {**values, "loss": loss}
 
     def _everywhere(self, sums: Mapping[str, Tensor], plain: bool) -> tuple[dict[str, Tensor], bool]:
-        """What the last stage found, on every rank."""
+        """Send what the last stage found to every rank."""
         runner = self._runner
         assert runner is not None
         returned = self._returned
