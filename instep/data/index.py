@@ -147,7 +147,7 @@ class IndexLoader(PreparedLoader):
 
     def state_dict(self, batches_done: int) -> StateDict:
         sampler = self.sampler
-        finished = batches_done >= self.num_batches
+        finished = batches_done >= len(self)
         units = sampler.cursor + (batches_done - self.first_batch) * sampler.per_step
         state: StateDict = {
             "kind": "index",

@@ -8,7 +8,7 @@ module that they wrap. `GatheredMethods` is for FSDP2, which wraps nothing: its 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -40,9 +40,11 @@ class StepForward(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.method is not None:
             return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
-        name, *arguments = args
-        with nullcontext() if self.context is None else self.context:
-            return getattr(self.module, name)(*arguments, **kwargs)
+        step = getattr(self.module, args[0])
+        if self.context is None:
+            return step(*args[1:], **kwargs)
+        with self.context:
+            return step(*args[1:], **kwargs)
 
 
 class GatheredMethods:
