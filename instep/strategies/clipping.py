@@ -115,7 +115,11 @@ def _groups_of(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh
-    return tuple(mesh.get_group(dim) for dim, it in enumerate(parameter.placements) if not isinstance(it, Replicate))
+    return tuple(
+        mesh.get_group(dim)
+        for dim, placement in enumerate(parameter.placements)
+        if not isinstance(placement, Replicate)
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:

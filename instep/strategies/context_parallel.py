@@ -179,12 +179,12 @@ class ContextParallel:
                     got=self.size,
                 )
             if enable_gqa and key.shape[-3] % self.size:  # too few to share out: one for each query head
-                key, value = (it.repeat_interleave(heads // it.shape[-3], -3) for it in (key, value))
+                key, value = (tensor.repeat_interleave(heads // tensor.shape[-3], -3) for tensor in (key, value))
             mask = None if attn_mask is None else self._mask(attn_mask, query.shape[-2], key.shape[-2], heads)
             if query.shape == key.shape == value.shape:  # one message instead of three
                 query, key, value = self._exchange(torch.stack((query, key, value)), -3, -2).unbind(0)
             else:
-                query, key, value = (self._exchange(it, -3, -2) for it in (query, key, value))
+                query, key, value = (self._exchange(tensor, -3, -2) for tensor in (query, key, value))
             options = {"enable_gqa": True} if enable_gqa and key.shape[-3] != query.shape[-3] else {}
             output = attend(query, key, value, mask, dropout_p, is_causal, scale=scale, **options)
             return self._exchange(output, -2, -3)

@@ -160,7 +160,9 @@ class DDPStrategy(Strategy):
             raise _wrong("bucket_cap_mb", bucket_cap_mb, "must be a number of MiB above 0, or None")
         for field in ddp_options:
             if field not in _TORCH_OPTIONS or field in _OURS:
-                raise one_of("DDPStrategy's option", field, [it for it in _TORCH_OPTIONS if it not in _OURS])
+                raise one_of(
+                    "DDPStrategy's option", field, [option for option in _TORCH_OPTIONS if option not in _OURS]
+                )
         self.hook = CommHook(comm_hook, comm_wrapper, dict(comm_state or {}))
         self.local_sgd_plan = LocalSGDPlan.of(self.hook.state) if comm_hook == "post_local_sgd" else None
         self.replicas_diverge = self.local_sgd_plan is not None

@@ -48,7 +48,7 @@ class DataParallelStrategy(Strategy):
     def __init__(self, device_ids: Sequence[int] | None = None, module: str | None = None) -> None:
         ids = None if device_ids is None else list(device_ids)
         if ids is not None and (
-            not ids or len(set(ids)) < len(ids) or not all(type(it) is int and it >= 0 for it in ids)
+            not ids or len(set(ids)) < len(ids) or not all(type(number) is int and number >= 0 for number in ids)
         ):
             raise SettingError(
                 f"device_ids={device_ids!r} must be different numbers of GPUs, such as [0, 1]; None for all",

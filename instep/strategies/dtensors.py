@@ -36,7 +36,9 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None
-    if any(at and isinstance(it, Replicate) for at, it in zip(coordinate, tensor.placements, strict=True)):
+    if any(
+        at and isinstance(placement, Replicate) for at, placement in zip(coordinate, tensor.placements, strict=True)
+    ):
         return None
     named = tensor.device_mesh.mesh_dim_names or ()
     names = () if mesh is None else mesh.mesh_dim_names or ()

@@ -207,7 +207,11 @@ class FSDPStrategy(Strategy):
         if option in _INSTEAD:
             raise SettingError(f"{type(self).__name__} has no {option}: {_INSTEAD[option]}.", field=option)
         options = {**signature(type(self)).parameters, **signature(FSDPStrategy).parameters}
-        raise one_of("option", option, [name for name, it in options.items() if it.kind is not it.VAR_KEYWORD])
+        raise one_of(
+            "option",
+            option,
+            [name for name, parameter in options.items() if parameter.kind is not parameter.VAR_KEYWORD],
+        )
 
     # ---- life
 
@@ -284,7 +288,7 @@ class FSDPStrategy(Strategy):
                 for name, parameter in module.named_parameters(remove_duplicate=False)
                 if name in before
             }
-        self._sharded = [it for it in module.modules() if isinstance(it, FSDPModule)]
+        self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._reshard()
         self._parameters = list(module.parameters())  # a gathered part shows others
 
@@ -306,27 +310,27 @@ class FSDPStrategy(Strategy):
         for method in self.forward_methods:
             if not hasattr(module, method):
                 raise _wrong("forward_methods", method, f"methods that {type(module).__name__} has")
-        done = any(isinstance(it, FSDPModule) for it in module.modules())
+        done = any(isinstance(part, FSDPModule) for part in module.modules())
         units = {} if done else units_of(module, self.wrap_policy, self.name)
         recomputed = recomputed_of(module, self.activation_checkpointing, units)
         alone = is_manual(module)  # the module itself is not sharded then, its parts are
         maker = Materializer(self.device)
 
-        def visit(it: nn.Module, name: str) -> None:
-            maker.make(it, name)
-            for key, child in it.named_children():
+        def visit(part: nn.Module, name: str) -> None:
+            maker.make(part, name)
+            for key, child in part.named_children():
                 visit(child, f"{name}.{key}" if name else key)
-            if it in recomputed:
-                checkpoint_activations(it)
-            if (name in units if name else not alone) and not isinstance(it, FSDPModule):
-                self.share_weights(it)
+            if part in recomputed:
+                checkpoint_activations(part)
+            if (name in units if name else not alone) and not isinstance(part, FSDPModule):
+                self.share_weights(part)
                 if self.compile is not None and name:
-                    compile_forward(it, self.compile)
-                self._fully_shard(it, root=not name, alone=alone)
+                    compile_forward(part, self.compile)
+                self._fully_shard(part, root=not name, alone=alone)
 
         visit(module, "")
         self._without_values |= maker.without_values
-        self._set_prefetch([it for name, it in units.items() if isinstance(it, FSDPModule)])
+        self._set_prefetch([part for name, part in units.items() if isinstance(part, FSDPModule)])
         for method in self.forward_methods:
             if isinstance(module, FSDPModule):
                 setattr(module, method, gathered_methods(module).through(getattr(module, method)))
@@ -427,8 +431,8 @@ class FSDPStrategy(Strategy):
         return gathered_methods(module).through(getattr(module, name))
 
     def _reshard(self) -> None:
-        for it in self._sharded:
-            it.reshard()
+        for part in self._sharded:
+            part.reshard()
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.accumulate_sharded else self._local_gradients()
@@ -442,12 +446,12 @@ class FSDPStrategy(Strategy):
             self._set_sync(True)
 
     def _set_sync(self, sync: bool) -> None:
-        for it in self._sharded:
-            it.set_requires_gradient_sync(sync, recurse=False)
-            it.set_reshard_after_backward(sync, recurse=False)
-            it.set_is_last_backward(sync)
-        for it in self._freed:
-            it.set_reshard_after_forward(sync, recurse=False)
+        for part in self._sharded:
+            part.set_requires_gradient_sync(sync, recurse=False)
+            part.set_reshard_after_backward(sync, recurse=False)
+            part.set_is_last_backward(sync)
+        for part in self._freed:
+            part.set_reshard_after_forward(sync, recurse=False)
 
     # ---- state
 

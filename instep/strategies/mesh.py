@@ -96,7 +96,10 @@ class MeshStrategy(PipelinedStrategy):
         for dim, options in (
             ("tp", {"loss_parallel": loss_parallel is not False}),
             ("cp", {"cp_attention": cp_attention != "all_to_all"}),
-            ("pp", {f"pp_{it}": getattr(pipeline, it) != value for it, value in Pipeline()._asdict().items()}),
+            (
+                "pp",
+                {f"pp_{option}": getattr(pipeline, option) != value for option, value in Pipeline()._asdict().items()},
+            ),
         ):
             for option, given in options.items():
                 if given and self._wanted[dim] == 1:
@@ -151,7 +154,7 @@ class MeshStrategy(PipelinedStrategy):
             sequences = super().make_mesh({"others": others, "cp": own["cp"], "tp": own["tp"]})
             self._context = _ATTENTION[self.cp_attention](sequences["cp"])
         sizes = {**own, "dp_shard": own["dp_shard"] * own["cp"], "cp": 1}
-        return super().make_mesh({it: size for it, size in sizes.items() if size > 1 or it == "dp_shard"})
+        return super().make_mesh({dim: size for dim, size in sizes.items() if size > 1 or dim == "dp_shard"})
 
     def connect(self, device: torch.device, precision: Any) -> None:
         if self.cp_attention == "ring" and self.sizes["cp"] > 1 and device.type != "cuda":
@@ -217,7 +220,7 @@ class MeshStrategy(PipelinedStrategy):
         self._watch(optimizer)
 
     def _watch(self, optimizer: Optimizer) -> None:
-        own = {it for group in optimizer.param_groups for it in group["params"]}.intersection(self.module.parameters())
+        own = {p for group in optimizer.param_groups for p in group["params"]}.intersection(self.module.parameters())
         if self.sizes["tp"] > 1 and own and optimizer not in self._watched:
             self._watched.add(optimizer)
             tensor_parallel.BeforeStep(self.module, optimizer, self.mesh["tp"])

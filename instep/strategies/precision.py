@@ -249,11 +249,13 @@ class Precision:
 def _compute_in_float8(module: nn.Module, emulate: bool) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # late: optional, and slow to import
 
-    layers = [(name, it) for name, it in module.named_modules() if type(it) is nn.Linear]
+    layers = [(name, layer) for name, layer in module.named_modules() if type(layer) is nn.Linear]
     fitting = {
-        name for name, it in layers[:-1] if it.in_features % _FP8_MULTIPLE == it.out_features % _FP8_MULTIPLE == 0
+        name
+        for name, layer in layers[:-1]
+        if layer.in_features % _FP8_MULTIPLE == layer.out_features % _FP8_MULTIPLE == 0
     }
-    if not fitting and not any(type(it).__name__ == "Float8Linear" for it in module.modules()):
+    if not fitting and not any(type(layer).__name__ == "Float8Linear" for layer in module.modules()):
         raise SettingError(
             f"precision='fp8' finds no layer to compute in float8 in {type(module).__name__}: of its {len(layers)} "
             f"linear layers none but the last has sizes that divide by {_FP8_MULTIPLE}. Use precision='bf16-mixed'.",

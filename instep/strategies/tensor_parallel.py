@@ -102,13 +102,13 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
     styles: dict[str, ParallelStyle] = {}  # by whole names: torch warns of each module in which it looks in vain
     for pattern, style in plan.items():
         wanted = pattern.split(".")
-        found = [it for it in names if len(it) == len(wanted) and all(map(fnmatch, it, wanted))]
+        found = [name for name in names if len(name) == len(wanted) and all(map(fnmatch, name, wanted))]
         if not found:
             raise HookError(
                 f"the plan of {type(module).__name__} for tensor parallelism names {pattern!r}, and it has no such "
                 f"submodule. It has {', '.join('.'.join(it) for it in names[1:9])} and so on; * stands for one part."
             )
-        styles |= {".".join(it): style for it in found}
+        styles |= {".".join(name): style for name in found}
     parallelize_module(module, mesh, styles)
 
 
@@ -162,11 +162,11 @@ class BeforeStep:
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        parameters = [it for group in optimizer.param_groups for it in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         (tp,) = mesh.mesh_dim_names or ("",)
-        self._cut = [it for it in parameters if tp in _dims(it)]
-        whole = {it for it in parameters if tp not in _dims(it)}
-        self._unproven = {name: it for name, it in module.named_parameters() if it in whole}
+        self._cut = [p for p in parameters if tp in _dims(p)]
+        whole = {p for p in parameters if tp not in _dims(p)}
+        self._unproven = {name: p for name, p in module.named_parameters() if p in whole}
         mixed = [group for group in optimizer.param_groups if len(set(map(_dims, group["params"]))) > 1]
         for option in ("foreach", "fused"):
             if any(group.get(option) for group in mixed):
@@ -200,7 +200,7 @@ class BeforeStep:
     def _compare(self) -> None:
         """Once: what is not cut must have the same gradient on all ranks, or the copies drift apart."""
         unproven, self._unproven = self._unproven, {}
-        known = {name: it for name, it in unproven.items() if it.grad is not None}
+        known = {name: p for name, p in unproven.items() if p.grad is not None}
         differ: list[Tensor] = []
         for parameter in known.values():
             gradient: Any = parameter.grad
@@ -248,7 +248,7 @@ def _tied(module: nn.Module) -> list[list[str]]:
 def _tie_again(module: nn.Module, names: list[str]) -> None:
     """Tie parameters again, of which a plan has made each one anew."""
     parameters = [module.get_parameter(name) for name in names]
-    layouts = [getattr(it, "placements", None) for it in parameters]
+    layouts = [getattr(p, "placements", None) for p in parameters]
     if len(set(layouts)) > 1:
         listed = ", ".join(f"{name} {_said(layout)}" for name, layout in zip(names, layouts, strict=True))
         raise HookError(

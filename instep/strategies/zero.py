@@ -151,7 +151,7 @@ def load_part(module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], 
     tree = {**tree, "state": state}
     if target is not optimizer:
         shapes = {name: shape for name, shape in tree["shapes"].items() if name in mine}
-        groups = [{**group, "params": [it for it in group["params"] if it in mine]} for group in tree["groups"]]
+        groups = [{**group, "params": [name for name in group["params"] if name in mine]} for group in tree["groups"]]
         tree = {**tree, "shapes": shapes, "groups": groups}
     left_out = load_optimizer_state(module, target, map_leaves(whole, tree), strict)
     if target is not optimizer:

@@ -97,7 +97,7 @@ def make_optimizer(config: Mapping[str, Any], parameters: Iterable[Any], device:
         return adams.FusedAdam(parameters, adam_w_mode=adamw, **params)
     if lower == "adam":
         name = "AdamW" if adamw else "Adam"
-    of_torch = {it.lower(): getattr(torch.optim, it, None) for it in (name, *_ELEMENTWISE)}
+    of_torch = {kind.lower(): getattr(torch.optim, kind, None) for kind in (name, *_ELEMENTWISE)}
     if lower == "lion" and (on_cpu or device.type == "cuda"):
         lion = import_module("deepspeed.ops.lion")  # late: optional
         return (lion.DeepSpeedCPULion if on_cpu else lion.FusedLion)(parameters, **params)

@@ -146,7 +146,7 @@ def held_gradients(zero: Any) -> list[Tensor]:
     """Return the reduced gradients that this rank holds before a step."""
     held: list[Tensor] = []
     for group in (getattr(zero, "averaged_gradients", None) or {}).values():
-        held += [it for it in group or () if isinstance(it, Tensor)]
+        held += [tensor for tensor in group or () if isinstance(tensor, Tensor)]
     if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
         flats = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
         held += [flat.grad for flat in flats if flat.grad is not None]

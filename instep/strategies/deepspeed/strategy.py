@@ -207,10 +207,10 @@ class DeepSpeedStrategy(Strategy):
             )
         if config is not None and configs is not None:
             raise SettingError("config and configs were given; give one of them", field="configs")
-        self._configs = None if configs is None else {key: read_config(it) for key, it in configs.items()}
+        self._configs = None if configs is None else {key: read_config(config) for key, config in configs.items()}
         if self._configs is not None:
-            for it in self._configs.values():
-                check_config(it)
+            for entry in self._configs.values():
+                check_config(entry)
             self.select(next(iter(self._configs)) if use is None else use)
         else:
             if use is not None:
@@ -647,7 +647,7 @@ def _local_rank() -> Iterator[None]:
 def _written(tree: Any, main: bool) -> Any:
     """Return a state with this rank's parts; plain tensors are the same on all ranks, and the first one writes them."""
     if isinstance(tree, Mapping):
-        return {key: _written(it, main) for key, it in tree.items() if main or not isinstance(it, Tensor)}
+        return {key: _written(value, main) for key, value in tree.items() if main or not isinstance(value, Tensor)}
     if type(tree) in (list, tuple):
-        return type(tree)([_written(it, main) for it in tree])
+        return type(tree)([_written(value, main) for value in tree])
     return tree

@@ -156,9 +156,12 @@ class Runner:
         samples = micro.samples(index)
         real = samples.stop - samples.start
         if not real:
-            return sum((it.sum() for it in tensors if it.requires_grad), torch.zeros((), device=self.device)) * 0.0
+            return (
+                sum((tensor.sum() for tensor in tensors if tensor.requires_grad), torch.zeros((), device=self.device))
+                * 0.0
+            )
         if real < micro.size:
-            tensors = tuple(it[: len(it) // micro.size * real] for it in tensors)
+            tensors = tuple(tensor[: len(tensor) // micro.size * real] for tensor in tensors)
         return loss(micro, with_tensors(self.stages[self.count - 1].output_outline, tensors), index)
 
     # ---- evaluation
@@ -172,8 +175,8 @@ class Runner:
         if self.last:
             whole = micro.size * self.microbatches
             tensors = tuple(
-                it[: len(it) // whole * micro.batch].contiguous()
-                for it in (output if isinstance(output, tuple) else (output,))
+                tensor[: len(tensor) // whole * micro.batch].contiguous()
+                for tensor in (output if isinstance(output, tuple) else (output,))
             )
         key = (_kind_of(inputs), micro.batch)
         if key not in self._outputs:
@@ -184,7 +187,7 @@ class Runner:
         outline = self._outputs[key]
         if not self.last:
             leaves = tensor_leaves(outline, "the output of a pipeline")
-            tensors = tuple(torch.empty_like(it, device=self.device) for _, it in leaves)
+            tensors = tuple(torch.empty_like(tensor, device=self.device) for _, tensor in leaves)
         return with_tensors(outline, map(self.tensor_from_last, tensors))
 
     def object_from_last(self, value: Any) -> Any:
@@ -200,7 +203,7 @@ class Runner:
 
     def _prepared(self, inputs: tuple[Any, ...], trains: bool) -> tuple[Micro, Any]:
         """Cut a batch up, and find the schedule that runs it."""
-        sizes = {len(it) for it in inputs if isinstance(it, Tensor) and it.ndim}
+        sizes = {len(value) for value in inputs if isinstance(value, Tensor) and value.ndim}
         if len(sizes) != 1 or 0 in sizes:
             raise HookError(
                 f"the inputs of a pipeline, self(...), must be tensors whose first dimension is the batch; got sizes "
@@ -217,8 +220,8 @@ class Runner:
         missing = size * self.microbatches - batch
         if missing and self.first:
             inputs = tuple(
-                torch.cat([it, it[-1:].expand(missing, *it.shape[1:])]) if isinstance(it, Tensor) else it
-                for it in inputs
+                torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]) if isinstance(value, Tensor) else value
+                for value in inputs
             )
         return Micro(size, batch, inputs), schedule
 
@@ -233,12 +236,15 @@ class Runner:
             self._outlines[kind] = self._find_outlines(inputs)
         self._used.add(trains)
         outlines = [
-            tuple(torch.empty(len(it) * size, *it.shape[1:], dtype=it.dtype, device="meta") for it in tensors)
+            tuple(
+                torch.empty(len(tensor) * size, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
+                for tensor in tensors
+            )
             for tensors in self._outlines[kind]
         ]
         for tensors in outlines[1:]:
-            for it in tensors:
-                it.requires_grad_(trains and it.dtype.is_floating_point)
+            for tensor in tensors:
+                tensor.requires_grad_(trains and tensor.dtype.is_floating_point)
         stages: list[Any] = [
             _AutocastOff(
                 stage,
@@ -261,11 +267,11 @@ class Runner:
 
     def _find_outlines(self, inputs: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
         """Find the inputs of each stage for one sample, by running the stages one after another. Collective."""
-        current = tuple(it[:1] if isinstance(it, Tensor) else it for it in inputs)
+        current = tuple(value[:1] if isinstance(value, Tensor) else value for value in inputs)
         found: list[tuple[Tensor, ...]] = []
         ranks = dist.get_world_size(self.group)
         for index in range(self.count):
-            found.append(tuple(outline_of(it) for it in current if isinstance(it, Tensor)))
+            found.append(tuple(outline_of(tensor) for tensor in current if isinstance(tensor, Tensor)))
             if index == self.count - 1:
                 break
             source = dist.get_global_rank(self.group, index % ranks)
@@ -273,24 +279,24 @@ class Runner:
             mine = tuple(map(outline_of, outputs))
             told = hand_out(mine, source, self.group, "broadcasting a stage's outline", self.device)
             current = tuple(
-                outputs[i].contiguous() if outputs else torch.empty_like(it, device=self.device)
-                for i, it in enumerate(told)
+                outputs[i].contiguous() if outputs else torch.empty_like(tensor, device=self.device)
+                for i, tensor in enumerate(told)
             )
-            for it in current:
-                dist.broadcast(it, source, self.group)
+            for tensor in current:
+                dist.broadcast(tensor, source, self.group)
         return found
 
 
 def _evaluated(stage: Stage, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Run a stage in eval mode, so that nothing is drawn or counted."""
-    training = [it for it in stage.modules() if it.training]
+    training = [part for part in stage.modules() if part.training]
     stage.eval()
     try:
         with torch.no_grad():
             return stage(*inputs)
     finally:
-        for it in training:
-            it.training = True
+        for part in training:
+            part.training = True
 
 
 def outline_of(tensor: Tensor) -> Tensor:
@@ -300,4 +306,6 @@ def outline_of(tensor: Tensor) -> Tensor:
 
 def _kind_of(inputs: Iterable[Any]) -> tuple[Any, ...]:
     """Return a key of what a schedule depends on, but for the number of samples."""
-    return tuple((tuple(it.shape[1:]), it.dtype) if isinstance(it, Tensor) else type(it) for it in inputs)
+    return tuple(
+        (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else type(value) for value in inputs
+    )

@@ -30,14 +30,14 @@ class Part(NamedTuple):
     @property
     def modules(self) -> list[nn.Module]:
         """All modules in it."""
-        return [inner for it in self.owned if isinstance(it, nn.Module) for inner in it.modules()]
+        return [inner for entry in self.owned if isinstance(entry, nn.Module) for inner in entry.modules()]
 
     @property
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers of this part."""
         found: list[Tensor] = []
-        for it in self.owned:
-            found += [it] if isinstance(it, Tensor) else [*it.parameters(), *it.buffers()]
+        for entry in self.owned:
+            found += [entry] if isinstance(entry, Tensor) else [*entry.parameters(), *entry.buffers()]
         return found
 
 
@@ -51,7 +51,7 @@ def parts_of(module: nn.Module) -> list[Part]:
     parts = []
     for entry in module.pipeline_stages():  # type: ignore[operator]
         call, *owned = entry if isinstance(entry, tuple) else (entry, entry)
-        if not callable(call) or not owned or not all(isinstance(it, nn.Module | nn.Parameter) for it in owned):
+        if not callable(call) or not owned or not all(isinstance(entry, nn.Module | nn.Parameter) for entry in owned):
             raise HookError(
                 f"{type(module).__name__}.pipeline_stages() lists {entry!r}. Each entry is a submodule, or a tuple of "
                 "a function and the submodules whose weights it uses: (self.embed, self.tokens, self.positions)."
@@ -131,12 +131,12 @@ class Stage(nn.Module):
         super().__init__()
         self._parts = tuple(parts)  # a plain tuple: functions of the module must not register it as a submodule
         self._last = last
-        owned = dict.fromkeys(it for part in parts for it in part.owned)
-        self.loose_parameters = [it for it in owned if isinstance(it, nn.Parameter)]
+        owned = dict.fromkeys(item for part in parts for item in part.owned)
+        self.loose_parameters = [item for item in owned if isinstance(item, nn.Parameter)]
         """Those that are in no submodule of the module."""
-        names = {} if whole is None else {it: name for name, it in whole.named_modules()}
-        for number, it in enumerate(it for it in owned if isinstance(it, nn.Module)):
-            *parents, key = names.get(it, f"part_{number}").split(".")
+        names = {} if whole is None else {item: name for name, item in whole.named_modules()}
+        for number, item in enumerate(item for item in owned if isinstance(item, nn.Module)):
+            *parents, key = names.get(item, f"part_{number}").split(".")
             home: nn.Module = self
             for depth, parent in enumerate(parents):
                 if parent not in home._modules:
@@ -144,7 +144,7 @@ class Stage(nn.Module):
                     home.add_module(parent, nn.ModuleList() if isinstance(like, nn.ModuleList) else nn.Module())
                 home = home.get_submodule(parent)
             if key not in home._modules:
-                home.add_module(key, it)
+                home.add_module(key, item)
 
     def forward(self, *args: Any) -> Any:
         output: Any = args
@@ -153,9 +153,9 @@ class Stage(nn.Module):
             args = output if isinstance(output, tuple) else (output,)
         if self._last:
             tensors = tuple(leaf for _, leaf in tensor_leaves(output, "the output of a pipeline"))
-            self.output_outline = with_tensors(output, (torch.empty_like(it, device="meta") for it in tensors))
+            self.output_outline = with_tensors(output, (torch.empty_like(tensor, device="meta") for tensor in tensors))
             return tensors
-        wrong = [type(it).__name__ for it in args if not isinstance(it, Tensor)]
+        wrong = [type(value).__name__ for value in args if not isinstance(value, Tensor)]
         if wrong:
             raise HookError(
                 f"the pipeline's part {self._parts[-1].name!r} returned {', '.join(wrong)}; between stages go tensors, "
@@ -208,8 +208,8 @@ class Cut:
         }
         homes: dict[int, list[int]] = {}  # of tensors and of modules, by id
         for index, run in enumerate(runs):
-            for it in (it for i in run for it in (*parts[i].tensors, *parts[i].modules)):
-                home = homes.setdefault(id(it), [])
+            for item in (item for i in run for item in (*parts[i].tensors, *parts[i].modules)):
+                home = homes.setdefault(id(item), [])
                 if index % ranks not in home:
                     home.append(index % ranks)
         everywhere = list(range(ranks))
@@ -241,7 +241,7 @@ class Cut:
         kept: set[int] = set()
         foreign: set[int] = set()
         for index, run in enumerate(runs):
-            for owned in (it for i in run for it in parts[i].owned):
+            for owned in (item for i in run for item in parts[i].owned):
                 inside = owned.modules() if isinstance(owned, nn.Module) else (owned,)
                 (kept if index % ranks == self.rank else foreign).update(map(id, inside))
         foreign -= kept

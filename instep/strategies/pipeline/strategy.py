@@ -84,7 +84,7 @@ class Pipeline(NamedTuple):
         for field, value in (("pp_microbatches", self.microbatches), ("pp_stages_per_rank", self.stages_per_rank)):
             if value is not None and (type(value) is not int or value < 1):
                 raise SettingError(f"{field}={value!r} must be a number from 1 on", field=field, got=value)
-        if isinstance(self.split, str) or not all(isinstance(it, str) for it in self.split):
+        if isinstance(self.split, str) or not all(isinstance(name, str) for name in self.split):
             raise SettingError(
                 f"pp_split={self.split!r} must be a list of names of parts, such as ['blocks.2']",
                 field="pp_split",
@@ -176,7 +176,9 @@ class PipelinedStrategy(FSDPStrategy):
                 got=self.pipe_size,
             )
         self.module, self._cut = module, cut
-        self._sharded = [it for stage in cut.stages.values() for it in stage.modules() if isinstance(it, FSDPModule)]
+        self._sharded = [
+            part for stage in cut.stages.values() for part in stage.modules() if isinstance(part, FSDPModule)
+        ]
         self._reshard()
         self._start(cut)
         self._send_copies()
@@ -264,7 +266,7 @@ class PipelinedStrategy(FSDPStrategy):
 
     def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         super().prepare_training(module, optimizers)
-        if self._runner is not None and any(isinstance(it, torch.optim.LBFGS) for it in optimizers):
+        if self._runner is not None and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise SettingError(
                 "LBFGS looks at all parameters together, of which a stage of a pipeline has its own only. Use an "
                 "optimizer that treats each parameter by itself, or another strategy.",
@@ -318,7 +320,7 @@ class PipelinedStrategy(FSDPStrategy):
             nonlocal plain
             samples = micro.samples(index)
             share = (samples.stop - samples.start) / micro.batch
-            part = map_leaves(lambda it: _samples(it, samples, micro.batch), target)
+            part = map_leaves(lambda leaf: _samples(leaf, samples, micro.batch), target)
             result = type(self.module).pipeline_loss(self.module, output, part)  # type: ignore[operator]
             plain = not isinstance(result, Mapping)
             values = {"loss": result} if plain else result
@@ -357,7 +359,7 @@ class PipelinedStrategy(FSDPStrategy):
         dtype = torch.float64 if self.precision.dtype is torch.float64 else torch.float32
         packed = torch.empty(len(names), dtype=dtype, device=self.device)
         if runner.last:
-            packed.copy_(torch.stack([sums[it].to(dtype) for it in names]))
+            packed.copy_(torch.stack([sums[name].to(dtype) for name in names]))
         return dict(zip(names, runner.tensor_from_last(packed).unbind(), strict=True)), plain
 
     def _add_gradients(
