@@ -46,7 +46,7 @@ class _Step(NamedTuple):
     last: bool
 
 
-class _Totals(NamedTuple):
+class _BatchSizes(NamedTuple):
     """Samples in each batch of a reader that knows them beforehand: `size` up to batch `even`, then `rest`."""
 
     even: int
@@ -110,22 +110,22 @@ class DispatchLoader(PreparedLoader):
         self._num_batches: int | None = None
         self._given = 0
         self._pulled = 0  # batches of the epoch that the reader gave
-        self._totals: _Totals | None = None
+        self._totals: _BatchSizes | None = None
         self._first = 0  # the reader's batch that the pass begins with
         self._seen = array("q")  # samples of all ranks in each step of the pass so far, or _UNKNOWN
         self._splitter = Splitter(getattr(loader, "collate_fn", None) is default_collate)
-        self._parts: list[Any] = []  # by rank: the step's structure, with a _Place for each tensor
+        self._parts: list[Any] = []  # by rank: the step's structure, with a _TensorSpec for each tensor
         self._sent = b""
 
         def make(_: None) -> None:
             self._reader = make_reader()
 
-        self._ask(make)
+        self._with_reader(make)
 
-    def _ask(self, action: Callable[[Any], Any]) -> None:
+    def _with_reader(self, action: Callable[[Any], Any]) -> None:
         """Do something with the reader where it is; everywhere: learn where it stands then, or of its error."""
         error: Exception | None = None
-        totals: _Totals | None = None
+        totals: _BatchSizes | None = None
         head = torch.zeros(4, dtype=torch.int64)
         if self._reads:
             try:
@@ -135,9 +135,9 @@ class DispatchLoader(PreparedLoader):
                 totals = _totals(self._reader)
                 first = self._reader.first_batch
                 head = torch.tensor([_BATCH, first, _UNKNOWN if total is None else total, totals is not None])
-            except Exception as caught:  # noqa: BLE001  `_hear` raises it, together with the other ranks
+            except Exception as caught:  # noqa: BLE001  `_receive_head` raises it, together with the other ranks
                 error = caught
-        _, first, total, known = _hear(head, error, "position", "preparing the data on rank 0")
+        _, first, total, known = _receive_head(head, error, "position", "preparing the data on rank 0")
         self._totals = broadcast_object(totals) if known else None
         self._pulled = self._first = first
         self._seen = array("q")
@@ -192,11 +192,11 @@ class DispatchLoader(PreparedLoader):
 
     def _enter(self, epoch: int, cycle: int) -> None:
         super()._enter(epoch, cycle)
-        self._ask(lambda reader: reader._enter(epoch, cycle))
+        self._with_reader(lambda reader: reader._enter(epoch, cycle))
 
     def start_at(self, batches: int) -> None:
         super()._enter(self.epoch, self.cycle)
-        self._ask(lambda reader: reader.start_at(batches * self._group))
+        self._with_reader(lambda reader: reader.start_at(batches * self._group))
         self._pending = True
 
     # ---- state
@@ -210,7 +210,7 @@ class DispatchLoader(PreparedLoader):
         return reader.state_dict(min(done, self._pulled))
 
     def load_state_dict(self, state: StateDict) -> None:
-        self._ask(lambda reader: reader.load_state_dict(state))
+        self._with_reader(lambda reader: reader.load_state_dict(state))
         self.seed, self.epoch, self.cycle = state["seed"], state["epoch"], state["cycle"]
         self._pending = True
 
@@ -243,13 +243,13 @@ class DispatchLoader(PreparedLoader):
                 found = next(read, None)
                 if found is not None:
                     parts, rows, last = found
-                    described, buffers = _take_apart(parts)
+                    described, buffers = _flatten(parts)
                     sent = pickle.dumps(described)
                     changed = sent != self._sent
                     head = torch.tensor([_BATCH, last, changed, max(map(len, buffers)), *rows])
-            except Exception as caught:  # noqa: BLE001  `_hear` raises it, together with the other ranks
+            except Exception as caught:  # noqa: BLE001  `_receive_head` raises it, together with the other ranks
                 error = caught
-            status, last, changed, size, *rows = _hear(head, error, "batch", "reading a batch on rank 0")
+            status, last, changed, size, *rows = _receive_head(head, error, "batch", "reading a batch on rank 0")
             if status != _BATCH:
                 return
             if changed:
@@ -258,7 +258,7 @@ class DispatchLoader(PreparedLoader):
             if size:
                 to_send = [_filled(buffers[rank], size) for rank in self._ranks] if self._reads else None
                 dist.scatter(mine, to_send, src=0, group=step_group())
-            yield _Step(_put_together(self._parts[self.rank], mine), rows, bool(last))
+            yield _Step(_join(self._parts[self.rank], mine), rows, bool(last))
             if last:
                 return
 
@@ -307,7 +307,7 @@ class DispatchLoader(PreparedLoader):
             self._reader.close()
 
 
-def _hear(head: torch.Tensor, error: Exception | None, operation: str, doing: str) -> list[int]:
+def _receive_head(head: torch.Tensor, error: Exception | None, operation: str, doing: str) -> list[int]:
     """Receive the reader's numbers; its error is raised on every rank."""
     if error is not None:
         head[0] = _FAILED
@@ -319,7 +319,7 @@ def _hear(head: torch.Tensor, error: Exception | None, operation: str, doing: st
     return numbers
 
 
-def _totals(reader: PreparedLoader) -> _Totals | None:
+def _totals(reader: PreparedLoader) -> _BatchSizes | None:
     """Return the sizes of a reader's batches, where they are known beforehand."""
     plan = reader.plan
     if plan.total is None or plan.at is None:
@@ -328,7 +328,7 @@ def _totals(reader: PreparedLoader) -> _Totals | None:
     size, *rest = (plan.at(number).all for number in (plan.first, *range(even, plan.total)))
     if size is None or None in rest:
         return None
-    return _Totals(even, size, [count or 0 for count in rest])
+    return _BatchSizes(even, size, [count or 0 for count in rest])
 
 
 def _parts(size: int, world_size: int) -> list[int]:
@@ -336,7 +336,7 @@ def _parts(size: int, world_size: int) -> list[int]:
     return [end - begin for begin, end in (local_slice(size, rank, world_size) for rank in range(world_size))]
 
 
-class _Place:
+class _TensorSpec:
     """Stands for a tensor in what is sent of a batch's structure."""
 
     __slots__ = ("dtype", "shape")
@@ -350,7 +350,7 @@ class _Place:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _take_apart(parts: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+def _flatten(parts: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
     """Each part's structure, and the bytes of its tensors one after the other."""
     described, buffers = [], []
     for part in parts:
@@ -361,7 +361,7 @@ def _take_apart(parts: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
                 return leaf
             raw = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             pieces.extend([raw, raw.new_zeros(-len(raw) % _ALIGN)])
-            return _Place(leaf)
+            return _TensorSpec(leaf)
 
         described.append(map_leaves(place, part))
         buffers.append(torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8))
@@ -372,12 +372,12 @@ def _filled(buffer: torch.Tensor, size: int) -> torch.Tensor:
     return torch.cat([buffer, buffer.new_zeros(size - len(buffer))]) if len(buffer) < size else buffer
 
 
-def _put_together(described: Any, buffer: torch.Tensor) -> Any:
+def _join(described: Any, buffer: torch.Tensor) -> Any:
     offset = 0
 
     def take(leaf: Any) -> Any:
         nonlocal offset
-        if not isinstance(leaf, _Place):
+        if not isinstance(leaf, _TensorSpec):
             return copy.deepcopy(leaf)  # the description may serve the next batch too
         begin, end = offset, offset + leaf.num_bytes
         offset = end + -end % _ALIGN

@@ -62,7 +62,7 @@ class BatchAgreement:
         return self._read
 
 
-class _Slot(NamedTuple):
+class _ReadAhead(NamedTuple):
     batch: Any
     size: int | None
     agreed: BatchAgreement
@@ -207,9 +207,9 @@ class StreamLoader(PreparedLoader):
         self._enter(state["epoch"], state["cycle"])
         self._resume_at(state)
         if state["finished"] and not moved:
-            self._settle(state)
+            self._go_to_end(state)
 
-    def _settle(self, state: StateDict) -> None:
+    def _go_to_end(self, state: StateDict) -> None:
         """Bring what keeps a state beyond the epoch to where it stood at the epoch's end."""
         if self.stateful is None or state.get("state") is None:
             return
@@ -321,7 +321,7 @@ class StreamLoader(PreparedLoader):
         else:
             with self._random.at(number, watch=True):
                 batch = next(self._iterator, _END)
-            self._listen(number)
+            self._note_draws(number)
         if batch is _END and number == 0 and self._ever_gave and hasattr(self.loader, "__next__"):
             raise DataError(
                 f"the {type(self.loader).__name__} gave its batches in an earlier pass and has no more. Return an "
@@ -331,7 +331,7 @@ class StreamLoader(PreparedLoader):
         self._pulled = number + 1
         return batch
 
-    def _listen(self, number: int) -> None:
+    def _note_draws(self, number: int) -> None:
         """Take note of whether the fetch drew random numbers; one that does keeps a stream of its own for each."""
         if not self._random.drew:
             self._silent += 1
@@ -370,7 +370,7 @@ class StreamLoader(PreparedLoader):
 
     def _give_together(self) -> Iterator[Any]:
         number = self._given
-        slots: deque[_Slot] = deque()
+        slots: deque[_ReadAhead] = deque()
         for ahead in range(number, min(number + 2, self._limit)):
             slots.append(self._look_ahead(ahead))
         more = self._goes_on(number, slots[0])
@@ -390,7 +390,7 @@ class StreamLoader(PreparedLoader):
             self._given = number
             yield batch
 
-    def _look_ahead(self, number: int) -> _Slot:
+    def _look_ahead(self, number: int) -> _ReadAhead:
         """Read a batch, if there is one, and start to agree on it."""
         batch = _END
         if self._own_end is None:
@@ -402,9 +402,9 @@ class StreamLoader(PreparedLoader):
             elif self.uneven == "join":
                 self._replay = batch
         size = None if batch is _END else find_batch_size(batch)
-        return _Slot(batch, size, BatchAgreement(batch is not _END, size))
+        return _ReadAhead(batch, size, BatchAgreement(batch is not _END, size))
 
-    def _goes_on(self, number: int, slot: _Slot) -> bool:
+    def _goes_on(self, number: int, slot: _ReadAhead) -> bool:
         """Return whether the ranks run a batch; an error where `uneven` forbids that some do not."""
         ranks, _ = slot.agreed.read()
         if self.uneven == "error" and 0 < ranks < self.world_size:

@@ -82,7 +82,7 @@ def total_norm(
         spread = _groups_of(parameter)
         here = pending.setdefault(spread, [])  # also without a gradient: what is reduced must not differ between ranks
         if device is None or spread:
-            device = _meeting_place(parameter)
+            device = _collective_device(parameter)
         if gradient is not None and id(parameter) not in skipped:
             here.append(_local(gradient))
     device = device or torch.device("cpu")
@@ -126,7 +126,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() is autograd's
 
 
-def _meeting_place(parameter: Tensor) -> torch.device:
+def _collective_device(parameter: Tensor) -> torch.device:
     """Return the device that collectives run on: offloaded parameters are elsewhere."""
     kind = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
     if kind == parameter.device.type:

@@ -18,7 +18,7 @@ from instep.checkpoint.tensors import Shard, StoredTensor
 
 
 @dataclass(frozen=True)
-class Part:
+class Partition:
     """A run of one parameter's elements, as a part of a flat tensor.
 
     Args:
@@ -71,15 +71,15 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def cut_part(parameter: Any) -> Part:
+def cut_part(parameter: Any) -> Partition:
     """Return the part of a cut parameter in the dtype of the forward, which is all there is without an optimizer."""
     size = parameter.ds_tensor.ds_numel
     begin = min(_rank_of(parameter) * size, parameter.ds_numel)
     count = max(min(size, parameter.ds_numel - begin), 0)
-    return Part(shape_of(parameter), begin, count, parameter.ds_tensor, 0)
+    return Partition(shape_of(parameter), begin, count, parameter.ds_tensor, 0)
 
 
-def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Part]:
+def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Partition]:
     """Return the parts whose float32 weights and optimizer state this rank holds, by parameter.
 
     Args:
@@ -89,22 +89,22 @@ def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Part]:
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         return {p: part for group in zero.fp16_groups for p in group if (part := _stage_3(zero, p)).count}
     groups = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", [])
-    parts: dict[Tensor, Part] = {}
+    parts: dict[Tensor, Partition] = {}
     for group, parameters in enumerate(groups):
         flat = optimizer.param_groups[group]["params"][0]
         for p in parameters:
             mapping = p._hp_mapping
             if mapping is not None:
                 here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                parts[p] = Part(shape_of(p), here.start, here.numel, flat, there.start)
+                parts[p] = Partition(shape_of(p), here.start, here.numel, flat, there.start)
     return parts
 
 
-def _stage_3(zero: Any, parameter: Any) -> Part:
+def _stage_3(zero: Any, parameter: Any) -> Partition:
     group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
     cut, flat = cut_part(parameter), zero.fp32_partitioned_groups_flat[group]
     if not zero._swappable_optimizer_subgroup(group):
-        return Part(cut.shape, cut.begin, cut.count, flat, offset)
+        return Partition(cut.shape, cut.begin, cut.count, flat, offset)
 
     def fetch(key: str | None) -> Tensor:
         return zero.get_local_fp32_param(parameter, key).detach().clone()
@@ -120,7 +120,7 @@ def _stage_3(zero: Any, parameter: Any) -> Part:
         yield
         zero._optimizer_states_and_gradient_swap_out(group)  # notes tensors that are new under `flat`
 
-    return Part(cut.shape, cut.begin, cut.count, flat, offset, fetch, store, at_hand)
+    return Partition(cut.shape, cut.begin, cut.count, flat, offset, fetch, store, at_hand)
 
 
 def _rank_of(parameter: Any) -> int:

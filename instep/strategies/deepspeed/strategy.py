@@ -31,7 +31,7 @@ from instep.strategies.deepspeed.config import (
 )
 from instep.strategies.deepspeed.loading import load_deepspeed, quiet_imports
 from instep.strategies.deepspeed.optimizers import check_optimizer, counts_in_ints, kind_of, make_optimizer
-from instep.strategies.deepspeed.partitions import Part, is_cut, shape_of, take_run
+from instep.strategies.deepspeed.partitions import Partition, is_cut, shape_of, take_run
 from instep.strategies.gradients import Gradients
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import StepForward
@@ -193,7 +193,7 @@ class DeepSpeedStrategy(Strategy):
             raise MissingPackageError(
                 "DeepSpeedStrategy needs the package 'deepspeed'. Install it with: pip install 'instep[deepspeed]'"
             )
-        self._parts: dict[Tensor, Part] = {}
+        self._parts: dict[Tensor, Partition] = {}
         self._exact: dict[Tensor, Tensor] = {}  # float32 runs of weights that were cast to 16 bits before the engine
         self._groups: list[list[str]] = []  # names, by group of the optimizer
         self._shapes: dict[str, list[int]] = {}  # of the optimizer's parameters
@@ -444,7 +444,7 @@ class DeepSpeedStrategy(Strategy):
 
     # ---- state: parameters lie in runs of flattened tensors
 
-    def _part_of(self, parameter: Tensor) -> Part | None:
+    def _part_of(self, parameter: Tensor) -> Partition | None:
         """Return this rank's part of a parameter that is spread; None for one that every rank has whole."""
         part = self._parts.get(parameter)
         return partitions.cut_part(parameter) if part is None and is_cut(parameter) else part
@@ -543,7 +543,7 @@ class DeepSpeedStrategy(Strategy):
             "groups": groups,
         }
 
-    def _saved(self, part: Part, key: str, value: Any, kind: str) -> Any:
+    def _saved(self, part: Partition, key: str, value: Any, kind: str) -> Any:
         if isinstance(value, Tensor) and value.ndim:
             return part.shard(part.of(value) if part.fetch is None else part.fetch(key)[: part.count])
         if key == "step":  # a tensor, as torch's optimizers have it; every rank that has a part writes it
@@ -560,7 +560,7 @@ class DeepSpeedStrategy(Strategy):
         for group, saved in zip(optimizer.param_groups, settings, strict=True):
             group.update({key: value for key, value in saved.items() if key in group and key != "params"})
         names = names_of(self.module)
-        by_flat: dict[Tensor, list[tuple[str, Part]]] = {}
+        by_flat: dict[Tensor, list[tuple[str, Partition]]] = {}
         for p, part in self._parts.items():
             by_flat.setdefault(part.flat, []).append((names[p], part))
         for flat, parts in by_flat.items():
@@ -568,7 +568,7 @@ class DeepSpeedStrategy(Strategy):
         return left_out
 
     def _load_flat(
-        self, optimizer: Optimizer, flat: Tensor, parts: list[tuple[str, Part]], saved: Mapping[str, Any]
+        self, optimizer: Optimizer, flat: Tensor, parts: list[tuple[str, Partition]], saved: Mapping[str, Any]
     ) -> None:
         """Return the state under one flat tensor, put together from that of the parameters in it."""
         known = [(name, part, saved[name]) for name, part in parts if saved.get(name)]
@@ -612,7 +612,7 @@ class DeepSpeedStrategy(Strategy):
         return _written(tree, main) if self.sharded else tree if main else None
 
 
-def _still(p: Tensor, part: Part, weights: Tensor) -> bool:
+def _still(p: Tensor, part: Partition, weights: Tensor) -> bool:
     """Return whether a parameter's run is what its float32 weights round to; what lies on a disk is taken to be."""
     now = partitions.cut_part(p).flat[: part.count] if is_cut(p) else take_run(p.detach(), part.begin, part.count)
     return now.numel() < part.count or torch.equal(weights.to(now), now)

@@ -19,7 +19,7 @@ from instep.errors import HookError, SettingError, one_of
 from instep.utils.optimizer_state import clean_name
 
 
-class Part(NamedTuple):
+class StagePart(NamedTuple):
     """One step of a module's forward."""
 
     name: str
@@ -41,7 +41,7 @@ class Part(NamedTuple):
         return found
 
 
-def parts_of(module: nn.Module) -> list[Part]:
+def parts_of(module: nn.Module) -> list[StagePart]:
     """Return the parts that a module lists in `pipeline_stages`.
 
     Raises:
@@ -57,7 +57,7 @@ def parts_of(module: nn.Module) -> list[Part]:
                 "a function and the submodules whose weights it uses: (self.embed, self.tokens, self.positions)."
             )
         name = names.get(call) or getattr(call, "__name__", str(len(parts)))
-        parts.append(Part(name, call, tuple(owned)))
+        parts.append(StagePart(name, call, tuple(owned)))
     known = {id(tensor) for part in parts for tensor in part.tensors}
     missing = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
     if missing:
@@ -68,7 +68,7 @@ def parts_of(module: nn.Module) -> list[Part]:
     return parts
 
 
-def runs_of(parts: Sequence[Part], count: int, starts: Sequence[str]) -> list[range]:
+def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> list[range]:
     """Which parts form each stage.
 
     Args:
@@ -127,7 +127,7 @@ class Stage(nn.Module):
     output_outline: Any = None
     """The last stage's output, of tensors that have no values."""
 
-    def __init__(self, parts: Sequence[Part], last: bool, whole: nn.Module | None = None) -> None:
+    def __init__(self, parts: Sequence[StagePart], last: bool, whole: nn.Module | None = None) -> None:
         super().__init__()
         self._parts = tuple(parts)  # a plain tuple: functions of the module must not register it as a submodule
         self._last = last
@@ -237,7 +237,7 @@ class Cut:
         }
         return [found[name] for name in sorted(found)]
 
-    def _remove(self, module: nn.Module, parts: Sequence[Part], runs: Sequence[range], ranks: int) -> None:
+    def _remove(self, module: nn.Module, parts: Sequence[StagePart], runs: Sequence[range], ranks: int) -> None:
         kept: set[int] = set()
         foreign: set[int] = set()
         for index, run in enumerate(runs):
