@@ -25,11 +25,11 @@ from tests.trainer.toys import loader as toy_loader
 
 def test_a_rank_without_its_group_does_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(2, 1)
-    DDPStrategy().setup(module, [])
+    DDPStrategy().prepare_training(module, [])
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(DistributedError, match="one of 2, but their process group is gone"):
-        DDPStrategy().setup(module, [])
+        DDPStrategy().prepare_training(module, [])
 
 
 class Accumulating(TrainModule):
@@ -343,7 +343,7 @@ def test_torch_s_options_train_the_same_weights() -> None:
 
 def test_a_static_graph_is_refused_in_manual_optimization() -> None:
     with pytest.raises(SettingError, match="static_graph=True needs one backward per step"):
-        connected(static_graph=True).setup(Accumulating(False), [])
+        connected(static_graph=True).prepare_training(Accumulating(False), [])
 
 
 def test_steps_that_meet_cannot_be_joined() -> None:
