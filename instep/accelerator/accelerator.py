@@ -257,7 +257,7 @@ class Accelerator(Checkpointing):
 
     def _unscale(self, optimizer: AcceleratedOptimizer) -> None:
         optimizer.correct_gradients()
-        self._plain.unscale_gradients(optimizer.optimizer)
+        self._plain.gradients.unscale(optimizer.optimizer)
 
     def _unscale_owners(self, parameters: Sequence[Tensor]) -> None:
         """Before these parameters' gradients are looked at; those of other optimizers may not be there yet."""
@@ -284,7 +284,7 @@ class Accelerator(Checkpointing):
             return None
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._unscale_owners(parameters)
-        return self._plain.clip_norm(parameters, max_norm, norm_type)
+        return self._plain.gradients.clip(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip every gradient element, at the end of a window. Collective where losses came with `num_items`.
@@ -296,7 +296,7 @@ class Accelerator(Checkpointing):
         if self._run.gradient.sync_gradients:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             self._unscale_owners(parameters)
-            self._plain.clip_value(parameters, clip_value)
+            self._plain.gradients.clip(parameters, clip_value, "value")
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The precision's context, for what is computed outside of a prepared model's forward.
@@ -345,8 +345,8 @@ class Accelerator(Checkpointing):
             DataError: with `per_sample`, a tensor has another number of rows than the batch has samples.
         """
         loader: AcceleratedLoader | None = self._run.gradient.active_dataloader
-        mine = None if loader is None else loader.source.counts(loader.batch_idx)[0]
-        mine = mine if self.seat.counts else 0  # another rank has the same samples
+        mine = None if loader is None else loader.source.share.mine
+        mine = mine if self.seat.contributes else 0  # another rank has the same samples
         if use_gather_object or not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(data)):
             if not isinstance(data, (list, tuple)):
                 raise DataError(

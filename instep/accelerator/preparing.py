@@ -209,7 +209,7 @@ class Preparing(ProcessFacade):
         strategy = copy.deepcopy(self._strategy)
         strategy.connect(self.device, self.precision)
         if self.device_placement if device_placement is None else device_placement:
-            strategy.place(model)
+            strategy.prepare_module(model)
         else:
             strategy.module = model
             strategy.precision.convert_module(model)
@@ -218,10 +218,10 @@ class Preparing(ProcessFacade):
         self._checked = False
         self._strategies[id(model)] = strategy
         if evaluation_mode:
-            strategy.setup(model, ())
+            strategy.prepare_training(model, ())
         self._wrapped[id(model)] = model if evaluation_mode else strategy.wrap(model)
         for known in self.optimizers:
-            strategy.take_over(known.optimizer)
+            strategy.rebind_optimizer(known.optimizer)
         return self._wrapped[id(model)]
 
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
@@ -239,7 +239,7 @@ class Preparing(ProcessFacade):
                 return known
         self._claim_run()
         for strategy in self._strategies.values():
-            strategy.take_over(optimizer)
+            strategy.rebind_optimizer(optimizer)
         prepared = AcceleratedOptimizer(optimizer, self._plain, self._run.gradient, self.window)
         self.optimizers.append(prepared)
         self._checked = False
@@ -339,7 +339,7 @@ class Preparing(ProcessFacade):
 
     def precision_state(self) -> dict[str, Any]:
         """The gradient scaler's state, adapted to the last step; empty without one."""
-        self._plain.update_scaler()
+        self._plain.gradients.update_scaler()
         return self.precision.state_dict()
 
     @property

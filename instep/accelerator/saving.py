@@ -85,7 +85,7 @@ def save(accelerator: Checkpointing, path: Path | None, background: bool = False
         own = _collect(accelerator, [optimizer for optimizer, _ in optimizers.values()], shared)
         part = f"-{writer.rank:05d}-of-{writer.world_size:05d}" if accelerator.seat.sharded else ""
         _write_weights(accelerator, writer, kept, part)
-        trees = accelerator.seat.owned([tree for _, tree in optimizers.values()])
+        trees = accelerator.seat.local_shards([tree for _, tree in optimizers.values()])
         if trees is not None:
             writer.state(f"optimizer{part}", trees)
         if writer.rank == 0:
@@ -219,7 +219,9 @@ def _write_weights(
 ) -> None:
     tensors: dict[str, Tensor | Shard] = {}
     extra: dict[str, Any] = {}
-    parts = {name: accelerator.strategy_of(accelerator.models_by_name[name]).owned(it) for name, it in weights.items()}
+    parts = {
+        name: accelerator.strategy_of(accelerator.models_by_name[name]).local_shards(it) for name, it in weights.items()
+    }
     mine = {name: state for name, state in parts.items() if state is not None}
     for name, state in mine.items():
         for key, value in state.items():

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class Materializer:
@@ -34,14 +33,14 @@ class Materializer:
         """
         tied: list[tuple[Tensor, Tensor]] = []
         fresh: list[str] = []
-        cut: list[tuple[dict[str, Any], str, DTensor]] = []
+        cut: list[tuple[dict[str, Any], str, Any]] = []
         for holder in (module._parameters, module._buffers):
             entries: dict[str, Any] = holder
             for key, value in entries.items():
                 if value is None or not value.is_meta:
                     continue
                 made = self._made.get(value)
-                if isinstance(value, DTensor):  # drawn as a whole and cut then: the values are those of one process
+                if _is_sharded(value):  # drawn as a whole and cut then: the values are those of one process
                     cut.append((entries, key, value))
                     if made is None:
                         fresh.append(key)
@@ -64,9 +63,16 @@ class Materializer:
                     made.copy_(first)
         for entries, key, value in cut:
             if value not in self._made:
+                from torch.distributed.tensor import distribute_tensor  # late: slow, and the Trainer imports this file
+
                 drawn = distribute_tensor(entries[key].detach(), value.device_mesh, value.placements)
                 self._made[value] = _parameter_like(value, drawn)
             entries[key] = self._made[value]
+
+
+def _is_sharded(value: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, without importing its class."""
+    return hasattr(value, "device_mesh")
 
 
 def _empty_like(value: Tensor, device: torch.device) -> Tensor:
@@ -79,6 +85,6 @@ def _empty_like(value: Tensor, device: torch.device) -> Tensor:
 def _parameter_like(value: Tensor, made: Any) -> Any:
     if isinstance(value, nn.Parameter):
         made = nn.Parameter(made, requires_grad=value.requires_grad)
-        if not isinstance(value, DTensor):
+        if not _is_sharded(value):
             made.__dict__.update(value.__dict__)  # attributes that users put on it
     return made

@@ -25,6 +25,7 @@ from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
 from instep.health.error_report import tell_trainer
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
+from instep.strategies.base import sync_batchnorm
 from instep.strategies.precision import float32_products
 from instep.trainer import run_folder, run_state
 from instep.trainer.context import RunContext
@@ -148,8 +149,8 @@ def _set_up(ctx: RunContext) -> None:
         with ctx.strategy.model_context():
             module.configure_model()
     if ctx.settings.sync_batchnorm:
-        ctx.strategy.sync_batchnorm(module)
-    ctx.strategy.place(module)
+        sync_batchnorm(module, ctx.device)
+    ctx.strategy.prepare_module(module)
     if path is not None:
         load_weights(ctx, path, ctx.resumed)
         if ctx.fn != "fit" and ctx.ckpt_path in ("last", "best", "auto"):

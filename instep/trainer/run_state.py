@@ -135,7 +135,7 @@ class Snapshot:
         # Collective, and so before the user's hooks, which may fail on one rank only.
         optimizers = [] if weights_only else [run.strategy.optimizer_state(it) for it in run.optimizers]
         checkpoint = self.user_view(run)
-        self.model, self.extra = _split(run.strategy.owned(checkpoint.pop("state_dict")))
+        self.model, self.extra = _split(run.strategy.local_shards(checkpoint.pop("state_dict")))
         self.shared: dict[str, Any] = {
             "instep_version": __version__,
             "epoch": trainer.current_epoch,
@@ -150,8 +150,8 @@ class Snapshot:
         self.own: dict[str, Any] = {}
         if weights_only:
             return
-        self.optimizers = run.strategy.owned(optimizers)
-        run.strategy.update_scaler()
+        self.optimizers = run.strategy.local_shards(optimizers)
+        run.strategy.gradients.update_scaler()
         self.shared |= {
             "run_id": trainer.run_id,
             "run_folder": trainer.log_dir,
@@ -177,7 +177,7 @@ class Snapshot:
             "metric_states": metric_states(run.module),
             "strategy": run.strategy.rank_state(),
             "data_rank": run.strategy.data_rank,
-            "counts": run.strategy.counts,
+            "counts": run.strategy.contributes,
         }
         source = getattr(run, "source", None)
         if source is not None:
@@ -606,7 +606,7 @@ def _resume_position(run: RunContext, reader: Reader) -> Callable[[], None]:
     at.load_state_dict(state["position"])
     name = f"rank-{run.rank:05d}"
     own = rank_state(reader, name) if reader.has_state(name) else None
-    first_part = run.strategy.counts and run.strategy.data_rank == 0
+    first_part = run.strategy.contributes and run.strategy.data_rank == 0
     shardings = gather_object((own is not None and _same_sharding(run, state, own), first_part))
     same_world, log_owner = all(same for same, _ in shardings), [first for _, first in shardings].index(True)
     _resume_data(run, at, state, own if same_world else None, reader)
@@ -648,7 +648,7 @@ def _resume_position(run: RunContext, reader: Reader) -> Callable[[], None]:
 
 def _same_sharding(run: RunContext, state: dict[str, Any], own: dict[str, Any]) -> bool:
     """Whether this rank reads what the one that saved `own` did."""
-    now = (run.world_size, run.strategy.data_world_size, run.strategy.data_rank, run.strategy.counts)
+    now = (run.world_size, run.strategy.data_world_size, run.strategy.data_rank, run.strategy.contributes)
     before = (state["world_size"], state["data_world_size"], own["data_rank"], own["counts"])
     return now == before
 

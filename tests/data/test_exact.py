@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from instep.data import PreparedLoader, prepare_loader
+from instep.data.plan import rank_weight
 from instep.state import PartialState
 from tests.data.helpers import Numbers
 from tests.helpers.spawn import run_ranks
@@ -59,15 +60,15 @@ def counted(source: PreparedLoader) -> list[list[int]]:
     last = False
     for number, batch in enumerate(source, source.first_batch):
         assert not last, "a batch after the last one"
-        mine, total = source.counts(number)
+        mine, total = source.share[:2]
         assert mine is not None
         assert total is not None
         assert mine in (0, len(batch))
         indices = source.sample_indices(number)
         assert indices is None or indices == batch.tolist()
-        assert source.weight(number) == pytest.approx(mine * source.world_size / total)
+        assert rank_weight(source) == pytest.approx(mine * source.world_size / total)
         steps.append(batch.tolist()[:mine])
-        last = source.is_last
+        last = source.share.last
     assert last or not steps
     return steps
 

@@ -252,7 +252,7 @@ class Spoilt(TinyGPT):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self(batch[0])
-        self.replayed = self.trainer.train_dataloader.counts(batch_idx)[0] == 0
+        self.replayed = self.trainer.train_dataloader.share.mine == 0
         logits = (logits - 1e6).sqrt() if self.spoilt and self.replayed else logits
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
@@ -572,7 +572,7 @@ def brought() -> tuple[torch.dtype, torch.dtype]:
     strategy = FSDPStrategy()
     strategy.connect(torch.device("cpu"), Precision("32-true", torch.device("cpu")))
     strategy.device = torch.float64  # type: ignore[assignment]  # in place of a device that a CPU lacks
-    strategy.place(module)
+    strategy.prepare_module(module)
     return module.scale.dtype, next(module.critic.parameters()).dtype
 
 

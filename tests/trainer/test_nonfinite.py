@@ -16,7 +16,7 @@ from instep import Trainer
 from instep.callbacks import Callback, ModelCheckpoint
 from instep.checkpoint import CheckpointStore
 from instep.errors import NonFiniteError, SettingError
-from instep.strategies import Strategy
+from instep.strategies.gradients import Gradients
 from instep.trainer import nonfinite
 from tests.trainer.toys import Toy, assert_same, loader, quiet, weights
 
@@ -236,7 +236,7 @@ def test_continue_makes_the_update(optimizer: str, when: str):
 
 
 def test_without_a_policy_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Strategy, "find_nonfinite", lambda *_: pytest.fail("looked"))
+    monkeypatch.setattr(Gradients, "find_nonfinite", lambda *_: pytest.fail("looked"))
     module = Sick({3: NAN})
     assert fit(module, None).position.nonfinite_steps == 0
     assert all(p.isnan().all() for p in module.parameters())

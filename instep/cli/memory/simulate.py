@@ -238,13 +238,13 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
         module = subject.make()
     largest = max((p.numel() for p in module.parameters()), default=0)
     _attach(module)
-    strategy.place(module)
+    strategy.prepare_module(module)
     gc.collect()
     weights = count.now
     if setup.on_gpu:
         count.peak = weights
     optimizer = _optimizer(subject, module, setup.on_gpu)
-    strategy.setup(module, [optimizer])
+    strategy.prepare_training(module, [optimizer])
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     buckets = [torch.empty_like(p) for p in trained] if ddp else []
     step = strategy.step_function("training_step")
@@ -270,7 +270,7 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
                 strategy.backward(loss)
                 del loss
         grads = count.now - fixed - state
-        strategy.optimizer_step(optimizer)
+        strategy.gradients.step(optimizer)
         state = count.now - fixed - grads
     grads += sum(it.untyped_storage().nbytes() for it in buckets)
     return Estimate(weights, grads, state, None if batch is None else left, count.peak, largest)

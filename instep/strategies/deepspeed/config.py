@@ -29,7 +29,7 @@ _OFFLOADS = ("cpu", "nvme")
 
 
 def read_config(config: Mapping[str, Any] | PathLike) -> Config:
-    """A configuration of the caller's own: a copy of the mapping, or what the JSON file holds.
+    """Return a configuration of the caller's own: a copy of the mapping, or what the JSON file holds.
 
     Raises:
         SettingError: the file cannot be read, or holds no JSON object.
@@ -55,7 +55,7 @@ def make_config(
     nvme_path: PathLike | None,
     options: Mapping[str, Any],
 ) -> Config:
-    """The configuration that a strategy's arguments describe."""
+    """Return the configuration that a strategy's arguments describe."""
     zero: Config = {"stage": stage, **options}
     for field, key, device in (
         ("offload_optimizer", "offload_optimizer", offload_optimizer),
@@ -116,7 +116,7 @@ def check_config(config: Config) -> int:
 
 
 def offload_device(config: Mapping[str, Any], key: str) -> str | None:
-    """Where `offload_optimizer` or `offload_param` sends its part; None for nowhere."""
+    """Return the device of `offload_optimizer` or `offload_param`; None without offloading."""
     device = (config.get("zero_optimization", {}).get(key) or {}).get("device")
     return None if device in (None, "none", AUTO) else device
 
@@ -156,7 +156,7 @@ def compute_kind(config: Mapping[str, Any], precision: Precision, stage: int) ->
 
 
 def fill(config: Config, *, kind: str | None, device_type: str, accumulate: int, elements: int) -> Config:
-    """The configuration for the engine: a copy in which nothing is "auto" any more.
+    """Return the configuration for the engine: a copy in which nothing is "auto" any more.
 
     Args:
         config: checked.
@@ -228,7 +228,7 @@ def check_accumulation(config: Mapping[str, Any], accumulate: int) -> None:
 
 
 def _enabled(config: Mapping[str, Any], key: str) -> bool | None:
-    """What a section says of itself; None where it says nothing, or "auto"."""
+    """Return the `enabled` of a section; None where it says nothing, or "auto"."""
     said = (config.get(key) or {}).get("enabled", AUTO)
     return None if said == AUTO else bool(said)
 
