@@ -355,7 +355,7 @@ class Accelerator(Checkpointing):
         """
         loader: AcceleratedLoader | None = self._run.gradient.active_dataloader
         mine = None if loader is None else loader.source.counts(loader.batch_idx)[0]
-        mine = mine if self.seat.counts else 0  # another rank has the same samples
+        mine = mine if self.main_strategy.counts else 0  # another rank has the same samples
         if use_gather_object or not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(data)):
             if not isinstance(data, (list, tuple)):
                 raise DataError(

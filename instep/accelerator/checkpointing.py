@@ -18,7 +18,7 @@ from instep.checkpoint import CheckpointStore
 from instep.checkpoint.background import BackgroundSaver, PendingSave
 from instep.checkpoint.lease import Lease
 from instep.checkpoint.resume import Resume, ResumeReport
-from instep.distributed.rank_zero import Peers
+from instep.distributed.rank_zero import RankGroup
 from instep.errors import SettingError
 from instep.state import PartialState
 from instep.strategies import Precision
@@ -41,7 +41,7 @@ class Checkpointing(Preparing):
         """The run, whose states are told from those of others in the same folder; `load_state` takes the run up."""
         self.saver = BackgroundSaver()
         self.pending: PendingSave | None = None
-        self.swept: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
+        self.cleaned: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
         self._leases: dict[Path, Lease | None] = {}  # folders that this run saves in; the main process holds the lease
         self._releases: list[weakref.finalize[..., Checkpointing]] = []
 
@@ -151,7 +151,7 @@ class Checkpointing(Preparing):
             CheckpointError: that save failed; on another rank RemoteError.
         """
         pending, self.pending = self.pending, None
-        return None if pending is None else pending.outcome(Peers())
+        return None if pending is None else pending.outcome(RankGroup())
 
     def load_state(self, input_dir: Location | None = None, resume: Resume | None = None) -> Path:
         """Load what `save_state` saved into what is prepared and registered. Collective.

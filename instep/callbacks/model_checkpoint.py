@@ -241,7 +241,7 @@ class ModelCheckpoint(Callback):
         """
         self.last_model_path = str(resumed_from.path)
         store = trainer._store(self.dirpath)
-        found = store.peers.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
+        found = store.ranks.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
         known = {it.key: it for it in self.saved}
         self.saved = [it for it in self.saved if it.key not in {str(info.path) for info in found}]  # damaged ones first
         for info in found:
@@ -349,7 +349,7 @@ class ModelCheckpoint(Callback):
         self._last_step_saved = trainer.global_step
         if not trainer.agree(wanted):
             return
-        doomed = trainer.agree(self.policy.doomed([*self.saved, new]))
+        to_delete = trainer.agree(self.policy.to_delete([*self.saved, new]))
         what: dict[str, Any] = {
             "weights_only": self.save_weights_only and not full,
             "saver": self.state_key,
@@ -361,10 +361,10 @@ class ModelCheckpoint(Callback):
         name = self._name(trainer)
         try:
             if self.background and not at_once:
-                self._pending = trainer.save_later(self.dirpath, name, doomed=doomed, **what), new, doomed
+                self._pending = trainer.save_later(self.dirpath, name, to_delete=to_delete, **what), new, to_delete
             else:
                 path = trainer.save_to(self.dirpath, name, **what)
-                self._take_in(trainer, path, new, doomed)
+                self._take_in(trainer, path, new, to_delete)
         except Exception as error:  # noqa: BLE001  it is the same on all ranks, of whatever kind it is here
             self._fail(trainer, error, must)
             return
@@ -374,7 +374,7 @@ class ModelCheckpoint(Callback):
         """Wait for the save under way. Collective, the same on all ranks."""
         if self._pending is None:
             return
-        (pending, new, doomed), self._pending = self._pending, None
+        (pending, new, to_delete), self._pending = self._pending, None
         try:
             path = trainer.finish_save(pending)
         except Exception as error:  # noqa: BLE001  as above
@@ -383,7 +383,7 @@ class ModelCheckpoint(Callback):
             self._fail(trainer, error)
         else:
             self._count(trainer, path, new)
-            self._discount(trainer, doomed)
+            self._discount(trainer, to_delete)
 
     def _fail(self, trainer: Trainer, error: Exception, must: bool = False) -> None:
         self._last_step_saved, self._position_saved = -1, None
@@ -392,17 +392,17 @@ class ModelCheckpoint(Callback):
         if trainer.is_global_zero:
             warnings.warn(f"a checkpoint was not saved, and training goes on: {error}", stacklevel=4)
 
-    def _take_in(self, trainer: Trainer, path: Path, new: Saved, doomed: list[str]) -> None:
+    def _take_in(self, trainer: Trainer, path: Path, new: Saved, to_delete: list[str]) -> None:
         """Into the books with a new one, and away with those that are not kept any more, once it has verified."""
-        problems = trainer.verify_checkpoint(path) if doomed else []
+        problems = trainer.verify_checkpoint(path) if to_delete else []
         if problems:
             raise CorruptCheckpointError(
                 f"{path} does not verify ({'; '.join(problems)}); nothing older is deleted", path=path
             )
         self._count(trainer, path, new)
-        for old in doomed:
+        for old in to_delete:
             trainer.delete_checkpoint(self._path(old))
-        self._discount(trainer, doomed)
+        self._discount(trainer, to_delete)
 
     def _count(self, trainer: Trainer, path: Path, new: Saved) -> None:
         self.last_model_path = str(path)

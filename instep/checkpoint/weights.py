@@ -17,7 +17,7 @@ from instep.checkpoint.files import LocalFiles, patiently
 from instep.checkpoint.foreign.dcp import find_dcp_folder, stored_dcp_weights
 from instep.checkpoint.foreign.torch_files import read_torch_file
 from instep.checkpoint.foreign.zero import find_zero_folder, load_zero_weights
-from instep.checkpoint.lazy import JoinedTensor, join_tensors, read_all, read_parts
+from instep.checkpoint.lazy import LazyTensor, join_tensors, read_all, read_parts
 from instep.checkpoint.names import inside
 from instep.checkpoint.reader import Reader
 from instep.checkpoint.remote import files_of
@@ -90,7 +90,7 @@ def _stored_folder(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tens
     return None if shards is None else stored_dcp_weights(shards, _NESTED)
 
 
-def _stored_in(path: Path) -> dict[str, JoinedTensor]:
+def _stored_in(path: Path) -> dict[str, LazyTensor]:
     if path.suffix != _INDEX:
         return join_tensors([read_parts(path)])
     return join_tensors([read_parts(file) for file in indexed_files(path)])

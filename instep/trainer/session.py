@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.background import BackgroundSaver
     from instep.checkpoint.lease import Lease
     from instep.checkpoint.resume import Resume, ResumeReport
+    from instep.checkpoint.run_state import SavedRun
     from instep.loggers.base import Logger
     from instep.trainer.trainer import Trainer
 
@@ -107,13 +108,13 @@ class Session:
         self.saver: BackgroundSaver | None = None
         self.parts = parts
         self.report: ResumeReport | None = None
-        self.resumed: Reader | None = None  # what weights or more come from
-        self.continues: Reader | None = None  # the same, where the run goes on from its position
+        self.resumed: SavedRun | None = None  # the checkpoint that is loaded, until all of it is restored
+        self.continues: Reader | None = None  # set only for a full resume: position, data, random generators
         self.fit_of_job: str | None = None  # its name within a job that may be started again
         self.restarted = False  # it goes on from a checkpoint of an earlier start of that job
         self.resumed_with: dict[str, Any] | None = None  # what of it this run took up; its checkpoints say so
         self.leases: dict[Path, Lease | None] = {}  # folders that this run saves in; the main process holds the lease
-        self.swept: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
+        self.cleaned: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
         self.accumulate = self.settings.accumulate_grad_batches
         self.book = LogBook("train")
         self.loaders = Loaders(self, loaders)
@@ -290,9 +291,7 @@ class Session:
         folder = trainer.run_folder.path
         self._own_folders()  # before anything is resumed from them
         self.heart.enter("load" if self.ckpt_path is not None else "start")
-        path = trainer.run_folder.find_checkpoint(self, self.ckpt_path)
-        if path is not None and self.on_rank_zero(path.is_dir, f"looking at {path}"):
-            self.resumed = run_state.open_checkpoint(self, path)
+        path, self.resumed = trainer.run_folder.find_checkpoint(self, self.ckpt_path)
         if path is not None:
             run_state.begin(self, path, folder)
         for lease in self.leases.values():

@@ -108,7 +108,7 @@ class TrainerView:
         return run_state.save(self._run, self._store(dirpath), name=name, weights_only=weights_only, **info)
 
     def save_later(
-        self, dirpath: Path | None, name: str | None, *, weights_only: bool, doomed: Sequence[str] = (), **info: Any
+        self, dirpath: Path | None, name: str | None, *, weights_only: bool, to_delete: Sequence[str] = (), **info: Any
     ) -> PendingSave:
         """The same as `save_to`, written beside the training: `finish_save` says what became of it. Collective.
 
@@ -116,13 +116,13 @@ class TrainerView:
             dirpath: as in `save_to`, like `name`, `weights_only` and `info`.
             name: the checkpoint's name.
             weights_only: leave out what only a resumed run needs.
-            doomed: older checkpoints in that folder, deleted once this one has verified.
+            to_delete: older checkpoints in that folder, deleted once this one has verified.
             info: JSON values for the manifest.
         """
         from instep.trainer import run_state  # late, as above
 
         store = self._store(dirpath)
-        return run_state.save_later(self._run, store, name=name, weights_only=weights_only, doomed=doomed, **info)
+        return run_state.save_later(self._run, store, name=name, weights_only=weights_only, to_delete=to_delete, **info)
 
     def finish_save(self, pending: PendingSave) -> Path:
         """Wait for a save beside the training, and raise its error on all ranks. Collective."""

@@ -68,8 +68,8 @@ class Counter(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.batches = state["batches"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == SAVED_AT:
@@ -213,7 +213,7 @@ def test_shards_of_two_ranks_are_read_whole_by_one_process(tmp_path: Path) -> No
     seen = train("auto", str(tmp_path), None, OLD / "fsdp" / "state-1")
     assert seen["weights"] == wanted["weights"]
     assert seen["optimizer"] == wanted["optimizer"]
-    both = sum((of_rank["samples"] for of_rank in expected("fsdp")), [])
+    both = [sample for of_rank in expected("fsdp") for sample in of_rank["samples"]]
     assert sorted(seen["samples"]) == sorted(both)
 
 

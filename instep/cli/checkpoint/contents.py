@@ -19,7 +19,7 @@ from instep.checkpoint.lazy import join_tensors, read_parts
 from instep.checkpoint.reader import whole_name
 from instep.checkpoint.scan import folder_names
 from instep.errors import CheckpointError
-from instep.trainer.run_state import weights_state
+from instep.trainer.run_state import saved_run
 from instep.utils.optimizer_state import check_trees
 
 _WITHOUT_NAME = (torch.complex128, torch.complex32)
@@ -120,7 +120,7 @@ def read_instep(path: Path) -> Contents:
     if reader.has_state("model_extra"):
         contents.extra = reader.state("model_extra")
     if reader.has("trainer.json"):
-        state = weights_state(reader)
+        state = saved_run(reader).shared
         contents.hyper_parameters = dict(state["hyper_parameters"])
         contents.hparams_name = state["hparams_name"]
         contents.epoch, contents.user = state["epoch"], state["user"]
