@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ import torch
 from torch import Tensor
 
 from instep.checkpoint import write_tensors
-from instep.checkpoint.files import LocalFiles
 from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import UnsavableStateError
+from instep.utils.atomic import replacing
 from instep.utils.optimizer_state import clean_name
 
 
@@ -24,7 +22,7 @@ def save_weights(state: Mapping[str, Tensor], file: Path) -> Path:
 
     def write() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _replacing(file) as temporary:
+        with replacing(file) as temporary:
             write_tensors(temporary, {clean_name(name): value for name, value in state.items()}, {"format": "pt"})
 
     on_rank_zero(write, f"saving {file}")
@@ -36,7 +34,7 @@ def save_object(obj: Any, file: Path, is_main: bool) -> None:
     if not is_main:
         return
     try:
-        with _replacing(file) as temporary:
+        with replacing(file) as temporary:
             torch.save(obj, temporary)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise UnsavableStateError(
@@ -44,17 +42,3 @@ def save_object(obj: Any, file: Path, is_main: bool) -> None:
             "state_dict; the file that was there is intact.",
             path=file,
         ) from error
-
-
-@contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
-    """A hidden sibling to write to, which takes the file's place when all went well."""
-    temporary = file.with_name(f".{file.name}.saving")
-    try:
-        yield temporary
-        with temporary.open("rb+") as written:
-            os.fsync(written.fileno())
-        temporary.replace(file)
-        LocalFiles().sync_folder(file.parent)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from instep.config.porting import advice
 from instep.config.settings import DICTS, NAMES, check, choices
 from instep.errors import SettingError, UsageError
 from instep.state import DEVICE_KINDS, find_device_kind
+from instep.utils.atomic import replacing
 
 CONFIG_HELP = "the file (default: INSTEP_CONFIG_FILE, else ~/.config/instep/config.yaml)"
 
@@ -105,15 +106,9 @@ def write_file(path: Path, values: Mapping[str, Any]) -> None:
     ordered = {name: values[name] for name in NAMES if name in values}
     head = "# Settings of `instep launch`. `instep config show` explains them, `instep config update` changes them.\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(head + (yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True) if ordered else ""))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    text = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True) if ordered else ""
+    with replacing(path) as part:
+        part.write_text(head + text, encoding="utf-8")
 
 
 def found() -> dict[str, Any]:
