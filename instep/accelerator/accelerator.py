@@ -346,7 +346,7 @@ class Accelerator(Checkpointing):
         """
         loader: AcceleratedLoader | None = self._run.gradient.active_dataloader
         mine = None if loader is None else loader.source.share.mine
-        mine = mine if self.seat.contributes else 0  # another rank has the same samples
+        mine = mine if self.main_strategy.contributes else 0  # another rank has the same samples
         if use_gather_object or not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(data)):
             if not isinstance(data, (list, tuple)):
                 raise DataError(

@@ -273,8 +273,8 @@ class Preparing(ProcessFacade):
         if not isinstance(loader, PreparedLoader):
             source = prepare_loader(
                 loader,
-                rank=self.seat.data_rank,
-                world_size=self.seat.data_world_size,
+                rank=self.main_strategy.data_rank,
+                world_size=self.main_strategy.data_world_size,
                 seed=self.seed,
                 device=self.device if moves else None,
                 split_batches=config.split_batches,
@@ -325,15 +325,15 @@ class Preparing(ProcessFacade):
             self._begin()
 
     @property
-    def seat(self) -> Strategy:
+    def main_strategy(self) -> Strategy:
         """The first model's strategy, or one of its kind: all know which part of the data this rank reads."""
         return next(iter(self._strategies.values()), self._plain)
 
     def _separate_random_streams(self) -> None:
         """Ranks with other data draw other dropout masks; the first keeps the user's stream. As the Trainer does."""
         shared = self.seed  # a collective when first asked for
-        if self.seat.data_rank:
-            seed = derive_seed(shared, "rank", self.seat.data_rank)
+        if self.main_strategy.data_rank:
+            seed = derive_seed(shared, "rank", self.main_strategy.data_rank)
             if torch.initial_seed() != seed:
                 seed_process(seed)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from instep.config.settings import NAMES, advice, check
 from instep.errors import SettingError, one_of
-from instep.utils.atomic import replace
+from instep.utils.atomic import replacing
 from instep.utils.plain_yaml import compose, read_text
 
 TEMPLATES = Path(__file__).parent.parent / "configs"
@@ -118,7 +118,8 @@ def write_file(path: Path, values: Mapping[str, Any]) -> None:
     ordered = {name: values[name] for name in NAMES if name in values}
     path.parent.mkdir(parents=True, exist_ok=True)
     body = yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True) if ordered else ""
-    replace(path, (_HEAD + body).encode(), sync=True)
+    with replacing(path) as part:
+        part.write_text(_HEAD + body, encoding="utf-8")
 
 
 def repeated_keys(root: Any, path: object) -> list[str]:

@@ -498,7 +498,7 @@ class Trainer:
             to_delete: older checkpoints in that folder, deleted once this one has verified.
         """
         store = self._store(dirpath)
-        return run_state.save_later(self._run, store, name=name, weights_only=weights_only, doomed=to_delete, **info)
+        return run_state.save_later(self._run, store, name=name, weights_only=weights_only, to_delete=to_delete, **info)
 
     def finish_save(self, pending: PendingSave) -> Path:
         """Wait for a save beside the training, and raise its error on all ranks. Collective."""

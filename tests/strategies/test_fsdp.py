@@ -435,17 +435,17 @@ def test_checkpoints_go_to_other_numbers_of_processes_and_strategies(tmp_path: P
 
 def validate_files(folder: Path) -> list[float]:
     """The validation losses of weights of anybody's, of which each rank reads its boxes."""
-    from instep.checkpoint.lazy import JoinedTensor
+    from instep.checkpoint.lazy import LazyTensor
 
     sizes: list[int] = []
-    read = JoinedTensor.read
+    read = LazyTensor.read
 
-    def spy(self: JoinedTensor, box: Any = None) -> Tensor:
+    def spy(self: LazyTensor, box: Any = None) -> Tensor:
         got = read(self, box)
         sizes.append(got.numel())
         return got
 
-    JoinedTensor.read = spy  # type: ignore[method-assign]
+    LazyTensor.read = spy  # type: ignore[method-assign]
     losses = []
     for name in ("one.safetensors", "several.safetensors.index.json"):
         sizes.clear()

@@ -329,7 +329,7 @@ def test_no_checkpoint_is_made_of_a_bad_step(options: dict[str, Any], when: str,
     assert max(steps.values()) == (4 if not options else 6)
     assert saver.last_model_path in str(error.value)
     last = CheckpointStore(tmp_path).resolve("last")
-    saved = dict(CheckpointStore(tmp_path).read(last).tensors("model.safetensors"))
+    saved = last.tensors("model.safetensors")
     assert all(value.isfinite().all() for value in saved.values())
     if options:
         assert_same(saved, expected)

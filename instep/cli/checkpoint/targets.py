@@ -24,13 +24,13 @@ class Folder:
     Args:
         store: the folder.
         found: the newest first.
-        remains: saves in progress, and what dead ones and deletions left; with whether nobody is at work there, None
+        leftovers: saves in progress, and what dead ones and deletions left; with whether nobody is at work there, None
             where that cannot be known from here.
     """
 
     store: CheckpointStore
     found: list[CheckpointInfo | Broken]
-    remains: list[tuple[Path, bool | None]]
+    leftovers: list[tuple[Path, bool | None]]
 
 
 def find(path: str) -> list[Folder]:
@@ -110,10 +110,10 @@ def _below(folder: Path, depth: int) -> Iterator[Folder]:
     everything = folder_names(folder)
     found = look(folder)
     store = CheckpointStore(folder)
-    remains = store.files.remains(folder)
-    if found or remains:
-        yield Folder(store, found, remains)
-    taken = {what.path.name for what in found} | {path.name for path, _ in remains}
+    leftovers = store.files.leftovers(folder)
+    if found or leftovers:
+        yield Folder(store, found, leftovers)
+    taken = {what.path.name for what in found} | {path.name for path, _ in leftovers}
     for name in everything if depth else ():
         if name not in taken and not name.startswith("."):
             yield from _below(folder / name, depth - 1)
