@@ -15,6 +15,7 @@ from typing import Any, Literal
 from instep.errors import SettingError, one_of
 from instep.strategies import resolve_strategy
 from instep.types import PathLike
+from instep.utils.checks import is_int, is_number
 
 CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
 CommWrapper = Literal["no", "fp16", "bf16"]
@@ -88,7 +89,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         self._check_flags("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
         cap = self.bucket_cap_mb
-        self._expect(cap is None or (_is_number(cap) and cap > 0), "bucket_cap_mb", "a number of MiB above 0, or None")
+        self._expect(cap is None or (is_number(cap) and cap > 0), "bucket_cap_mb", "a number of MiB above 0, or None")
         state = self.comm_state_option
         self._expect(state is None or isinstance(state, Mapping), "comm_state_option", "a dict, or None")
         resolve_strategy("ddp", 1, options=self.options())  # knows its hooks, and refuses what does not go together
@@ -120,11 +121,11 @@ class GradScalerKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         self._check_flags("enabled")
-        self._expect(_is_number(self.init_scale) and self.init_scale > 0, "init_scale", "a number above 0")
-        self._expect(_is_number(self.growth_factor) and self.growth_factor > 1, "growth_factor", "a number above 1")
+        self._expect(is_number(self.init_scale) and self.init_scale > 0, "init_scale", "a number above 0")
+        self._expect(is_number(self.growth_factor) and self.growth_factor > 1, "growth_factor", "a number above 1")
         backoff = self.backoff_factor
-        self._expect(_is_number(backoff) and 0 < backoff < 1, "backoff_factor", "a number between 0 and 1")
-        self._expect(_is_count(self.growth_interval, 1), "growth_interval", "a whole number of steps, at least 1")
+        self._expect(is_number(backoff) and 0 < backoff < 1, "backoff_factor", "a number between 0 and 1")
+        self._expect(is_int(self.growth_interval, 1), "growth_interval", "a whole number of steps, at least 1")
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class InitProcessGroupKwargs(KwargsHandler):
         self._expect(right, "backend", 'a name such as "nccl" or "gloo", or None')
         timeout = self.timeout
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        right = seconds is None or (_is_number(seconds) and seconds > 0)
+        right = seconds is None or (is_number(seconds) and seconds > 0)
         self._expect(right, "timeout", "a timedelta or a number of seconds above 0")
         if seconds is not None:
             object.__setattr__(self, "timeout", timedelta(seconds=seconds))
@@ -202,7 +203,7 @@ class ProfileKwargs(KwargsHandler):
                     raise one_of("schedule_option", name, _SCHEDULE)
             right = {"wait", "warmup", "active"} <= set(self.schedule_option)
             self._expect(right, "schedule_option", "at least wait, warmup and active")
-            right = all(_is_count(n, int(name == "active")) for name, n in self.schedule_option.items())
+            right = all(is_int(n, int(name == "active")) for name, n in self.schedule_option.items())
             self._expect(right, "schedule_option", "whole numbers of steps, none below 0 and active at least 1")
 
 
@@ -224,7 +225,7 @@ class GradientAccumulationPlugin:
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        _expect(self, _is_count(self.num_steps, 1), "num_steps", "a whole number of micro-batches, at least 1")
+        _expect(self, is_int(self.num_steps, 1), "num_steps", "a whole number of micro-batches, at least 1")
         for name in ("adjust_scheduler", "sync_with_dataloader", "sync_each_batch"):
             _expect(self, isinstance(getattr(self, name), bool), name, "True or False")
 
@@ -253,7 +254,7 @@ class ProjectConfiguration:
         _expect(self, isinstance(automatic, bool), "automatic_checkpoint_naming", "True or False")
         right = not automatic or self.project_dir is not None
         _expect(self, right, "automatic_checkpoint_naming", "a project_dir to write into beside it")
-        _expect(self, limit is None or _is_count(limit, 1), "total_limit", "a number of at least 1, or None")
+        _expect(self, limit is None or is_int(limit, 1), "total_limit", "a number of at least 1, or None")
         right = limit is None or automatic
         _expect(self, right, "total_limit", "automatic_checkpoint_naming=True beside it: nothing else is deleted")
         if self.logging_dir is None:
@@ -298,11 +299,3 @@ def _expect(owner: object, right: bool, field: str, expected: str) -> None:
     if not right:
         got = getattr(owner, field)
         raise SettingError(f"{type(owner).__name__}({field}={got!r}): expected {expected}", field=field, got=got)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

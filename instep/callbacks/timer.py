@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from instep.callbacks.base import Callback
 from instep.errors import one_of
-from instep.utils.duration import parse_duration
+from instep.utils.checks import parse_duration
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule

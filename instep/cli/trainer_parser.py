@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,17 +24,24 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from instep import callbacks, loggers, strategies
 from instep.callbacks import Callback
-from instep.cli.parse_errors import EXIT_USAGE, explain
+from instep.cli.main import EXIT_USAGE
 from instep.config.file import repeated_keys
 from instep.data import DataModule
 from instep.errors import SettingError, UsageError
 from instep.state import read_environment
 from instep.trainer import Trainer, TrainModule
+from instep.trainer.settings import reject_unknown
 from instep.utils.plain_yaml import compose, read_text
 
 AUTOMATIC = "AUTOMATIC"
 ROOMS: tuple[ModuleType, ...] = (callbacks, loggers, strategies)
 _FILES = (".yaml", ".yml", ".json")
+_LONG = 200
+# Lines of jsonargparse's errors that say nothing of the value.
+_NOISE = re.compile(
+    r"Does not validate against|Subtypes: |Errors:$|Given value|Expected an? (<class 'NoneType'>|path but)"
+    r"|Not a valid subclass|Subclass types|- a (class path|dict)|class_path 'instep\.Callback'"
+)
 
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
@@ -267,6 +275,72 @@ class TrainerArgumentParser(ArgumentParser):
 
 def _plain_class_path(cls: type, given: Any) -> dict[str, Any]:
     return json.loads(json.dumps(with_class_path(cls, given)))  # no tuples, which YAML does not know
+
+
+def explain(message: str, classes: Iterable[str] = (), known: Iterable[str] = ()) -> str:
+    """Shorten an error of jsonargparse to the option, what is wrong with it, and what to do.
+
+    Args:
+        message: its text.
+        classes: what may be named without a package.
+        known: the settings' names, such as data.batch_size.
+    """
+    key = re.search(r'Parser key "([^"]+)"', message)
+    if key is None:
+        return _without_key(message.strip(), set(known))
+    message = message.replace(key[0] + ":", "", 1)
+    lines = dict.fromkeys(line.strip(" -") for line in message.splitlines() if line.strip() and not _NOISE.search(line))
+    value = re.search(r"Given value: (.*)", message, re.DOTALL)
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", " ".join(lines))
+    got = re.sub(r"NestedArg\(key='([^']*)', val='?(.*?)'?\)$", r"\1=\2", value[1].strip()) if value else ""
+    hint = ""
+    if option := re.search(r"class_path '([^']+)':\s+Option '([^']+)' is not accepted", message):
+        hint = _hint(option[2], _arguments(option[1]))
+    elif name := re.search(r"Expected a dot import path string: (\S+)", message):
+        hint = f"{_hint(name[1], classes)} Give a class by its full path, as package.module.Class."
+    elif missing := re.search(r"arguments are required: (\w+)", message):
+        hint = f" Give --{key[1]}.{missing[1]}, or it in init_args."
+    return f"{key[1]}: {text}.{hint}{f' Got {got[:_LONG]}' if got else ''}"
+
+
+def _without_key(message: str, known: set[str]) -> str:
+    missing = re.fullmatch(r"the following arguments are required: (.*)", message)
+    if missing is not None:
+        name = missing[1].split(".")[-1]
+        given = f"--{name} package.Class" if name in ("model", "data") else f"--{name}"
+        return f"{name} is needed: give {given}, or {name}: in a --config file"
+    unknown = re.search(r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'", message)
+    if unknown is None:
+        return message
+    group = re.search(r"Group '(\w+)' does not", message)
+    path = f"{group[1]}.{unknown[2]}" if group else unknown[1] or unknown[2]
+    first, _, name = path.partition(".")
+    if first == "trainer" and name:
+        try:
+            reject_unknown({name.split(".")[0]: None})
+        except SettingError as error:
+            return f"{path}: {error}"
+    firsts = {setting.partition(".")[0] for setting in known}
+    return f"{path}: there is no such setting.{_hint(path, known) if first in firsts else _hint(first, firsts)}"
+
+
+def _arguments(path: str) -> list[str]:
+    """List the arguments of a class that is imported, those of its bases too where it passes on the rest."""
+    module, _, name = path.rpartition(".")
+    cls = getattr(sys.modules.get(module), name, None)
+    names: list[str] = []
+    for base in cls.__mro__ if isinstance(cls, type) else ():
+        if "__init__" in vars(base):
+            parameters = inspect.signature(base.__init__).parameters.values()
+            names += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return names
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def import_named(args: Any, env_prefix: str) -> None:

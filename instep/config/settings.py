@@ -44,7 +44,7 @@ def _elastic(value: Any) -> bool:
 
 
 def _is_ranks(value: Any) -> bool:
-    return isinstance(value, bool) or (isinstance(value, list) and all(is_int(rank) and rank >= 0 for rank in value))
+    return isinstance(value, bool) or (isinstance(value, list) and all(is_int(rank, 0) for rank in value))
 
 
 def _read_ranks(text: str) -> bool | list[int]:
@@ -65,7 +65,7 @@ def _texts(value: Mapping[str, Any]) -> dict[str, str]:
 
 _COUNT, _NATURAL, _SECONDS = at_least(1), at_least(0), above_zero("of seconds above 0")
 _NUM_NODES = Check(
-    lambda value: _elastic(value) if isinstance(value, str) else is_int(value) and value >= 1,
+    lambda value: _elastic(value) if isinstance(value, str) else is_int(value, 1),
     _NODES,
     read=lambda text: int(text) if text.isdecimal() else text,
     schema={"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]},

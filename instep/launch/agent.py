@@ -23,7 +23,7 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, InstepError
@@ -153,7 +153,6 @@ class NodeAgent:
         self._max_restarts = spec.max_restarts
         self._forked = forked
         self._nodes = rendezvous
-        self._nodes.agent = self
         self._watch = watch
         self._hung = False
         self._shutdown_s = spec.shutdown_s
@@ -181,8 +180,23 @@ class NodeAgent:
 
     # --- the steps of torch's agent ----------------------------------------------------------------------------------
 
-    def open_round(self, node: int, nodes: int, meeting: Any) -> None:
-        """Begin a round: agree on its number and talk with the other agents."""
+    @contextmanager
+    def starting(self, group: WorkerGroup) -> Iterator[None]:
+        """Open the round before a start of ranks, and take the signals that torch's agent took during it."""
+        self._open_round(group)
+        self._watch.begin()
+        self._hung = False
+        self._started = time.monotonic()
+        with nullcontext() if self._forked is None else self._forked.starting(group.spec.local_world_size):
+            yield
+        self._take_signals()
+
+    def _open_round(self, group: WorkerGroup) -> None:
+        node, nodes = group.group_rank, group.group_world_size
+        meeting: Any = group.store
+        assert node is not None
+        assert nodes is not None
+        assert meeting is not None
         talk = self._nodes.connect()
         self._round = open_round(talk, meeting, node, os.environ[JOB_ID])
         os.environ[JOB_ID] = self._round.job
@@ -190,16 +204,6 @@ class NodeAgent:
         count_waiting = self._nodes.count_waiting if self._nodes.elastic else None
         self.has_begun = True
         self._channel = NodeChannel(talk, self._round, node, nodes, self._nodes.patience_s, count_waiting)
-
-    @contextmanager
-    def starting(self, count: int) -> Iterator[None]:
-        """Surround a start of ranks: watch them from then on, and take the signals that torch's agent took."""
-        self._watch.begin()
-        self._hung = False
-        self._started = time.monotonic()
-        with nullcontext() if self._forked is None else self._forked.starting(count):
-            yield
-        self._take_signals()
 
     def _take_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():

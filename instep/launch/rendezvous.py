@@ -14,7 +14,7 @@ import uuid
 from abc import abstractmethod
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -41,23 +41,10 @@ _LOOPBACK = "127.0.0.1"
 _CONF = {"last_call_timeout": "10", "keep_alive_interval": "5", "keep_alive_max_attempt": "3"}
 
 
-class Rounds(Protocol):
-    """The receiver of the begin and end of each round."""
-
-    def close(self) -> None:
-        """Give back what the round before holds."""
-        ...
-
-    def open_round(self, node: int, nodes: int, meeting: Any) -> None:
-        """Begin a round: this node's number, how many there are, and their store of this round."""
-        ...
-
-
 class Nodes(RendezvousHandler):
     """The rendezvous of an agent, as torch's agent calls it, with what the engine asks besides.
 
     Attributes:
-        agent: told when a round begins and ends.
         elastic: whether nodes may leave and come.
         patience_s: a node that is silent for so long is lost.
         renew: the agent wants a new round, since a node waits to be let in.
@@ -68,22 +55,10 @@ class Nodes(RendezvousHandler):
     renew = False
 
     def __init__(self, spec: LaunchSpec, secret: Secret) -> None:
-        self.agent: Rounds | None = None
         self._spec = spec
         self._secret = secret
         self._run_id = spec.run_id or uuid.uuid4().hex
         self._ranks_store: TCPStore | None = None
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        assert self.agent is not None
-        self.agent.close()
-        found = self._meet()
-        self.agent.open_round(found.rank, found.world_size, found.store)
-        return found
-
-    @abstractmethod
-    def _meet(self) -> RendezvousInfo:
-        """Wait for the nodes of a round."""
 
     @abstractmethod
     def connect(self) -> SignedStore:
@@ -151,7 +126,7 @@ class OneNode(Nodes):
     def get_backend(self) -> str:
         return "instep-one-node"
 
-    def _meet(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> RendezvousInfo:
         self._round += 1
         self.close()
         # Bound, but not listening: rank 0 may still listen there, and nobody is given it as a free one.
@@ -186,7 +161,7 @@ class FixedNodes(Nodes):
     def get_backend(self) -> str:
         return "instep-fixed"
 
-    def _meet(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> RendezvousInfo:
         self._round += 1
         spec = self._spec
         if self._meeting is None:
@@ -230,7 +205,7 @@ class ElasticNodes(Nodes):
     def get_backend(self) -> str:
         return "c10d"
 
-    def _meet(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> RendezvousInfo:
         # torch's own store for the ranks, which it keeps over rounds, is not used.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         try:

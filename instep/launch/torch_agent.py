@@ -34,8 +34,8 @@ from instep.state.environment import RESTART
 class Steps(Protocol):
     """The engine's part of each step of torch's agent."""
 
-    def starting(self, count: int) -> AbstractContextManager[None]:
-        """Surround each start of so many ranks."""
+    def starting(self, group: WorkerGroup) -> AbstractContextManager[None]:
+        """Surround each start of ranks; this node's number and the round's store are known."""
         ...
 
     def monitor(self) -> RunResult:
@@ -86,7 +86,7 @@ class TorchAgent(LocalElasticAgent):
         self._remaining_restarts = count
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        with self._steps.starting(worker_group.spec.local_world_size):
+        with self._steps.starting(worker_group):
             return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -21,8 +21,18 @@ from instep.state.device import KINDS, find_device_kind
 from instep.strategies import Strategy
 from instep.strategies.precision import check_device, check_tf32, precision_name
 from instep.strategies.registry import check_name
-from instep.utils.checks import DEVICES, FLAG, SECONDS, above_zero, at_least, checks_of, choice, is_int, wrong
-from instep.utils.duration import parse_duration
+from instep.utils.checks import (
+    DEVICES,
+    FLAG,
+    SECONDS,
+    above_zero,
+    at_least,
+    checks_of,
+    choice,
+    is_int,
+    parse_duration,
+    wrong,
+)
 from instep.utils.env import VARIABLES, from_env, variable_of
 from instep.utils.paths import local_path
 from instep.utils.porting import instead_of
@@ -32,7 +42,7 @@ DEFAULT_MAX_EPOCHS = 1000
 
 def _limit(field: str, value: Any) -> int | float:
     """Check for a part of a loader: an int counts batches, a float is a fraction, so 1 is one batch and 1.0 is all."""
-    if is_int(value) and value >= 0:
+    if is_int(value, 0):
         return int(value)
     if isinstance(value, float) and 0.0 <= value <= 1.0:
         return value
@@ -42,7 +52,7 @@ def _limit(field: str, value: Any) -> int | float:
 
 def _val_check_interval(field: str, value: Any) -> int | float | timedelta:
     """Check for a fraction of the epoch (float), a number of training batches (int), or a wall time."""
-    if is_int(value) and value >= 1:
+    if is_int(value, 1):
         return int(value)
     if isinstance(value, float) and 0.0 < value <= 1.0:
         return value

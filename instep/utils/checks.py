@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
 
@@ -20,9 +21,9 @@ def wrong(name: str, got: Any, expected: str) -> SettingError:
     return SettingError(f"{name}={got!r}: expected {expected}.", field=name, got=got)
 
 
-def is_int(value: Any) -> bool:
-    """Tell an integer, numpy's too, from a bool: `max_steps=True` is a slip, not one step."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def is_int(value: Any, least: int | None = None) -> bool:
+    """Tell an integer, numpy's too, of at least `least` from a bool: `max_steps=True` is a slip, not one step."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and (least is None or int(value) >= least)
 
 
 def is_number(value: Any) -> bool:
@@ -78,7 +79,7 @@ def at_least(least: int, meaning: str = "", most: int | None = None) -> Check:
     """Check for an integer of at least `least`; `meaning` explains the special value in the error."""
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
     return Check(
-        lambda value: is_int(value) and value >= least and (most is None or value <= most),
+        lambda value: is_int(value, least) and (most is None or value <= most),
         f"an integer {bounds}{meaning and f' ({meaning})'}",
         int,
         int,
@@ -144,7 +145,7 @@ def _devices(value: Any) -> int | str | tuple[int, ...] | None:
         except ValueError:
             return None
     if isinstance(value, list | tuple):
-        right = value and len(set(value)) == len(value) and all(is_int(index) and index >= 0 for index in value)
+        right = value and len(set(value)) == len(value) and all(is_int(index, 0) for index in value)
         return tuple(int(index) for index in value) if right else None
     if is_int(value):
         return int(value) if value >= 1 or value == -1 else None
@@ -164,6 +165,42 @@ DEVICES = Check(
     },
 )
 """The check for a number of devices, -1 for all, "auto", or indices, also as text; indices become a tuple."""
+
+
+_CLOCK = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
+
+
+def parse_duration(field: str, value: Any) -> timedelta:
+    """Check for a positive time, as users write it.
+
+    Args:
+        field: the argument's name, for the error's text.
+        value: "DD:HH:MM:SS", a timedelta, or its keyword arguments as a dict.
+
+    Raises:
+        SettingError: it is none of these, or not above zero.
+
+    Example:
+        >>> parse_duration("max_time", "00:01:30:00") == parse_duration("max_time", {"minutes": 90})
+        True
+    """
+    time, reason = value, ""
+    clock = _CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
+    if clock is not None:
+        time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, clock.groups()), strict=True))
+    if isinstance(time, Mapping):
+        try:
+            time = timedelta(**time)
+        except (TypeError, ValueError, OverflowError) as error:
+            reason = f" ({error})"
+    if not isinstance(time, timedelta) or time <= timedelta(0):
+        raise SettingError(
+            f"{field}={value!r}: expected a time above zero: 'DD:HH:MM:SS', a timedelta, or a dict like "
+            f"{{'hours': 1, 'minutes': 30}}{reason}.",
+            field=field,
+            got=value,
+        )
+    return time
 
 
 def checks_of(settings: type) -> dict[str, Callable[[str, Any], Any]]:

@@ -89,7 +89,11 @@ def test_errors_end_with_their_code(capsys: pytest.CaptureFixture[str], monkeypa
     with pytest.raises(SystemExit) as end:
         main(["fit", "--module", "tests/cli/configured.py:LineNet", "--model.lr=fast"])
     assert end.value.code == 2
-    assert capsys.readouterr().err == "instep fit: model.lr=fast: expected a number, for tests.cli.configured.LineNet\n"
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "instep fit: model: Problem with given class_path 'tests.cli.configured.LineNet': Parser key"
+    )
+    assert said.endswith('"lr": Expected a float. Got value: fast. Got lr=fast\n')
     for accelerator, said in (("cpus", "is not known"), ("mps", "this process sees no such device")):
         assert main(["fit", "--module", "tests.cli.configured:LineNet", f"--trainer.accelerator={accelerator}"]) == 2
         assert f"accelerator='{accelerator}'{':' * (accelerator == 'mps')} {said}" in capsys.readouterr().err

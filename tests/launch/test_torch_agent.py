@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore
-from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
@@ -59,8 +65,9 @@ class Recorded:
         self.codes: list[list[int]] = []
 
     @contextmanager
-    def starting(self, count: int) -> Iterator[None]:
-        self.seen.append(f"start {count}")
+    def starting(self, group: WorkerGroup) -> Iterator[None]:
+        assert (group.group_rank, group.group_world_size, type(group.store)) == (0, 1, HashStore)
+        self.seen.append(f"start {group.spec.local_world_size}")
         with nullcontext():
             yield
 
