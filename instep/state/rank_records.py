@@ -169,8 +169,9 @@ def finish(work: Any, within_s: float = float("inf")) -> bool:
         try:
             work.wait(timedelta(seconds=max(0.001, min(left_s, _LOOK_S))))
         except RuntimeError:
-            if work.is_completed():
-                raise
+            if work.is_completed():  # it failed, or has ended since the wait ran out: waiting again tells which
+                work.wait()
+                return True
             if wait.in_vain:
                 raise RuntimeError("a rank has ended") from None
             if left_s <= _LOOK_S:

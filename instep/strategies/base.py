@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from instep.distributed import broadcast
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
 from instep.state import PartialState
@@ -282,6 +283,20 @@ class Strategy:
             state: this rank's, or, in a run on another number of ranks, the first one's.
             own: whether it is this rank's.
         """
+
+
+def broadcast_weights(module: nn.Module, skip: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+    """Copy the first rank's weights and buffers to every rank. Collective.
+
+    Args:
+        module: on the device that it is trained on.
+        skip: whether a tensor is left alone, because each rank holds a part of it, or nothing.
+    """
+    if PartialState().num_processes > 1:
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not skip(tensor):
+                    tensor.copy_(broadcast(tensor))
 
 
 def whole(value: Any) -> Any:

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep.distributed import broadcast
 from instep.errors import DistributedError, HookError, SettingError, UsageError, one_of
 from instep.state import PartialState, read_environment
-from instep.strategies.base import Strategy
+from instep.strategies.base import Strategy, broadcast_weights
 from instep.strategies.comm_hooks import CommHook
 from instep.strategies.local_sgd import LocalSGDPlan, PostLocalSGD
 from instep.strategies.precision import Precision
@@ -83,13 +82,6 @@ class BucketOrder:
 
 def _parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     return {name: p for name, p in ddp.named_parameters() if p.requires_grad}
-
-
-def _share_weights(module: nn.Module) -> None:
-    """Copy the first rank's weights to every rank, as DDP does for training, so that one model is evaluated."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.copy_(broadcast(tensor))
 
 
 class DDPStrategy(Strategy):
@@ -243,7 +235,7 @@ class DDPStrategy(Strategy):
             return False
         if trains and any(p.requires_grad for p in module.parameters()):
             return True
-        _share_weights(module)
+        broadcast_weights(module)
         return False
 
     def _distribute(self, module: nn.Module, optimizers: Sequence[Optimizer], unused: bool) -> DistributedDataParallel:

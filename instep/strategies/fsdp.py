@@ -22,10 +22,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from instep.distributed import broadcast
 from instep.errors import SettingError, one_of
 from instep.state import PartialState
-from instep.strategies.base import Strategy, whole
+from instep.strategies.base import Strategy, broadcast_weights, whole
 from instep.strategies.clipping import clip_norm_, clip_value_
 from instep.strategies.dtensors import gather_whole, parts_to_write, take_part, take_parts, take_state
 from instep.strategies.gradients import Gradients
@@ -319,12 +318,7 @@ class FSDPStrategy(Strategy):
 
     def share_weights(self, module: nn.Module) -> None:
         """Give every rank the first one's weights and buffers, where they are not cut yet. Collective."""
-        if PartialState().num_processes == 1:
-            return
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                if not isinstance(tensor, DTensor) and not tensor.is_meta:
-                    tensor.copy_(broadcast(tensor))
+        broadcast_weights(module, skip=lambda tensor: isinstance(tensor, DTensor) or tensor.is_meta)
 
     def _fully_shard(self, module: nn.Module, root: bool, alone: bool) -> None:
         reshard = self.reshard_after_forward

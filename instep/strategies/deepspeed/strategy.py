@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.checkpoint.tensors import Shard
-from instep.distributed import broadcast
 from instep.errors import CheckpointError, SettingError, UsageError, one_of
 from instep.state import GradientState, PartialState
-from instep.strategies.base import Strategy, shapes_of, whole
+from instep.strategies.base import Strategy, broadcast_weights, shapes_of, whole
 from instep.strategies.deepspeed import partitions
 from instep.strategies.deepspeed.config import (
     Config,
@@ -280,7 +279,7 @@ class DeepSpeedStrategy(Strategy):
         if fresh:
             for p in fresh:
                 p.data = p.data.to(self.device)
-            _share_weights(module)
+            broadcast_weights(module, skip=is_cut)
             fresh = {p: p.detach() for p in fresh}
             if self.precision.dtype is not None:
                 partitions.cast_parameters(module, self.precision.dtype)
@@ -321,7 +320,7 @@ class DeepSpeedStrategy(Strategy):
         exact: dict[Any, Tensor] = self._exact
         self._exact = {}
         if self.stage != 3:
-            _share_weights(module)
+            broadcast_weights(module, skip=is_cut)
             if self.precision.dtype is not None:
                 exact = {p: p.detach() for p in module.parameters() if p.dtype == torch.float32}  # outlast the cast
         self._engine = self._make_engine(module, optimizer)
@@ -371,7 +370,7 @@ class DeepSpeedStrategy(Strategy):
             return
         if self.precision.dtype is not None:
             partitions.cast_parameters(module, self.precision.dtype)
-        _share_weights(module)
+        broadcast_weights(module, skip=is_cut)
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         raise SettingError(
@@ -617,15 +616,6 @@ def _still(p: Tensor, part: Partition, weights: Tensor) -> bool:
 
 def _elements(parameters: Iterable[Tensor]) -> int:
     return sum(torch.Size(shape_of(p)).numel() for p in parameters)
-
-
-def _share_weights(module: nn.Module) -> None:
-    """Copy the first rank's weights and buffers to every rank, as far as they are whole."""
-    if PartialState().num_processes > 1:
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                if not is_cut(tensor):
-                    tensor.copy_(broadcast(tensor))
 
 
 @contextmanager
