@@ -141,7 +141,7 @@ class SavedRun:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What the ranks share.
+        """State that the ranks share.
 
         Raises:
             CheckpointNotFoundError: the checkpoint does not have it.
@@ -155,7 +155,7 @@ class SavedRun:
         return state
 
     def rank(self, rank: int) -> dict[str, Any] | None:
-        """What a rank saved of itself; None where there was no such rank. Raises like `shared`."""
+        """State that a rank saved of itself; None where there was no such rank. Raises like `shared`."""
         if rank not in self._ranks:
             name = f"rank-{rank:05d}"
             if not self.reader.has_state(name):
@@ -167,7 +167,7 @@ class SavedRun:
         return self._ranks[rank]
 
     def ranks(self) -> Iterator[dict[str, Any]]:
-        """What each rank saved of itself, in rank order.
+        """States that the ranks saved of themselves, in rank order.
 
         Raises:
             CheckpointNotFoundError: the state of a rank is missing; else as `shared`.
