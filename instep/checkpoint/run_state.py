@@ -196,7 +196,8 @@ class SavedRun:
         Args:
             lazy: leave the tensors where they are until they, or boxes of them, are read.
         """
-        return model_state(self.reader, lazy)
+        state: dict[str, Any] = dict(self.reader.stored_weights() if lazy else self.reader.weights())
+        return state | self.reader.state("model_extra") if self.reader.has_state("model_extra") else state
 
     def optimizer_trees(self, lazy: bool) -> list[Any]:
         """The optimizers' states, in the saved order; `lazy` as in `model_state`."""
@@ -232,12 +233,6 @@ class SavedRun:
             scheduler.load_state_dict(checked_schedule(scheduler, state))
             if not with_optimizer:
                 follow_schedule(scheduler)
-
-
-def model_state(reader: Reader, lazy: bool = False) -> dict[str, Any]:
-    """Read a checkpoint's weights and what state dicts have beside tensors; see `SavedRun.model_state`."""
-    state: dict[str, Any] = dict(reader.stored_weights() if lazy else reader.weights())
-    return state | reader.state("model_extra") if reader.has_state("model_extra") else state
 
 
 def load_model_state(
