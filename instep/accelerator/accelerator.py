@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from instep.accelerator.checkpointing import Checkpointing
+from instep import distributed
+from instep.accelerator import saving
 from instep.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -22,29 +24,33 @@ from instep.accelerator.handlers import (
     ProfileKwargs,
     ProjectConfiguration,
     by_kind,
+    profile,
 )
-from instep.accelerator.loader import AcceleratedLoader, SkippedLoader, skip_first_batches
+from instep.accelerator.loader import AcceleratedLoader, SkippedLoader, gather_samples, skip_first_batches
 from instep.accelerator.memory import clear_device_cache
-from instep.accelerator.profiling import profile
+from instep.accelerator.preparing import PreparedRun, choose_strategy
+from instep.accelerator.saving import States
 from instep.accelerator.trackers import Trackers
-from instep.accelerator.wrappers import AcceleratedOptimizer
+from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
+from instep.checkpoint.resume import Resume, ResumeReport
 from instep.data import DataLoaderConfiguration
-from instep.distributed import Triggers, gather_object, gather_ragged
-from instep.distributed.nested import iter_leaves, map_leaves
-from instep.errors import DataError, SettingError, UsageError, one_of
+from instep.distributed import Triggers
+from instep.distributed.nested import map_leaves
+from instep.errors import SettingError, UsageError, one_of
 from instep.loggers import Logger
-from instep.state import PartialState, read_environment
-from instep.strategies import Precision, Strategy, resolve_strategy
+from instep.state import AcceleratorState, GradientState, PartialState, read_environment
+from instep.state.device import DistributedType
+from instep.strategies import Precision, Strategy
 from instep.strategies.precision import precision_name
-from instep.strategies.registry import asked_strategy
-from instep.types import PathLike
+from instep.types import Location, PathLike
 from instep.utils import env
+from instep.utils.paths import local_path, to_path
 from instep.utils.porting import instead_of
 
 PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 
 
-class Accelerator(Checkpointing):
+class Accelerator:
     """Runs a loop that you write yourself on any number of processes and devices.
 
     It starts no processes: run the script by itself, under torchrun, or through `debug_launcher` and
@@ -162,11 +168,81 @@ class Accelerator(Checkpointing):
             scaler_options=None if scaler is None else scaler.options(),
             autocast_options=None if autocast is None else autocast.options(),
         )
-        self._strategy = _resolve(strategy, process, self._handlers.get(DistributedDataParallelKwargs))
+        self._process = process
+        # Who this process is stays known after end_training(), when the state holds nothing any more.
+        self._device, self._distributed_type = process.device, process.distributed_type
+        self._rank, self._local_rank, self._world_size = (
+            process.process_index,
+            process.local_process_index,
+            process.num_processes,
+        )
+        self.precision = precision
         self._trackers = Trackers(log_with, process.is_main_process)
         self.triggers = Triggers(reserved=())
         """Named triggers; `triggers.tick(step)` is the agreement that does not wait."""
-        super().__init__(process, precision)  # last: it makes this the active run
+        self._prepared = PreparedRun(  # this makes it the active run
+            process,
+            precision,
+            choose_strategy(strategy, process, self._handlers.get(DistributedDataParallelKwargs)),
+            gradient_accumulation_plugin,
+            self.dataloader_config,
+            device_placement,
+            step_scheduler_with_optimizer,
+        )
+        self._states = States(self._prepared, self.project_configuration)
+        self.resume_report: ResumeReport | None = None
+
+    # ---- the process
+
+    @property
+    def state(self) -> AcceleratorState:
+        """The process state, and how the active run computes."""
+        return AcceleratorState()
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the active run stands in its window and its loader."""
+        return GradientState()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Kind of the processes and their devices together."""
+        return self._distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """The world size."""
+        return self._world_size
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process, from 0."""
+        return self._rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its node, from 0."""
+        return self._local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self._rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self._local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self._rank == self._world_size - 1
 
     # ---- the facts
 
@@ -182,6 +258,159 @@ class Accelerator(Checkpointing):
         folder = self.project_configuration.logging_dir
         return self.project_dir if folder is None else os.path.expanduser(folder)
 
+    @property
+    def mixed_precision(self) -> str:
+        """The name of the precision: "no", "fp16", "bf16" or "fp8"."""
+        return self.precision.mixed_precision
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one window."""
+        return self._prepared.run.gradient.num_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the micro-batch in hand ends its window: gradients are reduced, optimizers step."""
+        return self._prepared.syncs
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left out its last step because a gradient was not finite."""
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far, those that were skipped included."""
+        return self._prepared.step
+
+    @property
+    def seed(self) -> int:
+        """Seed of the data's order: torch's seed when it was first asked for, rank 0's."""
+        return self._prepared.seed
+
+    @property
+    def run_id(self) -> str:
+        """The run, whose states are told from those of others in the same folder; `load_state` takes the run up."""
+        return self._states.run_id
+
+    @property
+    def optimizers(self) -> list[AcceleratedOptimizer]:
+        """The prepared optimizers."""
+        return self._prepared.optimizers
+
+    @property
+    def schedulers(self) -> list[AcceleratedScheduler]:
+        """The prepared schedulers."""
+        return self._prepared.schedulers
+
+    @property
+    def dataloaders(self) -> list[AcceleratedLoader]:
+        """The prepared loaders."""
+        return self._prepared.dataloaders
+
+    # ---- preparing
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None, **named: Any) -> Any:
+        """Make models, optimizers, loaders and schedulers ready, in any order. Collective.
+
+        Args:
+            objects: what to prepare. Anything else comes back as it is.
+            device_placement: for each of `objects`, whether it is moved; None as the Accelerator says.
+            named: models and loaders under a name, by which a checkpoint finds them again. Two models of one class
+                need one. Optimizers and schedulers are found by the parameters they step.
+
+        Returns:
+            What the loop uses in their place, in the given order; not a tuple for a single one.
+
+        Raises:
+            SettingError: two models have one name, the placements are not as many as the objects, or one is a class.
+
+        Example:
+            >>> from instep import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> teacher, student = accelerator.prepare(teacher=nn.Linear(2, 2), student=nn.Linear(2, 2))
+            >>> accelerator.end_training()
+        """
+        return self._prepared.prepare(*objects, device_placement=device_placement, **named)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+        name: str | None = None,
+    ) -> nn.Module:
+        """Bring a model to the device and spread it. Collective.
+
+        With mixed precision its forward runs under autocast and gives float32 back.
+
+        Args:
+            model: the module.
+            device_placement: whether to move it; None as the Accelerator says.
+            evaluation_mode: it is not trained: every rank gets the first one's weights, and no more.
+            name: its name in checkpoints; by default its class's.
+
+        Returns:
+            What to call in its place; with one process the module itself.
+
+        Raises:
+            SettingError: another prepared model has that name, or it has a dot.
+        """
+        return self._prepared.prepare_model(model, device_placement, evaluation_mode, name)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
+        """Make an optimizer step at the ends of windows only. Collective.
+
+        From here on ranks draw different random numbers, as with the Trainer; the first one keeps the user's stream.
+
+        Args:
+            optimizer: over parameters of prepared models, or any others.
+        """
+        return self._prepared.prepare_optimizer(optimizer)
+
+    def prepare_data_loader(
+        self, loader: Any, device_placement: bool | None = None, name: str | None = None
+    ) -> AcceleratedLoader:
+        """Make a loader give this rank its part of every batch, on its device. Collective.
+
+        Args:
+            loader: a DataLoader, or any other iterable of batches.
+            device_placement: whether batches are moved; None as the Accelerator says.
+            name: its name in checkpoints; by default its data set's.
+
+        Raises:
+            SettingError: another prepared loader has that name.
+        """
+        return self._prepared.prepare_data_loader(loader, device_placement, name)
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Make a scheduler step once per optimizer step.
+
+        Args:
+            scheduler: made with the optimizer, prepared or not.
+        """
+        return self._prepared.prepare_scheduler(scheduler)
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The user's model in what `prepare` returned.
+
+        Args:
+            model: wrapped, or not.
+            keep_fp32_wrapper: False also takes the precision off its forward.
+            keep_torch_compile: False also takes off what `torch.compile` put around it.
+        """
+        return self._prepared.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def strategy_of(self, model: nn.Module) -> Strategy:
+        """The strategy of a prepared model, wrapped or not.
+
+        Raises:
+            UsageError: it was not prepared here.
+        """
+        return self._prepared.strategy_of(model)
+
     # ---- the step
 
     @contextmanager
@@ -191,17 +420,17 @@ class Accelerator(Checkpointing):
         Args:
             models: those trained here; default: all that are prepared.
         """
-        ends = self.window.enter(self.optimizers)
+        ends = self._prepared.window.enter(self.optimizers)
         # Ranks that end by themselves have windows of unlike length: they must reduce in each micro-batch.
         syncs = ends or self._accumulation.sync_each_batch or not self.dataloader_config.even_batches
         try:
             with ExitStack() as stack:
                 if not syncs and self.num_processes > 1:
-                    for model in models or self._models.values():
+                    for model in models or self._prepared.models.values():
                         stack.enter_context(self.no_sync(model))
                 yield
         finally:
-            self.window.leave()
+            self._prepared.window.leave()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """A context for the forward and backward of a micro-batch whose gradients need not be reduced yet.
@@ -209,7 +438,7 @@ class Accelerator(Checkpointing):
         Args:
             model: prepared, wrapped or not.
         """
-        return self.strategy_of(model).no_sync()
+        return self._prepared.strategy_of(model).no_sync()
 
     def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
         """Backpropagate a mean loss, weighed by its share in the window.
@@ -224,19 +453,19 @@ class Accelerator(Checkpointing):
         Raises:
             UsageError: `num_items` for some losses of a window only, or outside of `accumulate`.
         """
-        if not self._checked:
-            self._check_optimizers()
+        if not self._prepared.checked:
+            self._prepared.check_optimizers()
         if num_items is not None:
-            loss = loss * self.window.weigh_items(num_items)
+            loss = loss * self._prepared.window.weigh_items(num_items)
         else:
-            weight = self.window.weigh_plainly()
+            weight = self._prepared.window.weigh_plainly()
             if weight != 1.0:
                 loss = loss * weight
         if self.precision.scaler is None:
             loss.backward(**kwargs)
         else:
-            self._plain.backward(loss, **kwargs)
-        if not self._run.gradient.sync_gradients:
+            self._prepared.plain.backward(loss, **kwargs)
+        if not self.sync_gradients:
             for optimizer in self.optimizers:
                 optimizer.hold_gradients()
 
@@ -246,26 +475,14 @@ class Accelerator(Checkpointing):
         Args:
             optimizer: whose gradients; default: all that are prepared.
         """
-        if not self._run.gradient.sync_gradients:
+        if not self.sync_gradients:
             return
         asked = self.optimizers if optimizer is None else optimizer
         for item in asked if isinstance(asked, (list, tuple)) else [asked]:
             prepared = next((known for known in self.optimizers if item is known or item is known.optimizer), None)
             if prepared is None:
                 raise UsageError(f"this {type(item).__name__} was not prepared by this Accelerator")
-            self._unscale(prepared)
-
-    def _unscale(self, optimizer: AcceleratedOptimizer) -> None:
-        optimizer.correct_gradients()
-        self._plain.gradients.unscale(optimizer.optimizer)
-
-    def _unscale_owners(self, parameters: Sequence[Tensor]) -> None:
-        """Before these parameters' gradients are looked at; those of other optimizers may not be there yet."""
-        if self.precision.scaler is not None or self.window.corrects:
-            ids = {id(p) for p in parameters}
-            for optimizer in self.optimizers:
-                if optimizer.owns(ids):
-                    self._unscale(optimizer)
+            self._prepared.unscale(prepared)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -280,11 +497,11 @@ class Accelerator(Checkpointing):
         Returns:
             The norm before, 0-dim; None within a window, where nothing is clipped.
         """
-        if not self._run.gradient.sync_gradients:
+        if not self.sync_gradients:
             return None
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self._unscale_owners(parameters)
-        return self._plain.gradients.clip(parameters, max_norm, norm_type=norm_type)
+        self._prepared.unscale_owners(parameters)
+        return self._prepared.plain.gradients.clip(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip every gradient element, at the end of a window. Collective where losses came with `num_items`.
@@ -293,10 +510,10 @@ class Accelerator(Checkpointing):
             parameters: whose gradients.
             clip_value: the largest absolute value.
         """
-        if self._run.gradient.sync_gradients:
+        if self.sync_gradients:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            self._unscale_owners(parameters)
-            self._plain.gradients.clip(parameters, clip_value, "value")
+            self._prepared.unscale_owners(parameters)
+            self._prepared.plain.gradients.clip(parameters, clip_value, "value")
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The precision's context, for what is computed outside of a prepared model's forward.
@@ -315,7 +532,7 @@ class Accelerator(Checkpointing):
         """
         with ExitStack() as stack:
             for model in joinables:
-                stack.enter_context(self.strategy_of(model).join())
+                stack.enter_context(self._prepared.strategy_of(model).join())
             yield
 
     def profile(self, handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
@@ -325,6 +542,150 @@ class Accelerator(Checkpointing):
             handler: its options; default: those of `kwargs_handlers`.
         """
         return profile(handler or self._handlers.get(ProfileKwargs) or ProfileKwargs(), self.process_index)
+
+    # ---- saving
+
+    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
+        """Make objects part of `save_state` and `load_state`.
+
+        Args:
+            objects: anything with `state_dict` and `load_state_dict`, of tensors and JSON values; by class name.
+            named: the same under a name.
+
+        Raises:
+            SettingError: an object has not both methods, or a name is taken.
+        """
+        self._states.register(objects, named)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> Callable[[], None]:
+        """Call a hook before each save, on every rank.
+
+        Args:
+            hook: `hook(models, weights, folder)`: the unwrapped models, a list of their state dicts, and the folder
+                that becomes the checkpoint. State dicts may be changed, replaced or taken out of the list, which are
+                not written then. Files that it writes into the folder, from one rank each, become part of the
+                checkpoint. It must not wait for other ranks.
+
+        Returns:
+            What removes the hook.
+        """
+        self._states.save_hooks.append(hook)
+        return lambda: self._states.save_hooks.remove(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> Callable[[], None]:
+        """Call a hook before each load, on every rank.
+
+        Args:
+            hook: `hook(models, folder)`: a list of the unwrapped models, and the checkpoint. Models that it takes out
+                of the list are its own to load.
+
+        Returns:
+            What removes the hook.
+        """
+        self._states.load_hooks.append(hook)
+        return lambda: self._states.load_hooks.remove(hook)
+
+    @overload
+    def save_state(self, output_dir: Location | None = None, background: Literal[False] = False) -> Path: ...
+
+    @overload
+    def save_state(self, output_dir: Location | None = None, *, background: bool) -> Path | None: ...
+
+    def save_state(self, output_dir: Location | None = None, background: bool = False) -> Path | None:
+        """Save everything that was prepared or registered, at one instant and verified. Collective: on all ranks.
+
+        Args:
+            output_dir: the folder; `-<attempt>` is added, so that nothing is overwritten. Default: the next one in
+                `<project_dir>/checkpoints`, where `ProjectConfiguration(total_limit=)` deletes the oldest of this run.
+            background: copy the state to host memory, which is kept, and write and verify it beside the training. The
+                next save waits for it, like `wait_for_saves` and `end_training`, and raises its error.
+
+        Returns:
+            The folder; None in the background, where `wait_for_saves` returns it.
+
+        Raises:
+            CheckpointError: it could not be written, or the project's folder holds a later state of another run; older
+                ones are intact.
+            FolderInUseError: another run saves in the project's folder; it is this one's from here to `end_training`.
+            SettingError: two loaders, optimizers or schedulers cannot be told apart by name.
+            DistributedError: not all ranks came.
+        """
+        self.wait_for_everyone("save_state")
+        return saving.save(self._states, None if output_dir is None else to_path(output_dir), background)
+
+    def wait_for_saves(self) -> Path | None:
+        """Wait for what `save_state(background=True)` has under way. Collective.
+
+        Returns:
+            The checkpoint, verified; None where nothing was under way.
+
+        Raises:
+            CheckpointError: that save failed; on another rank RemoteError.
+        """
+        return self._states.wait()
+
+    def load_state(self, input_dir: Location | None = None, resume: Resume | None = None) -> Path:
+        """Load what `save_state` saved into what is prepared and registered. Collective.
+
+        The next pass of a loader goes on after the batch that was done last; random generators are restored, so at
+        the same number of processes the run continues bit for bit.
+
+        Args:
+            input_dir: the folder, with or without `-<attempt>`; default: the newest of the project that verifies.
+            resume: which parts to load; None for all. `callbacks` are the registered objects, `position` the step, the
+                loaders and the random generators.
+
+        Returns:
+            The folder that was loaded; `resume_report` says more.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CorruptCheckpointError: it does not verify.
+            CheckpointError: it does not fit what is prepared.
+        """
+        self.wait_for_everyone("load_state")
+        path = None if input_dir is None else to_path(input_dir)
+        self.resume_report = saving.load(self._states, path, resume or Resume())
+        return self.resume_report.path
+
+    def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """The whole model's state dict. Collective: on all ranks.
+
+        Args:
+            model: prepared, wrapped or not.
+
+        Returns:
+            Name -> plain tensor; with a strategy whose ranks write their own parts of a checkpoint, on the main process
+            only, and empty elsewhere.
+        """
+        strategy = self._prepared.strategy_of(model)
+        return strategy.full_model_state() if strategy.sharded else strategy.model_state()
+
+    def save_model(self, model: nn.Module, save_directory: PathLike) -> Path:
+        """Write a model's weights as `model.safetensors`, for anybody to load. Collective: on all ranks.
+
+        Args:
+            model: prepared, wrapped or not.
+            save_directory: the folder; made if it is not there.
+
+        Returns:
+            The file.
+        """
+        self.wait_for_everyone("save_model")
+        state = {name: value for name, value in self.get_state_dict(model).items() if isinstance(value, Tensor)}
+        return saving.save_weights(state, local_path(save_directory) / "model.safetensors")
+
+    def save(self, obj: Any, file: PathLike) -> None:
+        """`torch.save` by the main process, at one instant: a reader sees the whole file or the one before.
+
+        Args:
+            obj: what to save.
+            file: where to; its folder is there.
+
+        Raises:
+            UnsavableStateError: it cannot be pickled; the file that was there is intact.
+        """
+        saving.save_object(obj, local_path(file), self.is_main_process)
 
     # ---- evaluation
 
@@ -344,22 +705,10 @@ class Accelerator(Checkpointing):
         Raises:
             DataError: with `per_sample`, a tensor has another number of rows than the batch has samples.
         """
-        loader: AcceleratedLoader | None = self._run.gradient.active_dataloader
-        mine = None if loader is None else loader.source.share.mine
-        mine = mine if self.main_strategy.contributes else 0  # another rank has the same samples
-        if use_gather_object or not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(data)):
-            if not isinstance(data, (list, tuple)):
-                raise DataError(
-                    f"gather_for_metrics takes tensors, or a list of objects with an entry per sample; got "
-                    f"{type(data).__name__}. For one object per rank use instep.distributed.gather_object."
-                )
-            rows = [] if mine == 0 else list(data)
-            if mine and per_sample:
-                _check_rows(len(rows), mine)
-            return [row for part in gather_object(rows) for row in part]
-        if mine and per_sample:
-            map_leaves(lambda leaf: _check_leaf(leaf, mine), data)
-        return gather_ragged(data, 0 if mine == 0 else None)
+        loader: AcceleratedLoader | None = self._prepared.run.gradient.active_dataloader
+        samples = None if loader is None else loader.source.share.mine
+        samples = samples if self._prepared.main_strategy.contributes else 0  # another rank has the same samples
+        return gather_samples(data, samples, use_gather_object, per_sample)
 
     def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedLoader:
         """`instep.accelerator.skip_first_batches`.
@@ -388,6 +737,70 @@ class Accelerator(Checkpointing):
             name: the trigger; None for any.
         """
         return self.triggers.check(name)
+
+    # ---- processes
+
+    def wait_for_everyone(self, name: str | None = None, timeout_s: float | None = None) -> None:
+        """`PartialState.wait_for_everyone`."""
+        self._process.wait_for_everyone(name, timeout_s)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """`PartialState.main_process_first`."""
+        return self._process.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """`PartialState.local_main_process_first`."""
+        return self._process.local_main_process_first()
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """`PartialState.on_main_process`."""
+        return self._process.on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """`PartialState.on_local_main_process`."""
+        return self._process.on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """`PartialState.on_last_process`."""
+        return self._process.on_last_process(function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """`PartialState.on_process`."""
+        return self._process.on_process(function, process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """`PartialState.on_local_process`."""
+        return self._process.on_local_process(function, local_process_index)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """`PartialState.split_between_processes`."""
+        return self._process.split_between_processes(inputs, apply_padding)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process of every node."""
+        if self._local_rank == 0:
+            print(*args, **kwargs)  # noqa: T201 (this is what the method is for)
+
+    def gather(self, data: Any) -> Any:
+        """`instep.distributed.gather`."""
+        return distributed.gather(data)
+
+    def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """`instep.distributed.reduce`, times `scale`.
+
+        Args:
+            data: nested tensors.
+            reduction: "sum", "mean", "min", "max" or "none".
+            scale: a factor for the result.
+        """
+        result = distributed.reduce(data, reduction)
+        return result if scale == 1.0 else map_leaves(lambda leaf: leaf * scale, result)
+
+    def pad_across_processes(self, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """`instep.distributed.pad_across_processes`."""
+        return distributed.pad_across_processes(data, dim, pad_index, pad_first)
 
     # ---- trackers
 
@@ -444,7 +857,8 @@ class Accelerator(Checkpointing):
         Returns:
             As many Nones.
         """
-        self._end()
+        self._prepared.end()
+        self._states.release()
         clear_device_cache()
         return (None,) * len(objects)
 
@@ -457,30 +871,6 @@ class Accelerator(Checkpointing):
         self._trackers.finish()
         self.wait_for_everyone("end_training")
         self.wait_for_saves()
-        self.saver.close()
+        self._states.saver.close()
         self.free_memory()
         self._process.destroy_process_group()
-
-
-def _resolve(
-    strategy: str | Strategy | None, process: PartialState, options: DistributedDataParallelKwargs | None
-) -> Strategy:
-    count = process.num_processes
-    wanted = {} if options is None or count == 1 else options.options()  # alone there is nothing to communicate
-    if strategy is None:
-        strategy, asked = asked_strategy()
-        wanted = {**asked, **wanted}
-    return resolve_strategy(strategy, count, process.device.type, wanted)
-
-
-def _check_leaf(leaf: Any, samples: int) -> None:
-    if isinstance(leaf, Tensor) and leaf.ndim:
-        _check_rows(leaf.shape[0], samples)
-
-
-def _check_rows(rows: int, samples: int) -> None:
-    if rows != samples:
-        raise DataError(
-            f"gather_for_metrics got {rows} rows for a batch of {samples} samples on this rank. Give one row per "
-            "sample of the batch in hand (the last batch may be smaller than batch_size), or say per_sample=False."
-        )

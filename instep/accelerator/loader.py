@@ -1,4 +1,4 @@
-"""The loaders that `Accelerator.prepare` returns."""
+"""The loaders that `Accelerator.prepare` returns, and what is gathered of their batches."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from instep.data import PreparedLoader
 from instep.data.prefetch import batches_through
-from instep.distributed import send_to_device
-from instep.errors import SettingError, UsageError
+from instep.distributed import gather_object, gather_ragged, send_to_device
+from instep.distributed.nested import iter_leaves, map_leaves
+from instep.errors import DataError, SettingError, UsageError
 from instep.state.runs import GradientRecord
 from instep.types import StateDict
 
@@ -252,3 +254,40 @@ def skip_first_batches(loader: Any, num_batches: int) -> SkippedLoader:
     if num_batches < 0:
         raise SettingError(f"num_batches={num_batches} must be at least 0", field="num_batches", got=num_batches)
     return SkippedLoader(loader, num_batches)
+
+
+def gather_samples(data: Any, samples: int | None, use_gather_object: bool, per_sample: bool) -> Any:
+    """Every rank's values, each sample once; see `Accelerator.gather_for_metrics`. Collective.
+
+    Args:
+        data: nested tensors, or a list of objects.
+        samples: how many this rank has in the batch in hand; 0 where it replays one, None outside of a loader.
+        use_gather_object: as there, like `per_sample`.
+        per_sample: whether dimension 0 is the sample.
+    """
+    if use_gather_object or not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(data)):
+        if not isinstance(data, (list, tuple)):
+            raise DataError(
+                f"gather_for_metrics takes tensors, or a list of objects with an entry per sample; got "
+                f"{type(data).__name__}. For one object per rank use instep.distributed.gather_object."
+            )
+        rows = [] if samples == 0 else list(data)
+        if samples and per_sample:
+            _check_rows(len(rows), samples)
+        return [row for part in gather_object(rows) for row in part]
+    if samples and per_sample:
+        map_leaves(lambda leaf: _check_leaf(leaf, samples), data)
+    return gather_ragged(data, 0 if samples == 0 else None)
+
+
+def _check_leaf(leaf: Any, samples: int) -> None:
+    if isinstance(leaf, Tensor) and leaf.ndim:
+        _check_rows(leaf.shape[0], samples)
+
+
+def _check_rows(rows: int, samples: int) -> None:
+    if rows != samples:
+        raise DataError(
+            f"gather_for_metrics got {rows} rows for a batch of {samples} samples on this rank. Give one row per "
+            "sample of the batch in hand (the last batch may be smaller than batch_size), or say per_sample=False."
+        )

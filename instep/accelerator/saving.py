@@ -9,33 +9,48 @@ class and optimizer, loaders by name or data, registered objects by name. Two of
 
 from __future__ import annotations
 
+import pickle
+import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep import __version__
-from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer, find_checkpoint
+from instep.accelerator.handlers import ProjectConfiguration
+from instep.accelerator.loader import AcceleratedLoader
+from instep.accelerator.preparing import PreparedRun
+from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer, find_checkpoint, write_tensors
+from instep.checkpoint.background import BackgroundSaver, PendingSave
 from instep.checkpoint.edge import anything, check, count, dict_of, list_of, mapping, named, taking_up, text
+from instep.checkpoint.lease import Lease
 from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, load_model_state, record
 from instep.checkpoint.scan import facts
 from instep.checkpoint.writer import BaseWriter
 from instep.distributed import gather_object
-from instep.distributed.rank_zero import on_rank_zero, together
-from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError, UsageError
+from instep.distributed.rank_zero import RankGroup, on_rank_zero, together
+from instep.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    SettingError,
+    UnsavableStateError,
+    UsageError,
+)
 from instep.strategies import Strategy
+from instep.types import Stateful
+from instep.utils.atomic import replacing
+from instep.utils.optimizer_state import clean_name
 from instep.utils.optimizers import put_rates, rates_of, set_learning_rates
 from instep.utils.paths import local_path
 from instep.utils.seed import rng_state
-
-if TYPE_CHECKING:
-    from instep.accelerator.checkpointing import Checkpointing
-    from instep.accelerator.loader import AcceleratedLoader
 
 T = TypeVar("T")
 KIND = "accelerator"
@@ -49,58 +64,118 @@ _SHARED = {
 _RANK = {"rng": mapping, "loaders": dict_of(mapping), "data_rank": count}
 
 
-def save(accelerator: Checkpointing, path: Path | None, background: bool = False) -> Path | None:
+class States:
+    """Saving and loading of what is prepared and registered.
+
+    Args:
+        prepared: what is prepared.
+        project: where states go by themselves.
+    """
+
+    def __init__(self, prepared: PreparedRun, project: ProjectConfiguration) -> None:
+        self.prepared, self.project = prepared, project
+        self.registered: dict[str, Stateful] = {}
+        self.save_hooks: list[Callable[..., Any]] = []
+        self.load_hooks: list[Callable[..., Any]] = []
+        self.run_id = uuid.uuid4().hex[:16]  # tells states from those of other runs; `load` takes the saved one up
+        self.saver = BackgroundSaver()
+        self.pending: PendingSave | None = None
+        self.cleaned: set[Path] = set()  # folders of checkpoints that were cleared of what killed processes left
+        self._leases: dict[Path, Lease | None] = {}  # folders that this run saves in; the main process holds the lease
+        self._releases: list[weakref.finalize[..., States]] = []
+
+    def own(self, store: CheckpointStore) -> None:
+        """Take a folder of states until this run ends, this object is gone, or the process exits. Collective."""
+        if store.root not in self._leases:
+            store.own(self.run_id)
+            self._leases[store.root] = store.lease
+            if store.lease is not None:
+                self._releases.append(weakref.finalize(self, store.lease.release))
+        store.lease = self._leases[store.root]
+
+    def release(self) -> None:
+        """Give the folders back, at the run's end."""
+        if self.pending is None:  # what still saves there owns it
+            for release in self._releases:
+                release()
+            self._leases.clear()
+
+    def wait(self) -> Path | None:
+        """Wait for the save that is under way. Collective."""
+        pending, self.pending = self.pending, None
+        return None if pending is None else pending.outcome(RankGroup())
+
+    def register(self, objects: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Make objects part of `save_state` and `load_state`."""
+        items = [*[(type(obj).__name__, obj) for obj in objects], *named.items()]
+        for name, obj in items:
+            if not isinstance(obj, Stateful):
+                raise SettingError(
+                    f"{name} cannot be registered for checkpointing: it has no state_dict and load_state_dict",
+                    field="objects",
+                    got=obj,
+                )
+            if self.registered.get(name, obj) is not obj:
+                raise SettingError(
+                    f"two objects are registered as {name!r}. Name them: register_for_checkpointing(ema=..., ...)",
+                    field="objects",
+                    got=name,
+                )
+        self.registered.update(items)
+
+
+def save(states: States, path: Path | None, background: bool = False) -> Path | None:
     """Save everything that was prepared or registered; None where that is under way beside the training. Collective."""
-    if background and accelerator.save_hooks:
+    if background and states.save_hooks:
         raise UsageError(
             "save_state(background=True) copies states and lets a thread write them, but a hook before save_state "
             "writes files itself. Save without background=True, or register what it writes for checkpointing."
         )
-    accelerator.wait_for_saves()
-    if not accelerator.sync_gradients:
+    states.wait()
+    if not states.prepared.syncs:
         warnings.warn(
             "this state is saved in the middle of an accumulation window, whose gradients are no part of it: a resumed "
             "run begins the window again, with other random numbers. Save where accelerator.sync_gradients is True",
             stacklevel=4,
         )
-    store, name = _store_of(accelerator, path)
+    store, name = _store_of(states, path)
     if path is None:
-        accelerator.own(store)
+        states.own(store)
     with together("collecting the weights"):  # what may need the other ranks; the rest must not
-        models = accelerator.models_by_name
-        weights = {name: dict(accelerator.strategy_of(model).model_state()) for name, model in models.items()}
-        optimizers = _optimizers(accelerator)
-        seed = accelerator.seed
-    if path is None and store.root not in accelerator.cleaned:
-        on_rank_zero(lambda: _refuse_another_run(accelerator, store), f"looking at {store.root}")
-    clean_once(store, accelerator.cleaned)
+        models = states.prepared.models
+        weights = {name: dict(states.prepared.strategy_of(model).model_state()) for name, model in models.items()}
+        optimizers = _optimizers(states)
+        seed = states.prepared.seed
+    if path is None and store.root not in states.cleaned:
+        on_rank_zero(lambda: _refuse_another_run(states, store), f"looking at {store.root}")
+    clean_once(store, states.cleaned)
 
     def write(writer: BaseWriter) -> None:
-        kept = _run_save_hooks(accelerator, weights, writer.folder) if isinstance(writer, Writer) else weights
-        _collect(accelerator, kept, optimizers, seed).write(writer)
+        kept = _run_save_hooks(states, weights, writer.folder) if isinstance(writer, Writer) else weights
+        _collect(states, kept, optimizers, seed).write(writer)
 
-    limit = None if path is not None else accelerator.project_configuration.total_limit
-    about: dict[str, Any] = {"info": {"kind": KIND}, "name": name, "run_id": accelerator.run_id}
+    limit = None if path is not None else states.project.total_limit
+    about: dict[str, Any] = {"info": {"kind": KIND}, "name": name, "run_id": states.run_id}
     if background:
-        _start(accelerator, store, write, limit, about)
+        _start(states, store, write, limit, about)
         return None
-    saved = store.save(accelerator.step, write, **about)
+    saved = store.save(states.prepared.step, write, **about)
     if limit is not None:
-        _keep(store, saved, limit, accelerator.run_id)
+        _keep(store, saved, limit, states.run_id)
     return saved
 
 
 def _start(
-    accelerator: Checkpointing,
+    states: States,
     store: CheckpointStore,
     write: Callable[[BaseWriter], None],
     limit: int | None,
     about: dict[str, Any],
 ) -> None:
-    recorder = record(accelerator.saver, write, "copying the state")
-    new = Saved("", accelerator.step)
-    to_delete = [] if limit is None else _too_old(store, limit, accelerator.run_id, new)
-    accelerator.pending = accelerator.saver.start(store, accelerator.step, recorder, to_delete=to_delete, **about)
+    recorder = record(states.saver, write, "copying the state")
+    new = Saved("", states.prepared.step)
+    to_delete = [] if limit is None else _too_old(store, limit, states.run_id, new)
+    states.pending = states.saver.start(store, states.prepared.step, recorder, to_delete=to_delete, **about)
 
 
 def _keep(store: CheckpointStore, newest: Path, limit: int, run_id: str) -> None:
@@ -122,10 +197,10 @@ def _too_old(store: CheckpointStore, limit: int, run_id: str, *new: Saved) -> li
     return on_rank_zero(old, f"looking at {store.root}")
 
 
-def _refuse_another_run(accelerator: Checkpointing, store: CheckpointStore) -> None:
+def _refuse_another_run(states: States, store: CheckpointStore) -> None:
     """A new run among the states of an older one that was further: "the newest" would be the older one's."""
-    others = [info for info in store.scan() if info.manifest.run_id != accelerator.run_id]
-    if others and others[0].step >= accelerator.step:
+    others = [info for info in store.scan() if info.manifest.run_id != states.run_id]
+    if others and others[0].step >= states.prepared.step:
         raise CheckpointError(
             f"{store.root} holds the states of another run, up to {others[0].path.name}, which load_state() would take "
             "for the newest. Go on with that run by load_state() before training, or give this one a project_dir of "
@@ -134,10 +209,10 @@ def _refuse_another_run(accelerator: Checkpointing, store: CheckpointStore) -> N
         )
 
 
-def load(accelerator: Checkpointing, path: Path | None, parts: Resume) -> ResumeReport:
+def load(states: States, path: Path | None, parts: Resume) -> ResumeReport:
     """Load what `save` wrote, or parts of it, into what is prepared and registered now. Collective."""
     if path is None:
-        store, _ = _store_of(accelerator, None)
+        store, _ = _store_of(states, None)
         reader = store.resolve("last", kind=KIND)
         assert reader is not None
     else:
@@ -150,7 +225,7 @@ def load(accelerator: Checkpointing, path: Path | None, parts: Resume) -> Resume
             path=reader.path,
         )
     report = ResumeReport(reader.path, parts.parts)
-    _restore(accelerator, _saved_run(reader), parts, report)
+    _restore(states, _saved_run(reader), parts, report)
     return report
 
 
@@ -158,13 +233,13 @@ def _saved_run(reader: Reader) -> SavedRun:
     return SavedRun(reader, "accelerator", "an Accelerator", lambda state: check(state, _SHARED, "it"), _RANK)
 
 
-def _store_of(accelerator: Checkpointing, path: Path | None) -> tuple[CheckpointStore, str | None]:
+def _store_of(states: States, path: Path | None) -> tuple[CheckpointStore, str | None]:
     if path is not None:
         path = path.absolute()
         return CheckpointStore(path.parent), path.name
     project, automatic = (
-        accelerator.project_configuration.project_dir,
-        accelerator.project_configuration.automatic_checkpoint_naming,
+        states.project.project_dir,
+        states.project.automatic_checkpoint_naming,
     )
     if project is None or not automatic:
         raise CheckpointError(
@@ -177,13 +252,11 @@ def _store_of(accelerator: Checkpointing, path: Path | None) -> tuple[Checkpoint
 # ---- out
 
 
-def _run_save_hooks(
-    accelerator: Checkpointing, weights: Mapping[str, dict[str, Any]], folder: Path
-) -> dict[str, dict[str, Any]]:
+def _run_save_hooks(states: States, weights: Mapping[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
     """The state dicts that the hooks have left, by model."""
     left = list(weights.values())
-    for hook in accelerator.save_hooks:
-        hook(list(accelerator.models_by_name.values()), left, folder)
+    for hook in states.save_hooks:
+        hook(list(states.prepared.models.values()), left, folder)
     if len(left) == len(weights):
         return dict(zip(weights, left, strict=True))
     kept = {name: state for name, state in weights.items() if any(state is other for other in left)}
@@ -196,46 +269,46 @@ def _run_save_hooks(
 
 
 def _collect(
-    accelerator: Checkpointing,
+    states: States,
     weights: Mapping[str, Mapping[str, Any]],
     optimizers: Mapping[str, tuple[Optimizer, dict[str, Any]]],
     seed: int,
 ) -> RunState:
     """This rank's state, of what was collected together and the rest, which waits for no other rank."""
-    window, strategy = accelerator.window, accelerator.main_strategy
+    window, strategy = states.prepared.window, states.prepared.main_strategy
     loaders: dict[str, Any] = {}
     own_loaders: dict[str, Any] = {}
-    if window.running and any(optimizer.begins_by_hand for optimizer in accelerator.optimizers):
+    if window.running and any(optimizer.begins_by_hand for optimizer in states.prepared.optimizers):
         window.running[0].trains = True
-    for name, loader in named_loaders(accelerator.dataloaders).items():
-        begin = window.begin if loader is window.loader and not accelerator.sync_gradients else None
+    for name, loader in named_loaders(states.prepared.dataloaders).items():
+        begin = window.begin if loader is window.loader and not states.prepared.syncs else None
         (own_loaders if loader.source.rank_state else loaders)[name] = loader.state_dict(begin)
-    schedulers = _schedulers(accelerator, [optimizer for optimizer, _ in optimizers.values()])
+    schedulers = _schedulers(states, [optimizer for optimizer, _ in optimizers.values()])
     shared = {
         "seed": seed,
         "instep_version": __version__,
-        "world_size": accelerator.num_processes,
+        "world_size": states.prepared.world_size,
         "data_world_size": strategy.data_world_size,
-        "mixed_precision": accelerator.mixed_precision,
-        "step": accelerator.step,
+        "mixed_precision": states.prepared.precision.mixed_precision,
+        "step": states.prepared.step,
         "schedulers": {name: scheduler.state_dict() for name, scheduler in schedulers.items()},
-        "run_id": accelerator.run_id,
-        "scaler": accelerator.precision_state(),
+        "run_id": states.run_id,
+        "scaler": states.prepared.precision_state(),
         "loaders": loaders,
         "rank_loaders": list(own_loaders),
-        "objects": {name: obj.state_dict() for name, obj in accelerator.registered.items()},
+        "objects": {name: obj.state_dict() for name, obj in states.registered.items()},
         "models": list(weights),
     }
     own = {"rng": rng_state(), "loaders": own_loaders, "data_rank": strategy.data_rank}
     trees = strategy.local_shards([tree for _, tree in optimizers.values()])
-    return RunState("accelerator", strategy.sharded, _own_weights(accelerator, weights), trees, shared, own)
+    return RunState("accelerator", strategy.sharded, _own_weights(states, weights), trees, shared, own)
 
 
-def _own_weights(accelerator: Checkpointing, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+def _own_weights(states: States, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """This rank's part of the weights under their names in the checkpoint; None where hooks have taken all."""
     merged: dict[str, Any] | None = None
     for name, state in weights.items():
-        owned = accelerator.strategy_of(accelerator.models_by_name[name]).owned(state)
+        owned = states.prepared.strategy_of(states.prepared.models[name]).local_shards(state)
         if owned is not None:
             merged = (merged or {}) | clean_names(owned, "" if len(weights) == 1 else f"{name}.")
     return merged
@@ -273,20 +346,20 @@ def _data_name(dataset: Any) -> str:
     return f"{type(dataset).__name__}[{len(dataset) if hasattr(dataset, '__len__') else '?'}]"
 
 
-def _optimizers(accelerator: Checkpointing) -> dict[str, tuple[Optimizer, dict[str, Any]]]:
+def _optimizers(states: States) -> dict[str, tuple[Optimizer, dict[str, Any]]]:
     """Optimizers and their states, by the names of their parameters."""
-    strategy = _of_all(accelerator)
-    both = [(known.optimizer, strategy.optimizer_state(known.optimizer)) for known in accelerator.optimizers]
+    strategy = _of_all(states)
+    both = [(known.optimizer, strategy.optimizer_state(known.optimizer)) for known in states.prepared.optimizers]
     advice = "Prepare the models that own their parameters, and step no parameter by two optimizers."
     return _keyed("optimizers", ((_parameters(tree), (optimizer, tree)) for optimizer, tree in both), advice)
 
 
-def _of_all(accelerator: Checkpointing) -> Strategy:
+def _of_all(states: States) -> Strategy:
     """The strategy of all models together, whose parameters an optimizer may mix."""
-    if len(accelerator.models_by_name) == 1:
-        return accelerator.main_strategy
-    strategy = copy(accelerator.main_strategy)
-    strategy.module = whole(accelerator.models_by_name)
+    if len(states.prepared.models) == 1:
+        return states.prepared.main_strategy
+    strategy = copy(states.prepared.main_strategy)
+    strategy.module = whole(states.prepared.models)
     return strategy
 
 
@@ -294,10 +367,10 @@ def _parameters(tree: Mapping[str, Any]) -> str:
     return ", ".join(sorted(tree["shapes"]))
 
 
-def _schedulers(accelerator: Checkpointing, optimizers: Sequence[Optimizer | None]) -> dict[str, Any]:
+def _schedulers(states: States, optimizers: Sequence[Optimizer | None]) -> dict[str, Any]:
     """The user's schedulers, by class and the places of their optimizers in the checkpoint."""
     items: list[tuple[str, Any]] = []
-    for known in accelerator.schedulers:
+    for known in states.prepared.schedulers:
         places = ", ".join(map(str, known.places(optimizers)))
         items.append((f"{type(known.scheduler).__name__} of optimizer {places}", known.scheduler))
     advice = (
@@ -310,38 +383,39 @@ def _schedulers(accelerator: Checkpointing, optimizers: Sequence[Optimizer | Non
 # ---- in
 
 
-def _restore(accelerator: Checkpointing, saved: SavedRun, parts: Resume, report: ResumeReport) -> None:
-    shared, models = saved.shared, accelerator.models_by_name
-    loaders = named_loaders(accelerator.dataloaders) if parts.position else {}
-    objects = accelerator.registered if parts.callbacks else {}
+def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeReport) -> None:
+    shared, models = saved.shared, states.prepared.models
+    loaders = named_loaders(states.prepared.dataloaders) if parts.position else {}
+    objects = states.registered if parts.callbacks else {}
     if parts.callbacks:
         _same_names(saved.path, "objects registered for checkpointing", shared["objects"], objects)
     if parts.position:
         _same_names(saved.path, "loaders", [*shared["loaders"], *shared["rank_loaders"]], loaders)
-    rank, strategy = accelerator.process_index, accelerator.main_strategy
-    same = all(gather_object(saved.same_sharding(rank, accelerator.num_processes, strategy)))
+    rank, strategy = states.prepared.rank, states.prepared.main_strategy
+    same = all(gather_object(saved.same_sharding(rank, states.prepared.world_size, strategy)))
     own = saved.rank(rank) if same else None
     places: dict[str, Any] = {}
     if parts.position:
-        of_ranks = own["loaders"] if own is not None else _places_of_another_world(accelerator, saved)
+        of_ranks = own["loaders"] if own is not None else _places_of_another_world(states, saved)
         places = {**shared["loaders"], **of_ranks}
     left = list(models.values())
-    for hook in accelerator.load_hooks:
+    for hook in states.load_hooks:
         hook(left, saved.path)
     kept = {name: model for name, model in models.items() if any(model is other for other in left)}
     if kept or not models:  # what hooks took out of the list they load
-        _restore_models(accelerator, kept, saved, parts.strict is not False, report)
+        _restore_models(states, kept, saved, parts.strict is not False, report)
     if parts.optimizer or parts.schedulers:
-        _restore_optimizers_and_schedulers(accelerator, saved, parts, report)
+        _restore_optimizers_and_schedulers(states, saved, parts, report)
     if parts.lr is not None:
-        optimizers, schedulers = accelerator.optimizers, accelerator.schedulers
+        optimizers, schedulers = states.prepared.optimizers, states.prepared.schedulers
         set_learning_rates([each.optimizer for each in optimizers], [each.scheduler for each in schedulers], parts.lr)
     for name, obj in objects.items():
         with taking_up(saved.path, f"the object {name}"):
             obj.load_state_dict(shared["objects"][name])
     if not parts.position:
         return
-    accelerator.restore_counters(shared["step"], shared["seed"], shared["run_id"])
+    states.prepared.restore_counters(shared["step"], shared["seed"])
+    states.run_id = shared["run_id"]
     for name, loader in loaders.items():
         with taking_up(saved.path, f"the loader {name}"):
             loader.load_state_dict(places[name])
@@ -349,7 +423,7 @@ def _restore(accelerator: Checkpointing, saved: SavedRun, parts: Resume, report:
     saved.restore_random(rng, strategy.data_rank, shared["seed"], shared["step"])
 
 
-def _places_of_another_world(accelerator: Checkpointing, saved: SavedRun) -> dict[str, Any]:
+def _places_of_another_world(states: States, saved: SavedRun) -> dict[str, Any]:
     """The places of loaders with a state per rank, which fit where all ranks were between two epochs."""
     names, world_size = saved.shared["rank_loaders"], saved.shared["world_size"]
     if not names:
@@ -359,7 +433,7 @@ def _places_of_another_world(accelerator: Checkpointing, saved: SavedRun) -> dic
         within = [name for name in names if any(of_rank[name]["source"] is not None for of_rank in every)]
     if within:
         raise CheckpointError(
-            f"{saved.path} was saved by {world_size} processes and is loaded by {accelerator.num_processes}, but "
+            f"{saved.path} was saved by {world_size} processes and is loaded by {states.prepared.world_size}, but "
             f"within an epoch the place in {', '.join(within)} is known per process only. Resume with {world_size} "
             "processes, or from a checkpoint between epochs; data with a length resumes at any number of processes.",
             path=saved.path,
@@ -368,16 +442,16 @@ def _places_of_another_world(accelerator: Checkpointing, saved: SavedRun) -> dic
 
 
 def _restore_models(
-    accelerator: Checkpointing, models: Mapping[str, nn.Module], saved: SavedRun, strict: bool, report: ResumeReport
+    states: States, models: Mapping[str, nn.Module], saved: SavedRun, strict: bool, report: ResumeReport
 ) -> None:
     names: list[str] = saved.shared["models"]
     if len(models) != 1 or len(names) != 1:  # a single one fits by its parameters' names, whatever it is called
-        taken = accelerator.models_by_name.keys() - models
+        taken = states.prepared.models.keys() - models
         _same_names(saved.path, "models", [name for name in names if name not in taken], models)
-    tensors = saved.model_state(lazy=accelerator.main_strategy.sharded) if names else {}
+    tensors = saved.model_state(lazy=states.prepared.main_strategy.sharded) if names else {}
     for name, model in models.items():
         prefix = "" if len(names) == 1 else f"{name}."
-        strategy = accelerator.strategy_of(model)
+        strategy = states.prepared.strategy_of(model)
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         try:
             load_model_state(strategy.load_model_state, strategy.model_shapes(), state, strict, report, prefix)
@@ -385,37 +459,33 @@ def _restore_models(
             raise CheckpointError(f"the weights of {saved.path} do not fit {name}: {error}", path=saved.path) from error
 
 
-def _restore_optimizers_and_schedulers(
-    accelerator: Checkpointing, saved: SavedRun, parts: Resume, report: ResumeReport
-) -> None:
-    rates = [(prepared.optimizer, rates_of(prepared.optimizer)) for prepared in accelerator.optimizers]
-    schedulers = _schedulers(accelerator, _restore_optimizers(accelerator, saved, parts, report))
+def _restore_optimizers_and_schedulers(states: States, saved: SavedRun, parts: Resume, report: ResumeReport) -> None:
+    rates = [(prepared.optimizer, rates_of(prepared.optimizer)) for prepared in states.prepared.optimizers]
+    schedulers = _schedulers(states, _restore_optimizers(states, saved, parts, report))
     if parts.optimizer:
         with taking_up(saved.path, "the loss scale"):
-            accelerator.precision.load_state_dict(saved.shared["scaler"])
+            states.prepared.precision.load_state_dict(saved.shared["scaler"])
     if not parts.schedulers:
         for optimizer, own in rates if schedulers else ():
             put_rates(optimizer, own)
         return
-    states = saved.shared["schedulers"]
+    schedules = saved.shared["schedulers"]
     if parts.strict is not False:
-        _same_names(saved.path, "schedulers", states, schedulers)
-    report.left_out += sorted(states.keys() ^ schedulers.keys())
-    for name in states.keys() & schedulers.keys():
-        saved.restore_schedule(name, schedulers[name], states[name], parts.optimizer)
+        _same_names(saved.path, "schedulers", schedules, schedulers)
+    report.left_out += sorted(schedules.keys() ^ schedulers.keys())
+    for name in schedules.keys() & schedulers.keys():
+        saved.restore_schedule(name, schedulers[name], schedules[name], parts.optimizer)
 
 
-def _restore_optimizers(
-    accelerator: Checkpointing, saved: SavedRun, parts: Resume, report: ResumeReport
-) -> list[Optimizer | None]:
+def _restore_optimizers(states: States, saved: SavedRun, parts: Resume, report: ResumeReport) -> list[Optimizer | None]:
     """Load each optimizer's state from the one that had its parameters; the optimizers in the saved order."""
-    trees = saved.optimizer_trees(lazy=accelerator.main_strategy.sharded)
-    here = _optimizers(accelerator)
+    trees = saved.optimizer_trees(lazy=states.prepared.main_strategy.sharded)
+    here = _optimizers(states)
     strict = parts.strict is not False
     with taking_up(saved.path, "the optimizers"):
         places = {_parameters(tree): place for place, tree in enumerate(trees)}
     order: list[Optimizer | None] = [None] * len(trees)
-    strategy = _of_all(accelerator)
+    strategy = _of_all(states)
     for names, (optimizer, own) in here.items():
         place = places.get(names) if strict else _nearest(own, trees)
         if place is None and strict:
@@ -460,3 +530,33 @@ def _differs(path: Path, wanted: str, there: list[str]) -> CheckpointError:
         "prepared when it was saved.",
         path=path,
     )
+
+
+# ---- single files
+
+
+def save_weights(state: Mapping[str, Tensor], file: Path) -> Path:
+    """A safetensors file, at one instant. Collective: the main process writes."""
+
+    def write() -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as temporary:
+            write_tensors(temporary, {clean_name(name): value for name, value in state.items()}, {"format": "pt"})
+
+    on_rank_zero(write, f"saving {file}")
+    return file
+
+
+def save_object(obj: Any, file: Path, is_main: bool) -> None:
+    """`torch.save`, at one instant, by the main process."""
+    if not is_main:
+        return
+    try:
+        with replacing(file) as temporary:
+            torch.save(obj, temporary)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise UnsavableStateError(
+            f"a {type(obj).__name__} could not be saved as {file}: {error}. Save what torch.save can pickle, such as a "
+            "state_dict; the file that was there is intact.",
+            path=file,
+        ) from error

@@ -15,7 +15,7 @@ NAMES = {"csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "Wandb
 
 
 class Trackers:
-    """What `log_with`, `init_trackers`, `log` and `end_training` act on.
+    """Loggers of an Accelerator: `log_with`, `init_trackers`, `log` and `end_training` act on them.
 
     What is logged before `init` is kept and written then.
 

@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` returns: models, optimizers and schedulers that act at the ends of accumulation windows.
+"""Results of `Accelerator.prepare`: models, optimizers and schedulers that act at the ends of accumulation windows.
 
 The window says where the loop stands in it, and what each of its losses weighs.
 """
@@ -134,7 +134,7 @@ class Window:
             loader.batches_done = loader.batch_idx + 1
 
     def weight(self) -> float:
-        """What the mean loss of the batch in hand counts in its window, for the mean over all samples of all ranks."""
+        """Weight of the batch's mean loss in its window, for the mean over all samples of all ranks."""
         if not self._inside:
             self._look()
         loader, num_steps = self.loader, self._gradient.num_steps
@@ -181,7 +181,7 @@ class Window:
         return self._entered and (self._items is not None or (self.loader is not None and not self.loader.reliable))
 
     def correction(self) -> Tensor | float | None:
-        """What the gradients of a finished window must be multiplied by; None for nothing. Collective with items."""
+        """Factor for the gradients of a finished window; None for nothing. Collective with items."""
         if not self.corrects:
             return None
         if self._factor is None:

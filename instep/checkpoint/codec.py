@@ -93,7 +93,7 @@ def _enum_state(member: Enum) -> tuple[str, Any, dict[str, Any]]:
 
 
 def _class_named(module: str, qualified: str) -> Any:
-    """What a loaded module has under that name. Never `getattr`: a module's own may import, a class's may run code."""
+    """Attribute of a loaded module, by name. Never `getattr`: a module's own may import, a class's may run code."""
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         if not isinstance(found, (ModuleType, type)):
@@ -391,7 +391,7 @@ class _Encoder:
 
 
 def _describe(obj: Any) -> str:
-    """What an object of an unknown type is, and what can be saved instead."""
+    """Describe an object of an unknown type, and what can be saved instead."""
     kind = type(obj)
     name = f"a {kind.__module__}.{kind.__qualname__}"
     if isinstance(obj, type) or (callable(obj) and hasattr(obj, "__qualname__")):

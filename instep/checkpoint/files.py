@@ -51,7 +51,7 @@ def wait(pause_s: float, what: str) -> None:
 
 
 def patiently(read: Callable[[], T]) -> T:
-    """What `read()` returns; called again where it fails in passing."""
+    """Call `read` and return its result; again where it fails in passing."""
     for pause_s in PAUSES_S:
         try:
             return read()
@@ -143,11 +143,11 @@ class Files(ABC):
 
     @abstractmethod
     def write_manifest(self, folder: Path, manifest: bytes) -> None:
-        """All of a commit but its instant."""
+        """Write the manifest and make the folder safe: all of a commit but its instant."""
 
     @abstractmethod
     def publish(self, folder: Path, final: Path, manifest: bytes) -> None:
-        """The instant: `final` is a checkpoint when this returns, and none where this was not reached."""
+        """Commit at one instant: `final` is a checkpoint when this returns, and none where this was not reached."""
 
     # Small files beside the checkpoints: leases.
 
@@ -175,7 +175,7 @@ class Files(ABC):
 
     @abstractmethod
     def leftovers(self, root: Path) -> list[tuple[Path, bool | None]]:
-        """What is no checkpoint: saves in progress, dead ones and half removed folders.
+        """List what is no checkpoint: saves in progress, dead ones and half removed folders.
 
         Returns:
             Each with whether nobody is at work there; None where that cannot be known from here.

@@ -26,7 +26,7 @@ Trace: TypeAlias = "Callable[[str, Path, Any], None]"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be.
+    """Size and checksums of a file.
 
     Args:
         bytes: its size.

@@ -37,7 +37,7 @@ _ENTRY: dict[str, Kind] = {"dtype": text, "shape": list_of(count), "data_offsets
 
 @dataclass(frozen=True)
 class FileSlice:
-    """What one file holds of one tensor.
+    """Slice of a tensor in one file.
 
     Args:
         path: the file.
@@ -81,7 +81,7 @@ class FileSlice:
 
 
 def read_parts(path: Path) -> dict[str, FileSlice]:
-    """What a safetensors file holds, by its header alone; shared tensors under each of their names.
+    """Read the slices of a safetensors file from its header alone; shared tensors under each of their names.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -143,7 +143,7 @@ def _check_ranges(parts: Iterable[FileSlice], begin: int, size: int) -> None:
 
 
 class LazyTensor:
-    """A stored tensor, whole, whatever files its parts are in.
+    """Tensor that is read when it is used, whatever files its slices are in.
 
     Args:
         parts: of one tensor; in no order. A box that two ranks wrote is taken once.
@@ -169,7 +169,7 @@ class LazyTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As stored."""
+        """Type of its elements in the file."""
         return dtype_from_name(self.parts[0].dtype)
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:

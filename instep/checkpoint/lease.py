@@ -213,7 +213,7 @@ class Lease:
                     )
 
     def _renew(self) -> str:
-        """What came in the way, if anything did."""
+        """Error that came in the way; None without one."""
         with self._writing:
             try:
                 if self._stop.is_set():
@@ -260,7 +260,7 @@ def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
 
 
 def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    """What is of the kind that a lease has, of a file that anybody may have written; the rest is left out."""
+    """Values of the kinds that a lease has, of a file that anybody may have written; the rest is left out."""
     texts = ("id", "owner", "host", "run_id", "command", "since")
     kept: dict[str, Any] = {
         key: it[:_LONG] for key in texts if isinstance(it := content.get(key), str) and it.isprintable()

@@ -41,7 +41,7 @@ _SEAL = ',\n "xxh3": "'
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """Content of a checkpoint's manifest.
 
     Args:
         step: the global step it was saved at.

@@ -96,7 +96,7 @@ class Reader:
         return self._stored(self.files_of(name) or [name])
 
     def state(self, base: str, lazy: bool = False) -> Any:
-        """What `Writer.state` wrote, joined where each rank wrote its part; raises like `tensors`.
+        """Read a state that `Writer.state` wrote, joined where each rank wrote its part; raises like `tensors`.
 
         Args:
             base: the file name without an ending, such as "optimizer", and without "-<rank>-of-<ranks>".
@@ -125,7 +125,7 @@ class Reader:
         return read_all(self._stored(self._weight_files()))
 
     def stored_weights(self) -> Mapping[str, StoredTensor]:
-        """The same, each one left where it is until it, or a box of it, is read."""
+        """The model's weights, each left in its file until it, or a box of it, is read."""
         return self._stored(self._weight_files())
 
     def _weight_files(self) -> list[str]:
@@ -174,7 +174,7 @@ def whole_name(name: str) -> str:
 
 
 def file_problem(path: Path, record: FileRecord) -> str | None:
-    """What is wrong with a file of a checkpoint; None where it is what was written."""
+    """Describe what is wrong with a file of a checkpoint; None where it is what was written."""
     files = files_of(path)
     try:
         refuse_link(path)
@@ -189,7 +189,7 @@ def file_problem(path: Path, record: FileRecord) -> str | None:
 
 
 def folder_problems(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint: empty where it verifies. Reads every byte of it."""
+    """List what is wrong with a checkpoint: empty where it verifies. Reads every byte of it."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:

@@ -88,13 +88,13 @@ class Resume:
         return self.parts == ("weights",)
 
     def record(self) -> dict[str, Any]:
-        """As JSON values: how a checkpoint says that its run has begun so."""
+        """JSON values by which a checkpoint says how its run has begun."""
         return asdict(self)
 
 
 @dataclass
 class ResumeReport:
-    """What a run took up of a checkpoint.
+    """Report of what a run restored of a checkpoint.
 
     Args:
         path: the checkpoint.

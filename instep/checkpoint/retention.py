@@ -16,7 +16,7 @@ from instep.errors import SettingError, one_of
 
 @dataclass(frozen=True)
 class Saved:
-    """What a policy knows of a checkpoint.
+    """Facts about a checkpoint that a policy decides by.
 
     Args:
         key: tells it from the others; its path, for instance.
@@ -112,7 +112,7 @@ class KeepEvery(Retention):
 
 @dataclass(frozen=True)
 class KeepBest(Retention):
-    """Those with the best scores; of equal ones the older. nan is worse than anything, and fills an empty place only.
+    """Keep the best scores; of equal ones the older. nan is worse than anything, and fills an empty place only.
 
     Args:
         count: how many.
@@ -133,7 +133,7 @@ class KeepBest(Retention):
 
 @dataclass(frozen=True)
 class KeepAny(Retention):
-    """What any of several policies keeps; made by `|`.
+    """Keep what any of several policies keeps; made by `|`.
 
     Args:
         policies: two or more.
@@ -146,7 +146,7 @@ class KeepAny(Retention):
 
 
 def best_first(saved: Sequence[Saved], mode: str) -> list[Saved]:
-    """Those with a score, the best first, nan last, and the older first among equals.
+    """Sort those with a score: the best first, nan last, and the older first among equals.
 
     Args:
         saved: the oldest first.

@@ -141,7 +141,7 @@ class SavedRun:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What the ranks share.
+        """State that the ranks share.
 
         Raises:
             CheckpointNotFoundError: the checkpoint does not have it.
@@ -155,7 +155,7 @@ class SavedRun:
         return state
 
     def rank(self, rank: int) -> dict[str, Any] | None:
-        """What a rank saved of itself; None where there was no such rank. Raises like `shared`."""
+        """State that a rank saved of itself; None where there was no such rank. Raises like `shared`."""
         if rank not in self._ranks:
             name = f"rank-{rank:05d}"
             if not self.reader.has_state(name):
@@ -167,7 +167,7 @@ class SavedRun:
         return self._ranks[rank]
 
     def ranks(self) -> Iterator[dict[str, Any]]:
-        """What each rank saved of itself, in rank order.
+        """States that the ranks saved of themselves, in rank order.
 
         Raises:
             CheckpointNotFoundError: the state of a rank is missing; else as `shared`.
@@ -186,8 +186,8 @@ class SavedRun:
         own = self.rank(rank)
         if own is None:
             return False
-        now = (world_size, strategy.data_world_size, strategy.data_rank, strategy.counts)
-        counted = own.get("counts", strategy.counts)
+        now = (world_size, strategy.data_world_size, strategy.data_rank, strategy.contributes)
+        counted = own.get("counts", strategy.contributes)
         return now == (self.shared["world_size"], self.shared["data_world_size"], own["data_rank"], counted)
 
     def model_state(self, lazy: bool) -> dict[str, Any]:
@@ -196,7 +196,8 @@ class SavedRun:
         Args:
             lazy: leave the tensors where they are until they, or boxes of them, are read.
         """
-        return model_state(self.reader, lazy)
+        state: dict[str, Any] = dict(self.reader.stored_weights() if lazy else self.reader.weights())
+        return state | self.reader.state("model_extra") if self.reader.has_state("model_extra") else state
 
     def optimizer_trees(self, lazy: bool) -> list[Any]:
         """The optimizers' states, in the saved order; `lazy` as in `model_state`."""
@@ -232,12 +233,6 @@ class SavedRun:
             scheduler.load_state_dict(checked_schedule(scheduler, state))
             if not with_optimizer:
                 follow_schedule(scheduler)
-
-
-def model_state(reader: Reader, lazy: bool = False) -> dict[str, Any]:
-    """Read a checkpoint's weights and what state dicts have beside tensors; see `SavedRun.model_state`."""
-    state: dict[str, Any] = dict(reader.stored_weights() if lazy else reader.weights())
-    return state | reader.state("model_extra") if reader.has_state("model_extra") else state
 
 
 def load_model_state(

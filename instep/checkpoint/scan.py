@@ -135,7 +135,7 @@ def look(root: Path) -> list[CheckpointInfo | Broken]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a save needs to know of a checkpoint beside it.
+    """Facts that a save needs of a checkpoint beside it.
 
     Args:
         name: the folder's.
@@ -194,7 +194,7 @@ def facts(root: Path, by_name: bool = False) -> list[Facts]:
 
 
 def _stamp(manifest: str) -> _Stamp | None:
-    """What tells a file from a later one of its name; None where it is missing."""
+    """Stamp that tells a file from a later one of its name; None where it is missing."""
     try:
         seen = os.stat(manifest)
     except OSError:

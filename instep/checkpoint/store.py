@@ -155,11 +155,11 @@ class CheckpointStore:
         return [found for found in look(self.root) if isinstance(found, CheckpointInfo)]
 
     def verify(self, path: Location) -> list[str]:
-        """What is wrong with a checkpoint: empty where every byte of it is what was written. Local."""
+        """List what is wrong with a checkpoint: empty where every byte of it is what was written. Local."""
         return folder_problems(self._inside(path))
 
     def verify_together(self, path: Location) -> list[str]:
-        """The same as `verify`, each file read by one rank. Collective."""
+        """List what is wrong with a checkpoint, each file read by one rank. Collective."""
         folder = self._inside(path)
         manifest, problem = self.ranks.on_rank_zero(lambda: read_or_say(folder), f"verifying {folder}")
         return [problem] if manifest is None else self._problems(folder, manifest)
@@ -437,7 +437,7 @@ class CheckpointStore:
     # Everyone.
 
     def _problems(self, folder: Path, manifest: Manifest) -> list[str]:
-        """What is wrong with the files of a checkpoint, each read by one rank."""
+        """List what is wrong with the files of a checkpoint, each read by one rank. Collective."""
         rank, world_size = self.ranks.place()
         by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
         problems: list[str | None] = []
@@ -487,7 +487,7 @@ class _Passing:
         return _Passing(self.tries + 1, attempt, why)
 
     def or_again(self, act: Callable[[], T], attempt: int) -> T | _Passing:
-        """What `act` returns, or that there is to be another try."""
+        """Call `act`; its result, or that there is to be another try."""
         try:
             return act()
         except CheckpointError as error:

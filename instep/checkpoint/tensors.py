@@ -105,7 +105,7 @@ class StoredTensor(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """As stored."""
+        """Type of its elements in the file."""
         ...
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
@@ -131,7 +131,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def why_unsavable(tensor: Tensor) -> str | None:
-    """What keeps a tensor out of a file, and what to do about it; None where nothing does."""
+    """Describe what keeps a tensor out of a file, and what to do about it; None where nothing does."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a tensor subclass, {type(tensor).__name__}; save the plain tensors it is made of"
     if tensor.layout != torch.strided:
@@ -189,7 +189,7 @@ def write_tensors(
 def framing(
     tensors: Mapping[str, Tensor | Shard], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Tensor]]:
-    """What a safetensors file begins with, and the tensors whose contents follow in this order, without gaps.
+    """Beginning of a safetensors file, and the tensors whose contents follow in this order, without gaps.
 
     Args:
         tensors: as for `write_tensors`; shared ones follow once.

@@ -161,7 +161,7 @@ def merge(path: Location, file: PathLike) -> Path:
 
 
 def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
-    """The same as a folder of safetensors files with an index, as the Hugging Face hub has large models.
+    """Write a checkpoint's weights as safetensors files with an index, as the Hugging Face hub has large models.
 
     Args:
         path: as for `merge`.

@@ -1,4 +1,4 @@
-"""What a save writes with: every file of a checkpoint is recorded here, also those that somebody else wrote."""
+"""Writers of a save: every file of a checkpoint is recorded here, also those that somebody else wrote."""
 
 from __future__ import annotations
 

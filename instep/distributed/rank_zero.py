@@ -37,7 +37,7 @@ class RankGroup:
 
     @classmethod
     def apart(cls) -> RankGroup:
-        """The same ranks, with a group of their own. Collective; `close` it."""
+        """Make a group of its own for all ranks. Collective; `close` it."""
         groups = process.held().groups if process.is_held() else None
         group: Any = None if groups is None else new_group(backend="gloo", timeout=groups.timeout)
         return cls(group)

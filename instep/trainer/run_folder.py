@@ -289,7 +289,7 @@ class RunFolder:
         return path if path is not None and path.is_dir() else None
 
     def _newest(self, trainer: Trainer) -> Path | None:
-        """What `ckpt_path="auto"` would take, if it verifies."""
+        """The checkpoint that `ckpt_path="auto"` would take, if it verifies."""
         from instep.checkpoint import CheckpointStore  # late, as above
 
         assert self.checkpoints is not None

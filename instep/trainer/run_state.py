@@ -173,7 +173,7 @@ _COLLECTING = "collecting the state of the run"
 
 
 def _about(run: RunContext, weights_only: bool, info: dict[str, Any]) -> dict[str, Any]:
-    """What the manifest says."""
+    """JSON values for the manifest."""
     kind = "weights" if weights_only else "full"
     job = {} if run.fit_of_job is None else {"job": run.fit_of_job}  # by which a restarted job finds it
     return {"kind": kind, "epoch": run.position.epoch, **job, **info}

@@ -110,7 +110,7 @@ def load_module(
     strict: bool | None,
     arguments: dict[str, Any],
 ) -> M:
-    """What `TrainModule.load_from_checkpoint` does."""
+    """Make a module and load its weights, for `TrainModule.load_from_checkpoint`."""
     from instep.checkpoint import CheckpointStore, find_checkpoint  # late, as above
     from instep.checkpoint import load_weights as load_file
 

@@ -57,7 +57,7 @@ def test_two_models_of_one_class_need_names(make: Any) -> None:
     with pytest.raises(SettingError, match=r"two models are called 'Net'.*prepare_model"):
         accelerator.prepare(Net(), Net())
     accelerator.prepare(one=Net(), two=Net())
-    assert list(accelerator.models_by_name) == ["Net", "one", "two"]
+    assert list(accelerator._prepared.models) == ["Net", "one", "two"]
 
 
 def test_a_scheduler_made_of_the_prepared_optimizer_steps_it(make: Any) -> None:

@@ -46,7 +46,7 @@ def test_the_state_of_that_instant_is_saved(make: Any, tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], value) for name, value in expected[3].items())
     accelerator.load_state()
     assert counter.count == 3
-    accelerator.saver.close()
+    accelerator._states.saver.close()
 
 
 def test_its_error_comes_with_the_next_save(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +60,11 @@ def test_its_error_comes_with_the_next_save(make: Any, tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(Files, "_before", full)
         accelerator.save_state(background=True)
-        accelerator.saver.wait()
+        accelerator._states.saver.wait()
     with pytest.raises(CheckpointError, match="no space left"):
         accelerator.save_state()
     assert accelerator.save_state().name == "step-00000001-1"
-    accelerator.saver.close()
+    accelerator._states.saver.close()
 
 
 def test_hooks_that_write_files_are_refused(make: Any, tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from instep.accelerator.handlers import ProfileKwargs
-from instep.accelerator.profiling import profile
+from instep.accelerator.handlers import ProfileKwargs, profile
 
 
 def operations(path: Path) -> set[str]:

@@ -98,7 +98,7 @@ def test_a_gradient_that_is_not_finite_skips_step_and_schedule(scaled: Accelerat
         assert scaled.optimizer_step_was_skipped == skipped
     assert model.weight.item() == -1.0
     assert schedule.get_last_lr() == [0.5]
-    scaled._plain.gradients.update_scaler()
+    scaled._prepared.plain.gradients.update_scaler()
     assert scaled.precision.state_dict()["scale"] == 512.0
 
 
@@ -324,7 +324,7 @@ def test_compiled_models_are_known_by_what_is_in_them(make: Any) -> None:
     model = linear()[0]
     compiled = torch.compile(model, backend="eager")
     prepared = accelerator.prepare(compiled)
-    assert list(accelerator.models_by_name) == ["Linear"]
+    assert list(accelerator._prepared.models) == ["Linear"]
     assert accelerator.unwrap_model(prepared) is compiled
     assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
     other = accelerator.prepare_model(linear()[0], name="other")
@@ -411,7 +411,7 @@ def test_a_saved_state_knows_what_the_last_step_did_to_the_scale(scaled: Acceler
     model, optimizer = scaled.prepare(*linear())
     scaled.backward(loss(model, float("inf")))
     optimizer.step()
-    assert scaled.precision_state()["scale"] == 512.0
+    assert scaled._prepared.precision_state()["scale"] == 512.0
 
 
 def test_a_model_that_was_not_prepared_is_told(make: Any) -> None:
