@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 RUNS ?= runs/digits
+PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --durations 100 --durations-min 1
 # Of make fuzz: the inputs are made of the seed alone; READERS names some readers, by default all.
 SEED ?= 0
 COUNT ?= 1000
@@ -12,7 +13,7 @@ READERS ?=
 XLA_VENV ?= .venv-xla
 XLA_PIP := $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help venv quickstart test check fuzz test-xla venv-xla bench soak-short soak clean
+.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla bench soak-short soak clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +27,7 @@ $(VENV)/.torch: constraints-dev.txt
 	$(PIP) torch
 	@touch $@
 
-$(VENV)/.examples $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml $(VENV)/.torch
+$(VENV)/.examples $(VENV)/.test $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml $(VENV)/.torch
 	$(PIP) -e '.[$*]'
 	@touch $@
 
@@ -36,14 +37,19 @@ quickstart: $(VENV)/.examples  ## train the digits example, then say where its d
 	@echo 'The dashboard, with this run and earlier ones:'
 	@echo '  $(BIN)/tensorboard --logdir $(RUNS)'
 
-test: $(VENV)/.dev  ## run the tests
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --durations 30 --durations-min 5
+test: $(VENV)/.test  ## run the tests, but for those of large packages and of SLURM and MPI
+	$(PYTEST) -m 'not extras'
+	@echo 'Left out: what needs deepspeed, ray, transformers, SLURM or MPI (make test-all), and torch_xla (make test-xla).'
 
-check: $(VENV)/.dev  ## lint, formatting, types, import floors
+test-all: $(VENV)/.dev  ## run what make test leaves out
+	$(PYTEST) -m extras
+
+check: $(VENV)/.dev  ## lint, formatting, types, import floors, budgets
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/budgets.py
 
 fuzz: $(VENV)/.dev  ## damaged and hostile inputs for every reader: make fuzz SEED=7 COUNT=1000
 	$(BIN)/python -m tests.fuzz $(READERS) --seed $(SEED) --count $(COUNT)
@@ -81,4 +87,4 @@ soak: $(VENV)/.dev  ## the same 1,000 times; 19 to 60 minutes, by how busy the m
 	$(BIN)/python benchmarks/soak.py --kills 1000
 
 clean:  ## remove the environments and what tools have left
-	rm -rf $(VENV) $(XLA_VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-test $(XLA_VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,7 +8,7 @@
     ├── LogError (ValueError)                 `self.log` got a wrong value, or contradicts an earlier call
     ├── DataError (ValueError)                a loader or a batch cannot be used
     ├── NonFiniteError (FloatingPointError)   the loss or a gradient is nan or inf, and the run was to stop then
-    ├── MissingPackageError (ImportError)     an optional package is not installed
+    ├── MissingPackageError (ImportError)     an optional package is missing or too old
     ├── CheckpointError (RuntimeError)        a checkpoint could not be written or read
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── CorruptCheckpointError            a file is missing, too short, or its checksum differs
@@ -109,7 +109,7 @@ class NonFiniteError(InstepError, FloatingPointError):
 
 
 class MissingPackageError(InstepError, ImportError):
-    """An optional package is not installed; the text has the exact `pip install`."""
+    """An optional package is not installed, or in a version that does not fit; the text has the `pip install`."""
 
 
 class CheckpointError(InstepError, RuntimeError):

@@ -58,6 +58,9 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
         yield made
 
 
+_EXTRAS = ("deepspeed", "ray", "transformers", "slurm", "mpi")  # what `make test` leaves out
+
+
 def _missing() -> dict[str, str | None]:
     """What each marker lacks on this machine; None where it can run."""
     return {
@@ -65,12 +68,17 @@ def _missing() -> dict[str, str | None]:
         "xla": None if find_spec("torch_xla") else "torch_xla is not installed",
         "deepspeed": None if find_spec("deepspeed") else "deepspeed is not installed",
         "ray": None if find_spec("ray") else "ray is not installed",
+        "transformers": None if find_spec("transformers") else "transformers is not installed",
         "slurm": slurm.missing(),
         "mpi": None if which("mpirun") else "mpirun is not installed (Debian: openmpi-bin)",
     }
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.get_closest_marker(marker) for marker in _EXTRAS):
+            item.add_marker("extras")
     for marker, missing in _missing().items():
         if missing is None:
             continue

@@ -39,18 +39,8 @@ from instep.strategies.precision import precision_name
 from instep.strategies.registry import asked_strategy
 from instep.types import PathLike
 from instep.utils import env
+from instep.utils.porting import instead_of
 
-_IN_CONFIG = "It is in DataLoaderConfiguration, given as dataloader_config"
-_ELSEWHERE = {
-    "split_batches": _IN_CONFIG,
-    "dispatch_batches": _IN_CONFIG,
-    "even_batches": _IN_CONFIG,
-    "use_seedable_sampler": "The order of the data always is a function of seed and epoch",
-    "rng_types": "Call instep.accelerator.synchronize_rng_states(...) where random states must be alike",
-    "deepspeed_plugin": "DeepSpeed works with the Trainer; here strategy='fsdp' does what its stage 3 does",
-    "fsdp_plugin": "Use strategy='fsdp', or strategy=FSDPStrategy(...) for its options",
-    "dynamo_backend": "Compile the model with torch.compile(model) before prepare()",
-}
 PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 
 
@@ -127,16 +117,17 @@ class Accelerator(Checkpointing):
         **unknown: Any,
     ) -> None:
         for name in unknown:
-            hint = _ELSEWHERE.get(name, f"Known are {', '.join(sorted(inspect.signature(Accelerator).parameters))}")
-            raise SettingError(f"Accelerator({name}=...) is not taken. {hint}.", field=name, got=unknown[name])
+            known = f"known are {', '.join(sorted(inspect.signature(Accelerator).parameters))}"
+            hint = instead_of("Accelerator", name) or known
+            raise SettingError(f"Accelerator({name}=...) is not taken: {hint}.", field=name, got=unknown[name])
         if mixed_precision is None:
-            asked = env.asked("precision", precision_name) or "32-true"
+            asked = env.from_env("precision", precision_name) or "32-true"
             mixed_precision = next((short for short, name in PRECISION.items() if name == asked), asked)
         if mixed_precision not in PRECISION:
             raise one_of("mixed_precision", mixed_precision, PRECISION)
         if gradient_accumulation_plugin is None:
             steps = gradient_accumulation_steps
-            steps = env.asked("accumulate_grad_batches") if steps is None else steps
+            steps = env.from_env("accumulate_grad_batches") if steps is None else steps
             gradient_accumulation_plugin = GradientAccumulationPlugin(num_steps=1 if steps is None else steps)
         elif gradient_accumulation_steps not in (None, 1, gradient_accumulation_plugin.num_steps):
             raise SettingError(
@@ -266,7 +257,7 @@ class Accelerator(Checkpointing):
 
     def _unscale(self, optimizer: AcceleratedOptimizer) -> None:
         optimizer.correct_gradients()
-        self._plain.unscale_gradients(optimizer.optimizer)
+        self._plain.gradients.unscale(optimizer.optimizer)
 
     def _unscale_owners(self, parameters: Sequence[Tensor]) -> None:
         """Before these parameters' gradients are looked at; those of other optimizers may not be there yet."""
@@ -293,7 +284,7 @@ class Accelerator(Checkpointing):
             return None
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._unscale_owners(parameters)
-        return self._plain.clip_norm(parameters, max_norm, norm_type)
+        return self._plain.gradients.clip(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip every gradient element, at the end of a window. Collective where losses came with `num_items`.
@@ -305,7 +296,7 @@ class Accelerator(Checkpointing):
         if self._run.gradient.sync_gradients:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             self._unscale_owners(parameters)
-            self._plain.clip_value(parameters, clip_value)
+            self._plain.gradients.clip(parameters, clip_value, "value")
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The precision's context, for what is computed outside of a prepared model's forward.
@@ -354,8 +345,8 @@ class Accelerator(Checkpointing):
             DataError: with `per_sample`, a tensor has another number of rows than the batch has samples.
         """
         loader: AcceleratedLoader | None = self._run.gradient.active_dataloader
-        mine = None if loader is None else loader.source.counts(loader.batch_idx)[0]
-        mine = mine if self.seat.counts else 0  # another rank has the same samples
+        mine = None if loader is None else loader.source.share.mine
+        mine = mine if self.main_strategy.contributes else 0  # another rank has the same samples
         if use_gather_object or not any(isinstance(leaf, Tensor) for _, leaf in iter_leaves(data)):
             if not isinstance(data, (list, tuple)):
                 raise DataError(

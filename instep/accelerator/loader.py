@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from instep.data import PreparedLoader
-from instep.data.prefetch import prefetch
+from instep.data.prefetch import batches_through
 from instep.distributed import send_to_device
 from instep.errors import SettingError, UsageError
 from instep.state.runs import GradientRecord
@@ -82,7 +82,7 @@ class AcceleratedLoader:
     @property
     def is_last(self) -> bool:
         """Whether the batch in hand is the epoch's last."""
-        return self.source.is_last
+        return self.source.share.last
 
     def __len__(self) -> int:
         return len(self.source)
@@ -111,10 +111,13 @@ class AcceleratedLoader:
         source.history = gradient.num_steps  # a checkpoint within a window goes back to its beginning
         self.batch_idx = source.first_batch - 1
         self.batches_done = None
-        self.full_batches = source.full_batches(gradient.num_steps)
-        self.reliable = source.reliable
+        self.full_batches = source.plan.full_batches(gradient.num_steps)
+        self.reliable = source.plan.exact
         self._pass = this = object()
-        gradient.dataloader_references = [*(it for it in gradient.dataloader_references if it is not self), self]
+        gradient.dataloader_references = [
+            *(other for other in gradient.dataloader_references if other is not self),
+            self,
+        ]
         try:
             for batch in self._on_device():
                 self.batch_idx += 1
@@ -140,17 +143,16 @@ class AcceleratedLoader:
         """Let the gradient state speak of this loader: with every batch, since a loop may have been left early."""
         source, gradient = self.source, self._gradient
         gradient.active_dataloader = self
-        gradient.end_of_dataloader = source.is_last
-        total = source.counts(self.batch_idx)[1] if source.is_last else None
-        gradient.remainder = -1 if total is None else total
+        share = source.share
+        gradient.end_of_dataloader = share.last
+        gradient.remainder = share.all if share.last and share.all is not None else -1
 
     def _on_device(self) -> Iterator[Any]:
         device = self._device
         if device is None or device.type == "cpu":
             return iter(self.source)
-        if device.type == "cuda":
-            return prefetch(self.source, partial(send_to_device, device=device, non_blocking=True), device)
-        return (send_to_device(batch, device, self._non_blocking) for batch in self.source)
+        non_blocking = self._non_blocking or device.type == "cuda"
+        return batches_through(self.source, [partial(send_to_device, device=device, non_blocking=non_blocking)], device)
 
     # ---- checkpoints
 
@@ -189,7 +191,7 @@ class AcceleratedLoader:
         source = self.source
         if state["source"] is not None:
             source.load_state_dict(state["source"])
-            if not source.reliable or source.first_batch < len(source):
+            if not source.plan.exact or source.first_batch < len(source):
                 return
             self._next_epoch += 1  # nothing is left of that epoch
         source.set_epoch(self._next_epoch + 1)  # what another state had set is void

@@ -6,12 +6,12 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from instep.distributed import gather_object, reduce
+from instep.distributed import gather_object
 from instep.errors import DistributedError, SettingError
 from instep.state import GradientState
+from instep.strategies.local_sgd import average_weights
 
 
 class _Accelerator(Protocol):
@@ -95,7 +95,6 @@ class LocalSGD:
         if self.steps % self.local_sgd_steps == 0:
             self._average()
 
-    @torch.no_grad()
     def _average(self) -> None:
         """A collective. The message before it keeps ranks that are at different steps from pairing their averages."""
         steps = gather_object(self.steps)
@@ -104,13 +103,8 @@ class LocalSGD:
                 f"LocalSGD: ranks took different numbers of optimizer steps when they met: {steps} by rank. Give all "
                 "ranks the same number of batches, and call step() on all of them."
             )
-        for tensor in self._tensors():
-            tensor.copy_(reduce(tensor, "mean"))
-
-    def _tensors(self) -> list[Tensor]:
         module = self._accelerator.unwrap_model(self._model)
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        return [*parameters, *(b for b in module.buffers() if b.is_floating_point())]
+        average_weights((*(p for p in module.parameters() if p.requires_grad), *module.buffers()))
 
     def _check_replicated(self) -> None:
         module = self._accelerator.unwrap_model(self._model)

@@ -209,7 +209,7 @@ class Preparing(ProcessFacade):
         strategy = copy.deepcopy(self._strategy)
         strategy.connect(self.device, self.precision)
         if self.device_placement if device_placement is None else device_placement:
-            strategy.place(model)
+            strategy.prepare_module(model)
         else:
             strategy.module = model
             strategy.precision.convert_module(model)
@@ -218,10 +218,10 @@ class Preparing(ProcessFacade):
         self._checked = False
         self._strategies[id(model)] = strategy
         if evaluation_mode:
-            strategy.setup(model, ())
+            strategy.prepare_training(model, ())
         self._wrapped[id(model)] = model if evaluation_mode else strategy.wrap(model)
         for known in self.optimizers:
-            strategy.take_over(known.optimizer)
+            strategy.rebind_optimizer(known.optimizer)
         return self._wrapped[id(model)]
 
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
@@ -239,7 +239,7 @@ class Preparing(ProcessFacade):
                 return known
         self._claim_run()
         for strategy in self._strategies.values():
-            strategy.take_over(optimizer)
+            strategy.rebind_optimizer(optimizer)
         prepared = AcceleratedOptimizer(optimizer, self._plain, self._run.gradient, self.window)
         self.optimizers.append(prepared)
         self._checked = False
@@ -273,8 +273,8 @@ class Preparing(ProcessFacade):
         if not isinstance(loader, PreparedLoader):
             source = prepare_loader(
                 loader,
-                rank=self.seat.data_rank,
-                world_size=self.seat.data_world_size,
+                rank=self.main_strategy.data_rank,
+                world_size=self.main_strategy.data_world_size,
                 seed=self.seed,
                 device=self.device if moves else None,
                 split_batches=config.split_batches,
@@ -325,21 +325,21 @@ class Preparing(ProcessFacade):
             self._begin()
 
     @property
-    def seat(self) -> Strategy:
+    def main_strategy(self) -> Strategy:
         """The first model's strategy, or one of its kind: all know which part of the data this rank reads."""
         return next(iter(self._strategies.values()), self._plain)
 
     def _separate_random_streams(self) -> None:
         """Ranks with other data draw other dropout masks; the first keeps the user's stream. As the Trainer does."""
         shared = self.seed  # a collective when first asked for
-        if self.seat.data_rank:
-            seed = derive_seed(shared, "rank", self.seat.data_rank)
+        if self.main_strategy.data_rank:
+            seed = derive_seed(shared, "rank", self.main_strategy.data_rank)
             if torch.initial_seed() != seed:
                 seed_process(seed)
 
     def precision_state(self) -> dict[str, Any]:
         """The gradient scaler's state, adapted to the last step; empty without one."""
-        self._plain.update_scaler()
+        self._plain.gradients.update_scaler()
         return self.precision.state_dict()
 
     @property

@@ -1,12 +1,7 @@
-"""What a checkpoint of an Accelerator holds, and how it is taken up again; in the Trainer's store and format.
+"""State of an Accelerator: what `save_state` collects, and how `load_state` restores all of it or parts.
 
-model.safetensors               weights and buffers: a single model's own names, or `<model>.<name>` with several
-model_extra.json                what state_dicts have beside tensors
-optimizer.json/.safetensors     the optimizers' states by parameter name
-                                all three in parts of each rank, `model-00000-of-00002.safetensors`, with a strategy
-                                that shards
-accelerator.json                counters, schedulers, scaler, loaders, registered objects, seed
-rank-00000.json/.safetensors    random generators of each rank, and loaders with a state per rank
+The files are those of `checkpoint/run_state.py`; with several models a weight is called `<model>.<name>`. The ranks
+share counters, schedulers, scaler, loaders, registered objects and seed (`accelerator.json`).
 
 Nothing is matched by the order of `prepare`: models by name, optimizers by the names of their parameters, schedulers by
 class and optimizer, loaders by name or data, registered objects by name. Two of one name are refused.
@@ -15,28 +10,28 @@ class and optimizer, loaders by name or data, registered objects by name. Two of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from instep import __version__
-from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Shard, Writer, find_checkpoint
-from instep.checkpoint.edge import anything, check, count, dict_of, list_of, mapping, named, reading, taking_up, text
-from instep.checkpoint.resume import Resume, ResumeReport, compare
+from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer, find_checkpoint
+from instep.checkpoint.edge import anything, check, count, dict_of, list_of, mapping, named, taking_up, text
+from instep.checkpoint.resume import Resume, ResumeReport
+from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, load_model_state, record
 from instep.checkpoint.scan import facts
 from instep.checkpoint.writer import BaseWriter
-from instep.distributed import gather_object, raise_together
-from instep.distributed.rank_zero import on_rank_zero
+from instep.distributed import gather_object
+from instep.distributed.rank_zero import on_rank_zero, together
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError, UsageError
 from instep.strategies import Strategy
-from instep.utils.optimizer_state import check_trees, clean_name
-from instep.utils.optimizers import checked_schedule, follow_schedule, put_rates, rates_of, set_learning_rates
+from instep.utils.optimizers import put_rates, rates_of, set_learning_rates
 from instep.utils.paths import local_path
-from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
+from instep.utils.seed import rng_state
 
 if TYPE_CHECKING:
     from instep.accelerator.checkpointing import Checkpointing
@@ -44,6 +39,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 KIND = "accelerator"
+_SHARED = {
+    **dict.fromkeys(("world_size", "data_world_size", "step", "seed"), count),
+    **dict.fromkeys(("models", "rank_loaders"), list_of(text)),
+    **dict.fromkeys(("objects", "schedulers", "loaders"), named),
+    "run_id": text,
+    "scaler": anything,
+}
+_RANK = {"rng": mapping, "loaders": dict_of(mapping), "data_rank": count}
 
 
 def save(accelerator: Checkpointing, path: Path | None, background: bool = False) -> Path | None:
@@ -60,37 +63,21 @@ def save(accelerator: Checkpointing, path: Path | None, background: bool = False
             "run begins the window again, with other random numbers. Save where accelerator.sync_gradients is True",
             stacklevel=4,
         )
-    store, name = _place(accelerator, path)
+    store, name = _store_of(accelerator, path)
     if path is None:
         accelerator.own(store)
-    weights: dict[str, dict[str, Any]] = {}
-    optimizers: dict[str, tuple[Optimizer, dict[str, Any]]] = {}
-    shared: dict[str, Any] = {}
-    error: Exception | None = None
-    try:  # what may need the other ranks; the rest must not
-        weights = {it: dict(accelerator.strategy_of(m).model_state()) for it, m in accelerator.models_by_name.items()}
+    with together("collecting the weights"):  # what may need the other ranks; the rest must not
+        models = accelerator.models_by_name
+        weights = {name: dict(accelerator.strategy_of(model).model_state()) for name, model in models.items()}
         optimizers = _optimizers(accelerator)
-        shared["seed"] = accelerator.seed
-    except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
-        error = caught
-    raise_together(error, "collecting the weights")
-    if store.root not in accelerator.swept:
-        if path is None:
-            on_rank_zero(lambda: _refuse_another_run(accelerator, store), f"looking at {store.root}")
-        accelerator.swept.add(store.root)
-        store.tidy()
+        seed = accelerator.seed
+    if path is None and store.root not in accelerator.cleaned:
+        on_rank_zero(lambda: _refuse_another_run(accelerator, store), f"looking at {store.root}")
+    clean_once(store, accelerator.cleaned)
 
     def write(writer: BaseWriter) -> None:
         kept = _run_save_hooks(accelerator, weights, writer.folder) if isinstance(writer, Writer) else weights
-        own = _collect(accelerator, [optimizer for optimizer, _ in optimizers.values()], shared)
-        part = f"-{writer.rank:05d}-of-{writer.world_size:05d}" if accelerator.seat.sharded else ""
-        _write_weights(accelerator, writer, kept, part)
-        trees = accelerator.seat.owned([tree for _, tree in optimizers.values()])
-        if trees is not None:
-            writer.state(f"optimizer{part}", trees)
-        if writer.rank == 0:
-            writer.state("accelerator", {**shared, "models": list(kept)})
-        writer.state(f"rank-{writer.rank:05d}", own)
+        _collect(accelerator, kept, optimizers, seed).write(writer)
 
     limit = None if path is not None else accelerator.project_configuration.total_limit
     about: dict[str, Any] = {"info": {"kind": KIND}, "name": name, "run_id": accelerator.run_id}
@@ -110,16 +97,10 @@ def _start(
     limit: int | None,
     about: dict[str, Any],
 ) -> None:
-    recorder: Any = None
-    error: Exception | None = None
-    try:
-        recorder = accelerator.saver.record(write)
-    except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
-        error = caught
-    raise_together(error, "copying the state")
+    recorder = record(accelerator.saver, write, "copying the state")
     new = Saved("", accelerator.step)
-    doomed = [] if limit is None else _too_old(store, limit, accelerator.run_id, new)
-    accelerator.pending = accelerator.saver.start(store, accelerator.step, recorder, doomed=doomed, **about)
+    to_delete = [] if limit is None else _too_old(store, limit, accelerator.run_id, new)
+    accelerator.pending = accelerator.saver.start(store, accelerator.step, recorder, to_delete=to_delete, **about)
 
 
 def _keep(store: CheckpointStore, newest: Path, limit: int, run_id: str) -> None:
@@ -135,8 +116,8 @@ def _too_old(store: CheckpointStore, limit: int, run_id: str, *new: Saved) -> li
     """The oldest of this run, beyond a limit. Collective."""
 
     def old() -> list[str]:
-        own = [it for it in reversed(facts(store.root)) if it.run_id == run_id]
-        return KeepNewest(limit).doomed([*(Saved(str(store.root / it.name), it.step) for it in own), *new])
+        own = [known for known in reversed(facts(store.root)) if known.run_id == run_id]
+        return KeepNewest(limit).to_delete([*(Saved(str(store.root / known.name), known.step) for known in own), *new])
 
     return on_rank_zero(old, f"looking at {store.root}")
 
@@ -156,28 +137,28 @@ def _refuse_another_run(accelerator: Checkpointing, store: CheckpointStore) -> N
 def load(accelerator: Checkpointing, path: Path | None, parts: Resume) -> ResumeReport:
     """Load what `save` wrote, or parts of it, into what is prepared and registered now. Collective."""
     if path is None:
-        store, _ = _place(accelerator, None)
-        found = store.resolve("last", kind=KIND)
-        assert found is not None
+        store, _ = _store_of(accelerator, None)
+        reader = store.resolve("last", kind=KIND)
+        assert reader is not None
     else:
         found = on_rank_zero(lambda: find_checkpoint(path), f"finding {path}")
-        store = CheckpointStore(found.parent)
-        problems = store.verify_together(found)
-        if problems:
-            raise CorruptCheckpointError(f"{found} does not verify: {'; '.join(problems)}", path=found)
-    reader = store.read(found, verify=False)
+        reader = CheckpointStore(found.parent).open_verified(found)
     if not reader.has("accelerator.json"):
         raise CheckpointNotFoundError(
-            f"{found} was not saved by accelerator.save_state(). Load its weights alone with "
+            f"{reader.path} was not saved by accelerator.save_state(). Load its weights alone with "
             "model.load_state_dict(instep.checkpoint.load_weights(path)) before prepare().",
-            path=found,
+            path=reader.path,
         )
-    report = ResumeReport(found, parts.parts)
-    _restore(accelerator, reader, parts, report)
+    report = ResumeReport(reader.path, parts.parts)
+    _restore(accelerator, _saved_run(reader), parts, report)
     return report
 
 
-def _place(accelerator: Checkpointing, path: Path | None) -> tuple[CheckpointStore, str | None]:
+def _saved_run(reader: Reader) -> SavedRun:
+    return SavedRun(reader, "accelerator", "an Accelerator", lambda state: check(state, _SHARED, "it"), _RANK)
+
+
+def _store_of(accelerator: Checkpointing, path: Path | None) -> tuple[CheckpointStore, str | None]:
     if path is not None:
         path = path.absolute()
         return CheckpointStore(path.parent), path.name
@@ -205,7 +186,7 @@ def _run_save_hooks(
         hook(list(accelerator.models_by_name.values()), left, folder)
     if len(left) == len(weights):
         return dict(zip(weights, left, strict=True))
-    kept = {name: state for name, state in weights.items() if any(state is it for it in left)}
+    kept = {name: state for name, state in weights.items() if any(state is other for other in left)}
     if len(kept) != len(left):
         raise UsageError(
             f"the hooks before save_state left {len(left)} state dicts of {len(weights)}, some of them new ones: it "
@@ -214,47 +195,50 @@ def _run_save_hooks(
     return kept
 
 
-def _write_weights(
-    accelerator: Checkpointing, writer: BaseWriter, weights: Mapping[str, Mapping[str, Any]], part: str
-) -> None:
-    tensors: dict[str, Tensor | Shard] = {}
-    extra: dict[str, Any] = {}
-    parts = {name: accelerator.strategy_of(accelerator.models_by_name[name]).owned(it) for name, it in weights.items()}
-    mine = {name: state for name, state in parts.items() if state is not None}
-    for name, state in mine.items():
-        for key, value in state.items():
-            full = clean_name(key) if len(weights) == 1 else f"{name}.{clean_name(key)}"
-            (tensors if isinstance(value, Tensor | Shard) else extra)[full] = value
-    if mine:  # where hooks have taken all, the file's name is theirs
-        writer.tensors(f"model{part}.safetensors", tensors, {"format": "pt"})
-    if extra:
-        writer.state(f"model_extra{part}", extra)
-
-
-def _collect(accelerator: Checkpointing, optimizers: list[Optimizer], shared: dict[str, Any]) -> dict[str, Any]:
-    """Add what all ranks share to `shared`; what is this rank's own."""
-    window = accelerator.window
+def _collect(
+    accelerator: Checkpointing,
+    weights: Mapping[str, Mapping[str, Any]],
+    optimizers: Mapping[str, tuple[Optimizer, dict[str, Any]]],
+    seed: int,
+) -> RunState:
+    """This rank's state, of what was collected together and the rest, which waits for no other rank."""
+    window, strategy = accelerator.window, accelerator.main_strategy
     loaders: dict[str, Any] = {}
-    own: dict[str, Any] = {}
+    own_loaders: dict[str, Any] = {}
     if window.running and any(optimizer.begins_by_hand for optimizer in accelerator.optimizers):
         window.running[0].trains = True
     for name, loader in named_loaders(accelerator.dataloaders).items():
         begin = window.begin if loader is window.loader and not accelerator.sync_gradients else None
-        (own if loader.source.rank_state else loaders)[name] = loader.state_dict(begin)
-    shared.update(
-        instep_version=__version__,
-        world_size=accelerator.num_processes,
-        data_world_size=accelerator.seat.data_world_size,
-        mixed_precision=accelerator.mixed_precision,
-        step=accelerator.step,
-        schedulers={name: it.state_dict() for name, it in _schedulers(accelerator, optimizers).items()},
-        run_id=accelerator.run_id,
-        scaler=accelerator.precision_state(),
-        loaders=loaders,
-        rank_loaders=list(own),
-        objects={name: obj.state_dict() for name, obj in accelerator.registered.items()},
-    )
-    return {"rng": rng_state(), "loaders": own, "data_rank": accelerator.seat.data_rank}
+        (own_loaders if loader.source.rank_state else loaders)[name] = loader.state_dict(begin)
+    schedulers = _schedulers(accelerator, [optimizer for optimizer, _ in optimizers.values()])
+    shared = {
+        "seed": seed,
+        "instep_version": __version__,
+        "world_size": accelerator.num_processes,
+        "data_world_size": strategy.data_world_size,
+        "mixed_precision": accelerator.mixed_precision,
+        "step": accelerator.step,
+        "schedulers": {name: scheduler.state_dict() for name, scheduler in schedulers.items()},
+        "run_id": accelerator.run_id,
+        "scaler": accelerator.precision_state(),
+        "loaders": loaders,
+        "rank_loaders": list(own_loaders),
+        "objects": {name: obj.state_dict() for name, obj in accelerator.registered.items()},
+        "models": list(weights),
+    }
+    own = {"rng": rng_state(), "loaders": own_loaders, "data_rank": strategy.data_rank}
+    trees = strategy.local_shards([tree for _, tree in optimizers.values()])
+    return RunState("accelerator", strategy.sharded, _own_weights(accelerator, weights), trees, shared, own)
+
+
+def _own_weights(accelerator: Checkpointing, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """This rank's part of the weights under their names in the checkpoint; None where hooks have taken all."""
+    merged: dict[str, Any] | None = None
+    for name, state in weights.items():
+        owned = accelerator.strategy_of(accelerator.models_by_name[name]).owned(state)
+        if owned is not None:
+            merged = (merged or {}) | clean_names(owned, "" if len(weights) == 1 else f"{name}.")
+    return merged
 
 
 # ---- what each thing is called, on the way out and in
@@ -282,7 +266,7 @@ def whole(models: Mapping[str, nn.Module]) -> nn.Module:
 def named_loaders(loaders: Iterable[AcceleratedLoader]) -> dict[str, AcceleratedLoader]:
     """Loaders by their given name, or by their data."""
     advice = "Give names of their own: accelerator.prepare(train=..., val=...)."
-    return _keyed("loaders", ((it.name or _data_name(it.dataset), it) for it in loaders), advice)
+    return _keyed("loaders", ((loader.name or _data_name(loader.dataset), loader) for loader in loaders), advice)
 
 
 def _data_name(dataset: Any) -> str:
@@ -292,16 +276,16 @@ def _data_name(dataset: Any) -> str:
 def _optimizers(accelerator: Checkpointing) -> dict[str, tuple[Optimizer, dict[str, Any]]]:
     """Optimizers and their states, by the names of their parameters."""
     strategy = _of_all(accelerator)
-    both = [(it.optimizer, strategy.optimizer_state(it.optimizer)) for it in accelerator.optimizers]
+    both = [(known.optimizer, strategy.optimizer_state(known.optimizer)) for known in accelerator.optimizers]
     advice = "Prepare the models that own their parameters, and step no parameter by two optimizers."
-    return _keyed("optimizers", ((_parameters(tree), (it, tree)) for it, tree in both), advice)
+    return _keyed("optimizers", ((_parameters(tree), (optimizer, tree)) for optimizer, tree in both), advice)
 
 
 def _of_all(accelerator: Checkpointing) -> Strategy:
     """The strategy of all models together, whose parameters an optimizer may mix."""
     if len(accelerator.models_by_name) == 1:
-        return accelerator.seat
-    strategy = copy(accelerator.seat)
+        return accelerator.main_strategy
+    strategy = copy(accelerator.main_strategy)
     strategy.module = whole(accelerator.models_by_name)
     return strategy
 
@@ -312,177 +296,123 @@ def _parameters(tree: Mapping[str, Any]) -> str:
 
 def _schedulers(accelerator: Checkpointing, optimizers: Sequence[Optimizer | None]) -> dict[str, Any]:
     """The user's schedulers, by class and the places of their optimizers in the checkpoint."""
-    named = (
-        (f"{type(it.scheduler).__name__} of optimizer {', '.join(map(str, it.places(optimizers)))}", it.scheduler)
-        for it in accelerator.schedulers
-    )
+    items: list[tuple[str, Any]] = []
+    for known in accelerator.schedulers:
+        places = ", ".join(map(str, known.places(optimizers)))
+        items.append((f"{type(known.scheduler).__name__} of optimizer {places}", known.scheduler))
     advice = (
         "Prepare the optimizers that they were made with; join several of one optimizer by torch's ChainedScheduler "
         "or SequentialLR, or use register_for_checkpointing(warmup=..., decay=...) in place of prepare."
     )
-    return _keyed("schedulers", named, advice)
+    return _keyed("schedulers", items, advice)
 
 
 # ---- in
 
 
-def _restore(accelerator: Checkpointing, reader: Reader, parts: Resume, report: ResumeReport) -> None:
-    shared, models = _shared_state(reader), accelerator.models_by_name
+def _restore(accelerator: Checkpointing, saved: SavedRun, parts: Resume, report: ResumeReport) -> None:
+    shared, models = saved.shared, accelerator.models_by_name
     loaders = named_loaders(accelerator.dataloaders) if parts.position else {}
     objects = accelerator.registered if parts.callbacks else {}
     if parts.callbacks:
-        _same_names(reader, "objects registered for checkpointing", shared["objects"], objects)
+        _same_names(saved.path, "objects registered for checkpointing", shared["objects"], objects)
     if parts.position:
-        _same_names(reader, "loaders", [*shared["loaders"], *shared["rank_loaders"]], loaders)
-    rank, seat = accelerator.process_index, accelerator.seat
-    own = _rank_state(reader, f"rank-{rank:05d}") if rank < shared["world_size"] else None
-    before = None if own is None else (shared["world_size"], shared["data_world_size"], own["data_rank"])
-    same = all(gather_object(before == (accelerator.num_processes, seat.data_world_size, seat.data_rank)))
-    if not parts.position:
-        places = {}
-    elif same:
-        assert own is not None
-        places = {**shared["loaders"], **own["loaders"]}
-    else:
-        places = {**shared["loaders"], **_places_of_another_world(accelerator, reader, shared)}
+        _same_names(saved.path, "loaders", [*shared["loaders"], *shared["rank_loaders"]], loaders)
+    rank, strategy = accelerator.process_index, accelerator.main_strategy
+    same = all(gather_object(saved.same_sharding(rank, accelerator.num_processes, strategy)))
+    own = saved.rank(rank) if same else None
+    places: dict[str, Any] = {}
+    if parts.position:
+        of_ranks = own["loaders"] if own is not None else _places_of_another_world(accelerator, saved)
+        places = {**shared["loaders"], **of_ranks}
     left = list(models.values())
     for hook in accelerator.load_hooks:
-        hook(left, reader.path)
-    kept = {name: model for name, model in models.items() if any(model is it for it in left)}
+        hook(left, saved.path)
+    kept = {name: model for name, model in models.items() if any(model is other for other in left)}
     if kept or not models:  # what hooks took out of the list they load
-        _restore_models(accelerator, kept, shared["models"], reader, parts.strict is not False, report)
+        _restore_models(accelerator, kept, saved, parts.strict is not False, report)
     if parts.optimizer or parts.schedulers:
-        _restore_optimizers_and_schedulers(accelerator, reader, shared, parts, report)
+        _restore_optimizers_and_schedulers(accelerator, saved, parts, report)
     if parts.lr is not None:
         optimizers, schedulers = accelerator.optimizers, accelerator.schedulers
-        set_learning_rates([it.optimizer for it in optimizers], [it.scheduler for it in schedulers], parts.lr)
+        set_learning_rates([each.optimizer for each in optimizers], [each.scheduler for each in schedulers], parts.lr)
     for name, obj in objects.items():
-        with taking_up(reader.path, f"the object {name}"):
+        with taking_up(saved.path, f"the object {name}"):
             obj.load_state_dict(shared["objects"][name])
     if not parts.position:
         return
     accelerator.restore_counters(shared["step"], shared["seed"], shared["run_id"])
     for name, loader in loaders.items():
-        with taking_up(reader.path, f"the loader {name}"):
+        with taking_up(saved.path, f"the loader {name}"):
             loader.load_state_dict(places[name])
-    every = [own] if own is not None and same else _every_rank(reader, shared)
-    rng = next((it["rng"] for it in every if it["data_rank"] == seat.data_rank), None)
-    if rng is not None:  # of a rank that read this part of the data
-        with taking_up(reader.path, "the random generators"):
-            set_rng_state(rng, reader.path)
-    else:
-        seed_process(derive_seed(shared["seed"], "rank", seat.data_rank, "step", shared["step"]))
+    rng = saved.random_state(own, strategy.data_rank)
+    saved.restore_random(rng, strategy.data_rank, shared["seed"], shared["step"])
 
 
-def _shared_state(reader: Reader) -> dict[str, Any]:
-    """What the ranks share, of the right kinds."""
-    state = reader.state("accelerator")
-    with reading(reader.path / "accelerator.json", "is not the state of an Accelerator"):
-        needed = {
-            **dict.fromkeys(("world_size", "data_world_size", "step", "seed"), count),
-            **dict.fromkeys(("models", "rank_loaders"), list_of(text)),
-            **dict.fromkeys(("objects", "schedulers", "loaders"), named),
-            "run_id": text,
-            "scaler": anything,
-        }
-        check(state, needed, "it")
-    return state
-
-
-def _rank_state(reader: Reader, name: str) -> dict[str, Any]:
-    """What one rank saved of itself, of the right kinds."""
-    state = reader.state(name)
-    with reading(reader.path / f"{name}.json", "is not the state of a rank"):
-        check(state, {"rng": mapping, "loaders": dict_of(mapping), "data_rank": count}, "it")
-    return state
-
-
-def _every_rank(reader: Reader, shared: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    return (_rank_state(reader, f"rank-{rank:05d}") for rank in range(shared["world_size"]))
-
-
-def _places_of_another_world(accelerator: Checkpointing, reader: Reader, shared: Mapping[str, Any]) -> dict[str, Any]:
+def _places_of_another_world(accelerator: Checkpointing, saved: SavedRun) -> dict[str, Any]:
     """The places of loaders with a state per rank, which fit where all ranks were between two epochs."""
-    names, world_size = shared["rank_loaders"], shared["world_size"]
+    names, world_size = saved.shared["rank_loaders"], saved.shared["world_size"]
     if not names:
         return {}
-    every = [state["loaders"] for state in _every_rank(reader, shared)]
-    with taking_up(reader.path, "the loaders"):
+    every = [state["loaders"] for state in saved.ranks()]
+    with taking_up(saved.path, "the loaders"):
         within = [name for name in names if any(of_rank[name]["source"] is not None for of_rank in every)]
     if within:
         raise CheckpointError(
-            f"{reader.path} was saved by {world_size} processes and is loaded by {accelerator.num_processes}, but "
+            f"{saved.path} was saved by {world_size} processes and is loaded by {accelerator.num_processes}, but "
             f"within an epoch the place in {', '.join(within)} is known per process only. Resume with {world_size} "
             "processes, or from a checkpoint between epochs; data with a length resumes at any number of processes.",
-            path=reader.path,
+            path=saved.path,
         )
     return every[0]
 
 
 def _restore_models(
-    accelerator: Checkpointing,
-    models: Mapping[str, nn.Module],
-    saved: list[str],
-    reader: Reader,
-    strict: bool,
-    report: ResumeReport,
+    accelerator: Checkpointing, models: Mapping[str, nn.Module], saved: SavedRun, strict: bool, report: ResumeReport
 ) -> None:
-    if len(models) != 1 or len(saved) != 1:  # a single one fits by its parameters' names, whatever it is called
+    names: list[str] = saved.shared["models"]
+    if len(models) != 1 or len(names) != 1:  # a single one fits by its parameters' names, whatever it is called
         taken = accelerator.models_by_name.keys() - models
-        _same_names(reader, "models", [name for name in saved if name not in taken], models)
-    tensors: dict[str, Any] = {}
-    if saved:
-        tensors |= reader.stored_weights() if accelerator.seat.sharded else reader.weights()
-    if saved and reader.has_state("model_extra"):
-        tensors |= reader.state("model_extra")
+        _same_names(saved.path, "models", [name for name in names if name not in taken], models)
+    tensors = saved.model_state(lazy=accelerator.main_strategy.sharded) if names else {}
     for name, model in models.items():
-        prefix = "" if len(saved) == 1 else f"{name}."
+        prefix = "" if len(names) == 1 else f"{name}."
         strategy = accelerator.strategy_of(model)
-        shapes = strategy.model_shapes()
-        own = {clean_name(key): key for key in shapes}
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        fits = compare(report, state, {clean_name(key): shape for key, shape in shapes.items()}, prefix)
-        taken = {own.get(key, key): v for key, v in (state if strict else fits).items()}
         try:
-            strategy.load_model_state(taken, strict)
+            load_model_state(strategy.load_model_state, strategy.model_shapes(), state, strict, report, prefix)
         except RuntimeError as error:
-            raise CheckpointError(
-                f"the weights of {reader.path} do not fit {name}: {error}", path=reader.path
-            ) from error
+            raise CheckpointError(f"the weights of {saved.path} do not fit {name}: {error}", path=saved.path) from error
 
 
 def _restore_optimizers_and_schedulers(
-    accelerator: Checkpointing, reader: Reader, shared: Mapping[str, Any], parts: Resume, report: ResumeReport
+    accelerator: Checkpointing, saved: SavedRun, parts: Resume, report: ResumeReport
 ) -> None:
-    rates = [(it.optimizer, rates_of(it.optimizer)) for it in accelerator.optimizers]
-    schedulers = _schedulers(accelerator, _restore_optimizers(accelerator, reader, parts, report))
+    rates = [(prepared.optimizer, rates_of(prepared.optimizer)) for prepared in accelerator.optimizers]
+    schedulers = _schedulers(accelerator, _restore_optimizers(accelerator, saved, parts, report))
     if parts.optimizer:
-        with taking_up(reader.path, "the loss scale"):
-            accelerator.precision.load_state_dict(shared["scaler"])
+        with taking_up(saved.path, "the loss scale"):
+            accelerator.precision.load_state_dict(saved.shared["scaler"])
     if not parts.schedulers:
         for optimizer, own in rates if schedulers else ():
             put_rates(optimizer, own)
         return
-    saved = shared["schedulers"]
+    states = saved.shared["schedulers"]
     if parts.strict is not False:
-        _same_names(reader, "schedulers", saved, schedulers)
-    report.left_out += sorted(saved.keys() ^ schedulers.keys())
-    for name in saved.keys() & schedulers.keys():
-        with taking_up(reader.path, f"the scheduler {name}"):
-            schedulers[name].load_state_dict(checked_schedule(schedulers[name], saved[name]))
-            if not parts.optimizer:
-                follow_schedule(schedulers[name])
+        _same_names(saved.path, "schedulers", states, schedulers)
+    report.left_out += sorted(states.keys() ^ schedulers.keys())
+    for name in states.keys() & schedulers.keys():
+        saved.restore_schedule(name, schedulers[name], states[name], parts.optimizer)
 
 
 def _restore_optimizers(
-    accelerator: Checkpointing, reader: Reader, parts: Resume, report: ResumeReport
+    accelerator: Checkpointing, saved: SavedRun, parts: Resume, report: ResumeReport
 ) -> list[Optimizer | None]:
     """Load each optimizer's state from the one that had its parameters; the optimizers in the saved order."""
-    trees: list[Any] = reader.state("optimizer", lazy=accelerator.seat.sharded)
+    trees = saved.optimizer_trees(lazy=accelerator.main_strategy.sharded)
     here = _optimizers(accelerator)
     strict = parts.strict is not False
-    with taking_up(reader.path, "the optimizers"):
-        check_trees(trees)
+    with taking_up(saved.path, "the optimizers"):
         places = {_parameters(tree): place for place, tree in enumerate(trees)}
     order: list[Optimizer | None] = [None] * len(trees)
     strategy = _of_all(accelerator)
@@ -490,7 +420,7 @@ def _restore_optimizers(
         place = places.get(names) if strict else _nearest(own, trees)
         if place is None and strict:
             raise _differs(
-                reader,
+                saved.path,
                 f"an optimizer of the {len(own['shapes'])} parameters {', '.join(list(own['shapes'])[:3])} ...",
                 [f"{tree['optimizer']} of {len(tree['shapes'])}" for tree in trees],
             )
@@ -498,12 +428,12 @@ def _restore_optimizers(
             report.left_out.append(f"the state of any optimizer for {own['optimizer']} of {len(own['shapes'])}")
             continue
         if parts.optimizer:
-            with taking_up(reader.path, f"the optimizer {own['optimizer']}"):
+            with taking_up(saved.path, f"the optimizer {own['optimizer']}"):
                 report.left_out += strategy.load_optimizer_state(optimizer, trees[place], strict)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
         order[place] = optimizer
     if strict and len(here) < len(trees):
-        raise _differs(reader, f"{len(here)} optimizers", [tree["optimizer"] for tree in trees])
+        raise _differs(saved.path, f"{len(here)} optimizers", [tree["optimizer"] for tree in trees])
     return order
 
 
@@ -513,20 +443,20 @@ def _nearest(own: Mapping[str, Any], trees: Sequence[Mapping[str, Any]]) -> int 
     return shared.index(max(shared)) if any(shared) else None
 
 
-def _same_names(reader: Reader, what: str, saved: Iterable[str], here: Iterable[str]) -> None:
+def _same_names(path: Path, what: str, saved: Iterable[str], here: Iterable[str]) -> None:
     saved, here = sorted(saved), sorted(here)
     if saved != here:
         raise CheckpointError(
-            f"{reader.path} has the {what} {', '.join(saved) or '(none)'}, and this program has "
+            f"{path} has the {what} {', '.join(saved) or '(none)'}, and this program has "
             f"{', '.join(here) or '(none)'}. They are matched by name: prepare and register the same ones, under the "
             "same names.",
-            path=reader.path,
+            path=path,
         )
 
 
-def _differs(reader: Reader, wanted: str, there: list[str]) -> CheckpointError:
+def _differs(path: Path, wanted: str, there: list[str]) -> CheckpointError:
     return CheckpointError(
-        f"{reader.path} does not hold the state of {wanted}; it has: {', '.join(there) or 'none'}. Prepare what was "
+        f"{path} does not hold the state of {wanted}; it has: {', '.join(there) or 'none'}. Prepare what was "
         "prepared when it was saved.",
-        path=reader.path,
+        path=path,
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from instep.data.plan import gradient_correction, window_scale
 from instep.distributed import all_reduce_
 from instep.distributed.nested import map_leaves
 from instep.errors import UsageError
@@ -141,7 +142,7 @@ class Window:
             return 1.0 / num_steps
         index = loader.batch_idx
         loader.batches_done = index + 1
-        return 1.0 / num_steps if index < loader.full_batches else loader.source.window_scale(index, num_steps)
+        return 1.0 / num_steps if index < loader.full_batches else window_scale(loader.source, index, num_steps)
 
     def weigh_items(self, num_items: Tensor | float) -> Tensor | float:
         """The factor of a loss that is a mean over `num_items`; the window's sum is divided out before the step."""
@@ -192,7 +193,7 @@ class Window:
             total = torch.as_tensor(self._items, dtype=self._dtype, device=self._device).clone()
             return self._num_processes / all_reduce_(total).clamp_(min=1.0)
         assert self.loader is not None
-        return self.loader.source.rescale(self.loader.batch_idx, self._gradient.num_steps)
+        return gradient_correction(self.loader.source, self.loader.batch_idx, self._gradient.num_steps)
 
 
 def _mixed() -> UsageError:
@@ -287,8 +288,8 @@ class AcceleratedOptimizer(OptimizerProxy):
         if not self._gradient.sync_gradients:
             return
         self.correct_gradients()
-        self._strategy.optimizer_step(self.optimizer, closure, **kwargs)
-        self.step_was_skipped = self._strategy.step_was_skipped
+        self._strategy.gradients.step(self.optimizer, closure, **kwargs)
+        self.step_was_skipped = self._strategy.gradients.step_was_skipped
         self.steps_taken += 1
         self._window.mark_step()
         self._open = self._corrected = False
@@ -303,7 +304,7 @@ class AcceleratedOptimizer(OptimizerProxy):
 
     def _zero(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
-        self._strategy.forget_gradients(self.optimizer)
+        self._strategy.gradients.forget(self.optimizer)
         self._corrected = self._stepped = False
 
     def begin_window(self, abandoned: bool) -> None:

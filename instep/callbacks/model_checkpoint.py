@@ -241,7 +241,7 @@ class ModelCheckpoint(Callback):
         """
         self.last_model_path = str(resumed_from.path)
         store = trainer._store(self.dirpath)
-        found = store.peers.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
+        found = store.ranks.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
         known, listed = {saved.key: saved for saved in self.saved}, {str(info.path) for info in found}
         self.saved = [saved for saved in self.saved if saved.key not in listed]  # damaged ones first
         for info in found:
@@ -349,7 +349,7 @@ class ModelCheckpoint(Callback):
         self._last_step_saved = trainer.global_step
         if not trainer.agree(wanted):
             return
-        to_delete = trainer.agree(self.policy.doomed([*self.saved, new]))
+        to_delete = trainer.agree(self.policy.to_delete([*self.saved, new]))
         what: dict[str, Any] = {
             "weights_only": self.save_weights_only and not full,
             "saver": self.state_key,

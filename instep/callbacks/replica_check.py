@@ -49,7 +49,7 @@ class ReplicaCheck(Callback):
         self._checked_step = 0
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.strategy.drifts:
+        if trainer.strategy.replicas_diverge:
             raise SettingError(
                 "ReplicaCheck compares replicas after every so many steps, but this strategy trains them apart (local "
                 "SGD): leave the callback out."

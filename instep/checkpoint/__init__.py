@@ -1,47 +1,74 @@
-"""The on-disk format: atomic, verified, without pickle. README.md says why and what can fail."""
+"""The on-disk format: atomic, verified, without pickle. README.md says why. A name is loaded when it is first used."""
 
-from instep.checkpoint.background import BackgroundSaver, PendingSave
-from instep.checkpoint.encode import decode, encode
-from instep.checkpoint.files import FileRecord, LocalFiles
-from instep.checkpoint.manifest import Manifest
-from instep.checkpoint.reader import Reader
-from instep.checkpoint.resume import Resume, ResumeReport
-from instep.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepEvery, KeepNewest, Retention, Saved
-from instep.checkpoint.scan import CheckpointInfo, find_checkpoint, is_checkpoint
-from instep.checkpoint.store import CheckpointStore
-from instep.checkpoint.tensors import Shard, StoredTensor, read_tensors, write_tensors
-from instep.checkpoint.weights import load_weights, merge, merge_in_parts, stored_weights
-from instep.checkpoint.writer import Writer
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BackgroundSaver",
-    "CheckpointInfo",
-    "CheckpointStore",
-    "FileRecord",
-    "KeepAll",
-    "KeepAny",
-    "KeepBest",
-    "KeepEvery",
-    "KeepNewest",
-    "LocalFiles",
-    "Manifest",
-    "PendingSave",
-    "Reader",
-    "Resume",
-    "ResumeReport",
-    "Retention",
-    "Saved",
-    "Shard",
-    "StoredTensor",
-    "Writer",
-    "decode",
-    "encode",
-    "find_checkpoint",
-    "is_checkpoint",
-    "load_weights",
-    "merge",
-    "merge_in_parts",
-    "read_tensors",
-    "stored_weights",
-    "write_tensors",
-]
+from instep.utils.imports import loads
+
+_HOME = {
+    "BackgroundSaver": "background",
+    "CheckpointInfo": "scan",
+    "CheckpointStore": "store",
+    "FileRecord": "hashing",
+    "KeepAll": "retention",
+    "KeepAny": "retention",
+    "KeepBest": "retention",
+    "KeepEvery": "retention",
+    "KeepNewest": "retention",
+    "LocalFiles": "files",
+    "Manifest": "manifest",
+    "PendingSave": "background",
+    "Reader": "reader",
+    "Resume": "resume",
+    "ResumeReport": "resume",
+    "Retention": "retention",
+    "Saved": "retention",
+    "Shard": "tensors",
+    "StoredTensor": "tensors",
+    "Writer": "writer",
+    "decode": "codec",
+    "encode": "codec",
+    "find_checkpoint": "scan",
+    "is_checkpoint": "scan",
+    "load_weights": "weights",
+    "merge": "weights",
+    "merge_in_parts": "weights",
+    "read_tensors": "tensors",
+    "stored_weights": "weights",
+    "write_tensors": "tensors",
+}
+
+if TYPE_CHECKING:
+    from instep.checkpoint.background import BackgroundSaver as BackgroundSaver
+    from instep.checkpoint.background import PendingSave as PendingSave
+    from instep.checkpoint.codec import decode as decode
+    from instep.checkpoint.codec import encode as encode
+    from instep.checkpoint.files import LocalFiles as LocalFiles
+    from instep.checkpoint.hashing import FileRecord as FileRecord
+    from instep.checkpoint.manifest import Manifest as Manifest
+    from instep.checkpoint.reader import Reader as Reader
+    from instep.checkpoint.resume import Resume as Resume
+    from instep.checkpoint.resume import ResumeReport as ResumeReport
+    from instep.checkpoint.retention import KeepAll as KeepAll
+    from instep.checkpoint.retention import KeepAny as KeepAny
+    from instep.checkpoint.retention import KeepBest as KeepBest
+    from instep.checkpoint.retention import KeepEvery as KeepEvery
+    from instep.checkpoint.retention import KeepNewest as KeepNewest
+    from instep.checkpoint.retention import Retention as Retention
+    from instep.checkpoint.retention import Saved as Saved
+    from instep.checkpoint.scan import CheckpointInfo as CheckpointInfo
+    from instep.checkpoint.scan import find_checkpoint as find_checkpoint
+    from instep.checkpoint.scan import is_checkpoint as is_checkpoint
+    from instep.checkpoint.store import CheckpointStore as CheckpointStore
+    from instep.checkpoint.tensors import Shard as Shard
+    from instep.checkpoint.tensors import StoredTensor as StoredTensor
+    from instep.checkpoint.tensors import read_tensors as read_tensors
+    from instep.checkpoint.tensors import write_tensors as write_tensors
+    from instep.checkpoint.weights import load_weights as load_weights
+    from instep.checkpoint.weights import merge as merge
+    from instep.checkpoint.weights import merge_in_parts as merge_in_parts
+    from instep.checkpoint.weights import stored_weights as stored_weights
+    from instep.checkpoint.writer import Writer as Writer
+
+__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+__getattr__, __dir__ = loads(__name__, _HOME)

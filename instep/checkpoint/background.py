@@ -20,7 +20,7 @@ from typing import Any
 from instep.checkpoint.staging import HostBuffers, Recorder
 from instep.checkpoint.store import CheckpointStore
 from instep.checkpoint.writer import BaseWriter
-from instep.distributed.rank_zero import Peers
+from instep.distributed.rank_zero import RankGroup
 from instep.errors import CorruptCheckpointError
 
 _ABORT_S = 5.0  # until a thread has noticed that its group is gone
@@ -47,11 +47,11 @@ class PendingSave:
         """Wait until it has ended, well or not; whether it has. Local: ranks may differ."""
         return self._done.wait(timeout_s)
 
-    def outcome(self, peers: Peers) -> Path:
+    def outcome(self, ranks: RankGroup) -> Path:
         """Wait for it; then the same on every rank, whatever each rank's thread has seen. Collective.
 
         Args:
-            peers: those of the calling thread.
+            ranks: those of the calling thread.
 
         Returns:
             The checkpoint's folder.
@@ -61,7 +61,7 @@ class PendingSave:
         """
         self.wait()
         self._seen = True
-        peers.fail_together(self.error, "saving in the background")
+        ranks.fail_together(self.error, "saving in the background")
         assert self.path is not None
         return self.path
 
@@ -76,7 +76,7 @@ class BackgroundSaver:
         ...     recorder = saver.record(lambda writer: writer.state("trainer", state))
         ...     pending = saver.start(CheckpointStore(folder), 1200, recorder)
         ...     state["epoch"] = 4  # what is saved was taken before
-        ...     path = pending.outcome(Peers())
+        ...     path = pending.outcome(RankGroup())
         ...     saver.close()
         ...     CheckpointStore(folder).read(path).state("trainer")
         {'epoch': 3}
@@ -84,7 +84,7 @@ class BackgroundSaver:
 
     def __init__(self) -> None:
         self._buffers = HostBuffers()
-        self._peers: Peers | None = None
+        self._ranks: RankGroup | None = None
         self._jobs: SimpleQueue[Callable[[], None] | None]
         self._pending: PendingSave | None = None
 
@@ -101,7 +101,7 @@ class BackgroundSaver:
         """Copy what `write` writes, once the save before has ended. Local."""
         self.wait()
         self._buffers.wait()  # copies of a record that was never started
-        recorder = Recorder(self._buffers, *Peers().place())
+        recorder = Recorder(self._buffers, *RankGroup().place())
         write(recorder)
         return recorder
 
@@ -114,7 +114,7 @@ class BackgroundSaver:
         info: Mapping[str, Any] | None = None,
         name: str | None = None,
         run_id: str = "",
-        doomed: Iterable[str | Path] = (),
+        to_delete: Iterable[str | Path] = (),
     ) -> PendingSave:
         """Write what `record` took, on the thread. Collective.
 
@@ -122,17 +122,17 @@ class BackgroundSaver:
             store: where to.
             step: see `CheckpointStore.save`, as for `info`, `name` and `run_id`.
             recorder: of the latest `record`.
-            doomed: older checkpoints of that store, deleted once this one has verified.
+            to_delete: older checkpoints of that store, deleted once this one has verified.
         """
-        if self._peers is None:
-            self._peers = Peers.apart()
+        if self._ranks is None:
+            self._ranks = RankGroup.apart()
             # Kept from save to save: to start one makes the training wait for it. A daemon: at exit `close` decides
             # how long to wait for what it does.
             self._jobs = SimpleQueue()  # a thread that was abandoned still reads the one before
             threading.Thread(target=_work, args=(self._jobs,), name="instep-save", daemon=True).start()
             atexit.register(self.close)  # for who never closes it
         aside = copy.copy(store)
-        aside.peers = self._peers
+        aside.ranks = self._ranks
         pending = self._pending = PendingSave()
 
         def save() -> None:
@@ -143,7 +143,7 @@ class BackgroundSaver:
                 if problems:
                     raise CorruptCheckpointError(f"{path} does not read back: {'; '.join(problems)}", path=path)
                 pending.path = path
-                for old in doomed:
+                for old in to_delete:
                     aside.delete(old)
             except BaseException as error:  # noqa: BLE001  raised by `outcome`
                 pending.error = error
@@ -163,11 +163,11 @@ class BackgroundSaver:
         """
         atexit.unregister(self.close)
         pending, self._pending = self._pending, None
-        peers, self._peers = self._peers, None
+        ranks, self._ranks = self._ranks, None
         done = pending is None or pending.wait(timeout_s)
-        if peers is not None:
+        if ranks is not None:
             self._jobs.put(None)
-            peers.close(abort=not done)
+            ranks.close(abort=not done)
         if pending is None or done or pending.wait(_ABORT_S):  # else the thread still reads them
             self._buffers.close()
         if pending is not None and not pending._seen:

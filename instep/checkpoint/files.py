@@ -142,7 +142,7 @@ class Files(ABC):
         """The folder that a save writes to; FileExistsError where another save has taken the name."""
 
     @abstractmethod
-    def seal(self, folder: Path, manifest: bytes) -> None:
+    def write_manifest(self, folder: Path, manifest: bytes) -> None:
         """All of a commit but its instant."""
 
     @abstractmethod
@@ -170,11 +170,11 @@ class Files(ABC):
     # Removing.
 
     @abstractmethod
-    def withdraw(self, folder: Path) -> None:
+    def delete(self, folder: Path) -> None:
         """Remove a checkpoint, gone at one instant; or what a failed save left."""
 
     @abstractmethod
-    def remains(self, root: Path) -> list[tuple[Path, bool | None]]:
+    def leftovers(self, root: Path) -> list[tuple[Path, bool | None]]:
         """What is no checkpoint: saves in progress, dead ones and half removed folders.
 
         Returns:
@@ -283,7 +283,7 @@ class LocalFiles(Files):
         temp.mkdir()
         return temp
 
-    def seal(self, folder: Path, manifest: bytes) -> None:
+    def write_manifest(self, folder: Path, manifest: bytes) -> None:
         self.write_file(folder / names.MANIFEST, manifest)
         for here, _, _ in os.walk(folder, topdown=False):
             self.sync_folder(Path(here))
@@ -329,18 +329,18 @@ class LocalFiles(Files):
         self._before("unlink", path)
         path.unlink(missing_ok=True)
 
-    def withdraw(self, folder: Path) -> None:
+    def delete(self, folder: Path) -> None:
         if not folder.name.startswith("."):
             if not folder.exists():
                 return
-            doomed = folder.with_name(f"{names.DELETING}{folder.name}")
-            self.remove_tree(doomed)
-            self.rename(folder, doomed)
+            to_delete = folder.with_name(f"{names.DELETING}{folder.name}")
+            self.remove_tree(to_delete)
+            self.rename(folder, to_delete)
             self.sync_folder(folder.parent)
-            folder = doomed
+            folder = to_delete
         self.remove_tree(folder)
 
-    def remains(self, root: Path) -> list[tuple[Path, bool | None]]:
+    def leftovers(self, root: Path) -> list[tuple[Path, bool | None]]:
         found: list[tuple[Path, bool | None]] = []
         for name in self.folders(root):
             if name.startswith(names.DELETING):

@@ -36,7 +36,7 @@ _ENTRY: dict[str, Kind] = {"dtype": text, "shape": list_of(count), "data_offsets
 
 
 @dataclass(frozen=True)
-class Part:
+class FileSlice:
     """What one file holds of one tensor.
 
     Args:
@@ -80,7 +80,7 @@ class Part:
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(tuple(sizes), strides)
 
 
-def read_parts(path: Path) -> dict[str, Part]:
+def read_parts(path: Path) -> dict[str, FileSlice]:
     """What a safetensors file holds, by its header alone; shared tensors under each of their names.
 
     Raises:
@@ -97,7 +97,7 @@ def read_parts(path: Path) -> dict[str, Part]:
         notes = header.pop("__metadata__", {})
         check(notes, {}, "its metadata", dict.fromkeys(notes, text))
         raw, aliases, shards, offsets = (parse_object(notes.get(it, "{}")) for it in (DTYPES, ALIASES, SHARDS, OFFSETS))
-        found: dict[str, Part] = {}
+        found: dict[str, FileSlice] = {}
         for name, entry in header.items():
             check(entry, _ENTRY, name)
             sizes = tuple(entry["shape"])
@@ -112,14 +112,14 @@ def read_parts(path: Path) -> dict[str, Part]:
             if name in offsets:
                 check(offsets[name], {"saved_offsets": list_of(count)}, name)
                 at = tuple(offsets[name]["saved_offsets"][: len(sizes)])
-            found[name] = Part(path, begin, end, dtype, sizes, shape, at, flat, name)
+            found[name] = FileSlice(path, begin, end, dtype, sizes, shape, at, flat, name)
             _check_place(found[name])
         _check_ranges(found.values(), 8 + length, size)
         found.update({alias: found[name] for alias, name in aliases.items()})
     return found
 
 
-def _check_place(part: Part) -> None:
+def _check_place(part: FileSlice) -> None:
     """Refuse a part whose bytes are not as many as its elements, or that does not lie within its tensor."""
     dtype = vars(torch).get(part.dtype)
     elements, nbytes = math.prod(part.sizes), part.end - part.begin
@@ -132,7 +132,7 @@ def _check_place(part: Part) -> None:
         raise ValueError(f"{part.name}: a part of shape {part.sizes} at {part.offsets} is not within {part.shape}")
 
 
-def _check_ranges(parts: Iterable[Part], begin: int, size: int) -> None:
+def _check_ranges(parts: Iterable[FileSlice], begin: int, size: int) -> None:
     """Refuse tensors with gaps between them, or over each other: as the format says, they fill the file."""
     for part in sorted(parts, key=lambda it: (it.begin, it.end)):
         if part.begin != begin or part.end < begin:
@@ -142,15 +142,15 @@ def _check_ranges(parts: Iterable[Part], begin: int, size: int) -> None:
         raise ValueError(f"its tensors end at byte {begin:,}, and the file has {size:,}")
 
 
-class JoinedTensor:
+class LazyTensor:
     """A stored tensor, whole, whatever files its parts are in.
 
     Args:
         parts: of one tensor; in no order. A box that two ranks wrote is taken once.
     """
 
-    def __init__(self, parts: Iterable[Part]) -> None:
-        once: dict[Any, Part] = {}
+    def __init__(self, parts: Iterable[FileSlice]) -> None:
+        once: dict[Any, FileSlice] = {}
         for part in parts:
             once.setdefault((part.offsets, part.sizes), part)
         self.parts = tuple(once.values())
@@ -218,18 +218,18 @@ class JoinedTensor:
         return run.as_strided(sizes, strides).contiguous()
 
 
-def join_tensors(files: Iterable[Mapping[str, Part]]) -> dict[str, JoinedTensor]:
+def join_tensors(files: Iterable[Mapping[str, FileSlice]]) -> dict[str, LazyTensor]:
     """The tensors of several files, each made of all parts of that name."""
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[FileSlice]] = {}
     for file in files:
         for name, part in file.items():
             parts.setdefault(name, []).append(part)
-    return {name: JoinedTensor(found) for name, found in parts.items()}
+    return {name: LazyTensor(found) for name, found in parts.items()}
 
 
-def read_all(stored: Mapping[str, JoinedTensor]) -> dict[str, Tensor]:
+def read_all(stored: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
     """Every tensor; those that share their parts are the same object."""
-    read: dict[tuple[Part, ...], Tensor] = {}
+    read: dict[tuple[FileSlice, ...], Tensor] = {}
     for tensor in stored.values():
         if tensor.parts not in read:
             read[tensor.parts] = tensor.read()
@@ -251,8 +251,8 @@ def join_trees(trees: Iterable[Any]) -> Any:
 def _join(a: Any, b: Any) -> Any:
     if a is None or b is None:
         return b if a is None else a
-    if isinstance(a, JoinedTensor) and isinstance(b, JoinedTensor):
-        return JoinedTensor([*a.parts, *b.parts])
+    if isinstance(a, LazyTensor) and isinstance(b, LazyTensor):
+        return LazyTensor([*a.parts, *b.parts])
     if type(a) is dict and type(b) is dict:
         return {**a, **{key: _join(a.get(key), value) for key, value in b.items()}}
     if type(a) is list and type(b) is list:

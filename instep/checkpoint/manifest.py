@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from instep.checkpoint.codec import decode, encode
 from instep.checkpoint.edge import check, count, dict_of, list_of, named, none_or, number, reading, text
-from instep.checkpoint.encode import decode, encode
 from instep.checkpoint.files import patiently
 from instep.checkpoint.hashing import FileRecord, digest
 from instep.checkpoint.names import MANIFEST, is_inner_name

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from instep.checkpoint.encode import decode
+from instep.checkpoint.codec import decode
 from instep.checkpoint.files import patiently
 from instep.checkpoint.hashing import FileRecord, Hasher
-from instep.checkpoint.lazy import JoinedTensor, join_tensors, join_trees, read_all, read_parts
+from instep.checkpoint.lazy import LazyTensor, join_tensors, join_trees, read_all, read_parts
 from instep.checkpoint.manifest import Manifest, read_manifest, refuse_link
 from instep.checkpoint.names import MANIFEST, inside
 from instep.checkpoint.remote import files_of
@@ -29,15 +29,16 @@ class Reader:
         path: the checkpoint's folder.
         verify: hold each file against its checksum when it is first read. False is for a checkpoint that this job has
             verified already.
+        manifest: the folder's, where it was read already.
 
     Raises:
         CheckpointNotFoundError: the folder has no manifest.
         CorruptCheckpointError: the manifest is damaged.
     """
 
-    def __init__(self, path: Path, verify: bool = True) -> None:
+    def __init__(self, path: Path, verify: bool = True, manifest: Manifest | None = None) -> None:
         self.path = path
-        self.manifest: Manifest = read_manifest(path)
+        self.manifest = read_manifest(path) if manifest is None else manifest
         self._unverified = set(self.manifest.files) if verify else set()
 
     def has(self, name: str) -> bool:
@@ -55,10 +56,10 @@ class Reader:
 
         def read() -> dict[str, Tensor]:
             if name in self._unverified and files_of(path).size(path) != self.manifest.files[name].bytes:
-                self._settle(name, file_problem(path, self.manifest.files[name]))  # no need to read it
+                self._note_verified(name, file_problem(path, self.manifest.files[name]))  # no need to read it
             with files_of(path).fetched(path, name in self._unverified) as (local, record):
                 if record is not None:
-                    self._settle(name, _difference(name, record, self.manifest.files[name]))
+                    self._note_verified(name, _difference(name, record, self.manifest.files[name]))
                 return read_tensors(local)
 
         try:
@@ -76,7 +77,7 @@ class Reader:
         if name in self._unverified:
             hasher = Hasher()
             hasher.update(data)
-            self._settle(name, _difference(name, hasher.record(), self.manifest.files[name]))
+            self._note_verified(name, _difference(name, hasher.record(), self.manifest.files[name]))
         try:
             return parse_json(data)
         except ValueError as error:
@@ -90,7 +91,7 @@ class Reader:
         """The files of a name: itself, or the parts of it that each rank wrote; empty where there is none."""
         return [it for it in sorted(self.manifest.files) if name in (it, whole_name(it))]
 
-    def joined(self, name: str) -> dict[str, JoinedTensor]:
+    def joined(self, name: str) -> dict[str, LazyTensor]:
         """The tensors of a safetensors file, or of the parts of it that each rank wrote, to be read when asked for."""
         return self._stored(self.files_of(name) or [name])
 
@@ -110,7 +111,7 @@ class Reader:
             decode(self.json(name), self._stored([file] if self.has(file) else []))
             for name, file in zip(found, beside, strict=True)
         )
-        return tree if lazy else map_leaves(lambda it: it.read() if isinstance(it, JoinedTensor) else it, tree)
+        return tree if lazy else map_leaves(lambda it: it.read() if isinstance(it, LazyTensor) else it, tree)
 
     def weights(self) -> dict[str, Tensor]:
         """The model's weights, whole; of `model.safetensors`, or of the parts that each rank wrote.
@@ -134,12 +135,12 @@ class Reader:
             raise CheckpointNotFoundError(f"{self.path} holds no model*.safetensors", path=self.path)
         return found
 
-    def _stored(self, names: Iterable[str]) -> dict[str, JoinedTensor]:
+    def _stored(self, names: Iterable[str]) -> dict[str, LazyTensor]:
         found = []
         for name in names:
             path = self._listed(name)
             if name in self._unverified:
-                self._settle(name, file_problem(path, self.manifest.files[name]))
+                self._note_verified(name, file_problem(path, self.manifest.files[name]))
             found.append(read_parts(path))
         return join_tensors(found)
 
@@ -153,7 +154,7 @@ class Reader:
         refuse_link(path)
         return path if "/" not in name else inside(self.path, name, self.path / MANIFEST)
 
-    def _settle(self, name: str, problem: str | None) -> None:
+    def _note_verified(self, name: str, problem: str | None) -> None:
         if problem is not None:
             raise self._corrupt(problem)
         self._unverified.discard(name)

@@ -98,7 +98,7 @@ class RemoteFiles(Files):
         return {name.removeprefix(start): int(entry["size"]) for name, entry in found.items()}
 
     def looks_damaged(self, folder: Path) -> bool:
-        return False  # without a manifest it is a save in progress, or a dead one, which `remains` tells
+        return False  # without a manifest it is a save in progress, or a dead one, which `leftovers` tells
 
     def make_root(self, root: Path) -> None:
         pass  # folders come with their files; a bucket is not made for a misspelled name
@@ -108,13 +108,13 @@ class RemoteFiles(Files):
             raise FileExistsError(errno.EEXIST, "another save has taken this name", str(final))
         return final
 
-    def seal(self, folder: Path, manifest: bytes) -> None:
+    def write_manifest(self, folder: Path, manifest: bytes) -> None:
         pass
 
     def publish(self, folder: Path, final: Path, manifest: bytes) -> None:
         self.replace(final / names.MANIFEST, manifest)
 
-    def withdraw(self, folder: Path) -> None:
+    def delete(self, folder: Path) -> None:
         if self.sizes(folder):
             self.replace(folder / _OWNER, b"")  # nobody's: any run may remove what this one leaves
             self.remove_tree(folder)
@@ -127,7 +127,7 @@ class RemoteFiles(Files):
                 self._before("unlink", folder / name)
             self._remove(folder, some)
 
-    def remains(self, root: Path) -> list[tuple[Path, bool | None]]:
+    def leftovers(self, root: Path) -> list[tuple[Path, bool | None]]:
         inside: dict[str, set[str]] = {}
         for name in self.sizes(root):
             folder, _, file = name.partition("/")

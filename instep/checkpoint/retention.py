@@ -34,9 +34,9 @@ class Retention(ABC):
 
     Example:
         >>> saved = [Saved("a", 10, 0.3), Saved("b", 20, 0.1), Saved("c", 30, 0.2), Saved("d", 40, 0.4)]
-        >>> KeepBest(1).doomed(saved)
+        >>> KeepBest(1).to_delete(saved)
         ['a', 'c']
-        >>> (KeepBest(1) | KeepEvery(30)).doomed(saved)
+        >>> (KeepBest(1) | KeepEvery(30)).to_delete(saved)
         ['a']
     """
 
@@ -48,7 +48,7 @@ class Retention(ABC):
             saved: what there is, the oldest first.
         """
 
-    def doomed(self, saved: Sequence[Saved]) -> list[str]:
+    def to_delete(self, saved: Sequence[Saved]) -> list[str]:
         """The keys of those to delete, the oldest first; never the newest.
 
         Args:

@@ -17,7 +17,7 @@ from instep.checkpoint import names
 from instep.checkpoint.files import PAUSES_S, Files, passing, wait
 from instep.checkpoint.hashing import FileRecord
 from instep.checkpoint.lease import Lease, check_seen
-from instep.checkpoint.manifest import Manifest
+from instep.checkpoint.manifest import Manifest, read_manifest
 from instep.checkpoint.reader import Reader, file_problem, folder_problems
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.scan import (
@@ -31,7 +31,7 @@ from instep.checkpoint.scan import (
     read_or_say,
 )
 from instep.checkpoint.writer import Writer
-from instep.distributed.rank_zero import Peers
+from instep.distributed.rank_zero import RankGroup
 from instep.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -54,7 +54,7 @@ class CheckpointStore:
     Args:
         root: the folder, or the URL of one ("s3://bucket/run"); made by the first save.
         files: the file operations; a test puts its faults there. Default: those of the root's file system.
-        peers: the ranks that act together. Default: all of them, on the training thread.
+        ranks: the ranks that act together. Default: all of them, on the training thread.
         lease: the right to write there, checked by rank 0 before every commit and deletion. Default: nobody else
             writes there; the caller sees to that.
 
@@ -72,12 +72,12 @@ class CheckpointStore:
         root: Location,
         files: Files | None = None,
         *,
-        peers: Peers | None = None,
+        ranks: RankGroup | None = None,
         lease: Lease | None = None,
     ) -> None:
         self.root = to_path(root).absolute()  # a later chdir must not move it
         self.files = files if files is not None else files_of(self.root)
-        self.peers = peers if peers is not None else Peers()
+        self.ranks = ranks if ranks is not None else RankGroup()
         self.lease = lease
 
     def own(self, run_id: str) -> None:
@@ -97,14 +97,10 @@ class CheckpointStore:
             self.lease = Lease.take(self.root, run_id, self.files)
             return self.lease.path.name
 
-        name = self.peers.on_rank_zero(take, f"taking {self.root} for this run")
-        error: Exception | None = None
+        name = self.ranks.on_rank_zero(take, f"taking {self.root} for this run")
         try:
-            check_seen(self.root / name, self.files, self.peers.place()[0])
-        except Exception as caught:  # noqa: BLE001  raised below, together with the other ranks
-            error = caught
-        try:
-            self.peers.fail_together(error, f"looking for {name} in {self.root}")
+            with self.ranks.together(f"looking for {name} in {self.root}"):
+                check_seen(self.root / name, self.files, self.ranks.place()[0])
         except BaseException:
             if self.lease is not None:
                 self.lease.release()
@@ -165,26 +161,31 @@ class CheckpointStore:
     def verify_together(self, path: Location) -> list[str]:
         """The same as `verify`, each file read by one rank. Collective."""
         folder = self._inside(path)
-        rank, world_size = self.peers.place()
-        if world_size == 1:
-            return folder_problems(folder)
-        manifest, problem = self.peers.on_rank_zero(lambda: read_or_say(folder), f"verifying {folder}")
-        if manifest is None:
-            return [problem]
-        by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
-        problems: list[str | None] = []
-        error: Exception | None = None
-        try:
-            problems = [file_problem(folder / name, record) for name, record in by_size[rank::world_size]]
-        except Exception as caught:  # noqa: BLE001  raised again below, together with the other ranks
-            error = caught
-        found = self.peers.from_every_rank((problems, error is not None))
-        if any(failed for _, failed in found):
-            self.peers.fail_together(error, f"verifying {folder}")
-        return [problem for of_rank, _ in found for problem in of_rank if problem is not None]
+        manifest, problem = self.ranks.on_rank_zero(lambda: read_or_say(folder), f"verifying {folder}")
+        return [problem] if manifest is None else self._problems(folder, manifest)
 
-    def newest_verified(self, kind: str | None = None, job: str | None = None) -> CheckpointInfo | None:
-        """The newest checkpoint that verifies. Collective.
+    def open_verified(self, path: Location) -> Reader:
+        """Open a checkpoint after all of it has verified, each file by one rank. Collective.
+
+        Args:
+            path: the folder, or its name in this store.
+
+        Returns:
+            A reader that holds no file against its checksum a second time.
+
+        Raises:
+            CheckpointNotFoundError: it has no manifest.
+            CorruptCheckpointError: it does not verify.
+        """
+        folder = self._inside(path)
+        manifest = self.ranks.on_rank_zero(lambda: read_manifest(folder), f"opening {folder}")
+        problems = self._problems(folder, manifest)
+        if problems:
+            raise CorruptCheckpointError(f"{folder} does not verify: {'; '.join(problems)}", path=folder)
+        return Reader(folder, False, manifest)
+
+    def newest_verified(self, kind: str | None = None, job: str | None = None) -> Reader | None:
+        """Open the newest checkpoint that verifies. Collective.
 
         A newer one that does not is passed over with a warning that says what is wrong with it.
 
@@ -193,18 +194,18 @@ class CheckpointStore:
             job: what their manifests say under that name; None takes all.
 
         Returns:
-            The checkpoint, or None where there is none.
+            A reader of the checkpoint, or None where there is none.
         """
 
         def look_for_them() -> list[CheckpointInfo | Broken]:
             found = look(self.root)
-            return [it for it in found if isinstance(it, Broken) or job in (None, it.manifest.info.get("job"))]
+            return [one for one in found if isinstance(one, Broken) or job in (None, one.manifest.info.get("job"))]
 
-        candidates = self.peers.on_rank_zero(look_for_them, f"looking for checkpoints in {self.root}")
+        candidates = self.ranks.on_rank_zero(look_for_them, f"looking for checkpoints in {self.root}")
         return self._first_verified([c for c in candidates if isinstance(c, Broken) or kind in (None, c.kind)])[0]
 
-    def resolve(self, keyword: str, *, kind: str | None = None, monitor: str | None = None) -> Path | None:
-        """The checkpoint that a keyword means; always one that verifies. Collective.
+    def resolve(self, keyword: str, *, kind: str | None = None, monitor: str | None = None) -> Reader | None:
+        """Open the checkpoint that a keyword means; always one that verifies. Collective.
 
         Args:
             keyword: "last": the highest (step, attempt). "best": by the score in the manifests; nan is never the best.
@@ -213,7 +214,7 @@ class CheckpointStore:
             monitor: the metric for "best", where the checkpoints were scored by several.
 
         Returns:
-            Its folder; None only for "auto".
+            A reader of it, which holds no file against its checksum a second time; None only for "auto".
 
         Raises:
             SettingError: the keyword is not known.
@@ -223,14 +224,14 @@ class CheckpointStore:
         check_keyword(keyword)
         kind = "full" if keyword == "auto" and kind is None else kind
         if keyword == "best":
-            found = self.peers.on_rank_zero(
+            found = self.ranks.on_rank_zero(
                 lambda: best_first(self.scan(), monitor), f"looking for the best in {self.root}"
             )
         else:
-            found = self.peers.on_rank_zero(lambda: look(self.root), f"looking for checkpoints in {self.root}")
+            found = self.ranks.on_rank_zero(lambda: look(self.root), f"looking for checkpoints in {self.root}")
         chosen, broken = self._first_verified([c for c in found if isinstance(c, Broken) or kind in (None, c.kind)])
         if chosen is not None:
-            return chosen.path
+            return chosen
         if broken:  # not None: a run would begin again at step 0, beside what may still be mended
             afresh = ", or move them away to start afresh" if keyword == "auto" else ""
             raise CorruptCheckpointError(
@@ -265,7 +266,7 @@ class CheckpointStore:
             CheckpointError: it is not in this store, or could not be removed.
         """
         folder = self._inside(path)
-        self.peers.on_rank_zero(lambda: self._delete(folder), f"deleting {folder}")
+        self.ranks.on_rank_zero(lambda: self._delete(folder), f"deleting {folder}")
 
     def sweep(self, of_other_hosts: bool = False) -> list[Path]:
         """Remove what dead processes have left behind. Collective.
@@ -280,14 +281,14 @@ class CheckpointStore:
         Raises:
             CheckpointError: something could not be removed.
         """
-        return self.peers.on_rank_zero(lambda: self._sweep(of_other_hosts), f"sweeping {self.root}")
+        return self.ranks.on_rank_zero(lambda: self._sweep(of_other_hosts), f"sweeping {self.root}")
 
-    def tidy(self) -> None:
+    def clean_stale(self) -> None:
         """`sweep`, with a warning where it fails: for a save that must not end for it. Collective."""
         try:
             self.sweep(of_other_hosts=self.lease is not None)
         except (CheckpointError, RemoteError) as error:
-            if self.peers.place()[0] == 0:
+            if self.ranks.place()[0] == 0:
                 warnings.warn(f"what an earlier run left in {self.root} stays there: {error}", stacklevel=3)
 
     def _try(
@@ -300,13 +301,13 @@ class CheckpointStore:
         before: _Passing,
     ) -> Path | _Passing:
         """Save once. All ranks know from the same messages whether it failed in passing, which the last try raises."""
-        begun = self.peers.on_rank_zero(
+        begun = self.ranks.on_rank_zero(
             lambda: before.or_again(lambda: self._begin(step, name, before), before.attempt), "starting a checkpoint"
         )
         if isinstance(begun, _Passing):
             return begun
         folder, final, attempt = begun
-        rank, world_size = self.peers.place()
+        rank, world_size = self.ranks.place()
         error: BaseException | None = None
         writer = Writer(folder, self.files, rank, world_size)
         try:
@@ -314,16 +315,16 @@ class CheckpointStore:
         except BaseException as caught:  # noqa: BLE001  raised again below, together with the other ranks
             error = caught
         mine = None if error is None else (passing(error), str(error))
-        parts = self.peers.from_every_rank((step, writer.records, mine))
+        parts = self.ranks.from_every_rank((step, writer.records, mine))
         failures = [failure for _, _, failure in parts if failure is not None]
         if failures:
             if rank == 0:
                 self._remove_quietly(folder)
             if not before.last and all(passes for passes, _ in failures):
                 return before.again(attempt, failures[0][1])
-            self.peers.fail_together(error, f"saving {final}")
+            self.ranks.fail_together(error, f"saving {final}")
         records = [(step, records) for step, records, _ in parts]
-        done = self.peers.on_rank_zero(
+        done = self.ranks.on_rank_zero(
             lambda: before.or_again(lambda: self._commit(folder, final, attempt, records, info, run_id), attempt),
             f"saving {final}",
         )
@@ -382,7 +383,7 @@ class CheckpointStore:
                 files={**{name: self.files.take_in(folder / name) for name in foreign}, **records},
                 info=info,
             ).to_bytes()
-            self.files.seal(folder, manifest)
+            self.files.write_manifest(folder, manifest)
             self._check_lease()
             renamed = final
             self.files.publish(folder, final, manifest)
@@ -400,7 +401,7 @@ class CheckpointStore:
             raise CheckpointError(f"{folder} is not a checkpoint of {self.root}; it is left alone", path=folder)
         self._check_lease()
         try:
-            self.files.withdraw(folder)
+            self.files.delete(folder)
         except OSError as error:
             raise CheckpointError(f"could not delete {folder}: {error.strerror or error}", path=folder) from error
 
@@ -409,7 +410,7 @@ class CheckpointStore:
         removed: list[Path] = []
         folder = self.root
         try:
-            for folder, gone in self.files.remains(self.root):
+            for folder, gone in self.files.leftovers(self.root):
                 if of_other_hosts if gone is None else gone:
                     self.files.remove_tree(folder)
                     removed.append(folder)
@@ -429,24 +430,39 @@ class CheckpointStore:
             renamed: what it may have become, with nobody knowing whether the disk has it; else another save's.
         """
         try:
-            self.files.withdraw(folder if renamed in (None, folder) or folder.exists() else renamed)
+            self.files.delete(folder if renamed in (None, folder) or folder.exists() else renamed)
         except OSError as error:
             warnings.warn(f"could not remove {folder}, which a failed save left: {error}. The next sweep() removes it.")
 
     # Everyone.
 
-    def _first_verified(self, candidates: Sequence[CheckpointInfo | Broken]) -> tuple[CheckpointInfo | None, list[str]]:
-        """The first that verifies, and what is wrong with each of those before it."""
+    def _problems(self, folder: Path, manifest: Manifest) -> list[str]:
+        """What is wrong with the files of a checkpoint, each read by one rank."""
+        rank, world_size = self.ranks.place()
+        by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
+        problems: list[str | None] = []
+        error: Exception | None = None
+        try:
+            problems = [file_problem(folder / name, record) for name, record in by_size[rank::world_size]]
+        except Exception as caught:  # noqa: BLE001  raised again below, together with the other ranks
+            error = caught
+        found = self.ranks.from_every_rank((problems, error is not None))
+        if any(failed for _, failed in found):
+            self.ranks.fail_together(error, f"verifying {folder}")
+        return [problem for of_rank, _ in found for problem in of_rank if problem is not None]
+
+    def _first_verified(self, candidates: Sequence[CheckpointInfo | Broken]) -> tuple[Reader | None, list[str]]:
+        """A reader of the first that verifies, and what is wrong with each of those before it."""
         broken: list[str] = []
         for candidate in candidates:
             if isinstance(candidate, Broken):
                 problems = [candidate.problem]
             else:
-                problems = self.verify_together(candidate.path)
+                problems = self._problems(candidate.path, candidate.manifest)
                 if not problems:
-                    return candidate, broken
+                    return Reader(candidate.path, False, candidate.manifest), broken
             broken.append(f"{candidate.path.name}: {'; '.join(problems)}")
-            if self.peers.place()[0] == 0:
+            if self.ranks.place()[0] == 0:
                 warnings.warn(f"the checkpoint {candidate.path} is passed over: {'; '.join(problems)}", stacklevel=3)
         return None, broken
 

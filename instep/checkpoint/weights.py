@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
@@ -17,7 +15,7 @@ from instep.checkpoint.files import LocalFiles, patiently
 from instep.checkpoint.foreign.dcp import find_dcp_folder, stored_dcp_weights
 from instep.checkpoint.foreign.torch_files import read_torch_file
 from instep.checkpoint.foreign.zero import find_zero_folder, load_zero_weights
-from instep.checkpoint.lazy import JoinedTensor, join_tensors, read_all, read_parts
+from instep.checkpoint.lazy import LazyTensor, join_tensors, read_all, read_parts
 from instep.checkpoint.names import inside
 from instep.checkpoint.reader import Reader
 from instep.checkpoint.remote import files_of
@@ -25,6 +23,7 @@ from instep.checkpoint.scan import find_checkpoint
 from instep.checkpoint.tensors import StoredTensor, content_of, framing, read_tensors, why_unsavable
 from instep.errors import CheckpointError, UnsavableStateError
 from instep.types import Location, PathLike
+from instep.utils.atomic import creating
 from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object
 
@@ -90,7 +89,7 @@ def _stored_folder(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tens
     return None if shards is None else stored_dcp_weights(shards, _NESTED)
 
 
-def _stored_in(path: Path) -> dict[str, JoinedTensor]:
+def _stored_in(path: Path) -> dict[str, LazyTensor]:
     if path.suffix != _INDEX:
         return join_tensors([read_parts(path)])
     return join_tensors([read_parts(file) for file in indexed_files(path)])
@@ -158,15 +157,7 @@ def merge(path: Location, file: PathLike) -> Path:
         >>> safetensors.torch.load_file("model.safetensors")  # doctest: +SKIP
     """
     weights = stored_weights(to_path(path))
-
-    def write(temporary: Path) -> None:
-        _write(weights, weights, temporary)
-
-    def publish(temporary: Path, target: Path) -> None:
-        os.link(temporary, target)  # unlike a rename it fails where there is something
-        temporary.unlink()
-
-    return _put(local_path(file), write, publish)
+    return write_new(local_path(file), lambda part: write_plain(weights, part))
 
 
 def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
@@ -201,7 +192,7 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
     def write(temporary: Path) -> None:
         temporary.mkdir()
         for file, names in zip(files, parts, strict=True):
-            _write(weights, names, temporary / file)
+            write_plain(weights, temporary / file, names)
         if count > 1:
             places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
@@ -211,15 +202,18 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
                 out.close()
         LocalFiles().sync_folder(temporary)
 
-    def publish(temporary: Path, target: Path) -> None:
-        if target.exists():
-            raise FileExistsError(target)
-        temporary.rename(target)
-
-    return _put(local_path(folder), write, publish)
+    return write_new(local_path(folder), write)
 
 
-def _write(weights: _Weights, names: Iterable[str], file: Path) -> None:
+def write_plain(weights: _Weights, file: Path, names: Iterable[str] | None = None) -> None:
+    """Write one plain safetensors file with one tensor at a time in memory; tied weights under each of their names.
+
+    Args:
+        weights: by name, in memory or read one by one.
+        file: what is written; it must not exist.
+        names: of those to write; None: all.
+    """
+    names = list(weights if names is None else names)
     for name in names:
         tensor = weights[name]
         problem = why_unsavable(tensor) if isinstance(tensor, Tensor) else None
@@ -236,22 +230,18 @@ def _write(weights: _Weights, names: Iterable[str], file: Path) -> None:
         out.close()
 
 
-def _put(target: Path, write: Callable[[Path], None], publish: Callable[[Path, Path], None]) -> Path:
-    """Write a file or folder under a hidden name first, and never over another."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+def write_new(target: Path, write: Callable[[Path], Any]) -> Path:
+    """Write a file or folder under another name first, so that it is there whole or not at all; never over another.
+
+    Raises:
+        CheckpointError: there is something already, or it cannot be written.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write(temporary)
-            publish(temporary, target)
-            LocalFiles().sync_folder(target.parent)
-        finally:
-            if temporary.is_dir():
-                shutil.rmtree(temporary)
-            else:
-                temporary.unlink(missing_ok=True)
+        with creating(target) as part:
+            write(part)
     except FileExistsError as error:
-        text = f"{target} is there already; nothing is overwritten. Give another name."
+        text = f"{target} exists already; nothing is overwritten. Give another name."
         raise CheckpointError(text, path=target) from error
     except OSError as error:
         text = f"could not write {target}: {error.strerror or error}. Give a place that can be written to."

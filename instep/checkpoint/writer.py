@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from instep.checkpoint.encode import encode
+from instep.checkpoint.codec import encode
 from instep.checkpoint.files import Files
 from instep.checkpoint.hashing import Data, FileRecord
 from instep.checkpoint.names import is_plain_name

@@ -66,7 +66,7 @@ def complete() -> None:
 
 
 def complete_subcommand(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
-    """The same for a program with sub-commands of jsonargparse, whose own completion does not reach into them.
+    """Complete for a program with sub-commands of jsonargparse, whose own completion does not reach into them.
 
     Args:
         parsers: by the sub-command's name.
@@ -78,7 +78,7 @@ def complete_subcommand(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
 
 
 def _words() -> tuple[list[str], str]:
-    """The program's words before the one that is completed, and that."""
+    """Return the program's words before the one that is completed, and that."""
     from argcomplete.lexers import split_line  # late, as above
 
     _, word, _, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))

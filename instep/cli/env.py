@@ -22,8 +22,7 @@ from typing import Any
 
 from instep import __version__
 from instep.cli import output
-from instep.cli.config.files import CONFIG_HELP
-from instep.cli.config.show import as_json, print_settings
+from instep.cli.config import CONFIG_HELP, as_json, print_settings
 from instep.config.layers import resolve
 from instep.utils.redact import hide
 

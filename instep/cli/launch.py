@@ -44,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
         args.fail("SCRIPT is missing")
     if args.module and args.no_python:
         args.fail("-m names a module of Python, --no-python a command without it: give one of them")
-    # Late: load torch and pydantic.
-    from instep.config.layers import default_file, resolve
+    # Late: load torch.
+    from instep.config.file import default_file
+    from instep.config.layers import resolve
     from instep.config.spec import make_spec
     from instep.launch.command import check_program
     from instep.launch.engine import run as run_job

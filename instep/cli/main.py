@@ -1,24 +1,25 @@
 """The `instep` command: finds the sub-command, and loads its file only.
 
-A sub-command of several words lies in a file of that path: `instep checkpoint ls` in `instep/cli/checkpoint/ls.py`,
-`instep estimate-memory` in `instep/cli/estimate_memory.py`. One that others begin with (`config`, `config show`) lies
-in their package's `__init__.py`. The file's docstring is its help, with examples at its end, after "Examples:", and
-exit codes of its own before that, after "Exit codes:". `arguments(parser)` adds its arguments; `run(args)` does it and
-returns the exit code. One that sets a default for `after` gets the words after `--` there. A file with a `main(words)`
-gets all words first; where that returns None they are for the other two.
+A sub-command is a file of its path (`instep checkpoint ls` is `instep/cli/checkpoint/ls.py`, `instep estimate-memory`
+is `instep/cli/estimate_memory.py`), or a class of a file that several share (`_SHARED`): `instep config show` is `Show`
+in `instep/cli/config.py`. Its docstring is its help, with examples at its end, after "Examples:", and exit codes of its
+own before that, after "Exit codes:". `arguments(parser)` adds its arguments; `run(args)` does it and returns the exit
+code. One that sets a default for `after` gets the words after `--` there. One with a `main(words)` gets all words
+first; where that returns None they are for the other two.
 What it needs of torch is imported in `run`, so that help and completion cost nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from io import TextIOWrapper
-from types import ModuleType
+from typing import Any
 
 from instep import __version__
 from instep.errors import EXIT_FAILED, InstepError, SettingError
@@ -58,6 +59,10 @@ _EXAMPLES = (
     "  instep checkpoint ls .",
     "  instep checkpoint verify instep_runs/version_0",
 )
+_SHARED = {
+    **{name: "config" for name in COMMANDS if name[0] == "config"},
+    **dict.fromkeys((("fit",), ("validate",), ("predict",)), "trainer_command"),
+}
 _WITH_INNER = {name for name in COMMANDS if any(len(other) > 1 and other[:1] == name for other in COMMANDS)}
 EXIT_CODES = "Exit codes: 0 all is well; 1 problems were found, or an error; 2 wrong arguments."
 _ALL_EXIT_CODES = (
@@ -113,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unusable(word: str) -> str | None:
-    """What keeps a word from being given to the system; None for nothing."""
+    """Say what keeps a word from being given to the system; None for nothing."""
     if "\0" in word:
         return "a NUL"
     try:
@@ -124,7 +129,7 @@ def _unusable(word: str) -> str | None:
 
 
 def find(words: Sequence[str]) -> Command | None:
-    """The command that words begin with, the longest where there are two; None where they begin with none.
+    """Find the command that words begin with, the longest where there are two; None where they begin with none.
 
     Example:
         >>> find(["checkpoint", "ls", "."])
@@ -134,19 +139,21 @@ def find(words: Sequence[str]) -> Command | None:
     return max(known, key=len, default=None)
 
 
-def load(command: Command) -> ModuleType:
-    """The file of a command."""
+def load(command: Command) -> Any:
+    """Import what a command consists of: a module, or a class."""
+    if command in _SHARED:
+        return getattr(import_module(f"instep.cli.{_SHARED[command]}"), command[-1].capitalize())
     return import_module(".".join(("instep.cli", *command)).replace("-", "_"))
 
 
-def make_parser(command: Command, module: ModuleType) -> argparse.ArgumentParser:
-    """The parser of a command's words, with its help.
+def make_parser(command: Command, module: Any) -> argparse.ArgumentParser:
+    """Make the parser of a command's words, with its help.
 
     Args:
         command: its name.
-        module: its file.
+        module: what `load` gives.
     """
-    about, _, examples = (module.__doc__ or "").partition("Examples:\n")
+    about, _, examples = (inspect.getdoc(module) or "").partition("Examples:\n")
     codes = "" if "Exit codes:" in about else f"\n\n{EXIT_CODES}"
     parser = argparse.ArgumentParser(
         prog=" ".join(("instep", *command)),
@@ -211,7 +218,7 @@ def _overview(words: Sequence[str]) -> int:
 
 
 def _top() -> dict[Command, str]:
-    """The first words of all commands: a group is one line, which names what may follow."""
+    """Return the first words of all commands: a group is one line, which names what may follow."""
     lines: dict[Command, str] = {}
     for first, *_ in COMMANDS:
         inner = "|".join(name[1] for name in COMMANDS if name[0] == first and len(name) > 1)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-from instep.config.porting import RENAMED, SWITCHES, advice
-from instep.config.settings import DICTS, NAMES, about, choices, pairs
-from instep.config.settings import SWITCHES as OWN_SWITCHES
+from instep.config.settings import DICTS, NAMES, OTHER_NAMES, SWITCHES, about, advice, choices, pairs
+from instep.errors import SettingError
+from instep.utils.porting import LAUNCH_SWITCHES
 
 _CONFIG = "settings in YAML, or the name of a template (default: ~/.config/instep/config.yaml)"
 _METAVARS = {
@@ -32,8 +32,8 @@ class _Say(argparse.Action):
             if name in DICTS:
                 try:
                     value = {**said.get(name, ({},))[0], **pairs(name, value)}
-                except ValueError as error:
-                    raise argparse.ArgumentError(self, f"expected {error}, got {value!r}") from None
+                except SettingError as error:
+                    raise argparse.ArgumentError(self, str(error)) from None
             said[name] = value, option_string or name
         namespace.said = said
 
@@ -60,17 +60,17 @@ def add_settings(
     parser.add_argument("--config-file", "--config_file", dest="config", help=argparse.SUPPRESS)
     for name in names:
         shown = argparse.SUPPRESS if hidden or about(name).rare else about(name).text
-        if name in OWN_SWITCHES:
+        if name in SWITCHES:
             _add(parser, name, shown, const={name: True}, nargs=0)
             _add(parser, f"no_{name}", argparse.SUPPRESS, const={name: False}, nargs=0)
         else:
             action = _add(parser, name, shown, metavar=_METAVARS.get(name, "N"))
             if choices(name):  # what the shell completes
                 action.completer = lambda *_, name=name, **__: choices(name)  # pyright: ignore[reportAttributeAccessIssue]
-        for other in (other for other, mine in RENAMED.items() if mine == name):
-            kind = {"const": {name: True}, "nargs": 0} if name in OWN_SWITCHES else {}
+        for other in (other for other, mine in OTHER_NAMES.items() if mine == name):
+            kind = {"const": {name: True}, "nargs": 0} if name in SWITCHES else {}
             _add(parser, other, argparse.SUPPRESS, dest=name, **kind)
-    for other, means in SWITCHES.items():
+    for other, means in LAUNCH_SWITCHES.items():
         if means.keys() <= set(names):
             _add(parser, other, argparse.SUPPRESS, const=means, nargs=0)
 
@@ -85,10 +85,10 @@ def _add(parser: argparse.ArgumentParser, name: str, shown: str, **kind: Any) ->
 
 
 def complete_config(prefix: str, **_: Any) -> list[str]:
-    """What a shell offers for `--config`: templates and files."""
+    """List what a shell offers for `--config`: templates and files."""
     from argcomplete.completers import FilesCompleter  # late: only a shell that completes needs it
 
-    from instep.config.layers import templates
+    from instep.config.file import templates
 
     return [*templates(), *FilesCompleter()(prefix)]
 
@@ -96,7 +96,7 @@ def complete_config(prefix: str, **_: Any) -> list[str]:
 def _with_advice(error: Callable[[str], NoReturn], instead: Mapping[str, str]) -> Callable[[str], NoReturn]:
     def say(word: str) -> str:
         name = word.lstrip("-").replace("-", "_").partition("=")[0]
-        other = instead.get(RENAMED.get(name, name))
+        other = instead.get(OTHER_NAMES.get(name, name))
         return f"{name} is called {other} here" if other else advice(word, "--{}")
 
     def explain(message: str) -> NoReturn:

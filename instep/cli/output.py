@@ -17,18 +17,18 @@ _FEW = 8  # elements of a tensor that are worth printing
 
 
 def say(text: str = "") -> None:
-    """One line of output."""
+    """Print one line."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")  # half a surrogate is no text
 
 
 def say_json(value: Any, indent: int | None = None) -> None:
-    """A value as strict JSON; on a terminal, or with `indent`, on several lines."""
+    """Print a value as strict JSON; on a terminal, or with `indent`, on several lines."""
     say(json.dumps(plain(value), indent=1 if sys.stdout.isatty() else indent, allow_nan=False))
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[str] = ()) -> None:
-    """A table with one line per row.
+    """Print a table with one line per row.
 
     Args:
         headers: the columns' names.
@@ -59,7 +59,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable
 
 
 def tree(title: str, value: Any) -> None:
-    """A nested value below a title, one line for each leaf; nothing where it is empty."""
+    """Print a nested value below a title, one line for each leaf; nothing where it is empty."""
     if value is None or value in ({}, []):
         return
     say(f"\n{title}")
@@ -100,7 +100,7 @@ def _leaf(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON: what JSON lacks becomes text, a large tensor its dtype and shape."""
+    """Turn a value into JSON: what JSON lacks becomes text, a large tensor its dtype and shape."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, int) and value.bit_length() > _LONG_BITS:  # Python writes no more than 4,300 digits
@@ -120,7 +120,7 @@ def plain(value: Any) -> Any:
 
 
 def count(number: int, what: str) -> str:
-    """A number of things.
+    """Write a number of things.
 
     Example:
         >>> count(1, "tensor"), count(2000, "tensor")
@@ -144,7 +144,7 @@ def size(count: float) -> str:
 
 
 def age(created: str, now: datetime | None = None) -> str:
-    """How long ago a time in ISO 8601 was.
+    """Say how long ago a time in ISO 8601 was.
 
     Example:
         >>> age("2026-01-02T03:00:00+00:00", datetime(2026, 1, 2, 5, 30, tzinfo=timezone.utc))

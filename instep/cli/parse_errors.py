@@ -26,7 +26,7 @@ _LONG = 200
 
 
 def explain(message: str, classes: Iterable[str] = (), known: Iterable[str] = ()) -> str:
-    """An error of jsonargparse as people read it; as it is where its form is not known.
+    """Explain an error of jsonargparse; its text where its form is not known.
 
     Args:
         message: its text.
@@ -73,7 +73,7 @@ def _without_key(message: str, known: Iterable[str]) -> str:
 
 
 def _of_class(path: str, cls: str, text: str, value: str) -> str:
-    """What is wrong with one argument of a class."""
+    """Explain what is wrong with one argument of a class."""
     option = re.search(r"Option '([^']+)' is not accepted", text)
     if option is not None:
         takes = _arguments(cls)
@@ -91,7 +91,7 @@ def _of_class(path: str, cls: str, text: str, value: str) -> str:
 
 
 def _expected(message: str) -> str:
-    """What a value may be."""
+    """Say what a value may be."""
     kinds = dict.fromkeys(f"a subclass of {name}" for name in _SUBCLASS.findall(message))
     kinds |= dict.fromkeys(_kind(name or other) for name, other in _EXPECTED.findall(message))
     kinds = [kind for kind in kinds if not kind.startswith("path but")]

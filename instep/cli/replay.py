@@ -135,7 +135,7 @@ def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) ->
 
 
 def _recorded(recorded: Any, path: Path) -> tuple[dict[str, Any], bool]:
-    """The command in a checkpoint, and whether this user saved it."""
+    """Read the command in a checkpoint, and whether this user saved it."""
     if recorded is None:
         return {}, False
     how = {key: value for key, value in recorded.items() if key != "mark"} if isinstance(recorded, dict) else {}
@@ -148,7 +148,7 @@ def _recorded(recorded: Any, path: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _script(command: list[str], path: Path, own: bool) -> str:
-    """The script that Python runs; empty for `-m module`.
+    """Return the script that Python runs; empty for `-m module`.
 
     Raises:
         CheckpointError: it would run something else.
@@ -212,7 +212,7 @@ def _execute(command: list[str], folder: str, order: str, ranks: int) -> int:
 
 @contextmanager
 def _as_in(folder: str) -> Iterator[None]:
-    """The ranks inherit this process's folder and output."""
+    """Give the ranks this process's folder and output."""
     before, stdout = os.getcwd(), os.dup(1)
     sys.stdout.flush()
     os.chdir(folder)

@@ -105,7 +105,7 @@ def fit(state: PartialState, root: Path, watch: Watch, ckpt_path: Path | None = 
 
 
 def losses_of_one_process(world: int) -> list[float]:
-    """Each epoch's mean loss, of a loop by hand on the CPU with the whole global batch."""
+    """Compute each epoch's mean loss, of a loop by hand on the CPU with the whole global batch."""
     net = Net().net
     optimizer = _optimizer(net)
     losses = []
@@ -269,7 +269,7 @@ def _errors(state: PartialState) -> str:
 
 
 def _triggers(state: PartialState) -> str:
-    """What the last rank sets before step 3 is seen by all at step 4, and then no more."""
+    """Check that a trigger of the last rank before step 3 is seen by all at step 4, and then no more."""
     triggers = Triggers(every=1)
     setter, seen = state.num_processes - 1, {}
     for step in range(1, 7):

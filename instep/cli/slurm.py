@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _word(name: str, said: tuple[Any, str]) -> str:
-    """An option of `instep launch`, as its command line has it."""
+    """Write an option of `instep launch` as its command line has it."""
     value, option = said[0], name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{option}" if value else f"--no-{option}"

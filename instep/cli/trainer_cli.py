@@ -128,7 +128,7 @@ class SaveConfigCallback(Callback):
 
 
 def _longest(value: Any) -> int:
-    """The most entries of a list or mapping in a configuration."""
+    """Count the entries of the longest list or mapping in a configuration."""
     inner = vars(value) if isinstance(value, Namespace) else value
     entries = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple) else ()
     return max([len(entries), *map(_longest, entries)])
@@ -239,7 +239,7 @@ class TrainerCLI:
         """Called when `self.model`, `self.datamodule` and `self.trainer` are there."""
 
     def configure_optimizers(self, module: TrainModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """What the module's `configure_optimizers` returns where an optimizer was configured.
+        """Configure the optimizers that the command line names, in place of the module's own.
 
         Args:
             module: the module.
@@ -265,7 +265,7 @@ class TrainerCLI:
     # ---- the parser
 
     def init_parser(self, **kwargs: Any) -> TrainerArgumentParser:
-        """A parser with `--config`."""
+        """Make a parser with `--config`."""
         kwargs = {"dump_header": [f"instep=={__version__}"], "usage": "%(prog)s [options]", **kwargs}
         parser = self.parser_class(**kwargs)
         parser.add_argument(
@@ -333,7 +333,7 @@ class TrainerCLI:
             parser.error(f"a configuration file is no text: {error}")
 
     def _defaults_of_checkpoint(self, words: Any) -> None:
-        """Where `--ckpt_path` names a checkpoint, its hyperparameters are the defaults of the module's arguments."""
+        """Make the hyperparameters of the checkpoint of `--ckpt_path` the defaults of the module's arguments."""
         ckpt_path = self._get(self.config, "ckpt_path") if self.subcommand else None
         if ckpt_path is None or ckpt_path in ("last", "best", "auto") or not self.load_from_checkpoint_support:
             return
@@ -375,14 +375,14 @@ class TrainerCLI:
         self._kept_from_parser = [f"{prefix}model.{inner}{name}" for name in self._of_checkpoint]
 
     def _dumped(self) -> dict[str, Any]:
-        """The command's configuration as plain values."""
+        """Return the command's configuration as plain values."""
         plain = json.loads(self.parser.dump(self.config, format="json", skip_link_targets=False, skip_unset=False))
         return plain if self.subcommand is None else plain[self.subcommand]
 
     # ---- building
 
     def _start_ranks(self) -> None:
-        """Where the program starts its ranks itself: become their agent now, without a module in memory."""
+        """Become the agent of the ranks now, without a module in memory, where the program starts them itself."""
         if self.subcommand is None or self.trainer_class is not Trainer or is_worker():
             return
         given = self._get(self.config, "trainer")
@@ -414,7 +414,7 @@ class TrainerCLI:
         self.trainer.how_to_give_data = "give --data package.Class, or data: in a --config file"
 
     def _config_folders(self) -> list[Path]:
-        """Where the `--config` files lie, the last one first: one may be a run's own."""
+        """List the folders of the `--config` files, the last one first: one may be a run's own."""
         given = [*(self.config.get("config") or ())]
         if self.subcommand is not None:
             given += self._get(self.config, "config") or ()
@@ -516,17 +516,17 @@ class TrainerCLI:
         return self.parser if self.subcommand is None else self._parsers[self.subcommand]
 
     def _get(self, config: Namespace, key: str) -> Any:
-        """A value of the command's configuration."""
+        """Return a value of the command's configuration."""
         return (config if self.subcommand is None else config[self.subcommand]).get(key)
 
 
 def _returned(cls: Any) -> type:
-    """The class that a class or a function makes."""
+    """Return the class that a class or a function makes."""
     return cls if isinstance(cls, type) else inspect.signature(cls, eval_str=True).return_annotation
 
 
 def _names_in(value: Any, stand_ins: Mapping[str, StandIn]) -> list[str]:
-    """The stand-ins in plain values."""
+    """Collect the stand-ins in plain values."""
     if isinstance(value, dict):
         return [name for pair in value.items() for it in pair for name in _names_in(it, stand_ins)]
     if isinstance(value, list):
@@ -544,7 +544,7 @@ def _put_back(value: Any, stand_ins: Mapping[str, StandIn]) -> Any:
 
 
 def _hyperparameters(ckpt_path: Any) -> Mapping[str, Any]:
-    """What a checkpoint says its module was built with; nothing of a file of weights."""
+    """Read what a checkpoint says its module was built with; nothing of a file of weights."""
     from instep.checkpoint import CheckpointStore, find_checkpoint  # late: the checkpoint room is loaded when used
 
     try:

@@ -17,7 +17,7 @@ _RUN_KEYS = re.compile(r"^(model|data|trainer|ckpt_path|seed_everything):", re.M
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that everybody needs, for the short help; jsonargparse knows all of them."""
+    """Add the arguments that everybody needs, for the short help; jsonargparse knows all of them."""
     parser.add_argument("-c", "--config", metavar="FILE", help="a YAML file; of several, later ones count more")
     parser.add_argument("--module", metavar="PKG:CLASS", help="the TrainModule; --model PKG.CLASS is the same")
     parser.add_argument("--model.ARG", metavar="VALUE", help="an argument of it")
@@ -29,6 +29,75 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed_everything", metavar="N", help="the seed (default: 0)")
     parser.add_argument("--ckpt_path", metavar="CKPT", help="a checkpoint, last, best or auto")
     parser.add_argument("--print_config", action="store_true", help="print all that holds, as YAML, and exit")
+
+
+class Fit:
+    """Train a module with data as a configuration and the command line say.
+
+    Settings come from, the first wins: the command line, --config files (the last one first), variables such as
+    INSTEP_FIT__TRAINER__MAX_EPOCHS, defaults. What held is saved as config.yaml in the run folder. Callbacks, loggers,
+    strategies, optimizers and schedulers are named by their class. `instep fit --module PKG:CLASS --help` lists
+    everything for that module, and --trainer.callbacks.help CLASS the arguments of one class.
+
+    Exit codes: 0 done; 1 it failed; 2 wrong arguments; 75 preempted, and saved; 76 it hung; 130 interrupted.
+
+    Examples:
+      instep fit --config run.yaml --trainer.max_epochs 3
+      instep fit --module examples/digits.py:Digits --data examples/digits.py:DigitsData --trainer.devices 2
+      instep fit -c run.yaml --trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor val_loss
+      instep fit -c run.yaml --optimizer AdamW --optimizer.lr 1e-3 --print_config > whole.yaml
+      instep fit -c instep_runs/version_0/config.yaml --ckpt_path auto
+    """
+
+    arguments = staticmethod(arguments)
+
+    @staticmethod
+    def main(words: Sequence[str]) -> int:
+        """Train."""
+        return run_trainer("fit", words)
+
+
+class Validate:
+    """Run a module over its validation data as a configuration and the command line say.
+
+    The settings are those of `instep fit --help`: that command's config.yaml can be given as it is. Arguments of the
+    module that nobody gave are those that the checkpoint of --ckpt_path was saved with. With that config.yaml the
+    checkpoints best and last are those of its run.
+
+    Exit codes: 0 done; 1 it failed; 2 wrong arguments; 130 interrupted.
+
+    Examples:
+      instep validate --config instep_runs/version_0/config.yaml --ckpt_path best
+      instep validate --module pkg:Model --data pkg:Data --ckpt_path runs/step-00001200-1 --trainer.limit_val_batches 10
+    """
+
+    arguments = staticmethod(arguments)
+
+    @staticmethod
+    def main(words: Sequence[str]) -> int:
+        """Validate."""
+        return run_trainer("validate", words)
+
+
+class Predict:
+    """Run a module's predict_step over its data as a configuration and the command line say.
+
+    The settings are those of `instep fit --help`: that command's config.yaml can be given as it is. What is predicted
+    is for the module and the callbacks to write (`on_predict_batch_end`).
+
+    Exit codes: 0 done; 1 it failed; 2 wrong arguments; 130 interrupted.
+
+    Examples:
+      instep predict --config instep_runs/version_0/config.yaml --ckpt_path best
+      instep predict -c run.yaml --ckpt_path best --trainer.callbacks+=pkg.WriteToDisk --return_predictions false
+    """
+
+    arguments = staticmethod(arguments)
+
+    @staticmethod
+    def main(words: Sequence[str]) -> int:
+        """Predict."""
+        return run_trainer("predict", words)
 
 
 def run_trainer(name: str, words: Sequence[str]) -> int:
@@ -67,7 +136,7 @@ def run_trainer(name: str, words: Sequence[str]) -> int:
 
 
 def is_run(words: Sequence[str]) -> bool:
-    """Whether the words of `instep test` are for the Trainer: they name a module, or a configuration of a run."""
+    """Tell whether the words of `instep test` are for the Trainer: they name a module, or a configuration of a run."""
     for index, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option.split(".")[0] in ("--module", "--model", "--data", "--trainer", "--ckpt_path", "--print_config"):

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from instep import callbacks, loggers, strategies
 from instep.callbacks import Callback
 from instep.cli.parse_errors import EXIT_USAGE, explain
-from instep.config.layers import repeated_keys
+from instep.config.file import repeated_keys
 from instep.data import DataModule
 from instep.errors import SettingError, UsageError
 from instep.state import read_environment
@@ -56,7 +56,7 @@ class LRSchedulerOptions:
     strict: bool = True
 
     def of(self, scheduler: LRScheduler) -> dict[str, Any]:
-        """The scheduler with these options, as `configure_optimizers` returns it."""
+        """Return the scheduler with these options, as `configure_optimizers` returns it."""
         interval = self.interval or ("step" if isinstance(scheduler, OneCycleLR) else "epoch")
         return {**asdict(self), "interval": interval, "scheduler": scheduler}
 
@@ -79,13 +79,13 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
 
 
 def with_class_path(cls: type, init_args: Any) -> dict[str, Any]:
-    """A class and its arguments, as `instantiate_class` takes them."""
+    """Describe a class and its arguments as `instantiate_class` takes them."""
     given = init_args.as_dict() if hasattr(init_args, "as_dict") else dict(init_args or {})
     return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": given}
 
 
 def with_length(init: Mapping[str, Any], module: TrainModule) -> dict[str, Any]:
-    """A scheduler to build: OneCycleLR without a length is as long as the run."""
+    """Give OneCycleLR without a length the length of the run."""
     cls, given = _named(init), dict(init.get("init_args", {}))
     length = ("total_steps", "epochs", "steps_per_epoch")
     if inspect.isclass(cls) and issubclass(cls, OneCycleLR) and all(given.get(name) is None for name in length):
@@ -213,7 +213,7 @@ class TrainerArgumentParser(ArgumentParser):
         self._left_out, self._texts = keys, texts
 
     def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
-        """As jsonargparse's, which is not shown what `leave_out` was told of."""
+        """Dump as jsonargparse does, without what `leave_out` was told of."""
         if not self._texts and not self._left_out:
             return super().dump(namespace, *args, **kwargs)
         import yaml  # late: only where a checkpoint gives texts
@@ -233,7 +233,7 @@ class TrainerArgumentParser(ArgumentParser):
         return re.sub(r'"(\w+)"|(\w+)', put_in, super().dump(known, *args, **kwargs))
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        """As jsonargparse's; of regular files only, none larger than a configuration ever is."""
+        """Parse regular files only, none larger than a configuration ever is."""
         try:
             read_text(Path(path))
         except SettingError as error:
@@ -241,7 +241,7 @@ class TrainerArgumentParser(ArgumentParser):
         return super().parse_path(path, *args, **kwargs)
 
     def parse_string(self, content: str, path: str | os.PathLike[str] = "", *args: Any, **kwargs: Any) -> Any:
-        """As jsonargparse's; a key that stands twice is an error, as is more than a configuration may hold."""
+        """Parse, and refuse a key that stands twice and more than a configuration may hold."""
         if self.parser_mode == "yaml":
             where = path or "the configuration"
             try:

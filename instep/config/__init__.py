@@ -1,5 +1,5 @@
 """Settings of a launch.
 
-- `settings`: what they are, and their checks; `layers`: which of script, command line, config file and environment gave
-  each value; `porting`: what other launchers call them; `spec`: the `LaunchSpec` that they make.
+- `settings`: the dataclass with its checks; `layers`: which of command line, config file, environment and default gave
+  each value; `spec`: the `LaunchSpec` that they make.
 """

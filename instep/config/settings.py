@@ -1,95 +1,148 @@
-"""What a launch can be told: one dataclass, the schema of the config file, of `instep launch` and of its variables.
-
-Its annotations are checked by pydantic, which coerces, bounds and describes them (`schema()`); the dataclass itself is
-plain, so that `--help` need not load pydantic.
-"""
+"""Settings of a launch: one dataclass, the schema of the config file, of `instep launch` and of its variables."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
-from annotated_types import Ge, Gt, Le
-
-from instep.errors import SettingError, one_of
+from instep.errors import SettingError
+from instep.utils.checks import DEVICES, FLAG, TEXT, Check, above_zero, at_least, choice, is_int, read_flag, wrong
 from instep.utils.plain_yaml import load
+from instep.utils.porting import DISTRIBUTED_TYPES, INSTEAD, LAUNCH_SWITCHES, RENAMED
 
-Accelerators = Literal["auto", "cpu", "gpu", "cuda", "xpu", "hpu", "npu", "mps", "xla"]
-Backends = Literal["static", "c10d"]
-Precisions = Literal[
+OTHER_NAMES = RENAMED["launch"]
+"""What other launchers call the settings."""
+
+_ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "xpu", "hpu", "npu", "mps", "xla")
+_PRECISIONS = (
     "32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true", "fp8",
     "32", "64", "16", "fp16", "bf16", "fp16-true", "no",
-]  # fmt: skip
+)  # fmt: skip
+_NODES = "a number, or MIN:MAX for a job that goes on with less"
+_RANKS = "the ranks on a machine, such as 0,1"
 
 
 class About(NamedTuple):
-    """What a setting is.
+    """The description of a setting.
 
     Args:
         text: for help.
-        takes: for errors, what is expected where the type does not say it.
         rare: not in `--help`.
     """
 
     text: str
-    takes: str = ""
     rare: bool = False
 
 
-_Count = Annotated[int, Ge(1)]
-_Natural = Annotated[int, Ge(0)]
-_Port = Annotated[int, Ge(1), Le(65535)]
-_Seconds = Annotated[float, Gt(0)]
-_DEVICES = "'auto', -1 for all, or indices such as 0,1"
-_NODES = "a number, or MIN:MAX for a job that goes on with less"
-_TEE = "true, false, or the ranks on a machine, such as 0,1"
+def _elastic(value: Any) -> bool:
+    low, _, high = value.partition(":")
+    return low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)
+
+
+def _is_ranks(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, list) and all(is_int(rank) and rank >= 0 for rank in value))
+
+
+def _read_ranks(text: str) -> bool | list[int]:
+    if text in ("all", "none"):
+        return text == "all"
+    if text.isdecimal():
+        return [int(text)]
+    return [int(part) for part in text.split(",") if part.strip()] if "," in text else read_flag(text)
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+def _texts(value: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(inner) for key, inner in value.items()}
+
+
+_COUNT, _NATURAL, _SECONDS = at_least(1), at_least(0), above_zero("of seconds above 0")
+_NUM_NODES = Check(
+    lambda value: _elastic(value) if isinstance(value, str) else is_int(value) and value >= 1,
+    _NODES,
+    read=lambda text: int(text) if text.isdecimal() else text,
+    schema={"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]},
+)
+_TEE = Check(
+    _is_ranks,
+    f"true, false, or {_RANKS}",
+    read=_read_ranks,
+    schema={"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]},
+)
+_TEXTS = Check(
+    lambda value: (
+        _is_named(value)
+        and not any(isinstance(inner, bool) or not isinstance(inner, str | int | float) for inner in value.values())
+    ),
+    "texts by name: put true and false in quotes",
+    _texts,
+    schema={"type": "object", "additionalProperties": {"type": "string"}},
+)
+_OPTIONS = Check(_is_named, "options by name", dict, schema={"type": "object"})
 
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """The settings of a launch, in their resolved form. `about` says what each is."""
+    """The settings of a launch, in their resolved form: each with its check and its description."""
 
-    accelerator: Annotated[Accelerators, About("kind of device: cpu, gpu, cuda, xpu, hpu, npu, mps, xla")] = "auto"
-    devices: Annotated[
-        int | Literal["auto"] | list[int],
-        About(f"processes per machine: a number, {_DEVICES}", f"at least 1, {_DEVICES}"),
+    accelerator: Annotated[
+        str, choice(*_ACCELERATORS), About("kind of device: cpu, gpu, cuda, xpu, hpu, npu, mps, xla")
     ] = "auto"
-    num_processes: Annotated[_Count | None, About("processes over all machines, instead of devices", rare=True)] = None
-    num_nodes: Annotated[_Count | str, About(f"machines: {_NODES}", _NODES)] = 1
-    node_rank: Annotated[_Natural, About("this machine's number, from 0")] = 0
-    master_addr: Annotated[str, About("address of machine 0")] = "127.0.0.1"
-    master_port: Annotated[_Port | None, About("a free port there, the same on all machines")] = None
-    rdzv_backend: Annotated[Backends | None, About("how machines meet: static (numbered), c10d (who comes)")] = None
-    rdzv_endpoint: Annotated[str | None, About("HOST:PORT where c10d meets; by default machine 0's", rare=True)] = None
-    rdzv_conf: Annotated[dict[str, str], About("torchrun's settings of c10d", rare=True)] = field(default_factory=dict)
-    run_id: Annotated[str | None, About("the job's name under c10d", rare=True)] = None
-    local_addr: Annotated[str | None, About("this machine's address for the others", rare=True)] = None
-    job_secret_file: Annotated[
-        str | None, About("file of mode 0600 with the secret that the machines of a job share", rare=True)
+    devices: Annotated[
+        int | str | tuple[int, ...],
+        DEVICES,
+        About("processes per machine: a number, 'auto', -1 for all, or indices such as 0,1"),
+    ] = "auto"
+    num_processes: Annotated[
+        int | None, _COUNT, About("processes over all machines, instead of devices", rare=True)
     ] = None
-    max_restarts: Annotated[_Natural, About("starts over after a failure, a hang or a lost machine")] = 0
-    strategy: Annotated[str, About("ddp, fsdp, hsdp, tp, deepspeed_stage_2 ...")] = "auto"
-    strategy_options: Annotated[dict[str, Any], About("its arguments: JSON, or name=value,name=value")] = field(
+    num_nodes: Annotated[int | str, _NUM_NODES, About(f"machines: {_NODES}")] = 1
+    node_rank: Annotated[int, _NATURAL, About("this machine's number, from 0")] = 0
+    master_addr: Annotated[str, TEXT, About("address of machine 0")] = "127.0.0.1"
+    master_port: Annotated[
+        int | None, at_least(1, most=65535), About("a free port there, the same on all machines")
+    ] = None
+    rdzv_backend: Annotated[
+        str | None, choice("static", "c10d"), About("how machines meet: static (numbered), c10d (who comes)")
+    ] = None
+    rdzv_endpoint: Annotated[
+        str | None, TEXT, About("HOST:PORT where c10d meets; by default machine 0's", rare=True)
+    ] = None
+    rdzv_conf: Annotated[dict[str, str], _TEXTS, About("torchrun's settings of c10d", rare=True)] = field(
         default_factory=dict
     )
-    precision: Annotated[Precisions, About("32-true, bf16-mixed, 16-mixed, 64-true, bf16-true, 16-true, fp8")] = (
-        "32-true"
+    run_id: Annotated[str | None, TEXT, About("the job's name under c10d", rare=True)] = None
+    local_addr: Annotated[str | None, TEXT, About("this machine's address for the others", rare=True)] = None
+    job_secret_file: Annotated[
+        str | None, TEXT, About("file of mode 0600 with the secret that the machines of a job share", rare=True)
+    ] = None
+    max_restarts: Annotated[int, _NATURAL, About("starts over after a failure, a hang or a lost machine")] = 0
+    strategy: Annotated[str, TEXT, About("ddp, fsdp, hsdp, tp, deepspeed_stage_2 ...")] = "auto"
+    strategy_options: Annotated[dict[str, Any], _OPTIONS, About("its arguments: JSON, or name=value,name=value")] = (
+        field(default_factory=dict)
     )
-    accumulate_grad_batches: Annotated[_Count, About("micro-batches per optimizer step")] = 1
-    debug: Annotated[bool, About("compare collectives over the ranks before they run")] = False
-    hang_timeout_s: Annotated[_Seconds | None, About("seconds without a step after which a rank hangs")] = None
-    grace_period_s: Annotated[_Seconds, About("seconds that ranks have to save after a signal")] = 30.0
-    log_dir: Annotated[str | None, About("folder for what each rank prints")] = None
-    tee: Annotated[
-        bool | list[_Natural], About("print it too: all, none, or ranks of the machine, such as 0,1", _TEE)
-    ] = False
-    cpu_affinity: Annotated[bool, About("pin each rank to its share of the cores")] = False
-    cpu_threads: Annotated[_Count | None, About("threads per rank (OMP_NUM_THREADS)")] = None
-    env: Annotated[dict[str, str], About("a variable for the ranks; can be repeated")] = field(default_factory=dict)
-    ray: Annotated[str | None, About("address of a Ray cluster to run on: auto, HOST:PORT, ray://...")] = None
+    precision: Annotated[
+        str, choice(*_PRECISIONS), About("32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true, fp8")
+    ] = "32-true"
+    accumulate_grad_batches: Annotated[int, _COUNT, About("micro-batches per optimizer step")] = 1
+    debug: Annotated[bool, FLAG, About("compare collectives over the ranks before they run")] = False
+    hang_timeout_s: Annotated[float | None, _SECONDS, About("seconds without a step after which a rank hangs")] = None
+    grace_period_s: Annotated[float, _SECONDS, About("seconds that ranks have to save after a signal")] = 30.0
+    log_dir: Annotated[str | None, TEXT, About("folder for what each rank prints")] = None
+    tee: Annotated[bool | list[int], _TEE, About(f"print it too: all, none, or {_RANKS}")] = False
+    cpu_affinity: Annotated[bool, FLAG, About("pin each rank to its share of the cores")] = False
+    cpu_threads: Annotated[int | None, _COUNT, About("threads per rank (OMP_NUM_THREADS)")] = None
+    env: Annotated[dict[str, str], _TEXTS, About("a variable for the ranks; can be repeated")] = field(
+        default_factory=dict
+    )
+    ray: Annotated[str | None, TEXT, About("address of a Ray cluster to run on: auto, HOST:PORT, ray://...")] = None
 
     @property
     def most_nodes(self) -> int:
@@ -105,34 +158,32 @@ class LaunchSettings:
 NAMES: tuple[str, ...] = tuple(setting.name for setting in fields(LaunchSettings))
 DICTS = ("rdzv_conf", "strategy_options", "env")
 SWITCHES = ("debug", "cpu_affinity")
-_CLOSED = ("accelerator", "precision", "rdzv_backend")
+_FROM_YES = "; YAML reads yes, no, on and off as true and false"
 
 
 @cache
-def _hints() -> dict[str, Any]:
-    return get_type_hints(LaunchSettings, include_extras=True)
+def _declared() -> dict[str, tuple[Check, About]]:
+    hints = get_type_hints(LaunchSettings, include_extras=True)
+    return {name: (get_args(hints[name])[1], get_args(hints[name])[2]) for name in NAMES}
 
 
 def about(name: str) -> About:
-    """What a setting is."""
-    return next(note for note in get_args(_hints()[name]) if isinstance(note, About))
+    """Look up the description of a setting."""
+    return _declared()[name][1]
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The values of a setting that has a closed set of them; else none.
+    """List the values of a setting that has a closed set of them; else none.
 
     Example:
         >>> choices("rdzv_backend")
         ('static', 'c10d')
     """
-    if name not in _CLOSED:
-        return ()
-    kind = get_args(_hints()[name])[0]
-    return get_args(next(part for part in (kind, *get_args(kind)) if get_origin(part) is Literal))
+    return _declared()[name][0].choices
 
 
 def check(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Values of settings in their resolved form.
+    """Bring values of settings into their resolved form.
 
     Args:
         values: by name; what a command line or a variable says is text.
@@ -143,113 +194,47 @@ def check(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, An
 
     Example:
         >>> check({"devices": "0,1", "precision": 16, "env": "A=1"}, {})
-        {'devices': [0, 1], 'precision': '16', 'env': {'A': '1'}}
+        {'devices': (0, 1), 'precision': '16', 'env': {'A': '1'}}
     """
-    if not values:
-        return {}
-    from pydantic import ValidationError  # late: a tenth of a second
-
+    resolved: dict[str, Any] = {}
     problems: dict[str, SettingError] = {}
-    plain: dict[str, Any] = {}
     for name, value in values.items():
         try:
-            plain[name] = _plain(name, value)
-        except ValueError as error:
-            problems[name] = _wrong(name, value, error)
-    try:
-        checked = _adapter().validate_python(plain)
-    except ValidationError as error:
-        for problem in reversed(error.errors()):  # of several of one setting the first
-            if problem["loc"]:
-                name = str(problem["loc"][0])
-                problems[name] = _wrong(name, values[name], problem["msg"])
-    else:
-        plain = {name: getattr(checked, name) for name in plain}
-    if "strategy" in plain and "strategy" not in problems and (unknown := _unknown_strategy(plain["strategy"])):
-        problems["strategy"] = unknown
+            resolved[name] = _resolve(name, value)
+        except SettingError as error:
+            problems[name] = error
     if problems:
-        found = {name: problems[name] for name in values if name in problems}
-        lines = [f"{sources[name]}: {error}" if name in sources else str(error) for name, error in found.items()]
-        first = next(iter(found.values()))
+        lines = [f"{sources[name]}: {error}" if name in sources else str(error) for name, error in problems.items()]
+        first = next(iter(problems.values()))
         raise SettingError("\n".join(lines), field=first.field, got=first.got)
-    return plain
+    return resolved
 
 
-@cache
-def _adapter() -> Any:
-    from pydantic import TypeAdapter  # late, as above
-
-    return TypeAdapter(LaunchSettings)
-
-
-def _wrong(name: str, got: Any, why: object) -> SettingError:
-    if isinstance(why, SettingError):
-        return why
-    if name in _CLOSED:
-        return one_of(name, got, choices(name))
-    message = about(name).takes or str(why).removeprefix("Input should be ").removeprefix("Value error, ")
-    return SettingError(f"{name}={got!r}: expected {message}", field=name, got=got)
-
-
-def _unknown_strategy(name: str) -> SettingError | None:
-    if name == "auto":
-        return None
-    from instep.strategies.registry import check_name  # late: loads torch
-
-    try:
-        check_name(name)
-    except SettingError as error:
-        return error
-    return None
-
-
-def _plain(name: str, value: Any) -> Any:
-    """What texts and YAML's habits stand for."""
+def _resolve(name: str, value: Any) -> Any:
+    rule = _declared()[name][0]
     if name == "precision":
-        return "no" if value is False else str(value)  # YAML reads `no` as false
-    if isinstance(value, bool) and name not in (*SWITCHES, "tee"):
-        raise ValueError("neither true nor false, which YAML also reads from yes, no, on and off")
+        value = "no" if value is False else value if isinstance(value, bool) else str(value)  # YAML: `no`, and 16
     if isinstance(value, str):
         text = value.strip()
-        if name in DICTS:
-            return pairs(name, text)
-        if name in ("devices", "tee") and text in ("all", "none"):
-            return {"devices": {"all": -1}, "tee": {"all": True, "none": False}}[name].get(text, text)
-        if name in ("devices", "tee") and "," in text:
-            return [int(part) for part in text.split(",") if part.strip()]
-        if name == "tee" and text.isdecimal():
-            return [int(text)]
-        if name in ("devices", "num_nodes") and text.lstrip("-").isdecimal():
-            value = int(text)
-        elif name == "num_nodes":
-            low, _, high = text.partition(":")
-            if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
-                raise ValueError
-    if name in ("env", "rdzv_conf") and isinstance(value, Mapping):
-        if any(isinstance(inner, bool) for inner in value.values()):
-            raise ValueError("texts: put true and false in quotes")
-        return {key: str(inner) if isinstance(inner, (int, float)) else inner for key, inner in value.items()}
-    if name == "devices" and isinstance(value, (int, list)):
-        _check_devices(value)
+        value = rule.from_text(name, text) if name not in DICTS else rule(name, pairs(name, text))
+    elif isinstance(value, bool) and name not in (*SWITCHES, "tee"):
+        raise wrong(name, value, f"{rule.expected}{_FROM_YES}")
+    else:
+        value = rule(name, value)
+    if name == "strategy" and value != "auto":
+        from instep.strategies.registry import check_name  # late: loads torch
+
+        check_name(value)
     return value
 
 
-def _check_devices(value: Any) -> None:
-    if isinstance(value, int):
-        right = value >= 1 or value == -1
-    else:
-        right = (
-            value and len(set(value)) == len(value) and all(isinstance(index, int) and index >= 0 for index in value)
-        )
-    if not right:
-        raise ValueError
-
-
 def pairs(name: str, text: str) -> dict[str, Any]:
-    """The members of a setting that is a mapping: `{"a": 1}`, or `a=1,b=2`; in `env` one only, which may have commas.
+    """Read the members of a setting that is a mapping: `{"a": 1}`, or `a=1,b=2`.
+
+    In `env` the second form is one member only, which may have commas.
 
     Raises:
-        ValueError: the text is neither; says what was expected.
+        SettingError: the text is neither.
     """
     try:
         if text.startswith("{"):
@@ -258,10 +243,12 @@ def pairs(name: str, text: str) -> dict[str, Any]:
                 return value
         parts = [part.partition("=") for part in ([text] if name == "env" else text.split(",")) if part]
         if any(not sign or not key for key, sign, _ in parts):
-            raise ValueError("NAME=VALUE")
+            raise wrong(name, text, "NAME=VALUE")
         return {key.strip(): load(value, name) if name == "strategy_options" else value for key, _, value in parts}
     except SettingError as error:
-        raise ValueError(f"JSON, or NAME=VALUE with a value as in YAML ({error})") from None
+        if error.got == text:
+            raise
+        raise wrong(name, text, f"JSON, or NAME=VALUE with a value as in YAML ({error})") from None
 
 
 def _object(text: str) -> Any:
@@ -272,12 +259,72 @@ def _object(text: str) -> Any:
 
 
 def schema() -> dict[str, Any]:
-    """The config file's JSON schema, for editors and other programs."""
+    """Describe the config file as a JSON schema, for editors and other programs."""
     from instep.strategies import strategy_names  # late: loads torch
 
-    described = _adapter().json_schema()
-    for name, entry in described["properties"].items():
-        entry["description"] = about(name).text
-    described["properties"]["strategy"]["examples"] = list(strategy_names())
+    defaults = LaunchSettings()
+    properties: dict[str, Any] = {}
+    for name, (rule, what) in _declared().items():
+        default = getattr(defaults, name)
+        shape = dict(rule.schema) if default is not None else {"anyOf": [dict(rule.schema), {"type": "null"}]}
+        properties[name] = {**shape, "default": default, "description": what.text}
+    properties["strategy"]["examples"] = list(strategy_names())
     title = {"title": "instep's config file", "description": "Settings of `instep launch`"}
-    return {**described, **title, "additionalProperties": False}
+    return {**title, "type": "object", "properties": properties, "additionalProperties": False}
+
+
+def advice(name: str, spelled: str = "{}") -> str:
+    """Say what to do about a name that is no setting.
+
+    Args:
+        name: of a setting, or an option.
+        spelled: how names of ours are written there; "--{}" for options.
+
+    Example:
+        >>> advice("num_machines")
+        'num_machines is called num_nodes here'
+        >>> advice("precison")
+        'precison is no setting; did you mean precision?'
+    """
+    name = name.lstrip("-").replace("-", "_").partition("=")[0]
+    if name in OTHER_NAMES:
+        return f"{name} is called {_spell(OTHER_NAMES[name], spelled)} here"
+    if name in LAUNCH_SWITCHES:
+        stands_for = " and ".join(f"{key}: {value}" for key, value in LAUNCH_SWITCHES[name].items())
+        return f"{name} is written {stands_for} here" if stands_for else f"{name} is not needed here; leave it out"
+    instead = next((text for start, text in INSTEAD["launch"].items() if name.startswith(start)), None)
+    if instead is not None:
+        return f"{name} is another launcher's: {instead}"
+    near = get_close_matches(name, NAMES, n=1, cutoff=0.7)
+    return f"{name} is no setting{f'; did you mean {_spell(near[0], spelled)}?' if near else ''}"
+
+
+def _spell(name: str, spelled: str) -> str:
+    return spelled.format(name.replace("_", "-") if spelled != "{}" else name)
+
+
+def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Put another launcher's config file into instep's names.
+
+    Returns:
+        The settings, and a line for each name that could not be taken over.
+
+    Example:
+        >>> translate({"distributed_type": "MULTI_GPU", "num_processes": 8, "mixed_precision": "bf16", "role": "x"})
+        ({'accelerator': 'gpu', 'num_processes': 8, 'precision': 'bf16'}, ["role is another launcher's: all ranks ...
+    """
+    taken: dict[str, Any] = {}
+    left: list[str] = []
+    for name, value in values.items():
+        if name in NAMES:
+            taken[name] = value
+        elif name in OTHER_NAMES:
+            if value is not None:
+                taken[OTHER_NAMES[name]] = value
+        elif name in LAUNCH_SWITCHES:
+            taken |= LAUNCH_SWITCHES[name] if value else {}
+        elif name == "distributed_type" and str(value) in DISTRIBUTED_TYPES:
+            taken |= DISTRIBUTED_TYPES[str(value)]
+        elif value not in (None, "", "no", {}, [], False) and (name, value) != ("compute_environment", "LOCAL_MACHINE"):
+            left.append(advice(name))
+    return taken, left

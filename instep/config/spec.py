@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from instep.config.layers import FILE_VARIABLE, NO_FILE, Launch
+from instep.config.file import FILE_VARIABLE, NO_FILE
+from instep.config.layers import Launch
 from instep.errors import SettingError, UsageError
-from instep.launch.engine import SHUTDOWN_MARGIN_S, LaunchSpec
+from instep.launch.spec import SHUTDOWN_MARGIN_S, LaunchSpec
 from instep.state import read_environment
 from instep.state.device import find_device_kind, visible
 from instep.state.launchers import meeting_url
@@ -38,7 +39,7 @@ class Node(NamedTuple):
 
 
 def started_node(environ: Mapping[str, str] | None = None) -> Node | None:
-    """This node's place, as srun's or mpirun's variables say it.
+    """Find this node's place in the job, as srun's or mpirun's variables say it.
 
     Args:
         environ: the variables; `os.environ` by default.
@@ -74,7 +75,7 @@ def started_node(environ: Mapping[str, str] | None = None) -> Node | None:
 
 
 def make_spec(launch: Launch, program: Sequence[str], *, module: bool = False, python: bool = True) -> LaunchSpec:
-    """What this machine's agent runs.
+    """Make the spec that this machine's agent runs.
 
     Args:
         launch: the settings.
@@ -154,7 +155,7 @@ def _warn_of_unused(launch: Launch, num_nodes: int, c10d: bool) -> None:
 
 
 def rank_environment(launch: Launch) -> dict[str, str]:
-    """The variables that the ranks get: what was said for them, and nothing else.
+    """Make the variables that the ranks get: what was said for them, and nothing else.
 
     Raises:
         SettingError: options without a strategy.
@@ -169,14 +170,14 @@ def rank_environment(launch: Launch) -> dict[str, str]:
     added[FILE_VARIABLE] = NO_FILE if launch.file is None else str(launch.file.resolve())
     if settings.cpu_threads is not None:
         added["OMP_NUM_THREADS"] = str(settings.cpu_threads)
-    if isinstance(settings.devices, list):
+    if isinstance(settings.devices, tuple):
         added["CUDA_VISIBLE_DEVICES"] = visible(settings.devices)
         added[variable_of("devices")] = ",".join(map(str, settings.devices))
     return {**added, **settings.env}
 
 
 def count_ranks(launch: Launch, num_nodes: int) -> int:
-    """Ranks on this machine.
+    """Count the ranks on this machine.
 
     Raises:
         SettingError: there are not so many devices, or the processes do not divide by the machines.
@@ -190,22 +191,22 @@ def count_ranks(launch: Launch, num_nodes: int) -> int:
                 field="num_processes",
                 got=settings.num_processes,
             )
-        wanted: int | str | list[int] = settings.num_processes // num_nodes
+        wanted: int | str | tuple[int, ...] = settings.num_processes // num_nodes
     else:
         wanted = settings.devices
     kind = find_device_kind(settings.accelerator)
     if kind.name in ("cpu", "xla"):
-        if isinstance(wanted, list) or wanted == -1:
+        if isinstance(wanted, tuple) or wanted == -1:
             problem = f"{kind.name} processes have no indices and no number that is all: give their number"
             raise SettingError(f"devices={wanted!r}: {problem}", field="devices", got=wanted)
         return 1 if isinstance(wanted, str) else wanted
     here = kind.count()
-    if isinstance(wanted, list) and kind.name != "cuda":
+    if isinstance(wanted, tuple) and kind.name != "cuda":
         problem = f"indices choose cuda devices, and this is {kind.name}: give their number"
-    elif here < (max(wanted) + 1 if isinstance(wanted, list) else wanted if isinstance(wanted, int) else 0):
+    elif here < (max(wanted) + 1 if isinstance(wanted, tuple) else wanted if isinstance(wanted, int) else 0):
         problem = (
             f"this machine has {here} {kind.name} device{'' if here == 1 else 's'}; use them, or --accelerator cpu"
         )
     else:
-        return len(wanted) if isinstance(wanted, list) else wanted if isinstance(wanted, int) and wanted > 0 else here
+        return len(wanted) if isinstance(wanted, tuple) else wanted if isinstance(wanted, int) and wanted > 0 else here
     raise SettingError(f"devices={wanted!r}: {problem}", field="devices", got=wanted)

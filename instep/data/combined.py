@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from instep.data.base import BatchSource, PreparedLoader
 from instep.data.config import resolve_limit
 from instep.data.loader import prepare_loader
+from instep.data.plan import Plan, Share
 from instep.distributed.nested import iter_leaves, map_leaves
 from instep.errors import DataError, one_of
 from instep.types import StateDict
@@ -21,7 +22,7 @@ MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
 
 class _Track:
-    """Where one of the loaders is, in batches of the combined pass.
+    """Position of one of the loaders, in batches of the combined pass.
 
     Attributes:
         began: the combined batch with which the loader's present run began; -1 before it did.
@@ -43,7 +44,7 @@ class _Track:
         self.before: dict[int, StateDict] = {}
 
     def own(self, batches: int) -> int:
-        """The loader's own batches done, of the present run."""
+        """Return the loader's own batches done, of the present run."""
         return self.at + max(0, min(batches, sys.maxsize if self.run_end is None else self.run_end) - self.began)
 
     def start(self, number: int) -> None:
@@ -52,9 +53,9 @@ class _Track:
         self.iterator = iter(self.source)
 
     def next(self, number: int) -> Any:
-        """The next batch; StopIteration if the loader has none."""
+        """Return the next batch; StopIteration if the loader has none."""
         batch = next(self.iterator)
-        if self.source.is_last:
+        if self.source.share.last:
             self.run_end = number + 1
             self.ended_at = number + 1 if self.ended_at is None else self.ended_at
         return batch
@@ -97,11 +98,9 @@ class CombinedLoader(BatchSource):
         self._tracks: list[_Track] = []
         self._given = 0
         self._finished = False
-        self._total: int | None = None
-        self._even = 0
 
     def map(self, function: Callable[[Any], BatchSource]) -> CombinedLoader:
-        """The same combination of other loaders, for instance of prepared ones.
+        """Return the same combination of other loaders, for instance of prepared ones.
 
         Loaders after the first get seeds of their own, so that two of equal length are not shuffled alike.
         """
@@ -114,28 +113,19 @@ class CombinedLoader(BatchSource):
     def limit(self, limit: int | float | None, name: str = "limit_train_batches") -> None:
         """Use no more than that many batches of an epoch, or a fraction of them."""
         self._ready()
-        self._limit = None
-        self._plan()
+        self._limit = self._plan = None
         batches = resolve_limit(limit, self.num_batches, name)
         self._limit = None if batches == math.inf else int(batches)
-        self._plan()
+        self._plan = None
 
     # ---- what the loop reads
 
     @property
-    def num_batches(self) -> int | None:
+    def plan(self) -> Plan:
         self._ready()
-        return self._total
-
-    @property
-    def reliable(self) -> bool:
-        self._ready()
-        return all(track.source.reliable for track in self._tracks)
-
-    @property
-    def even_batches(self) -> int:
-        self._ready()
-        return self._even
+        if self._plan is None:
+            self._plan = self._make_plan()
+        return self._plan
 
     @property
     def rank_state(self) -> bool:  # type: ignore[override]
@@ -143,39 +133,14 @@ class CombinedLoader(BatchSource):
         self._ready()
         return any(track.source.rank_state for track in self._tracks)
 
-    def _units(self, batch_idx: int) -> tuple[int, int] | None:
-        """Of the batch in hand only: the loaders' samples together."""
-        if batch_idx != self._given - 1:
-            return None
-        units = [track.source._units(track.own(batch_idx)) for track in self._tracks if _gives(track, batch_idx)]
-        known = [unit for unit in units if unit is not None]
-        if not known or len(known) < len(units):
-            return None
-        return sum(unit[0] for unit in known), sum(unit[1] for unit in known)
-
-    def counts(self, batch_idx: int) -> tuple[int | None, int | None]:
-        """Samples of all loaders together, of the batch in hand."""
-        if batch_idx != self._given - 1:
-            return None, None
-        counts = [track.source.counts(track.own(batch_idx)) for track in self._tracks if _gives(track, batch_idx)]
-        local, total = zip(*counts, strict=True)
-        return _sum(local), _sum(total)
-
     def sample_indices(self, batch_idx: int) -> list[Any] | None:
-        """Of the batch in hand: one entry per loader."""
+        """Return the indices of the batch in hand: one entry per loader."""
         if batch_idx != self._given - 1:
             return None
         return [
             track.source.sample_indices(track.own(batch_idx)) if _gives(track, batch_idx) else None
             for track in self._tracks
         ]
-
-    def window_scale(self, batch_idx: int, accumulate: int) -> float:
-        start = batch_idx - batch_idx % accumulate
-        stop = start + accumulate
-        if self.reliable:
-            stop = min(stop, len(self))
-        return self.weight(batch_idx) / (stop - max(start, self.first_batch))
 
     # ---- where it begins
 
@@ -188,7 +153,6 @@ class CombinedLoader(BatchSource):
                 self.flattened[index] = prepare_loader(loader, seed=derive_seed(torch.initial_seed(), "loader", index))
         self._tracks = [_Track(source) for source in self.flattened]
         self.world_size = self.flattened[0].world_size
-        self._plan()
 
     def set_epoch(self, epoch: int, cycle: int = 0) -> None:
         self._ready()
@@ -203,7 +167,6 @@ class CombinedLoader(BatchSource):
             track.source.start_at(0)
         self._begin(0)
         self._given = 0
-        self._plan()
 
     def start_at(self, batches: int) -> None:
         self._ready()
@@ -211,7 +174,7 @@ class CombinedLoader(BatchSource):
         before = 0  # batches of the loaders before, in sequence
         for track in self._tracks:
             source, own = track.source, batches
-            length = source.num_batches if source.reliable else None
+            length = source.num_batches if source.plan.exact else None
             if self.mode == "sequential":
                 own = max(0, batches - before) if length is None else min(max(0, batches - before), length)
                 before += length or own
@@ -233,9 +196,8 @@ class CombinedLoader(BatchSource):
         self._begin(batches)
         self._given = batches
         self._pending = True
-        self._plan()
 
-    def _plan(self) -> None:
+    def _make_plan(self) -> Plan:
         """Work out how long the pass is, from where the loaders stand at its beginning."""
         left = [_left(track) for track in self._tracks]
         if any(number is None for number in left):
@@ -253,18 +215,19 @@ class CombinedLoader(BatchSource):
                 total = self.first_batch + max(open_ends, default=0)
         if self._limit is not None:
             total = self._limit if total is None else min(total, self._limit)
-        self._total = total
         even = 0 if self.mode == "sequential" else sys.maxsize
         for source in self.flattened:
-            if not source.uniform:
-                even = min(even, self.first_batch + source.even_batches - source.first_batch)
-        self._even = even if total is None or not self.reliable else min(even, total)
+            plan = source.plan
+            if not plan.uniform:
+                even = min(even, self.first_batch + plan.even - plan.first)
+        exact = all(track.source.plan.exact for track in self._tracks)
+        return Plan(self.first_batch, total, even=even if total is None or not exact else min(even, total), exact=exact)
 
     # ---- state
 
     def state_dict(self, batches_done: int) -> StateDict:
         self._ready()
-        finished = self._finished or (self.is_last and batches_done >= self._given)
+        finished = self._finished or (self.share.last and batches_done >= self._given)
         return {
             "kind": "combined",
             "mode": self.mode,
@@ -303,7 +266,7 @@ class CombinedLoader(BatchSource):
         self._resume_at(state["batches"] if self._finished else self._resumed_batch())
 
     def _resumed_batch(self) -> int:
-        """The pass's first batch, in the numbers of the present world size."""
+        """Return the pass's first batch, in the numbers of the present world size."""
         first = [track.source.first_batch for track in self._tracks]
         if self.mode == "sequential":
             return sum(first)
@@ -317,7 +280,8 @@ class CombinedLoader(BatchSource):
     def __iter__(self) -> Iterator[Any]:
         self._ready()
         self._start_pass()
-        if self._finished or (self._total is not None and self._given >= self._total):
+        total = self.plan.total
+        if self._finished or (total is not None and self._given >= total):
             return
         for track in self._tracks:
             track.source.history = self.history
@@ -341,11 +305,14 @@ class CombinedLoader(BatchSource):
                 over = any(track.run_end is not None for track in self._tracks)
             else:
                 over = all(track.ended_at is not None for track in self._tracks)
-            self.is_last = over or number + 1 == self._limit
+            given = [
+                track.source.share for track, batch in zip(self._tracks, batches, strict=True) if batch is not _END
+            ]
+            self.share = _together(given, over or number + 1 == self._limit)
             self._given = number + 1
             parts = iter(batches)
             yield map_leaves(lambda _: None if (part := next(parts)) is _END else part, self.iterables)  # noqa: B023
-            if self.is_last:
+            if self.share.last:
                 return
 
     def _next(self, track: _Track, number: int) -> Any:
@@ -388,10 +355,11 @@ class CombinedLoader(BatchSource):
                     break
                 number = self._given
                 later = any(other.source.num_batches != 0 for other in self._tracks[index + 1 :])
-                self.is_last = (track.run_end is not None and not later) or number + 1 == self._limit
+                last = (track.run_end is not None and not later) or number + 1 == self._limit
+                self.share = track.source.share._replace(last=last)
                 self._given = number + 1
                 yield batch, track.own(number), index
-                if self.is_last:
+                if self.share.last:
                     return
 
     def close(self) -> None:
@@ -415,6 +383,13 @@ def _left(track: _Track) -> int | None:
     return None if length is None else length - track.source.first_batch
 
 
-def _sum(numbers: tuple[int | None, ...]) -> int | None:
+def _together(shares: Sequence[Share], last: bool) -> Share:
+    """Return the share of a batch that several loaders gave parts of: the sum over them."""
+    units = [share.units for share in shares if share.units is not None]
+    summed = (sum(own[0] for own in units), sum(own[1] for own in units)) if len(units) == len(shares) else None
+    return Share(_sum([share.mine for share in shares]), _sum([share.all for share in shares]), last, summed)
+
+
+def _sum(numbers: Sequence[int | None]) -> int | None:
     known = [number for number in numbers if number is not None]
     return sum(known) if len(known) == len(numbers) else None

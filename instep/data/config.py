@@ -9,7 +9,7 @@ from instep.errors import SettingError
 
 
 def resolve_limit(limit: int | float | None, num_batches: int | None, name: str) -> int | float:
-    """How many batches are used.
+    """Return the number of batches that a limit leaves.
 
     Args:
         limit: an int counts batches, a float is a fraction of them; None and 1.0 take all.
@@ -61,7 +61,7 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
 
 
 def _smallest(num_batches: int) -> float:
-    """The smallest fraction that gives one batch, rounded up to few digits."""
+    """Return the smallest fraction that gives one batch, rounded up to few digits."""
     for digits in range(1, 17):
         fraction = math.ceil(10**digits / num_batches) / 10**digits
         if fraction <= 1.0 and fraction * num_batches < 1.1:
@@ -71,7 +71,7 @@ def _smallest(num_batches: int) -> float:
 
 @dataclass(frozen=True)
 class DataLoaderConfiguration:
-    """How `Accelerator.prepare` spreads loaders over the ranks.
+    """Settings by which `Accelerator.prepare` spreads loaders over the ranks.
 
     Args:
         split_batches: the loader's batch size is that of all ranks together, not that of each.

@@ -13,7 +13,7 @@ from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
 
 
-class SamplerDraw:
+class ForeignOrder:
     """The whole order of an epoch, drawn at once from a sampler or batch sampler.
 
     Whatever it draws from the process's generators, or from a generator of its own, is derived from (seed, epoch):
@@ -47,18 +47,18 @@ class SamplerDraw:
 
 
 def generators(sampler: Any) -> list[torch.Generator]:
-    """The generators that a sampler, or the one within it, was given."""
+    """Return the generators that a sampler, or the one within it, was given."""
     found = [getattr(part, "generator", None) for part in _parts(sampler)]
     return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 def is_distributed(sampler: Any) -> bool:
-    """Whether a sampler, or the one within it, gives each rank its own part already."""
+    """Return whether a sampler, or the one within it, gives each rank its own part already."""
     return any(hasattr(part, "num_replicas") for part in _parts(sampler))
 
 
 def order_digest(order: Sequence[Any] | torch.Tensor) -> str:
-    """A short digest by which ranks compare their orders."""
+    """Return a short digest by which ranks compare their orders."""
     raw = order.numpy().tobytes() if isinstance(order, torch.Tensor) else repr(order).encode()
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
 

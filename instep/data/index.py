@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, _utils
 
-from instep.data.base import PreparedLoader, Seat
-from instep.data.foreign_sampler import SamplerDraw, is_distributed, order_digest
+from instep.data.base import DataShard, PreparedLoader
+from instep.data.foreign_sampler import ForeignOrder, is_distributed, order_digest
+from instep.data.plan import Plan, Share
 from instep.data.sampler import ShardedSampler
 from instep.data.seeding import SeededDataset, add_note, load_each, seeded
 from instep.data.workers import INIT_RAISED, end_workers, start_workers
@@ -37,7 +38,7 @@ _KEPT = (
 
 
 def rebuild(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
-    """A new loader with the options of another.
+    """Make a new loader with the options of another.
 
     Args:
         loader: a plain `DataLoader`, not of a subclass.
@@ -57,7 +58,7 @@ class IndexLoader(PreparedLoader):
     Args:
         loader: a plain `DataLoader`; its data set, collation and worker options are used.
         sampler: this rank's share of the indices.
-        seat: whose batches it gives.
+        shard: whose batches it gives.
         drawn: where the order comes from, if it is not instep's.
         shared: the ranks share one order, each taking its part; else each has an order of its own.
         peers_even: with orders of their own: whether all ranks have as many samples.
@@ -71,9 +72,9 @@ class IndexLoader(PreparedLoader):
         self,
         loader: DataLoader[Any],
         sampler: ShardedSampler,
-        seat: Seat,
+        shard: DataShard,
         *,
-        drawn: SamplerDraw | None = None,
+        drawn: ForeignOrder | None = None,
         shared: bool = True,
         peers_even: bool = True,
         single: bool = False,
@@ -81,7 +82,7 @@ class IndexLoader(PreparedLoader):
         pin: bool = False,
         frozen: bool = False,
     ) -> None:
-        super().__init__(loader, seat, frozen=frozen)
+        super().__init__(loader, shard, frozen=frozen)
         self.sampler = sampler
         self.batch_size = getattr(sampler, "batch_size", None)
         self.seed_samples = seed_samples
@@ -100,17 +101,19 @@ class IndexLoader(PreparedLoader):
         self._generator = torch.Generator()
 
     @property
-    def num_batches(self) -> int:
-        return self.first_batch + len(self.sampler)
-
-    @property
-    def _longest(self) -> int:
-        return self.first_batch + self.sampler.steps
-
-    @property
-    def even_batches(self) -> int:
-        known = self._peers_even or not self.sampler.counted
-        return self.first_batch + (self.sampler.even_steps if known else len(self.sampler))
+    def plan(self) -> Plan:
+        if self._plan is None:
+            sampler, first = self.sampler, self.first_batch
+            known = self._peers_even or not sampler.counted
+            self._plan = Plan(
+                first,
+                first + len(sampler),
+                even=first + (sampler.even_steps if known else len(sampler)),
+                exact=True,
+                longest=first + sampler.steps,
+                at=self._share_of,
+            )
+        return self._plan
 
     def _enter(self, epoch: int, cycle: int) -> None:
         super()._enter(epoch, cycle)
@@ -118,6 +121,7 @@ class IndexLoader(PreparedLoader):
 
     def reseed(self, seed: int) -> None:
         self.seed = self.sampler.seed = seed
+        self._plan = None
 
     def start_at(self, batches: int) -> None:
         self._enter(self.epoch, self.cycle)
@@ -129,17 +133,13 @@ class IndexLoader(PreparedLoader):
         self.sampler.cursor = cursor
         self._pending = True
 
-    def _units(self, batch_idx: int) -> tuple[int, int] | None:
-        if not self._peers_even:
-            return None
+    def _share_of(self, batch_idx: int) -> Share:
+        """Return the share of a batch, `last` left out; nothing counts past the end."""
         local, total = self.sampler.samples(batch_idx - self.first_batch)
-        return local, total * self._peers
-
-    def counts(self, batch_idx: int) -> tuple[int | None, int | None]:
-        local, total = self.sampler.samples(batch_idx - self.first_batch)
+        units = (local, total * self._peers) if self._peers_even else None
         if not self.sampler.counted:
-            return (None if local else 0), None
-        return local, (total * self._peers if self._peers_even else None)
+            return Share(None if local else 0, None, False, units)
+        return Share(local, None if units is None else units[1], False, units)
 
     def sample_indices(self, batch_idx: int) -> list[Any]:
         indices = self.sampler.indices(batch_idx - self.first_batch)
@@ -147,7 +147,7 @@ class IndexLoader(PreparedLoader):
 
     def state_dict(self, batches_done: int) -> StateDict:
         sampler = self.sampler
-        finished = batches_done >= self.num_batches
+        finished = batches_done >= len(self)
         units = sampler.cursor + (batches_done - self.first_batch) * sampler.per_step
         state: StateDict = {
             "kind": "index",
@@ -195,7 +195,7 @@ class IndexLoader(PreparedLoader):
         return self.sampler.per_step * self._peers * (size or 1)
 
     def _own_position(self, state: StateDict) -> int:
-        """This rank's position in an order of its own."""
+        """Return this rank's position in an order of its own."""
         if not self._distributed:
             if state["world_size"] != self.world_size:
                 raise DataError(
@@ -236,9 +236,13 @@ class IndexLoader(PreparedLoader):
         batches = self._open()
         started = self._started
         try:
-            yield from islice(batches, steps - 1)
-            self.is_last = True
-            yield next(batches)
+            first, last = self.first_batch, self.first_batch + steps - 1
+            even = min(first + self.sampler.even_steps, last)
+            self.share = self._share_of(first)
+            yield from islice(batches, even - first)
+            for number in range(even, last + 1):
+                self.share = self._share_of(number)._replace(last=number == last)
+                yield next(batches)
         except Exception as error:
             self._name_batch(error, started)
             if started is self._started:
@@ -259,7 +263,7 @@ class IndexLoader(PreparedLoader):
             )
 
     def _open(self) -> Iterator[Any]:
-        """The pass's batches, from the cursor."""
+        """Return the pass's batches, from the cursor."""
         if self.loader.num_workers == 0:
             return map(self._fetch(), self._indices())
         if self._workers is None:
@@ -273,7 +277,7 @@ class IndexLoader(PreparedLoader):
         return batches
 
     def _indices(self) -> Iterator[Any]:
-        """This rank's indices, with their seeds where somebody will use them."""
+        """Return this rank's indices, with their seeds where somebody will use them."""
         if not self.seed_samples and self.loader.num_workers == 0:
             return iter(self.sampler)
         place = ("sample",) if self.seed_samples else ("batch", self.rank)
@@ -282,7 +286,7 @@ class IndexLoader(PreparedLoader):
         return seeded(indices, *parts, first=self.first_batch, per_sample=self.seed_samples, single=self._single)
 
     def _fetch(self) -> Callable[[Any], Any]:
-        """The function that makes a batch of indices, without workers."""
+        """Return the function that makes a batch of indices, without workers."""
         collate = self.loader.collate_fn
         dataset: Any = SeededDataset(self.dataset, restore=True) if self.seed_samples else self.dataset
         many = getattr(dataset, "__getitems__", None)

@@ -1,4 +1,4 @@
-"""From a user's loader to one whose ranks run in step, count every sample once, and resume."""
+"""Preparation of a user's loader: ranks run in step, every sample counts once, and a pass can be resumed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from instep.data.base import OWN_END, UNEVEN, PreparedLoader, Seat
+from instep.data.base import OWN_END, UNEVEN, DataShard, PreparedLoader
 from instep.data.config import resolve_limit
-from instep.data.foreign_sampler import SamplerDraw, generators, is_distributed
+from instep.data.foreign_sampler import ForeignOrder, generators, is_distributed
 from instep.data.index import IndexLoader, rebuild
 from instep.data.sampler import ShardedBatches, ShardedBatchSampler, ShardedSampler, SplitBatches
 from instep.distributed import gather_object
@@ -112,7 +112,7 @@ def prepare_loader(
     size = _own_size(loader) if batch_size is None else batch_size
     if split_batches and size is not None:
         size = _part_of(size, world_size)
-    choice = _Choice(Seat(rank, world_size, seed), limit, name, uneven if even_batches else OWN_END)
+    choice = _Choice(DataShard(rank, world_size, seed), limit, name, uneven if even_batches else OWN_END)
     if dispatch is None:
         dispatch = use_distributed_sampler and not indexed and not _shards_itself(loader)
     if dispatch and world_size > 1:
@@ -136,8 +136,10 @@ def prepare_loader(
         elif not indexed or loader.batch_sampler is None:
             raise _no_split(loader)
     if indexed:
-        share = _share(loader, choice, batch_size, shuffle_allowed, use_distributed_sampler, split_batches)
-        return _by_index(loader, choice, share, seed_samples=seed_samples, pin=pin)
+        partitioning = _partitioning(
+            loader, choice, batch_size, shuffle_allowed, use_distributed_sampler, split_batches
+        )
+        return _by_index(loader, choice, partitioning, seed_samples=seed_samples, pin=pin)
     if seed_samples:
         warnings.warn(
             f"seed_samples=True has no effect on this {type(loader).__name__}: it hands out no sample indices through "
@@ -168,43 +170,43 @@ def prepare_loader(
 class _Choice:
     """The arguments that every kind of loader needs."""
 
-    seat: Seat
+    shard: DataShard
     limit: int | float | None
     name: str
     uneven: str
 
     def steps(self, num_batches: int | None) -> int | None:
-        """The limit in batches, None where it leaves all."""
+        """Return the limit in batches, None where it leaves all."""
         limit = resolve_limit(self.limit, num_batches, self.name)
         return None if limit == math.inf or limit == num_batches else int(limit)
 
     def at_most(self, estimate: int | None) -> int | None:
-        """The limit where the data may have more batches, or fewer: a number is itself, alike on all ranks."""
+        """Return the limit where the data may have more batches, or fewer: a number is itself, alike on all ranks."""
         return self.steps(None if isinstance(self.limit, int) else estimate)
 
     def everyone(self, mine: Any) -> list[Any]:
-        """Every rank's value."""
-        return gather_object(mine) if self.seat.world_size > 1 else [mine]
+        """Return every rank's value."""
+        return gather_object(mine) if self.shard.world_size > 1 else [mine]
 
 
 @dataclass(frozen=True)
-class _Share:
-    """How a map-style loader's indices are handed out."""
+class _Partitioning:
+    """Sampler of a map-style loader's indices, and how ranks share it."""
 
     sampler: ShardedSampler
-    drawn: SamplerDraw | None
+    drawn: ForeignOrder | None
     shared: bool
     frozen: bool
 
 
-def _share(
+def _partitioning(
     loader: DataLoader[Any], choice: _Choice, batch_size: int | None, shuffle_allowed: bool, spread: bool, split: bool
-) -> _Share:
+) -> _Partitioning:
     batch_sampler: Any = loader.batch_sampler
     items = _index_source(loader)
-    spreads_itself = is_distributed(items) or SamplerDraw(items).stateful is not None
-    shared = choice.seat.world_size == 1 or (spread and not spreads_itself)
-    ranks: dict[str, Any] = {"rank": choice.seat.rank, "world_size": choice.seat.world_size} if shared else {}
+    spreads_itself = is_distributed(items) or ForeignOrder(items).stateful is not None
+    shared = choice.shard.world_size == 1 or (spread and not spreads_itself)
+    ranks: dict[str, Any] = {"rank": choice.shard.rank, "world_size": choice.shard.world_size} if shared else {}
     if choice.uneven == OWN_END:
         ranks["even"] = False
     plain = type(batch_sampler) is BatchSampler
@@ -213,28 +215,28 @@ def _share(
     if plain and not spreads_itself:
         inner: Any = batch_sampler.sampler
         own = _is_plain_order(inner)
-        drawn = None if own else SamplerDraw(inner)
+        drawn = None if own else ForeignOrder(inner)
         sampler: ShardedSampler = ShardedBatchSampler(
             len(inner),
             batch_size or batch_sampler.batch_size,
             shuffle=own and shuffle_allowed and type(inner) is RandomSampler,
-            seed=choice.seat.seed,
+            seed=choice.shard.seed,
             drop_last=batch_sampler.drop_last,
             order=drawn,
             **ranks,
         )
-        return _Share(sampler, drawn, shared, frozen=not shuffle_allowed)
+        return _Partitioning(sampler, drawn, shared, frozen=not shuffle_allowed)
     if plain and batch_size is not None:
         items = BatchSampler(batch_sampler.sampler, batch_size, batch_sampler.drop_last)
-    drawn = SamplerDraw(items)
+    drawn = ForeignOrder(items)
     if split:
         if not shared:
             raise _no_split(loader)
-        sampler = SplitBatches(drawn, seed=choice.seat.seed, **ranks)
+        sampler = SplitBatches(drawn, seed=choice.shard.seed, **ranks)
     else:
         drop = shared and getattr(batch_sampler, "drop_last", False) is True
-        sampler = ShardedBatches(drawn, seed=choice.seat.seed, drop_last=drop, single=batch_sampler is None, **ranks)
-    return _Share(sampler, drawn, shared, frozen=not shuffle_allowed)
+        sampler = ShardedBatches(drawn, seed=choice.shard.seed, drop_last=drop, single=batch_sampler is None, **ranks)
+    return _Partitioning(sampler, drawn, shared, frozen=not shuffle_allowed)
 
 
 def _dispatched(
@@ -254,14 +256,14 @@ def _dispatched(
     whole = False
     if not split:
         whole = size is None or not _can_batch(loader)
-        batch_size = batch_size if whole or size is None else size * choice.seat.world_size
-    group = choice.seat.world_size if whole else 1
+        batch_size = batch_size if whole or size is None else size * choice.shard.world_size
+    group = choice.shard.world_size if whole else 1
     reader = partial(_reader, partial(read, batch_size=batch_size), choice, group)
-    return DispatchLoader(loader, reader, choice.seat, batch_size=size, whole=whole, even=even, pin=pin)
+    return DispatchLoader(loader, reader, choice.shard, batch_size=size, whole=whole, even=even, pin=pin)
 
 
 def _reader(read: Callable[..., PreparedLoader], choice: _Choice, group: int) -> PreparedLoader:
-    """What rank 0 reads for all, `group` batches a step."""
+    """Make the source that rank 0 reads for all, `group` batches a step."""
     reader = read()
     batches = reader.num_batches
     whole = None if batches is None else -(-batches // group)
@@ -270,9 +272,9 @@ def _reader(read: Callable[..., PreparedLoader], choice: _Choice, group: int) ->
 
 
 def _by_index(
-    loader: DataLoader[Any], choice: _Choice, share: _Share, *, seed_samples: bool, pin: bool
+    loader: DataLoader[Any], choice: _Choice, partitioning: _Partitioning, *, seed_samples: bool, pin: bool
 ) -> PreparedLoader:
-    sampler = share.sampler
+    sampler = partitioning.sampler
     items = _index_source(loader)
     given = generators(items)
     mine = {
@@ -280,37 +282,39 @@ def _by_index(
         "units of a step": sampler.per_step,
         "drop_last": sampler.drop_last,
         "shuffle": getattr(sampler, "shuffle", None),
-        "seed": choice.seat.seed,
+        "seed": choice.shard.seed,
         "generator": given[0].initial_seed() if given else None,
     }
     everyone = choice.everyone(mine)
-    if share.shared:
+    if partitioning.shared:
         _check_alike(everyone)
         mine = everyone[0]  # a generator seeded differently per rank: rank 0's counts
     lengths = {other["length"] for other in everyone}
-    if not share.shared and len(lengths) > 1 and choice.uneven == "join":
+    if not partitioning.shared and len(lengths) > 1 and choice.uneven == "join":
         from instep.data.stream import StreamLoader  # late: as in `_by_iteration`
 
-        return StreamLoader(loader, choice.seat, uneven="join", limit=choice.at_most(max(choice.everyone(len(loader)))))
-    seed = choice.seat.seed
+        return StreamLoader(
+            loader, choice.shard, uneven="join", limit=choice.at_most(max(choice.everyone(len(loader))))
+        )
+    seed = choice.shard.seed
     if mine["generator"] is not None:
         seed = sampler.seed = derive_seed(seed, "generator", mine["generator"])
     whole = sampler.steps
-    if not share.shared:
+    if not partitioning.shared:
         whole = _common_length(choice.everyone(whole), choice, loader)
     limit = choice.steps(whole)
     sampler.limit_steps = whole if limit is None and whole < len(sampler) else limit
     return IndexLoader(
         loader,
         sampler,
-        choice.seat._replace(seed=seed),
-        drawn=share.drawn,
-        shared=share.shared,
+        choice.shard._replace(seed=seed),
+        drawn=partitioning.drawn,
+        shared=partitioning.shared,
         peers_even=len(lengths) == 1,
         single=loader.batch_sampler is None,
         seed_samples=seed_samples,
         pin=pin,
-        frozen=share.frozen,
+        frozen=partitioning.frozen,
     )
 
 
@@ -336,7 +340,7 @@ def _by_iteration(loader: Any, choice: _Choice, *, frozen: bool, resumable: bool
     limit = choice.steps(length) if length is not None else choice.at_most(estimate)
     return StreamLoader(
         loader,
-        choice.seat,
+        choice.shard,
         length=length,
         estimate=estimate,
         limit=limit,
@@ -347,7 +351,7 @@ def _by_iteration(loader: Any, choice: _Choice, *, frozen: bool, resumable: bool
 
 
 def _lengths(loader: Any) -> tuple[int | None, int | None]:
-    """The number of batches: one that can be relied on, and one that is a claim."""
+    """Return the number of batches: one that can be relied on, and one that is a claim."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         if not isinstance(loader.dataset, Sized):
             return None, None
@@ -366,7 +370,7 @@ def _length(items: Any) -> int | None:
 
 
 def _stateful_part(loader: Any) -> Stateful | None:
-    """Whose state says where the data stands."""
+    """Return the loader or data set whose own state is the position; None where there is none."""
     if isinstance(loader, Stateful):
         if type(loader).__module__.startswith("torchdata.") and type(loader.sampler) is RandomSampler:  # type: ignore[attr-defined]
             raise SettingError(
@@ -383,14 +387,14 @@ def _stateful_part(loader: Any) -> Stateful | None:
 
 
 def _common_length(lengths: list[int], choice: _Choice, loader: Any) -> int:
-    """The number of steps that all ranks run, where they have their own numbers of batches."""
+    """Return the number of steps that all ranks run, where they have their own numbers of batches."""
     if choice.uneven == OWN_END:
         return max(lengths)
     if len(set(lengths)) > 1:
         numbers = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         if choice.uneven == "error":
             raise DataError(f"ranks have different numbers of batches ({numbers}). Give every rank as many")
-        if choice.seat.rank == 0:
+        if choice.shard.rank == 0:
             warnings.warn(
                 f"ranks have different numbers of batches ({numbers}) in their {type(loader).__name__}: each epoch "
                 f"stops after {min(lengths)}",
@@ -425,7 +429,7 @@ def _has_end(loader: DataLoader[Any]) -> bool:
 
 
 def _index_source(loader: DataLoader[Any]) -> Any:
-    """What the loader's indices come from, whole batches of them or single ones."""
+    """Return the loader's sampler of whole batches of indices, or of single ones."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -435,7 +439,7 @@ def _is_map_style(loader: Any) -> bool:
 
 def _shards_itself(loader: Any) -> bool:
     for items in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
-        stateful = SamplerDraw(items).stateful if items is not None else None
+        stateful = ForeignOrder(items).stateful if items is not None else None
         known = stateful is not None and not type(stateful).__module__.startswith(("torch.", "torchdata."))
         if is_distributed(items) or known:
             return True
@@ -443,21 +447,21 @@ def _shards_itself(loader: Any) -> bool:
 
 
 def _own_size(loader: Any) -> int | None:
-    """The loader's batch size, as far as it says."""
+    """Return the loader's batch size, as far as it says."""
     size = getattr(loader, "batch_size", None)
     size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if size is None else size
     return size if isinstance(size, int) else None
 
 
 def _can_batch(loader: Any) -> bool:
-    """Whether the loader can be built anew with another batch size."""
+    """Return whether the loader can be built anew with another batch size."""
     if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
         return False
     return _has_end(loader) or (loader.batch_size is not None and not _is_map_style(loader))
 
 
 def _part_of(size: int, world_size: int) -> int:
-    """A rank's part of a batch size."""
+    """Return a rank's part of a batch size."""
     if size % world_size:
         below = size // world_size * world_size
         nearest = f"{below} or {below + world_size}" if below else f"{world_size}"

@@ -72,16 +72,16 @@ class DataModule(HyperParameters):
     # ---- loaders
 
     def train_dataloader(self) -> Any:
-        """The training loader, or a dict, list or `CombinedLoader` of them."""
+        """Return the training loader, or a dict, list or `CombinedLoader` of them."""
 
     def val_dataloader(self) -> Any:
-        """The validation loader, or a list of them."""
+        """Return the validation loader, or a list of them."""
 
     def test_dataloader(self) -> Any:
-        """The test loader, or a list of them."""
+        """Return the test loader, or a list of them."""
 
     def predict_dataloader(self) -> Any:
-        """The predict loader, or a list of them."""
+        """Return the predict loader, or a list of them."""
 
     # ---- batches
 
@@ -100,7 +100,7 @@ class DataModule(HyperParameters):
     # ---- state of its own, beyond the position in the data, which the Trainer keeps
 
     def state_dict(self) -> StateDict:
-        """What a checkpoint keeps of the object: tensors and JSON values."""
+        """Return what a checkpoint keeps of the object: tensors and JSON values."""
         return {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -117,7 +117,7 @@ class DataModule(HyperParameters):
         num_workers: int = 0,
         **options: Any,
     ) -> DataModule:
-        """A DataModule of data sets, each with a plain loader; only the training data is shuffled.
+        """Make a DataModule of data sets, each with a plain loader; only the training data is shuffled.
 
         Args:
             train_dataset: one data set, or several in a list or dict.
@@ -148,7 +148,7 @@ class DataModule(HyperParameters):
 
 
 def _loaders(datasets: Any, batch_size: int, num_workers: int, shuffle: bool) -> Any:
-    """A plain loader of a data set; as many as there are, in the same form, of several."""
+    """Make a plain loader of a data set; of several as many, in the same form."""
     if isinstance(datasets, Mapping):
         return {name: _loader(dataset, batch_size, num_workers, shuffle) for name, dataset in datasets.items()}
     if isinstance(datasets, Sequence) and not hasattr(datasets, "__getitems__"):

@@ -1,4 +1,4 @@
-"""Where the samples of a batch lie, in whatever structure it has, and how to take some of them.
+"""Slices of batches of any nested structure.
 
 A list of tensors may be columns (each as long as the batch) or samples; nothing in it says which. A split that guesses
 wrong trains on wrong data without a word, so it is made only where one reading is left: by the batch size that is
@@ -44,7 +44,7 @@ class Splitter:
         self._known: dict[tuple[Any, ...], bool] = {}  # by place in the structure: columns, as seen beyond doubt
 
     def count(self, batch: Any, size: int | None = None, exact: bool = False) -> int | None:
-        """Samples in a batch; None when it has neither a tensor nor a list.
+        """Return samples in a batch; None when it has neither a tensor nor a list.
 
         Args:
             batch: any structure.
@@ -70,7 +70,7 @@ class Splitter:
         return found
 
     def _guess(self, batch: Any, size: int | None) -> int | None:
-        """The number of samples where it is not known."""
+        """Return the number of samples where it is not known."""
         options, tensors = _lengths(batch)
         if options is None:
             return None
@@ -94,7 +94,7 @@ class Splitter:
         return next(iter(options), find_batch_size(batch))
 
     def part(self, data: Any, rows: int | None, begin: int, end: int, *, place: tuple[Any, ...] = ()) -> Any:
-        """The samples from `begin` to `end` of a batch of `rows`; `place` is where in the batch `data` is.
+        """Return the samples from `begin` to `end` of a batch of `rows`; `place` is where in the batch `data` is.
 
         Raises:
             DataError: a tensor has another number of rows, or a list could be split in two ways.
@@ -134,7 +134,7 @@ class Splitter:
         return leaf[begin:end]
 
     def _by_columns(self, data: Any, rows: int, place: tuple[Any, ...]) -> bool | None:
-        """Whether a list has the samples in each of its items, not as its items; None: it has nothing by sample."""
+        """Return whether a list's items are columns, not samples; None: it has nothing by sample."""
         common, tensors = _common(data)
         columns, samples = common is not None and rows in common, len(data) == rows
         if not columns and not samples:
@@ -165,7 +165,7 @@ def _is_list(data: Any) -> bool:
 
 
 def _lengths(data: Any) -> tuple[set[int] | None, bool]:
-    """How many samples a structure may have (None: it does not say), and whether tensors say so."""
+    """Return the numbers of samples that a structure may have (None: any), and whether tensors say so."""
     if _is_list(data):
         common, tensors = _common(data)
         return {len(data)} | (common or set()), tensors
@@ -180,7 +180,7 @@ def _lengths(data: Any) -> tuple[set[int] | None, bool]:
 
 
 def _common(values: Iterable[Any]) -> tuple[set[int] | None, bool]:
-    """The same of values that are columns of one batch. Lists without tensors give way: they may be notes."""
+    """Return `_lengths` of values that are columns of one batch. Lists without tensors give way: they may be notes."""
     firm: set[int] | None = None
     soft: set[int] | None = None
     for value in values:
@@ -197,7 +197,7 @@ def _common(values: Iterable[Any]) -> tuple[set[int] | None, bool]:
 
 
 def _kind(data: Any) -> Any:
-    """What makes values alike enough to stand in one column."""
+    """Return a key that values of one column have in common."""
     if isinstance(data, torch.Tensor):
         return data.dtype, data.ndim
     if isinstance(data, (list, tuple)):
@@ -206,5 +206,5 @@ def _kind(data: Any) -> Any:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether a value of this kind can be a column: its own items are alike."""
+    """Return whether a value of this kind can be a column: its own items are alike."""
     return not (isinstance(kind, tuple) and isinstance(kind[1], frozenset) and len(kind[1]) > 1)

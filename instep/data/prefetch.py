@@ -1,18 +1,49 @@
-"""Batches copied to a GPU while it still runs the step before.
+"""The move of batches to a device; on CUDA a copy runs while the device still computes the step before.
 
 The host is ahead of the device: when it asks for the next batch the device is busy with the previous step. The copy
 goes to a side stream, so it does not queue behind that step; the step's own stream waits for the copy alone. No batch
-is read ahead for this, so positions, random numbers and `is_last` are what they are without it.
+is read ahead for this, so positions, random numbers and `share` are what they are without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from instep.distributed.nested import iter_leaves
+
+Stage: TypeAlias = Callable[[Any], Any]
+
+
+def batches_through(
+    source: Iterable[Any], stages: Sequence[Stage], device: torch.device, after: Stage | None = None
+) -> Iterator[Any]:
+    """Give the source's batches, each through the stages that bring it to the device.
+
+    Args:
+        source: batches on the host.
+        stages: what is done to a batch, in this order; none where it stays as it is. On CUDA they run on a side stream.
+        device: where the batches go.
+        after: changes the moved batch, on the step's own stream.
+    """
+    if device.type == "cuda" and stages:
+        return prefetch(source, _chain(stages), device, after=after)
+    every = [*stages] if after is None else [*stages, after]
+    return map(_chain(every), source) if every else iter(source)
+
+
+def _chain(stages: Sequence[Stage]) -> Stage:
+    if len(stages) == 1:
+        return stages[0]
+
+    def through(batch: Any) -> Any:
+        for stage in stages:
+            batch = stage(batch)
+        return batch
+
+    return through
 
 
 def prefetch(
@@ -21,7 +52,7 @@ def prefetch(
     device: torch.device | None = None,
     after: Callable[[Any], Any] | None = None,
 ) -> Iterator[Any]:
-    """The source's batches on a CUDA device.
+    """Give the source's batches on a CUDA device.
 
     Args:
         source: batches on the host; copies overlap with computation from pinned memory only.

@@ -1,4 +1,4 @@
-"""Who gets which samples: a rank's share of an epoch as a pure function of (seed, epoch, cursor).
+"""Slices of an epoch's order for each rank: a pure function of (seed, epoch, cursor).
 
 Invariants, for any length, batch size and world size:
 
@@ -29,7 +29,7 @@ Draw: TypeAlias = Callable[[int, int, int], "Sequence[Any] | torch.Tensor"]
 
 
 class ShardedSampler(ABC):
-    """What this rank takes in each step of an epoch.
+    """Slices of an epoch's order, one for each step of this rank.
 
     Iterating gives the steps from `cursor` to the end; it does not move the cursor.
 
@@ -81,7 +81,7 @@ class ShardedSampler(ABC):
         return self._order
 
     def _keep(self, order: Sequence[Any] | torch.Tensor) -> Sequence[Any] | torch.Tensor:
-        """What is kept of a drawn order."""
+        """Return the form in which a drawn order is kept."""
         return order
 
     def redraw(self) -> None:
@@ -146,7 +146,7 @@ class ShardedSampler(ABC):
 
     @abstractmethod
     def indices(self, step: int) -> Any:
-        """What this rank loads in a step, counted from the cursor."""
+        """Return the indices that this rank loads in a step, counted from the cursor."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
@@ -208,13 +208,13 @@ class ShardedBatchSampler(ShardedSampler):
         return len(self.order) if self._length is None else self._length
 
     def _slice(self, step: int) -> tuple[int, int]:
-        """Begin and end of this rank's samples in the order; empty for a replay."""
+        """Return begin and end of this rank's samples in the order; empty for a replay."""
         start = self.cursor + step * self.per_step
         have = max(0, min(self.per_step, self.end - start))
         if have == self.per_step:
             begin = start + self.rank * self.batch_size
             return begin, begin + self.batch_size
-        begin, end = share(have, self.rank, self.world_size)
+        begin, end = local_slice(have, self.rank, self.world_size)
         return start + begin, start + end
 
     @property
@@ -248,7 +248,7 @@ class ShardedBatchSampler(ShardedSampler):
 
 
 class ShardedBatches(ShardedSampler):
-    """Whole batches for this rank, from a list of batches that somebody else made.
+    """Whole batches for this rank, from a list of batches that a user's sampler made.
 
     In step t rank i takes batch `t * world_size + i`. In a last step with fewer batches than ranks, those without one
     replay the step's first batch with weight 0.
@@ -321,11 +321,11 @@ class SplitBatches(ShardedBatches):
 
     Args:
         draw: draws the batches of (seed, epoch, cycle), alike on all ranks.
-        share: as in `ShardedBatches`.
+        partitioning: as in `ShardedBatches`.
     """
 
-    def __init__(self, draw: Draw, **share: Any) -> None:
-        super().__init__(draw, **share)
+    def __init__(self, draw: Draw, **partitioning: Any) -> None:
+        super().__init__(draw, **partitioning)
         self.per_step = 1
 
     @property
@@ -336,24 +336,24 @@ class SplitBatches(ShardedBatches):
     def samples(self, step: int) -> tuple[int, int]:
         place = self.cursor + step
         size = len(self.order[place]) if place < self.end else 0
-        begin, end = share(size, self.rank, self.world_size)
+        begin, end = local_slice(size, self.rank, self.world_size)
         return end - begin, size
 
     def indices(self, step: int) -> Any:
         batch = self.order[self.cursor + step]
-        begin, end = share(len(batch), self.rank, self.world_size)
+        begin, end = local_slice(len(batch), self.rank, self.world_size)
         return batch[begin:end] if begin < end else batch[:1]
 
 
-def share(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Begin and end of a rank's part of so many samples, spread evenly, the first ranks having one more."""
+def local_slice(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return begin and end of a rank's slice of so many samples: spread evenly, the first ranks have one more."""
     part, extra = divmod(size, world_size)
     begin = rank * part + min(rank, extra)
     return begin, begin + part + (rank < extra)
 
 
 def _permuted(length: int, shuffle: bool, seed: int, epoch: int, cycle: int) -> Sequence[Any] | torch.Tensor:
-    """An order of instep's own."""
+    """Return a sequential order, or a permutation of (seed, epoch, cycle)."""
     if not shuffle:
         return range(length)
     return torch.randperm(length, generator=torch.Generator().manual_seed(derive_seed(seed, "order", epoch, cycle)))

@@ -93,7 +93,7 @@ class RandomStream:
 
 
 def _draw() -> tuple[Any, ...]:
-    """The next numbers of all generators."""
+    """Draw the next number of each generator."""
     numpy = (sys.modules["numpy"].random.random(),) if "numpy" in sys.modules else ()
     return random.random(), torch.rand((), dtype=torch.float64).item(), *numpy
 
@@ -116,7 +116,7 @@ class SeededBatch(list[Any]):
 
 
 class SeededIndex(NamedTuple):
-    """The same for a loader that does not batch."""
+    """Index of a sample with its seed, for a loader that does not batch."""
 
     index: Any
     seed: int
@@ -173,7 +173,7 @@ class SeededDataset:
 
 
 def load_each(dataset: Any, indices: Any) -> list[Any]:
-    """The samples with these indices; an error of the data set's says at which one it was."""
+    """Load the samples with these indices; an error of the data set's says at which one it was."""
     at = None
     try:
         return [dataset[at := index] for index in indices]

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from instep.data.base import OWN_END, PreparedLoader, Seat
+from instep.data.base import OWN_END, DataShard, PreparedLoader
 from instep.data.foreign_sampler import generators
+from instep.data.plan import Plan, Share
 from instep.data.seeding import RandomStream
 from instep.data.workers import end_workers, start_workers
 from instep.distributed import find_batch_size
@@ -37,7 +38,7 @@ WATCH_EVERY = 64
 _END = object()
 
 
-class NextBatch:
+class BatchAgreement:
     """One agreement on one batch: started as soon as this rank knows, read before the batch is used.
 
     Every rank must start the agreements of the same batches in the same order.
@@ -53,7 +54,7 @@ class NextBatch:
         self._read: tuple[int, int | None] | None = None
 
     def read(self) -> tuple[int, int | None]:
-        """How many ranks have the batch, and their samples together (None when one does not know its own)."""
+        """Wait for how many ranks have the batch, and their samples together (None when one does not know its own)."""
         if self._read is None:
             self._work.wait()
             have, known, size = self._numbers.tolist()
@@ -61,10 +62,10 @@ class NextBatch:
         return self._read
 
 
-class _Slot(NamedTuple):
+class _ReadAhead(NamedTuple):
     batch: Any
     size: int | None
-    agreed: NextBatch
+    agreed: BatchAgreement
 
 
 class StreamLoader(PreparedLoader):
@@ -72,7 +73,7 @@ class StreamLoader(PreparedLoader):
 
     Args:
         loader: the iterable.
-        seat: whose batches it gives.
+        shard: whose batches it gives.
         length: the trusted number of batches, alike on all ranks; None if the data decides.
         estimate: a number of batches to show where `length` is None.
         limit: give no more than that many batches an epoch; None for all.
@@ -85,7 +86,7 @@ class StreamLoader(PreparedLoader):
     def __init__(
         self,
         loader: Any,
-        seat: Seat,
+        shard: DataShard,
         *,
         length: int | None = None,
         estimate: int | None = None,
@@ -94,7 +95,7 @@ class StreamLoader(PreparedLoader):
         stateful: Stateful | None = None,
         frozen: bool = False,
     ) -> None:
-        super().__init__(loader, seat, frozen=frozen)
+        super().__init__(loader, shard, frozen=frozen)
         self.uneven = uneven
         self.stateful = stateful
         self._own_ends = self.world_size > 1 and (uneven == OWN_END or (uneven == "join" and length is None))
@@ -115,22 +116,15 @@ class StreamLoader(PreparedLoader):
         self._snapshots: dict[int, StateDict] = {}
         self._own_end: int | None = None  # this rank's number of batches, once it is exhausted
         self._replay: Any = _END
-        self._weights: tuple[int, int, int] = (-1, 1, 1)  # batch, this rank's and all ranks' units
-        self._sizes: tuple[int | None, int | None] = (None, None)
 
     @property
-    def num_batches(self) -> int | None:
-        return self._estimate if self._length is None else self._length
-
-    @property
-    def reliable(self) -> bool:
-        return self._length is not None
-
-    @property
-    def even_batches(self) -> int:
-        if self._length is not None:
-            return self._length
-        return sys.maxsize if self.world_size == 1 else 0
+    def plan(self) -> Plan:
+        if self._plan is None:
+            length = self._length
+            even = length if length is not None else sys.maxsize if self.world_size == 1 else 0
+            total = self._estimate if length is None else length
+            self._plan = Plan(self.first_batch, total, even=even, exact=length is not None)
+        return self._plan
 
     def _enter(self, epoch: int, cycle: int) -> None:
         super()._enter(epoch, cycle)
@@ -147,19 +141,12 @@ class StreamLoader(PreparedLoader):
         self._given = self._pulled = state["batches"]
         self._pending = True
 
-    def _units(self, batch_idx: int) -> tuple[int, int] | None:
-        number, local, total = self._weights
-        return (local, total) if number == batch_idx else None
-
-    def counts(self, batch_idx: int) -> tuple[int | None, int | None]:
-        return self._sizes if self._weights[0] == batch_idx else (None, None)
-
     def state_dict(self, batches_done: int) -> StateDict:
         resume = self._resume
         if resume is not None and "kind" in resume and batches_done == resume["batches"] == self._given:
             return copy.deepcopy(resume)
         finished = batches_done >= (self._given if self._length is None else self._length)
-        finished = finished and (self.is_last or self._length is not None)
+        finished = finished and (self.share.last or self._length is not None)
         joined = self.uneven == "join" and self._own_end is not None and self._own_end <= batches_done
         own = self._own_end if joined else None
         state: StateDict = {
@@ -220,9 +207,9 @@ class StreamLoader(PreparedLoader):
         self._enter(state["epoch"], state["cycle"])
         self._resume_at(state)
         if state["finished"] and not moved:
-            self._settle(state)
+            self._go_to_end(state)
 
-    def _settle(self, state: StateDict) -> None:
+    def _go_to_end(self, state: StateDict) -> None:
         """Bring what keeps a state beyond the epoch to where it stood at the epoch's end."""
         if self.stateful is None or state.get("state") is None:
             return
@@ -323,7 +310,7 @@ class StreamLoader(PreparedLoader):
             self._replay = batch if self._own_ends else _END
 
     def _pull(self) -> Any:
-        """The loader's next batch, or _END."""
+        """Fetch the loader's next batch, or _END."""
         assert self._iterator is not None
         number = self._pulled
         if self.stateful is not None:
@@ -334,7 +321,7 @@ class StreamLoader(PreparedLoader):
         else:
             with self._random.at(number, watch=True):
                 batch = next(self._iterator, _END)
-            self._listen(number)
+            self._note_draws(number)
         if batch is _END and number == 0 and self._ever_gave and hasattr(self.loader, "__next__"):
             raise DataError(
                 f"the {type(self.loader).__name__} gave its batches in an earlier pass and has no more. Return an "
@@ -344,7 +331,7 @@ class StreamLoader(PreparedLoader):
         self._pulled = number + 1
         return batch
 
-    def _listen(self, number: int) -> None:
+    def _note_draws(self, number: int) -> None:
         """Take note of whether the fetch drew random numbers; one that does keeps a stream of its own for each."""
         if not self._random.drew:
             self._silent += 1
@@ -366,7 +353,8 @@ class StreamLoader(PreparedLoader):
                     f"{type(self.loader).__name__} has a length of {length} batches but gave only {number}. Mend its "
                     "__len__, or take it away: data without a length is welcome"
                 )
-            self.is_last = number == length - 1
+            if number == length - 1:
+                self.share = Share(last=True)
             self._given = number + 1
             yield batch
 
@@ -374,14 +362,15 @@ class StreamLoader(PreparedLoader):
         batch = self._pull()
         while batch is not _END:
             following = _END if self._pulled >= self._limit else self._pull()
-            self.is_last = following is _END
+            if following is _END:
+                self.share = Share(last=True)
             self._given += 1
             yield batch
             batch = following
 
     def _give_together(self) -> Iterator[Any]:
         number = self._given
-        slots: deque[_Slot] = deque()
+        slots: deque[_ReadAhead] = deque()
         for ahead in range(number, min(number + 2, self._limit)):
             slots.append(self._look_ahead(ahead))
         more = self._goes_on(number, slots[0])
@@ -390,19 +379,18 @@ class StreamLoader(PreparedLoader):
             if number + 2 < self._limit:
                 slots.append(self._look_ahead(number + 2))
             more = bool(slots) and self._goes_on(number + 1, slots[0])
-            self.is_last = not more
             ranks, total = slot.agreed.read()
             local = 0 if slot.batch is _END else slot.size
-            self._sizes = (local, total)
-            self._weights = (number, int(slot.batch is not _END), ranks)
+            units = (int(slot.batch is not _END), ranks)
             if total is not None and local is not None:
-                self._weights = (number, local, total)
+                units = (local, total)
+            self.share = Share(local, total, not more, units)
             batch = self._replay if slot.batch is _END else slot.batch
             number += 1
             self._given = number
             yield batch
 
-    def _look_ahead(self, number: int) -> _Slot:
+    def _look_ahead(self, number: int) -> _ReadAhead:
         """Read a batch, if there is one, and start to agree on it."""
         batch = _END
         if self._own_end is None:
@@ -414,10 +402,10 @@ class StreamLoader(PreparedLoader):
             elif self.uneven == "join":
                 self._replay = batch
         size = None if batch is _END else find_batch_size(batch)
-        return _Slot(batch, size, NextBatch(batch is not _END, size))
+        return _ReadAhead(batch, size, BatchAgreement(batch is not _END, size))
 
-    def _goes_on(self, number: int, slot: _Slot) -> bool:
-        """Whether the ranks run a batch."""
+    def _goes_on(self, number: int, slot: _ReadAhead) -> bool:
+        """Return whether the ranks run a batch; an error where `uneven` forbids that some do not."""
         ranks, _ = slot.agreed.read()
         if self.uneven == "error" and 0 < ranks < self.world_size:
             raise DataError(
@@ -434,7 +422,7 @@ def _least(number: int | None, limit: int | None) -> int | None:
 
 
 def _generators(loader: Any) -> list[tuple[torch.Generator, int]]:
-    """The loader's generators with the seeds that the user gave them."""
+    """Return the loader's generators with the seeds that the user gave them."""
     samplers = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
     found = {id(generator): generator for part in (*samplers, loader) for generator in generators(part)}
     # torchdata's sampler makes a generator of its own, seeded by chance, where the loader was given none

@@ -43,7 +43,7 @@ _running: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _hooked = 0  # the process whose exit ends the workers
 
 
-class CalmWorker:
+class SignalSafeWorkerInit:
     """A `worker_init_fn`: in the worker SIGINT and the first SIGTERM do nothing; a second SIGTERM ends it.
 
     Nor do SIGUSR1 and SIGUSR2 do anything, unless the program has a handler of its own. The main process ends its
@@ -89,7 +89,7 @@ def _once(number: int, frame: FrameType | None) -> None:
 
 
 def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
-    """Iterate a loader with calm workers; the loader is unchanged afterwards.
+    """Iterate a loader with workers that leave signals alone; the loader is unchanged afterwards.
 
     Args:
         loader: a `DataLoader`, of any subclass; anything else is only iterated.
@@ -105,7 +105,7 @@ def start_workers(loader: Any) -> tuple[Iterator[Any], Any]:
 
     def start() -> Any:
         del loader._get_iterator  # it could not be pickled, and what the workers get may know the loader
-        loader.worker_init_fn = CalmWorker(init)
+        loader.worker_init_fn = SignalSafeWorkerInit(init)
         try:
             started.append(get_iterator())
         finally:

@@ -40,8 +40,8 @@ from instep.health.heartbeat_file import (
     STEP,
     TURN,
     WAITS,
-    Beats,
-    Watch,
+    HangDetector,
+    HeartbeatFile,
 )
 from instep.state import PartialState, read_environment
 from instep.state.messages import exchange
@@ -102,11 +102,11 @@ class Heartbeat:
         path = os.environ.get(HEARTBEAT_FILE)
         self.by_agent = path is not None and os.environ.get(AGENT_PID) == str(os.getppid())
         if path is not None and self.by_agent:
-            self._use(Beats(path), self._local_rank)
+            self._use(HeartbeatFile(path), self._local_rank)
         else:
             self._use(None, 0)
 
-    def _use(self, beats: Beats | None, slot: int) -> None:
+    def _use(self, beats: HeartbeatFile | None, slot: int) -> None:
         self._beats, self._slot = beats, slot
         self.numbers = memoryview(bytearray(128)).cast("q") if beats is None else beats.numbers(slot)
         self.numbers[BATCH] = -1
@@ -149,7 +149,7 @@ class Heartbeat:
                 raise SettingError(f"hang_timeout_s differs between ranks: {given}", field="hang_timeout_s")
             if timeout_s is not None and self._beats is None:
                 offers = [other[2] for other in ranks if other[1] == process.node_index]
-                self._use(Beats(next(path for path in offers if path is not None)), self._local_rank)
+                self._use(HeartbeatFile(next(path for path in offers if path is not None)), self._local_rank)
                 process.wait_for_everyone("mapping the heartbeat file")
         finally:
             if offer is not None:
@@ -196,7 +196,7 @@ class Heartbeat:
             return None
         number, path = tempfile.mkstemp(prefix="instep-heartbeat-")
         os.close(number)
-        Beats.make(path, read_environment().local_world_size)
+        HeartbeatFile.make(path, read_environment().local_world_size)
         return path
 
 
@@ -229,7 +229,7 @@ class Watchdog:
         timeout_s: the limit.
     """
 
-    def __init__(self, heart: Heartbeat, beats: Beats, slot: int, timeout_s: float) -> None:
+    def __init__(self, heart: Heartbeat, beats: HeartbeatFile, slot: int, timeout_s: float) -> None:
         self._heart, self._beats, self._slot, self._timeout_s = heart, beats, slot, timeout_s
         self._watched = threading.get_ident()
         self._poll_s = min(0.5, timeout_s / 10)
@@ -256,7 +256,7 @@ class Watchdog:
             handler.remove_end_callback(end)
 
     def _run(self) -> None:
-        watch = Watch(self._beats)
+        watch = HangDetector(self._beats)
         while not self._closed.wait(self._poll_s):
             self._note_compiler()
             # What one rank has found is so on all: the others report at once, before its end breaks their connections.

@@ -1,4 +1,6 @@
-"""Deciding on rank 0 for all ranks: the disk is read by one process and every rank acts on what that one saw.
+"""Decisions of rank 0 for all ranks, and errors of one rank that every rank raises.
+
+The disk is read by one process, and every rank acts on what that one saw.
 
 With one process nothing here touches the process state: reading a checkpoint in a script must not choose a device.
 """
@@ -6,6 +8,7 @@ With one process nothing here touches the process state: reading a checkpoint in
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import destroy_process_group, new_group
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Peers:
+class RankGroup:
     """The ranks that act on a folder together.
 
     Args:
@@ -33,7 +36,7 @@ class Peers:
         self._given_up = False
 
     @classmethod
-    def apart(cls) -> Peers:
+    def apart(cls) -> RankGroup:
         """The same ranks, with a group of their own. Collective; `close` it."""
         groups = process.held().groups if process.is_held() else None
         group: Any = None if groups is None else new_group(backend="gloo", timeout=groups.timeout)
@@ -69,8 +72,25 @@ class Peers:
         """Raise on every rank where any rank has an error: its own, or RemoteError. Collective."""
         share_error(error, doing, self._messages())
 
+    def together(self, doing: str) -> Together:
+        """Run a `with` block of which an error on any rank is raised on every rank. Collective at the block's end.
+
+        The block itself must not wait for another rank: one that failed no longer answers.
+
+        Args:
+            doing: names the work, for the errors of the other ranks.
+
+        Raises:
+            Exception: the block's own error; on the other ranks RemoteError with its traceback.
+
+        Example:
+            >>> with RankGroup().together("reading the file"):
+            ...     value = 3
+        """
+        return Together(self, doing)
+
     def on_rank_zero(self, decide: Callable[[], T], doing: str) -> T:
-        """What `decide()` returns on rank 0, on every rank. Collective.
+        """Call `decide` on rank 0 and return its result on every rank. Collective.
 
         Args:
             decide: called on rank 0 only.
@@ -103,5 +123,27 @@ class Peers:
         return PartialState().control_group if self._group is None else self._group
 
 
-_peers = Peers()
-from_every_rank, fail_together, on_rank_zero = _peers.from_every_rank, _peers.fail_together, _peers.on_rank_zero
+class Together:
+    """A block of `RankGroup.together`; a class, so that checked mode finds the caller's line above it."""
+
+    def __init__(self, ranks: RankGroup, doing: str) -> None:
+        self._ranks, self._doing = ranks, doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # this process is to end at once
+        try:
+            self._ranks.fail_together(error, self._doing)
+        except BaseException as raised:
+            if raised is not error:  # else it is on its way already
+                raise
+
+
+_all = RankGroup()
+from_every_rank, fail_together, on_rank_zero = _all.from_every_rank, _all.fail_together, _all.on_rank_zero
+together = _all.together

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from instep.health.heartbeat_file import PHASE, PHASES, STEP, TURN
 from instep.state import PartialState
-from instep.state.rank_records import Book
+from instep.state.rank_records import RankRecords
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -123,15 +123,15 @@ class PaceWatch:
         self._thread.join(PERIOD_S + 1.0)  # the store may not answer
 
     def _run(self) -> None:
-        book = Book("pace", self._group)
+        records = RankRecords("pace", self._group)
         before: list[int] = []
         reported: set[int] = set()
         turn = 0
         while (pace := self._measure()) is not None:
             try:
-                book.write(turn, json.dumps(asdict(pace)))
+                records.write(turn, json.dumps(asdict(pace)))
                 if self._group.rank() == 0 and turn:
-                    told = book.read(turn - 1, or_later=True).items()
+                    told = records.read(turn - 1, or_later=True).items()
                     paces = {rank: Pace(**json.loads(text)) for rank, text in told}
                     slow = find_stragglers(paces)
                     for rank in slow:

@@ -59,7 +59,7 @@ def tell_trainer(trainer: Callable[[], Any]) -> None:
 
 
 def under_plain_torchrun() -> bool:
-    """Whether torch's own agent started this rank, which kills its ranks 30 s after a signal."""
+    """Tell whether torch's own agent started this rank, which kills its ranks 30 s after a signal."""
     return "TORCHELASTIC_RUN_ID" in os.environ and AGENT_PID not in os.environ
 
 
@@ -105,7 +105,7 @@ def _who() -> str:
 
 
 def is_remote(error: BaseException | str) -> bool:
-    """Whether an error, or its text, only says that another rank failed, or that the connection to one broke."""
+    """Tell whether an error, or its text, only says that another rank failed, or that the connection to one broke."""
     return isinstance(error, RemoteError) or _BROKEN.search(str(error)) is not None
 
 
@@ -136,7 +136,7 @@ def tell_run_folder(folder: Path) -> None:
 
 
 def read_run_folder(error_file: str | os.PathLike[str]) -> Path | None:
-    """What `tell_run_folder` told in the rank that has this error file."""
+    """Read the run folder that the rank of this error file has told of."""
     try:
         return Path(Path(error_file).with_name(_RUN_FOLDER).read_text())
     except OSError:
@@ -148,7 +148,7 @@ def _agent_lives() -> bool:
 
 
 def read_report(path: str | os.PathLike[str]) -> FailureReport | None:
-    """The report in a rank's error file; None when the rank wrote none, or not to its end."""
+    """Read the report in a rank's error file; None when the rank wrote none, or not to its end."""
     try:
         message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
         if isinstance(message, str):

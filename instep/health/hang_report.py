@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from instep.errors import EXIT_HUNG
-from instep.health.heartbeat_file import HEARTBEAT_FILE, Beat, Beats, Watch, folder_of
+from instep.health.heartbeat_file import HEARTBEAT_FILE, HangDetector, HeartbeatFile, RankProgress, folder_of
 from instep.health.run_status import end_status, read_status
 from instep.state.rank_records import ENDED_FILE
 from instep.utils.atomic import replace
@@ -46,8 +46,8 @@ class NodeWatch:
 
     def __init__(self, folder: Path, count: int) -> None:
         self._folder = folder
-        self.beats = Beats.make(folder / "heartbeats", count)
-        self._watch = Watch(self.beats)
+        self.beats = HeartbeatFile.make(folder / "heartbeats", count)
+        self._watch = HangDetector(self.beats)
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """Variables for the ranks: where the file is, and those that switch torch's flight recorder on.
@@ -68,7 +68,7 @@ class NodeWatch:
     def begin(self) -> None:
         """Ranks are about to start."""
         self.beats.clear()
-        self._watch = Watch(self.beats)
+        self._watch = HangDetector(self.beats)
         self._ended: dict[int, int] = {}
         (self._folder / "ended").unlink(missing_ok=True)
 
@@ -85,7 +85,7 @@ class NodeWatch:
                 self._ended = ended
 
     def hangs(self, says_so: bool) -> bool:
-        """Whether the ranks hang.
+        """Tell whether the ranks hang.
 
         Args:
             says_so: a rank ended with the code of a hang.
@@ -101,16 +101,16 @@ class NodeWatch:
         return text
 
 
-def wait_until_said(beats: Beats, seconds: float) -> None:
+def wait_until_said(beats: HeartbeatFile, seconds: float) -> None:
     """Return when every rank that can run has written its own report, or the time is over."""
     _wait(lambda: all(_is_settled(beats, beat) for beat in beats.read()), seconds)
 
 
-def _is_settled(beats: Beats, beat: Beat) -> bool:
+def _is_settled(beats: HeartbeatFile, beat: RankProgress) -> bool:
     return beat.said or state_of(beat.pid) in _SILENT or _is_held(beats, beat)
 
 
-def report(beats: Beats, nccl_dumps: Path | None = None) -> str:
+def report(beats: HeartbeatFile, nccl_dumps: Path | None = None) -> str:
     """Write this node's part of the report, and say it in short.
 
     A disk may be what hangs: what cannot be written within seconds is left out.
@@ -132,14 +132,14 @@ def report(beats: Beats, nccl_dumps: Path | None = None) -> str:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for a process: T is stopped, Z has ended; empty where it is gone or not known."""
+    """Read the kernel's letter for a process: T is stopped, Z has ended; empty where it is gone or not known."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
 
 
-def _text(beats: Beats, found: list[Beat]) -> str:
+def _text(beats: HeartbeatFile, found: list[RankProgress]) -> str:
     begun = [beat for beat in found if beat.pid]
     limit = max((beat.limit_s for beat in begun), default=0.0)
     lines = [f"hang on {socket.gethostname()}: no step for {limit:g} s. {_who(beats, begun)}"]
@@ -157,8 +157,8 @@ def _text(beats: Beats, found: list[Beat]) -> str:
     return "\n".join(lines)
 
 
-def _who(beats: Beats, begun: list[Beat]) -> str:
-    """The verdict, from what the table says: who holds the others up, in which phase, and where."""
+def _who(beats: HeartbeatFile, begun: list[RankProgress]) -> str:
+    """Give the verdict on the table: who holds the others up, in which phase, and where."""
     stopped = [beat for beat in begun if not beat.said and _is_held(beats, beat)]
     if stopped:
         each = "; ".join(f"rank {beat.rank} (pid {beat.pid}) is {_state(beat)}" for beat in stopped)
@@ -177,13 +177,13 @@ def _who(beats: Beats, begun: list[Beat]) -> str:
     return f"{each}."
 
 
-def _last(found: list[Beat]) -> list[Beat]:
-    """Those that are behind the others of them."""
+def _last(found: list[RankProgress]) -> list[RankProgress]:
+    """Select the ranks that are behind the others."""
     last = min((beat.position for beat in found), default=None)
     return [beat for beat in found if beat.position == last]
 
 
-def _at(beats: Beats, beat: Beat) -> str:
+def _at(beats: HeartbeatFile, beat: RankProgress) -> str:
     who = f"rank {beat.rank} (pid {beat.pid})"
     if not beat.said:
         return f"{who} is {_state(beat)}, at step {beat.step}, phase {_phase(beat)}"
@@ -191,17 +191,17 @@ def _at(beats: Beats, beat: Beat) -> str:
     return f"{who} hangs at step {beat.step}, phase {_phase(beat)}, in {where}"
 
 
-def _phase(beat: Beat) -> str:
+def _phase(beat: RankProgress) -> str:
     return "compile" if beat.compiles else beat.phase
 
 
-def _is_held(beats: Beats, beat: Beat) -> bool:
+def _is_held(beats: HeartbeatFile, beat: RankProgress) -> bool:
     """Whether a rank cannot run, or cannot run Python: then `faulthandler` has written its stacks, or nobody can."""
     state = state_of(beat.pid)
     return state in ("T", "t", "D") or (state in ("R", "S") and bool(beats.stacks(beat.local_rank)))
 
 
-def _state(beat: Beat) -> str:
+def _state(beat: RankProgress) -> str:
     if beat.left and state_of(beat.pid) not in _SILENT:
         return "out of its run after an error, and has not ended"
     return _STATES.get(state_of(beat.pid), "gone")
@@ -211,7 +211,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _write(beats: Beats, found: list[Beat], folder: Path, text: str, nccl_dumps: Path | None) -> None:
+def _write(beats: HeartbeatFile, found: list[RankProgress], folder: Path, text: str, nccl_dumps: Path | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for beat in found:
         if beat.pid and not beat.said:

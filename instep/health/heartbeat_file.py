@@ -30,8 +30,8 @@ _GAP_S = 2.0
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a rank's slot said.
+class RankProgress:
+    """The numbers in a rank's slot: how far the rank is.
 
     Args:
         batch: the last batch of the loop that was done; -1: none yet.
@@ -61,7 +61,7 @@ class Beat:
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """Where in the program it is: who is behind has the least."""
+        """The rank's position in the program: a rank that is behind has the least."""
         return self.turn, self.step, self.batch
 
     @property
@@ -78,8 +78,8 @@ class Beat:
         return self.limit_s if steps else self.limit_s * SLOW
 
 
-class Beats:
-    """The file.
+class HeartbeatFile:
+    """The heartbeat file of a node's ranks.
 
     Args:
         path: of a file that `make` made.
@@ -97,11 +97,11 @@ class Beats:
         self._map = mmap.mmap(self.fileno, self.count * _SLOT)
 
     @staticmethod
-    def make(path: str | os.PathLike[str], count: int) -> Beats:
-        """A new file for so many ranks; it takes no room on the disk until it is written to."""
+    def make(path: str | os.PathLike[str], count: int) -> HeartbeatFile:
+        """Make a file for so many ranks; it takes no room on the disk until it is written to."""
         with open(path, "wb") as file:
             file.truncate(count * (_SLOT + _STACKS))
-        return Beats(path)
+        return HeartbeatFile(path)
 
     def clear(self) -> None:
         """Forget everything: other ranks begin."""
@@ -110,19 +110,19 @@ class Beats:
             os.pwrite(self.fileno, b"\0", self.stacks_at(local_rank))
 
     def numbers(self, local_rank: int) -> memoryview:
-        """A rank's numbers, for itself to write: `numbers[STEP] = 3`."""
+        """Return a rank's numbers, for itself to write: `numbers[STEP] = 3`."""
         start = local_rank * _SLOT
         return memoryview(self._map)[start : start + _NUMBERS.size].cast("q")
 
-    def read(self) -> list[Beat]:
-        """What every rank's slot says now, by local rank."""
+    def read(self) -> list[RankProgress]:
+        """Read every rank's slot, by local rank."""
         beats = []
         for local_rank in range(self.count):
             batch, step, turn, phase, compiles, rank, pid, limit_ms, said, waits, *_ = _NUMBERS.unpack_from(
                 self._map, local_rank * _SLOT
             )
             beats.append(
-                Beat(
+                RankProgress(
                     batch,
                     step,
                     turn,
@@ -143,7 +143,7 @@ class Beats:
         self._set(local_rank, _FOLDER, _WHERE, folder)
 
     def folder(self, local_rank: int) -> str:
-        """Where reports of a hang go; empty before that is known."""
+        """Read where reports of a hang go; empty before that is known."""
         return self._get(local_rank, _FOLDER, _WHERE)
 
     def set_where(self, local_rank: int, text: str) -> None:
@@ -151,7 +151,7 @@ class Beats:
         self._set(local_rank, _WHERE, _SLOT, text)
 
     def where(self, local_rank: int) -> str:
-        """What `set_where` said."""
+        """Read what `set_where` said."""
         return self._get(local_rank, _WHERE, _SLOT)
 
     def stacks_at(self, local_rank: int) -> int:
@@ -159,7 +159,7 @@ class Beats:
         return self.count * _SLOT + local_rank * _STACKS
 
     def stacks(self, local_rank: int) -> str:
-        """The stacks that `faulthandler` wrote, if it did."""
+        """Read the stacks that `faulthandler` wrote, if it did."""
         text = os.pread(self.fileno, _STACKS, self.stacks_at(local_rank))
         return text[: text.index(0) if 0 in text else None].decode(errors="replace")
 
@@ -173,8 +173,8 @@ class Beats:
         return self._map[at + start : at + end].partition(b"\0")[0].decode(errors="replace")
 
 
-class Watch:
-    """Says when the ranks of a node hang.
+class HangDetector:
+    """Detector of a hang of a node's ranks.
 
     Ranks wait for each other, so one that stands still may only wait. The ones that are behind all others on this node
     wait for nobody here: when each of them has stood still for longer than it may, it is a hang.
@@ -183,14 +183,14 @@ class Watch:
         beats: the node's.
     """
 
-    def __init__(self, beats: Beats) -> None:
+    def __init__(self, beats: HeartbeatFile) -> None:
         self._beats = beats
-        self._seen: list[Beat | None] = [None] * beats.count
+        self._seen: list[RankProgress | None] = [None] * beats.count
         self._still_s = [0.0] * beats.count
         self._looked = time.monotonic()
 
     def look(self) -> bool:
-        """Look again; True when they hang."""
+        """Read the slots again and tell whether the ranks hang."""
         now = time.monotonic()
         # Whoever looks may have been stopped or starved itself, and knows nothing of that time.
         passed_s, self._looked = min(now - self._looked, _GAP_S), now
@@ -208,6 +208,6 @@ class Watch:
         )
 
 
-def folder_of(beats: Beats) -> Path | None:
-    """Where this node's reports go; None where no rank has come so far."""
+def folder_of(beats: HeartbeatFile) -> Path | None:
+    """Find where this node's reports go; None where no rank has come so far."""
     return next((Path(text) for i in range(beats.count) if (text := beats.folder(i))), None)

@@ -35,7 +35,7 @@ class RankEnd:
 
     @property
     def title(self) -> str:
-        """Who it is: the rank, its host and the steps it had done."""
+        """The rank, its host and the steps it had done."""
         step = self.steps if self.report is None else self.report.step
         return f"rank {self.rank} (host {self.host}{'' if step is None else f', step {step}'})"
 
@@ -62,7 +62,7 @@ class RankEnd:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> RankEnd:
-        """What `as_json` gave."""
+        """Read what `as_json` gave."""
         report = content["report"]
         return cls(**{**content, "report": None if report is None else FailureReport(**report)})
 

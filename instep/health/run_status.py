@@ -28,7 +28,7 @@ _FAILED = ".failed-rank-{}.json"
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Whether a file of a run folder is one of those written here."""
+    """Tell whether a file of a run folder is one of those written here."""
     return name == _SPARE or name.startswith((NAME, ".failed-rank-"))
 
 
@@ -58,7 +58,7 @@ def write_status(folder: Path, content: dict[str, Any]) -> None:
 
 
 def _json(content: dict[str, Any]) -> bytes:
-    """The content with as much of its error as a reader of it takes."""
+    """Return the content with as much of its error as a reader of it takes."""
     error = content.get("error")
     if error is not None and len(error) > _MOST_CHARACTERS:
         content = content | {"error": f"{error[:_MOST_CHARACTERS]} ... ({len(error):,} characters)"}
@@ -76,7 +76,7 @@ def _use_spare(spare: Path, data: bytes) -> bool:
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """What the file says; None where there is none that can be read."""
+    """Read a run's status; None where there is none that can be read."""
     return _read(folder / NAME)
 
 
@@ -94,7 +94,7 @@ def leave_failure(folder: Path, rank: int, error: str) -> None:
 
 
 def find_failure(folder: Path) -> str:
-    """The first error that another rank has left, with its rank; empty where there is none."""
+    """Find the first error that another rank has left, with its rank; empty where there is none."""
     found: list[tuple[int, str]] = []
     for path in folder.glob(_FAILED.format("*")):
         with contextlib.suppress(KeyError):  # no rank has written it

@@ -1,14 +1,12 @@
-"""torchrun's elastic agent, with exit codes kept apart and ranks that get the time to save.
+"""One node's agent: exit codes kept apart, ranks that get the time to save, nodes that tell each other.
 
-Where torch's `LocalElasticAgent` is changed, and why:
+What torch's elastic agent does otherwise, beside what `torch_agent` says:
 
-- It sends signals to a rank's whole process group, which kills the data loader workers that the rank still needs for
-  its last step: here only the rank gets it.
-- When one rank ends with a code other than 0 it sends SIGTERM to the others at once and waits 30 s: here a preempted
-  rank's peers may finish their save, and a failed rank's peers get 5 s.
-- Its agents learn of another node's failure when their own ranks' connections break, and count their restarts each for
-  themselves: here they tell each other (`peers`), so that all ranks end within seconds, one cause is named, and all
-  follow one count.
+- When one rank has ended with a code other than 0, a preempted rank's peers may finish their save here, and a failed
+  rank's peers get 5 s.
+- torch's agents learn of another node's failure when their own ranks' connections break, and count their restarts each
+  for themselves: here they tell each other (`node_channel`), so that all ranks end within seconds, one cause is named,
+  and all follow one count.
 - It ends with the first node whose ranks are done: here all wait for the last one.
 - Its rendezvous gives way to the ones in `rendezvous`, under which ranks that are started again find each other.
 """
@@ -20,37 +18,34 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, InstepError
 from instep.health.hang_report import NodeWatch, in_time
 from instep.health.root_cause import RankEnd, find_cause
 from instep.health.run_status import NAME, finish_status
 from instep.launch.forked import Failure, Forked
-from instep.launch.node_channel import Alarm, Peers, Round, open_round
+from instep.launch.node_channel import Alarm, NodeChannel, Round, open_round
 from instep.launch.prepare import (
     agent_folder,
     entrypoint,
     environment,
     job_environment,
-    logs,
     private_environment,
     secret_of,
     signals_restored,
 )
 from instep.launch.ranks import Ranks
 from instep.launch.rendezvous import Nodes, make_rendezvous
+from instep.launch.spec import LaunchSpec
+from instep.launch.torch_agent import TorchAgent, logs
 from instep.state.environment import JOB_ID, RESTART
-
-if TYPE_CHECKING:
-    from instep.launch.engine import LaunchSpec
 
 _PASSED_ON = {  # what the agent gets: what the ranks get
     signal.SIGINT: signal.SIGINT,
@@ -65,7 +60,7 @@ _ALL_SIGNALS = (*_PASSED_ON, signal.SIGQUIT)
 _AFTER_FAILURE_S = 5.0
 _UNTIL_TERM_S = 1.0  # first the other ranks may end by themselves, each with its own last words
 _POLL_S = 0.02
-_SAID_S = 1.0  # the agent of the rank to blame lets the others speak first, for so long
+_SAID_S = 1.0  # the agent of the failing rank prints last, at most so long after the others
 
 _unfinished: list[Nodes] = []  # of nodes that were cut off: their threads wait for an answer, and are not waited for
 
@@ -96,7 +91,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
             max_restarts=spec.max_restarts,
             monitor_interval=0.1,
         )
-        agent = _Agent(workers, logs(spec, folder), forked, rendezvous, watch, spec.shutdown_s, handlers_before)
+        agent = NodeAgent(spec, workers, folder, forked, rendezvous, watch, handlers_before)
         try:
             agent.run()
         except SignalException as got:  # it came while ranks started; they have been told, waited for and counted
@@ -110,7 +105,7 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
 
 
 def job_code(first: list[int], last: list[int], killed: bool, early: bool = False) -> int:
-    """The job's exit code.
+    """Compute the job's exit code.
 
     Args:
         first: the codes seen when the first rank ended badly; empty when none did before the end was asked for.
@@ -127,67 +122,84 @@ def job_code(first: list[int], last: list[int], killed: bool, early: bool = Fals
     return EXIT_PREEMPTED if EXIT_PREEMPTED in last else 0
 
 
-class _Agent(LocalElasticAgent):
+class NodeAgent:
+    """One node's agent: what happens at each step of torch's.
+
+    Args:
+        spec: what to run.
+        workers: the same, as torch's agent takes it.
+        folder: the agent's own.
+        forked: a function that the ranks run in place of a program.
+        rendezvous: where the agents meet.
+        watch: of the ranks' heartbeats.
+        handlers_before: the signal handlers of this process, which hold again in the end.
+
+    Attributes:
+        has_begun: whether the agents have met.
+        exit_code: the job's.
+    """
+
     def __init__(
         self,
-        spec: WorkerSpec,
-        logs_specs: DefaultLogsSpecs,
+        spec: LaunchSpec,
+        workers: WorkerSpec,
+        folder: str,
         forked: Forked | None,
         rendezvous: Nodes,
         watch: NodeWatch,
-        shutdown_s: float,
         handlers_before: Mapping[signal.Signals, Any],
     ) -> None:
-        start = "fork" if forked else "spawn"
-        super().__init__(spec, logs_specs, start, log_line_prefix_template="[rank ${rank}]: ")
+        self._torch = TorchAgent(workers, logs(spec, folder), forked is not None, self)
+        self._max_restarts = spec.max_restarts
         self._forked = forked
         self._nodes = rendezvous
+        self._nodes.agent = self
         self._watch = watch
         self._hung = False
-        self._shutdown_s = shutdown_s
+        self._shutdown_s = spec.shutdown_s
         self._handlers_before = handlers_before
         self._received: list[signal.Signals] = []
         self._first_restart = int(os.environ[RESTART])
-        self._peers: Peers | None = None
+        self._channel: NodeChannel | None = None
         self._known: Ranks | None = None
         self._round = Round(0, "", 0)
         self.has_begun = False
         self.exit_code = EXIT_FAILED
 
+    def run(self) -> None:
+        """Run the job; `exit_code` says how it ended."""
+        self._torch.run()
+
     @property
     def _ranks(self) -> Ranks:
-        """Those of the latest start, also of one that a signal has cut short."""
-        if self._known is None or self._known.context is not self._pcontext:
-            self._known = Ranks(self._pcontext, self._worker_group, self._forked is not None, _say)
+        """The ranks of the latest start."""
+        processes = self._torch.processes
+        assert processes is not None
+        if self._known is None or self._known.processes is not processes:
+            self._known = Ranks(processes, _say)
         return self._known
 
-    # --- the agent's own steps ---------------------------------------------------------------------------------------
+    # --- the steps of torch's agent ----------------------------------------------------------------------------------
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._close_peers()
-        super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]
-        node, nodes = worker_group.group_rank, worker_group.group_world_size
-        meeting: Any = worker_group.store
-        assert node is not None
-        assert nodes is not None
-        assert meeting is not None
+    def open_round(self, node: int, nodes: int, meeting: Any) -> None:
+        """Begin a round: agree on its number and talk with the other agents."""
         talk = self._nodes.connect()
         self._round = open_round(talk, meeting, node, os.environ[JOB_ID])
         os.environ[JOB_ID] = self._round.job
         os.environ[RESTART] = str(self._first_restart + self._round.number)
         count_waiting = self._nodes.count_waiting if self._nodes.elastic else None
         self.has_begun = True
-        self._peers = Peers(talk, self._round, node, nodes, self._nodes.patience_s, count_waiting)
+        self._channel = NodeChannel(talk, self._round, node, nodes, self._nodes.patience_s, count_waiting)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    @contextmanager
+    def starting(self, count: int) -> Iterator[None]:
+        """Surround a start of ranks: watch them from then on, and take the signals that torch's agent took."""
         self._watch.begin()
         self._hung = False
         self._started = time.monotonic()
-        forked = self._forked
-        with nullcontext() if forked is None else forked.starting(worker_group.spec.local_world_size):
-            pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
-        self._take_signals()  # after each start: starting installs handlers that raise in the middle of anything
-        return pids
+        with nullcontext() if self._forked is None else self._forked.starting(count):
+            yield
+        self._take_signals()
 
     def _take_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -202,59 +214,58 @@ class _Agent(LocalElasticAgent):
         if self._forked is not None and signum == signal.SIGINT:
             self._forked.interrupted = True
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
-        peers = self._peers
-        assert peers is not None
+    def monitor(self) -> RunResult:
+        """Look at the ranks, and end the round where there is a reason to."""
+        channel = self._channel
+        assert channel is not None
         codes = self._ranks.codes()
         self._watch.note_ends(codes)
         if not self._hung and self._watch.hangs(says_so=EXIT_HUNG in codes.values()):
             self._hung = True
             _say(self._watch.report())
-        if self._hung or self._received or any(codes.values()) or peers.alarm or peers.waiting or peers.cut_off:
+        if self._hung or self._received or any(codes.values()) or channel.alarm or channel.waiting or channel.cut_off:
             if EXIT_PREEMPTED in codes.values():
-                peers.refresh()  # the ranks may have been asked to make room for another node
-            self._settle()
-            return self._verdict(worker_group)
-        if None in codes.values() or not peers.all_done():
+                channel.refresh()  # the ranks may have been asked to make room for another node
+            self._end_round()
+            return self._verdict()
+        if None in codes.values() or not channel.all_done():
             return RunResult(state=WorkerState.HEALTHY)
         self.exit_code = 0
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
 
-    def _exit_barrier(self) -> None:
-        """The agents' store must not go before all others have read there what they need."""
-        assert self._peers is not None
-        self._peers.exchange("left", True, _AFTER_FAILURE_S)
+    def leave(self) -> None:
+        """Wait for the other agents: their store must not go before all have read there what they need."""
+        assert self._channel is not None
+        self._channel.exchange("left", True, _AFTER_FAILURE_S)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        # Ranks still run here after an error in the agent, or when a signal came between a start and `_take_signals`.
-        if self._pcontext is not None:
-            if self._ranks.running():
-                if isinstance(sys.exc_info()[1], SignalException):
-                    self._take_signals()
-                    self._received.append(death_sig)
-                    self._settle()
-                    self.exit_code = job_code(self._first, self._ranks.ended(), bool(self._ranks.killed))
-                else:
-                    self._settle(end_with=signal.SIGTERM)
-            super()._shutdown(signal.SIGKILL)
-            self._ranks.close_logs()
-        self._close_peers()
+    def end_ranks(self, signum: signal.Signals) -> None:
+        """End the ranks that run after an error in the agent, or when a signal came between a start and its end."""
+        if not self._ranks.running():
+            return
+        if isinstance(sys.exc_info()[1], SignalException):
+            self._take_signals()
+            self._received.append(signum)
+            self._end_round()
+            self.exit_code = job_code(self._first, self._ranks.ended(), bool(self._ranks.killed))
+        else:
+            self._end_round(end_with=signal.SIGTERM)
 
-    def _close_peers(self) -> None:
-        if self._peers is not None:
-            self._peers.close()
+    def close(self) -> None:
+        """End the talk with the other agents; may be called twice."""
+        if self._channel is not None:
+            self._channel.close()
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
-    def _settle(self, end_with: signal.Signals | None = None) -> None:
+    def _end_round(self, end_with: signal.Signals | None = None) -> None:
         """Return when every rank has ended; what still runs at its deadline is killed.
 
         Args:
             end_with: end the ranks of a round that is over anyway; else the reason is a code, a signal received, or
                 what another agent said.
         """
-        peers, ranks = self._peers, self._ranks
-        assert peers is not None
+        channel, ranks = self._channel, self._ranks
+        assert channel is not None
         self._first: list[int] = [EXIT_HUNG] if self._hung else []
         self._early = False
         deadline = term_at = float("inf")
@@ -265,21 +276,21 @@ class _Agent(LocalElasticAgent):
         elif end_with is not None:
             ranks.send(end_with)
             deadline = time.monotonic() + _AFTER_FAILURE_S
-        elif peers.waiting and not peers.alarm:
-            peers.raise_alarm("grow")
+        elif channel.waiting and not channel.alarm:
+            channel.raise_alarm("grow")
         while True:
             now = time.monotonic()
             codes = ranks.codes()
             bad = [code for code in codes.values() if code]
             failing = any(code != EXIT_PREEMPTED for code in bad)
-            alarm = peers.alarm
+            alarm = channel.alarm
             if bad and not self._first and (failing or told == 0) and not (failed or growing):
                 self._first = bad
                 self._early = now - self._started < _STARTING_S
                 deadline = min(deadline, now + self._shutdown_s)
             if (failing or self._hung) and alarm is None and end_with is None:
-                peers.raise_alarm("failed")
-            if not failed and (failing or peers.cut_off or (alarm is not None and alarm.kind != "grow")):
+                channel.raise_alarm("failed")
+            if not failed and (failing or channel.cut_off or (alarm is not None and alarm.kind != "grow")):
                 failed = True
                 deadline = min(deadline, now + _AFTER_FAILURE_S)
                 term_at = now + _UNTIL_TERM_S
@@ -305,11 +316,11 @@ class _Agent(LocalElasticAgent):
                 return
             time.sleep(_POLL_S)
 
-    def _verdict(self, worker_group: WorkerGroup) -> RunResult:
-        """How the round ended, and whether there is another one; all agents come to the same answer."""
-        peers, ranks = self._peers, self._ranks
-        assert peers is not None
-        ranks.stop_tails()
+    def _verdict(self) -> RunResult:
+        """Decide how the round ended, and whether there is another one; all agents come to the same answer."""
+        channel, ranks = self._channel, self._ranks
+        assert channel is not None
+        ranks.processes.stop_tails()
         ends = ranks.bad_ends(self._first, self._watch.beats)
         mine = {
             "first": self._first,
@@ -320,7 +331,7 @@ class _Agent(LocalElasticAgent):
             "ends": [end.as_json() for end in ends],
         }
         told = self._exchange(mine)
-        alarm, cut_off = peers.alarm, peers.cut_off if len(told) < peers.nodes else ""
+        alarm, cut_off = channel.alarm, channel.cut_off if len(told) < channel.nodes else ""
         code = job_code(
             [code for of in told.values() for code in of["first"]],
             [code for of in told.values() for code in of["last"]],
@@ -339,35 +350,35 @@ class _Agent(LocalElasticAgent):
             self._nodes.renew = True
             return RunResult(state=WorkerState.HEALTHY)
         restart = self._round.failures + 1
-        again = code != EXIT_PREEMPTED and not stop and restart <= worker_group.spec.max_restarts
+        again = code != EXIT_PREEMPTED and not stop and restart <= self._max_restarts
         if code != EXIT_PREEMPTED and not self._hung:
-            others = [RankEnd.from_json(end) for node, of in told.items() if node != peers.node for end in of["ends"]]
+            others = [RankEnd.from_json(end) for node, of in told.items() if node != channel.node for end in of["ends"]]
             self._say_failures(ends, others, lost, last=not again)
         if again:
-            _say(f"starting all ranks again (restart {restart} of {worker_group.spec.max_restarts})")
+            _say(f"starting all ranks again (restart {restart} of {self._max_restarts})")
         elif not cut_off:
-            self._exit_barrier()
+            self.leave()
         if cut_off:
             _unfinished.append(self._nodes)
-        self._remaining_restarts = worker_group.spec.max_restarts - restart + 1 if again else 0
-        return RunResult(state=WorkerState.FAILED, failures=ranks.failures())
+        self._torch.allow_restarts(self._max_restarts - restart + 1 if again else 0)
+        return RunResult(state=WorkerState.FAILED, failures=ranks.processes.failures())
 
     def _exchange(self, mine: dict[str, Any]) -> dict[int, Any]:
-        """What became of every node, by its number: of those that say so in time."""
-        peers = self._peers
-        assert peers is not None
-        if not (peers.alarm or peers.cut_off):
-            told = peers.exchange("saved", mine, self._shutdown_s)
-            if not peers.alarm:
+        """Exchange with the other nodes what became of each; without those that do not say so in time."""
+        channel = self._channel
+        assert channel is not None
+        if not (channel.alarm or channel.cut_off):
+            told = channel.exchange("saved", mine, self._shutdown_s)
+            if not channel.alarm:
                 return told
-        if peers.alarm is None:
-            return {peers.node: mine}
-        patience_s = self._shutdown_s if peers.alarm.kind == "grow" else _AFTER_FAILURE_S
-        return peers.exchange("end", mine, patience_s + _UNTIL_TERM_S)
+        if channel.alarm is None:
+            return {channel.node: mine}
+        patience_s = self._shutdown_s if channel.alarm.kind == "grow" else _AFTER_FAILURE_S
+        return channel.exchange("end", mine, patience_s + _UNTIL_TERM_S)
 
     @staticmethod
     def _lost(alarm: Alarm | None, told: Mapping[int, Any]) -> str:
-        """Which node does not answer any more; empty where all do."""
+        """Say which node does not answer any more; empty where all do."""
         if alarm is not None and alarm.kind == "lost":
             return alarm.text
         silent = [] if alarm is None else [str(node) for node in range(alarm.nodes) if node not in told]
@@ -381,10 +392,10 @@ class _Agent(LocalElasticAgent):
         _say(f"{name}: passed on to the ranks, which have {patience_s:g} s to save and end{again}")
 
     def _say_failures(self, ends: list[RankEnd], others: list[RankEnd], lost: str, last: bool) -> None:
-        """What became of this node's ranks, and whose fault it was: that one's agent says it, after all the others."""
-        peers = self._peers
-        assert peers is not None
-        cause = None if lost else find_cause([*ends, *others], peers.alarm.node if peers.alarm else 0)
+        """Say what became of this node's ranks; the agent of the rank that is the cause speaks after all the others."""
+        channel = self._channel
+        assert channel is not None
+        cause = None if lost else find_cause([*ends, *others], channel.alarm.node if channel.alarm else 0)
         self._finish_status(cause, lost)
         for end in ends:
             if end is not cause and end.report is not None:
@@ -395,14 +406,14 @@ class _Agent(LocalElasticAgent):
         elif cause is not None and not mine:
             said = f": {cause.message}" if cause.message else ""
             _say(f"{cause.title} failed with {cause.how}{said}; the output of its node has more")
-        if peers.nodes > 1 and not lost:
+        if channel.nodes > 1 and not lost:
             self._take_turns(mine)
         if cause is None or not mine:
             return
         if self._forked is not None and last:
             self._forked.failure = Failure(cause.rank, cause.how, cause.report)  # its caller raises it
         elif cause.report is None:
-            file = self._ranks.stderr_of(cause.rank)
+            file = self._ranks.processes.stderr_of(cause.rank)
             spoke = f"what it said is in {file}" if file else "anything it said stands above"
             _say(f"{cause.title} failed with {cause.how}; {spoke}")
         else:
@@ -430,9 +441,9 @@ class _Agent(LocalElasticAgent):
             _say(f"{folder / NAME} could not be finished: {problem}")
 
     def _take_turns(self, last: bool) -> None:
-        """Where several nodes write to one terminal the cause comes last: wait until the other agents have spoken."""
-        assert self._peers is not None
-        self._peers.exchange("said", True, _SAID_S if last else 0.0)
+        """Wait until the other agents have spoken: where several write to one terminal the cause comes last."""
+        assert self._channel is not None
+        self._channel.exchange("said", True, _SAID_S if last else 0.0)
 
 
 def _say(text: str) -> None:

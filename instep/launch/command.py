@@ -16,7 +16,7 @@ from instep.errors import SettingError, UsageError
 
 
 def this_command() -> tuple[str, ...]:
-    """The arguments after the Python executable that run this program again.
+    """Return the arguments after the Python executable that run this program again.
 
     Interpreter options such as `-W` and `-X` are kept; `python -m module` keeps its module; the script's own path is
     made absolute. The program's arguments are those it was started with, also where it has changed `sys.argv` since.
@@ -88,7 +88,7 @@ def _has_module(name: str) -> bool:
 
 
 def _arguments_after(program: str) -> tuple[str, ...]:
-    """The arguments that followed the program's name, from the command line as the interpreter got it."""
+    """Return the arguments that followed the program's name, from the command line as the interpreter got it."""
     for index, word in enumerate(sys.orig_argv):
         if index > 0 and os.path.basename(word.rstrip("/")) == program:
             return tuple(sys.orig_argv[index + 1 :])

@@ -30,7 +30,7 @@ _READ_S = 5.0  # what is in a pipe whose writer has ended is little
 
 
 class Failure(NamedTuple):
-    """The rank to blame, how it ended, and what it reported."""
+    """The failing rank, how it ended, and what it reported."""
 
     rank: int
     how: str
@@ -125,7 +125,7 @@ class Forked:
             return None
 
     def results(self) -> list[Any]:
-        """What the ranks of this machine returned, once all have ended well.
+        """Return what the ranks of this machine returned, once all have ended well.
 
         Raises:
             DistributedError: one has returned nothing, or what cannot be read here.
@@ -147,7 +147,7 @@ class Forked:
 
 
 class ForkedRank:
-    """What the agent wants of `subprocess.Popen`."""
+    """A forked rank with the methods of `subprocess.Popen` that the agent needs."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -159,7 +159,7 @@ class ForkedRank:
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """The same."""
+        """Return the exit code, negative for a signal; None while the rank runs."""
         return self._process.exitcode
 
     def send_signal(self, signum: int) -> None:

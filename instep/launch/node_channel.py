@@ -44,7 +44,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Round:
-    """What all agents of a round know alike.
+    """The number, job and failures of a round, alike for all agents.
 
     Args:
         number: from 0, over all agents.
@@ -75,8 +75,8 @@ def open_round(store: SignedStore, meeting: SignedStore, node: int, job: str) ->
     return Round(**meeting.wait_for("round"))
 
 
-class Peers:
-    """This agent's talk with the others in one round. `close` ends it.
+class NodeChannel:
+    """This agent's messages to and from the others in one round. `close` ends it.
 
     Args:
         store: a connection to the agents' store that nobody else uses.
@@ -141,14 +141,14 @@ class Peers:
         self._do(self._look)
 
     def all_done(self) -> bool:
-        """Whether every node's ranks have ended well, as this one's have."""
+        """Tell whether every node's ranks have ended well, as this one's have."""
         if not self._done:
             self._done = True
             self._do(self._post_done)
         return self._thread is None or self._all_done
 
     def exchange(self, name: str, value: Any, timeout_s: float) -> dict[int, Any]:
-        """What each node gives under this name, by its number; without those that gave nothing in time."""
+        """Give a value to the other nodes and return all, by node; without those that gave nothing in time."""
         self._do(lambda: self._store.put(f"{name}-{self.node}", value))
         found: dict[int, Any] = {self.node: value}
         deadline = time.monotonic() + timeout_s

@@ -14,12 +14,11 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+from typing import Any
 
 from instep.errors import SettingError
 from instep.health.error_report import AGENT_PID
+from instep.launch.spec import LaunchSpec
 from instep.state.environment import JOB_ID, MIN_NODES, RESTART, read_job
 from instep.state.launchers import MEETING_FILE
 from instep.state.secret import (
@@ -32,9 +31,6 @@ from instep.state.secret import (
     write_secret,
 )
 from instep.utils.env import as_variables
-
-if TYPE_CHECKING:
-    from instep.launch.engine import LaunchSpec
 
 # Runs before the program, which then takes its place in the same process: the kernel keeps the parent-death signal and
 # the cores over exec. Set in the rank and re-checked, because the agent may have died before it was set.
@@ -55,7 +51,7 @@ _SYSTEM = Path("/sys/devices/system")
 
 
 def share_cores(count: int, system: Path = _SYSTEM, allowed: Sequence[int] | None = None) -> list[list[int]]:
-    """The cores of each rank.
+    """Share the cores of this machine among its ranks.
 
     Ranks are spread evenly over the NUMA nodes, in order, as accelerators are; those of one node share its cores
     evenly, the hardware threads of a core together. Where there are fewer cores than ranks, several get the same.
@@ -139,7 +135,7 @@ def _remove_if_left(folder: str) -> None:
 
 
 def entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:
-    """The program that a rank is started as, and its arguments, which torch's agent takes for templates.
+    """Find the program that a rank is started as, and its arguments, which torch's agent takes for templates.
 
     Raises:
         SettingError: there is no such program, or the system cannot pin ranks to cores.
@@ -161,29 +157,8 @@ def entrypoint(spec: LaunchSpec) -> tuple[str, tuple[str, ...]]:
     return sys.executable, ("-I", "-S", "-c", _BOOT, str(os.getpid()), cores, "${local_rank}", *command)
 
 
-def logs(spec: LaunchSpec, folder: str) -> DefaultLogsSpecs:
-    """Where ranks print, and a folder for what they report where the user wants no files."""
-    if spec.log_dir is None:
-        return _Logs(folder)
-    tee = Std.ALL if spec.tee is True else dict.fromkeys(spec.tee or (), Std.ALL)
-    if tee and hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines appear when they are printed
-    return _Logs(str(spec.log_dir), redirects=Std.ALL, tee=tee)
-
-
-class _Logs(DefaultLogsSpecs):
-    """A folder for every start: torch's own removes what a start left that was not counted as a restart."""
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        counted = {rank: {**env, "TORCHELASTIC_RESTART_COUNT": os.environ[RESTART]} for rank, env in envs.items()}
-        logs = super().reify(counted)
-        for rank, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = counted[rank]["TORCHELASTIC_ERROR_FILE"]
-        return logs
-
-
 def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
-    """Variables for the ranks.
+    """Make the variables of a job for its ranks.
 
     Args:
         spec: the job.
@@ -203,7 +178,7 @@ def job_environment(spec: LaunchSpec, again: bool) -> dict[str, str]:
 
 
 def secret_of(spec: LaunchSpec) -> Secret:
-    """The job's secret: a new one on one node, on several the one that the user gives.
+    """Return the job's secret: a new one on one node, on several the one that the user gives.
 
     Raises:
         SettingError: there is none, or it is unfit.

@@ -3,7 +3,7 @@
 torch's rendezvous for a fixed set of nodes keeps one store for all rounds, so ranks that were started again read the
 addresses of dead ones and hang; its elastic one numbers the restarts by agent and may do the same. Here the ranks of
 one node meet in a new file of the agent's private folder, at no port. Of several nodes the first one hosts a new store
-for each round; the agents talk over connections of their own (`peers`), and sign what they write there (`signed`).
+for each round; the agents talk over connections of their own (`node_channel`), and sign what they write (`signed`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import uuid
 from abc import abstractmethod
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -30,11 +30,9 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from instep.errors import DistributedError, InstepError, SettingError
 from instep.launch.signed import NotOurs, SignedBackend, SignedStore
+from instep.launch.spec import LaunchSpec
 from instep.state.launchers import MEETING_FILE, meeting_variable
 from instep.state.secret import Secret
-
-if TYPE_CHECKING:
-    from instep.launch.engine import LaunchSpec
 
 _NODES_MEET_S = 900.0
 _READ_S = 60.0
@@ -43,10 +41,23 @@ _LOOPBACK = "127.0.0.1"
 _CONF = {"last_call_timeout": "10", "keep_alive_interval": "5", "keep_alive_max_attempt": "3"}
 
 
+class Rounds(Protocol):
+    """The receiver of the begin and end of each round."""
+
+    def close(self) -> None:
+        """Give back what the round before holds."""
+        ...
+
+    def open_round(self, node: int, nodes: int, meeting: Any) -> None:
+        """Begin a round: this node's number, how many there are, and their store of this round."""
+        ...
+
+
 class Nodes(RendezvousHandler):
-    """What the agent asks of a rendezvous, beside what torch's agent does.
+    """The rendezvous of an agent, as torch's agent calls it, with what the engine asks besides.
 
     Attributes:
+        agent: told when a round begins and ends.
         elastic: whether nodes may leave and come.
         patience_s: a node that is silent for so long is lost.
         renew: the agent wants a new round, since a node waits to be let in.
@@ -57,17 +68,29 @@ class Nodes(RendezvousHandler):
     renew = False
 
     def __init__(self, spec: LaunchSpec, secret: Secret) -> None:
+        self.agent: Rounds | None = None
         self._spec = spec
         self._secret = secret
         self._run_id = spec.run_id or uuid.uuid4().hex
         self._ranks_store: TCPStore | None = None
 
+    def next_rendezvous(self) -> RendezvousInfo:
+        assert self.agent is not None
+        self.agent.close()
+        found = self._meet()
+        self.agent.open_round(found.rank, found.world_size, found.store)
+        return found
+
+    @abstractmethod
+    def _meet(self) -> RendezvousInfo:
+        """Wait for the nodes of a round."""
+
     @abstractmethod
     def connect(self) -> SignedStore:
-        """A new connection to the agents' store, for one thread."""
+        """Open a new connection to the agents' store, for one thread."""
 
     def count_waiting(self) -> int:
-        """How many nodes wait to be let in."""
+        """Count the nodes that wait to be let in."""
         return 0
 
     @property
@@ -94,7 +117,7 @@ class Nodes(RendezvousHandler):
         """Give back what a round holds; may be called twice."""
 
     def _info(self, store: Store, name: str, node: int, nodes: int, address: str) -> RendezvousInfo:
-        """The round of this name, whose first node hosts a new store for the ranks and says where."""
+        """Open the round of this name, whose first node hosts a new store for the ranks and says where."""
         if node == 0:
             self._ranks_store = _serve(address, 0)
             store.set("ranks", self._secret.sign(f"{name}/ranks", [address, self._ranks_store.port]))
@@ -128,7 +151,7 @@ class OneNode(Nodes):
     def get_backend(self) -> str:
         return "instep-one-node"
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def _meet(self) -> RendezvousInfo:
         self._round += 1
         self.close()
         # Bound, but not listening: rank 0 may still listen there, and nobody is given it as a free one.
@@ -163,7 +186,7 @@ class FixedNodes(Nodes):
     def get_backend(self) -> str:
         return "instep-fixed"
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def _meet(self) -> RendezvousInfo:
         self._round += 1
         spec = self._spec
         if self._meeting is None:
@@ -207,7 +230,7 @@ class ElasticNodes(Nodes):
     def get_backend(self) -> str:
         return "c10d"
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def _meet(self) -> RendezvousInfo:
         # torch's own store for the ranks, which it keeps over rounds, is not used.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         try:
@@ -236,7 +259,7 @@ class ElasticNodes(Nodes):
 
 
 def make_rendezvous(spec: LaunchSpec, secret: Secret, folder: Path) -> Nodes:
-    """The rendezvous that a spec asks for.
+    """Make the rendezvous that a spec asks for.
 
     Args:
         spec: what the agent runs.
@@ -257,7 +280,7 @@ def _join(address: str, port: int) -> TCPStore:
 
 
 def _serve_or_join(address: str, port: int, here: bool, timeout_s: float) -> TCPStore:
-    """The agents' store: hosted by the first agent of the endpoint's machine."""
+    """Connect to the agents' store, which the first agent of the endpoint's machine hosts."""
     timeout = timedelta(seconds=timeout_s)
     if here:
         try:
@@ -274,7 +297,7 @@ def _serve_or_join(address: str, port: int, here: bool, timeout_s: float) -> TCP
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the network that leads to a host; nothing is sent."""
+    """Find this machine's address on the network that leads to a host; nothing is sent."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -289,5 +312,5 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _is_local(host: str, near: str) -> bool:
-    """Whether a host name is this machine: the way there ends where it begins."""
+    """Tell whether a host name is this machine: the way there ends where it begins."""
     return near in {entry[4][0] for entry in socket.getaddrinfo(host, None)} or host in ("localhost", "127.0.0.1")

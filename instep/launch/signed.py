@@ -31,7 +31,7 @@ class SignedStore:
         self._store, self._secret, self._name = store, secret, name
 
     def below(self, prefix: str) -> SignedStore:
-        """The part of this store whose keys begin so."""
+        """Return the part of this store whose keys begin so."""
         return SignedStore(PrefixStore(prefix, self._store), self._secret, f"{self._name}/{prefix}")
 
     def put(self, key: str, value: Any) -> None:
@@ -39,11 +39,11 @@ class SignedStore:
         self._store.set(key, self._sign(key, value))
 
     def find(self, key: str, default: Any = None) -> Any:
-        """The value, if there is one."""
+        """Read a value, if there is one."""
         return self.wait_for(key) if self._store.check([key]) else default
 
     def wait_for(self, key: str) -> Any:
-        """The value, as soon as there is one."""
+        """Read a value, as soon as there is one."""
         return self._secret.verify(f"{self._name}/{key}", self._store.get(key))
 
     def set_once(self, key: str, value: Any) -> Any:

@@ -13,25 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from instep.errors import EXIT_PREEMPTED, DistributedError, Preempted, RemoteError, UsageError, one_of
-from instep.launch.engine import LaunchSpec
 from instep.launch.forked import Forked
+from instep.launch.spec import LaunchSpec
 from instep.state import find_device_kind, read_environment
 from instep.state.process import is_held
+from instep.utils.porting import instead_of
 
 # What LaunchSpec has for programs alone is left out.
 _SETTINGS = (
     *("max_restarts", "shutdown_s", "hang_timeout_s", "env", "log_dir", "tee"),
     *("num_nodes", "node_rank", "master_addr", "master_port", "run_id", "local_addr", "secret_file"),
 )
-_ACCELERATES = {  # the names of its notebook_launcher
-    "mixed_precision": "give precision= to the Trainer or Accelerator in the function",
-    "use_port": "master_port",
-    "rdzv_backend": "num_nodes, node_rank, master_addr and master_port",
-    "rdzv_endpoint": "master_addr and master_port",
-    "rdzv_id": "run_id",
-    "monitor_interval": "nothing: the ranks are looked at ten times a second",
-    "log_line_prefix_template": "log_dir and tee=True",
-}
 
 
 def notebook_launcher(
@@ -98,7 +90,7 @@ def debug_launcher(
 
 
 def _devices() -> tuple[str, int]:
-    """What is here, and how many ranks that is."""
+    """Find the kind of device that is here, and how many ranks that is."""
     variable = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch's other way to count leaves CUDA unusable after a fork
     before = os.environ.get(variable)
     os.environ[variable] = "1"
@@ -115,8 +107,8 @@ def _check_first(name: str, settings: dict[str, Any]) -> None:
     if read_environment().launcher != "none":
         raise UsageError(f"{name} was called in a rank of a running job; a rank does not start ranks of its own")
     for given in settings:
-        if given in _ACCELERATES:
-            raise UsageError(f"{name} does not take {given!r}; instead: {_ACCELERATES[given]}")
+        if (instead := instead_of("notebook_launcher", given)) is not None:
+            raise UsageError(f"{name} does not take {given!r}; instead: {instead}")
         if given not in _SETTINGS:
             raise one_of(f"{name}'s argument", given, ("function", "args", "num_processes", *_SETTINGS))
 
@@ -148,7 +140,7 @@ def _launch(
 
 
 def _check_unused(name: str, device: str) -> None:
-    """A fork has the parent's GPU context and process group, and can use neither."""
+    """Refuse a used GPU or process group: a fork has the parent's, and can use neither."""
     torch: Any = sys.modules["torch"]  # loaded by instep.state
     module = getattr(torch, device, None)
     if device != "cpu" and module is not None and module.is_initialized():
@@ -165,7 +157,7 @@ def _check_unused(name: str, device: str) -> None:
 
 
 def _cells(pattern: str) -> str:
-    """Which of the notebook's cells match, for a person; nothing outside of a notebook."""
+    """Say which of the notebook's cells match; nothing outside of a notebook."""
     cells: list[str] = getattr(sys.modules["__main__"], "In", [])
     found = [
         (number, line)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, SettingError, UsageError, one_of
-from instep.launch.engine import LaunchSpec
+from instep.launch.spec import LaunchSpec
 from instep.launchers.ray_actor import Place
 from instep.state.environment import JOB_ID, RESTART
 from instep.state.secret import JOB_SECRET, JOB_SECRET_FILE, given_secret, make_secret
@@ -131,7 +131,7 @@ class RayLauncher:
 
     @contextmanager
     def _placed(self, ray: Any, count: int, received: list[int]) -> Iterator[list[Any]]:
-        """An actor for each rank, in a placement group that is removed in the end."""
+        """Place an actor for each rank, in a placement group that is removed in the end."""
         from ray.util import placement_group, remove_placement_group  # late: an optional package
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -30,7 +30,7 @@ class Place:
         self._printed: deque[tuple[str, bytes]] = deque()
 
     def where(self) -> tuple[str, str, list[str]]:
-        """The node's id and address, and the numbers of the GPUs that this place has."""
+        """Return the node's id and address, and the numbers of the GPUs that this place has."""
         import ray  # late: an optional package
 
         context = ray.get_runtime_context()
@@ -38,7 +38,7 @@ class Place:
         return context.get_node_id(), ray.util.get_node_ip_address(), [str(number) for number in gpus]
 
     def free_port(self) -> int:
-        """A port of this node that nobody listens on."""
+        """Find a port of this node that nobody listens on."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return probe.getsockname()[1]
@@ -89,7 +89,7 @@ class Place:
 
 
 def _own(spec: Mapping[str, Any]) -> dict[str, str]:
-    """A program that is not Python is what it was; Python is this node's."""
+    """Replace the Python of the driver by this node's; another program stays."""
     return {} if spec["python"] else {"executable": spec["executable"]}
 
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     """Be a node's agent. Its `LaunchSpec` comes on stdin; it ends with the process whose id is the argument."""
     # Late: an actor needs none of it.
     from instep.launch.agent import run_agent
-    from instep.launch.engine import LaunchSpec
+    from instep.launch.spec import LaunchSpec
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)

@@ -28,7 +28,7 @@ _TIME = re.compile(r"\d+(:\d+(:\d+)?)?|\d+-\d+(:\d+(:\d+)?)?|(?i:infinite|unlimi
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What is submitted.
+    """A job to submit to SLURM.
 
     Args:
         command: the script with its arguments, or `("-m", "module", ...)`.
@@ -77,7 +77,7 @@ class BatchJob:
         return self.nproc or self.gpus or 1
 
     def script(self) -> str:
-        """The batch script."""
+        """Return the batch script."""
         nproc = self.ranks_per_node
         cpus = self.cpus or (None if self.gpus else 1)
         grace_s = max(self.signal_s - _ENDING_S, self.signal_s / 2)
@@ -136,7 +136,7 @@ def submit(job: BatchJob, test_only: bool = False) -> str:
 
 
 def check_time(text: str) -> str:
-    """A time limit as SLURM reads it.
+    """Check a time limit and return it as SLURM reads it.
 
     Raises:
         SettingError: it is none.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from instep.errors import SettingError
 from instep.loggers.base import Logger
 from instep.loggers.hparams import merge_file, move_file
 from instep.types import PathLike
+from instep.utils.atomic import replacing
 from instep.utils.untrusted_files import open_regular
 
 
@@ -177,9 +177,7 @@ class CSVLogger(Logger):
 
 def _write_table(path: Path, header: list[str], rows: list[list[str]]) -> None:
     """Replace the file by this table in one step; short rows are filled with empty cells."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    with part.open("w", newline="", encoding="utf-8") as file:
+    with replacing(path, sync=False) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
         writer.writerows(row + [""] * (len(header) - len(row)) for row in rows)
-    os.replace(part, path)

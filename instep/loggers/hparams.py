@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from argparse import Namespace
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from instep.utils.atomic import replacing
 from instep.utils.untrusted_files import open_regular
 
 _MAX_ITEMS = 64  # of a tensor or array: more than that is data, not a setting
@@ -69,9 +69,8 @@ def merge_file(path: Path, params: Mapping[str, Any]) -> None:
     if path.exists():
         known = _read(path)
     known.update(plain(params))
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(known, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    with replacing(path, sync=False) as part:
+        part.write_text(json.dumps(known, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def move_file(path: Path, folder: Path) -> None:

@@ -19,7 +19,7 @@ from instep.state.collective_checks import announce
 from instep.state.messages import gather_texts, header, share_error
 from instep.state.process import Process
 from instep.state.process_group import Groups
-from instep.state.rank_records import Book, awaited, digest_of, finish, said_of
+from instep.state.rank_records import RankRecords, awaited, describe_ended, digest_of, finish
 
 _MOMENT_S = 0.25
 _SAY_AFTER_S = 30.0
@@ -109,7 +109,7 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
             late = late and not finish(work, limit_s - said_s + 2 * _MOMENT_S)
     except RuntimeError as error:
         _write(groups, turn, name)
-        gone = said_of(watch.gone_by_now())
+        gone = describe_ended(watch.gone_by_now())
         problem = f"the connection to another process broke{f'. {gone}' if gone else f' ({error})'}"
         raise DistributedError(_report(groups, turn, name, problem.removesuffix("."))) from error
     if late:
@@ -124,7 +124,7 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
 
 def _write(groups: Groups, turn: int, name: str | None) -> None:
     try:
-        Book("waiting", groups.control).write(turn, _quoted(name))
+        RankRecords("waiting", groups.control).write(turn, _quoted(name))
     except RuntimeError:
         pass  # the store is gone with its process; `_report` says so
 
@@ -133,12 +133,12 @@ def _report(groups: Groups, turn: int, name: str | None, problem: str, last: boo
     """Who is missing, and what the others wait for; `last` where this rank gives up."""
     here = f"rank {groups.control.rank()} waited for everyone {_quoted(name)}, and {problem}."
     try:
-        book = Book("waiting", groups.control)
-        names = book.read(turn, or_later=True)
+        records = RankRecords("waiting", groups.control)
+        names = records.read(turn, or_later=True)
     except RuntimeError:
         return f"{here} Who came is not known: the job's store, mostly in rank 0, does not answer. See its output."
     if last:
-        book.linger(turn, names)
+        records.keep_store_alive(turn, names)
     missing = [rank for rank in range(len(groups.hosts)) if rank not in names]
     if not missing:
         return f"{here} All had come, but not all are there any more: {_by_name(names)}."

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from instep.errors import DistributedError, SettingError
-from instep.state.rank_records import Book, digest_of
+from instep.state.rank_records import RankRecords, digest_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,8 +37,8 @@ def begin(group: ProcessGroup, debug: bool) -> None:
     Raises:
         SettingError: on every rank, if it is on for some only.
     """
-    global _line
-    _line = None
+    global _active
+    _active = None
     every = torch.empty(group.size(), dtype=torch.int64)
     dist.all_gather(list(every.split(1)), torch.tensor([int(debug)]), group=group)
     checked = every.nonzero().flatten().tolist()
@@ -50,7 +50,7 @@ def begin(group: ProcessGroup, debug: bool) -> None:
             got=debug,
         )
     if debug:
-        _line = _Line(group)
+        _active = _CallRecords(group)
 
 
 def announce(
@@ -73,16 +73,16 @@ def announce(
         DistributedError: on every rank, when one announces something else, or from another line; on the ranks that
             wait, when one does not come.
     """
-    if _line is not None and _line.group is group:
-        _line.announce(operation, details, timeout_s, any_line)
+    if _active is not None and _active.group is group:
+        _active.announce(operation, details, timeout_s, any_line)
 
 
-class _Line:
+class _CallRecords:
     """This process's announcements in one process group."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self._book = Book("checked", group, kept=2)
+        self._records = RankRecords("checked", group, kept=2)
         self._rank, self._world = group.rank(), group.size()
         self._count = 0
 
@@ -96,7 +96,7 @@ class _Line:
         digests = torch.empty(self._world, dtype=torch.int64)
         started = time.monotonic()
         try:
-            self._book.write(self._count, ", ".join([call, details]) if details else call)
+            self._records.write(self._count, ", ".join([call, details]) if details else call)
             work: Any = dist.all_gather(list(digests.split(1)), torch.tensor([mine]), group=self.group, async_op=True)
             work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
@@ -109,10 +109,10 @@ class _Line:
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
         who = f": {_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the others" if 2 * alike > self._world else ""
         try:
-            here = self._book.read(self._count)
+            here = self._records.read(self._count)
         except RuntimeError:
             here = {}  # the store is gone
-        self._book.linger(self._count, range(self._world))
+        self._records.keep_store_alive(self._count, range(self._world))
         lines = [f"ranks disagree before a collective{who}. By rank:"]
         lines += [f"  rank {rank}: {here.get(rank, 'not known')}" for rank in range(self._world)]
         lines.append("Every rank must come to the same call, with tensors of the same names, shapes and dtypes.")
@@ -121,14 +121,14 @@ class _Line:
     def _alone(self, call: str, waited_s: float, error: RuntimeError) -> DistributedError:
         """What to say when the others could not be met."""
         try:
-            here, before = self._book.read(self._count), self._book.read(self._count - 1)
-            self._book.write(self._count, f"{here.get(self._rank, call)} (gave up after {waited_s:.1f} s)")
+            here, before = self._records.read(self._count), self._records.read(self._count - 1)
+            self._records.write(self._count, f"{here.get(self._rank, call)} (gave up after {waited_s:.1f} s)")
         except RuntimeError:
             return DistributedError(
                 f"{call}: not everybody came; waited {waited_s:.1f} s ({error}). Who did is not known: the job's store "
                 f"does not answer either. See whether rank 0, or whoever keeps the store, is late or has ended."
             )
-        self._book.linger(self._count, here)
+        self._records.keep_store_alive(self._count, here)
         missing = [rank for rank in range(self._world) if rank not in here]
         what = f"{_ranks(missing)} did not come" if missing else "the connection broke"
         lines = [f"{call}: {what}; waited {waited_s:.1f} s ({error}). By rank:"]
@@ -138,7 +138,7 @@ class _Line:
         return DistributedError("\n".join(lines))
 
 
-_line: _Line | None = None
+_active: _CallRecords | None = None
 
 
 def _call_site() -> tuple[str, int]:

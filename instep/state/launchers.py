@@ -35,7 +35,7 @@ MEETING_FILE = "INSTEP_MEETING_FILE"
 MPI: tuple[Launcher, ...] = ("openmpi", "mvapich", "intelmpi", "mpich")
 
 
-class Names(NamedTuple):
+class _Variables(NamedTuple):
     """What a launcher calls the numbers."""
 
     rank: str
@@ -44,10 +44,10 @@ class Names(NamedTuple):
     local_world_size: str
 
 
-_TORCHRUN = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OPEN_MPI = Names(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-_MVAPICH = Names(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-_HYDRA = Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_TORCHRUN = _Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = _Variables(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+_MVAPICH = _Variables(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+_HYDRA = _Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _STEP_ID = ("SLURM_STEP_ID", "SLURM_STEPID")
 _STEP = ("SLURM_STEP_NUM_TASKS", *_STEP_ID)  # srun sets them; sbatch and salloc do not
 
@@ -203,7 +203,7 @@ def _torchrun(environ: Environ) -> ProcessEnvironment:
     )
 
 
-def _mpi(launcher: Launcher, names: Names) -> Callable[[Environ], ProcessEnvironment]:
+def _mpi(launcher: Launcher, names: _Variables) -> Callable[[Environ], ProcessEnvironment]:
     """A reader. MPI does not number the nodes: they are taken as equal and filled in order until the processes meet."""
 
     def read(environ: Environ) -> ProcessEnvironment:

@@ -16,8 +16,7 @@ from instep.state.device import DeviceKind, DistributedType, device_of, find_dev
 from instep.state.environment import ProcessEnvironment
 from instep.state.launchers import MPI, read_environment
 from instep.state.process_group import resolve_backend
-from instep.utils.env import asked as asked_by_launcher
-from instep.utils.env import misspelt_variables, variable_of
+from instep.utils.env import from_env, misspelt_variables, variable_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -129,7 +128,7 @@ def _checked(switches: dict[str, bool | None], kwargs: dict[str, Any]) -> dict[s
 def _build(asked: dict[str, Any]) -> Process:
     environment = read_environment()
     process_group.check_existing(environment)
-    debug = asked["debug"] if "debug" in asked else bool(asked_by_launcher("debug"))
+    debug = asked["debug"] if "debug" in asked else bool(from_env("debug"))
     kind = _kind(asked, environment)
     device = device_of(kind, environment.local_rank)
     make_current(device)
@@ -152,7 +151,7 @@ def _kind(asked: dict[str, Any], environment: ProcessEnvironment) -> DeviceKind:
         return find_device_kind("xla")
     if "cpu" in asked or "xla" in asked:  # False: the accelerator, whatever the launcher asks for
         return find_device_kind("auto")
-    name = asked_by_launcher("accelerator") or "auto"
+    name = from_env("accelerator") or "auto"
     return find_device_kind(name, field=variable_of("accelerator"))
 
 

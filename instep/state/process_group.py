@@ -31,7 +31,7 @@ from instep.state.device import DeviceKind
 from instep.state.environment import ProcessEnvironment, read_job
 from instep.state.launchers import MPI, meeting_file, meeting_url
 from instep.state.messages import exchange
-from instep.state.rank_records import leave_word, wait_for_start
+from instep.state.rank_records import record_end, wait_for_start
 from instep.state.secret import secret_of_ranks, use_secret
 from instep.utils.imports import require
 
@@ -223,7 +223,7 @@ def _leave_in_the_end(groups: Groups) -> Groups:
 
 def _leave_at_exit(groups: Groups) -> None:
     if is_current(groups):
-        leave_word(groups.control)
+        record_end(groups.control)
     leave(groups, abort=True)
     # gloo's threads give back the tensors of operations that have just ended, for which they need the interpreter; one
     # that asks for it when the interpreter is being torn down ends the process with SIGABRT.

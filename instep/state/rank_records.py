@@ -39,11 +39,13 @@ _POLL_S = 0.02
 ENDED_FILE = "INSTEP_ENDED_FILE"
 
 
-class Book:
-    """Numbered records of every rank of a group. Every method but `linger` raises RuntimeError if the store is gone.
+class RankRecords:
+    """Numbered records of every rank of a group.
+
+    Every method but `keep_store_alive` raises RuntimeError if the store is gone.
 
     Args:
-        kind: what is recorded; each kind has its own book.
+        kind: what is recorded; each kind has its own records.
         group: whose records; those of another group are not seen.
         kept: how many records of a rank are kept, its latest.
     """
@@ -56,7 +58,7 @@ class Book:
             below = below.underlying_store
         file_store: Any = dist.FileStore  # whose stub lacks the path
         if isinstance(below, file_store):
-            mine = store.compare_set("folder", "", uuid.uuid4().hex).decode()  # the same on all ranks, of this book
+            mine = store.compare_set("folder", "", uuid.uuid4().hex).decode()  # the same on all ranks, of this records
             store = _Folder(Path(f"{below.path}.{kind}-{mine}"))
         self._store = store
         self._rank, self._world, self._kept = group.rank(), group.size(), kept
@@ -80,7 +82,7 @@ class Book:
                     found[rank] = text
         return found
 
-    def linger(self, number: int, ranks: Iterable[int]) -> None:
+    def keep_store_alive(self, number: int, ranks: Iterable[int]) -> None:
         """Rank 0 may hold the store: let nobody end before all these have read the records `number`."""
         try:
             self._store.set(f"read/{number}/{self._rank}", "")
@@ -90,7 +92,7 @@ class Book:
 
 
 class _Folder:
-    """What `Book` needs of a store: a file for each key.
+    """What `RankRecords` needs of a store: a file for each key.
 
     Args:
         path: where; made on first use.
@@ -190,11 +192,11 @@ def ended_ranks() -> dict[int, str]:
     }
 
 
-def leave_word(group: ProcessGroup) -> None:
+def record_end(group: ProcessGroup) -> None:
     """At the end of the program: who waits for this rank later on learns that it has gone. Never waits long itself."""
     how = "has ended its program" + (" after an error" if hasattr(sys, "last_value") else "")
     with suppress(RuntimeError):  # the store has gone with its process
-        Book(_LEFT, group).write(0, how)
+        RankRecords(_LEFT, group).write(0, how)
 
 
 class awaited:
@@ -269,7 +271,7 @@ class awaited:
         ranks = self._ranks()
         gone = {}
         with suppress(RuntimeError):
-            gone = {ranks[place]: how for place, how in Book(_LEFT, self.group).read(0).items()}
+            gone = {ranks[place]: how for place, how in RankRecords(_LEFT, self.group).read(0).items()}
         return gone | {rank: how for rank, how in ended_ranks().items() if rank in ranks}
 
     def gone_by_now(self) -> dict[int, str]:
@@ -296,19 +298,21 @@ class awaited:
 
     def _write(self, text: str) -> None:
         with suppress(RuntimeError):  # the store is gone with its process; `_text` says so
-            Book("awaiting", self.group).write(0, text)
+            RankRecords("awaiting", self.group).write(0, text)
 
     def _text(self, what: str, gone: dict[int, str]) -> str:
         ranks = self._ranks()
         own = ranks[self.group.rank()]
         here = f"rank {own} {what}."
         try:
-            waiting = {ranks[place]: text for place, text in Book("awaiting", self.group).read(0).items() if text}
+            waiting = {
+                ranks[place]: text for place, text in RankRecords("awaiting", self.group).read(0).items() if text
+            }
         except RuntimeError:
             waiting = {}
             here += " Who came is not known: the job's store, mostly in rank 0, does not answer."
         missing = [rank for rank in ranks if rank not in waiting and rank not in gone]
-        parts = [said] if (said := said_of(gone)) else []
+        parts = [said] if (said := describe_ended(gone)) else []
         if missing and not gone:
             parts.append(f"Missing: {', '.join(map(_named, missing))}.")
         others = [f"rank {rank} in {text}" for rank, text in waiting.items() if rank != own]
@@ -317,7 +321,7 @@ class awaited:
         return " ".join([here, *parts, "Every rank must make the same calls; see what the missing ones do."])
 
 
-def said_of(gone: dict[int, str]) -> str:
+def describe_ended(gone: dict[int, str]) -> str:
     """How ranks have ended, in a sentence for each; nothing where none has."""
     return " ".join(f"Rank {rank} {how}." for rank, how in sorted(gone.items()))
 
@@ -339,7 +343,7 @@ def wait_for_start(store: Any, rank: int, world_size: int, timeout_s: float) -> 
         if gone and age_s > pause_s:
             raise DistributedError(
                 f"rank {rank} waited {age_s:.0f} s in PartialState() for ranks that will not come any more. "
-                f"{said_of(gone)} Every rank must build the state, or none."
+                f"{describe_ended(gone)} Every rank must build the state, or none."
             )
         text = f"waited {age_s:.0f} s in PartialState(). Missing: {', '.join(map(_named, missing))}."
         if missing and age_s > timeout_s:

@@ -71,7 +71,7 @@ def total_norm(
     groups: Sequence[dist.ProcessGroup] = (),
     skip: Collection[Tensor] = (),
 ) -> Tensor:
-    """The norm of all gradients together; the arguments are those of `clip_norm_`. Collective."""
+    """Compute the norm of all gradients together; the arguments are those of `clip_norm_`. Collective."""
     skipped = {id(p) for p in skip}
     pending: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {(): []}  # gradients by who has the rest of them
     device: torch.device | None = None
@@ -82,7 +82,7 @@ def total_norm(
         spread = _groups_of(parameter)
         here = pending.setdefault(spread, [])  # also without a gradient: what is reduced must not differ between ranks
         if device is None or spread:
-            device = _meeting_place(parameter)
+            device = _collective_device(parameter)
         if gradient is not None and id(parameter) not in skipped:
             here.append(_local(gradient))
     device = device or torch.device("cpu")
@@ -103,7 +103,7 @@ def total_norm(
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """A parameter's gradient, cut as the parameter is: tensor parallelism leaves sums still to be made. Collective."""
+    """Return a parameter's gradient, cut as the parameter is: tensor parallelism leaves partial sums. Collective."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -111,19 +111,23 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def _groups_of(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks over which a tensor is sharded."""
+    """Return the groups of ranks over which a tensor is sharded."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh
-    return tuple(mesh.get_group(dim) for dim, it in enumerate(parameter.placements) if not isinstance(it, Replicate))
+    return tuple(
+        mesh.get_group(dim)
+        for dim, placement in enumerate(parameter.placements)
+        if not isinstance(placement, Replicate)
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() is autograd's
 
 
-def _meeting_place(parameter: Tensor) -> torch.device:
-    """The device that collectives run on: offloaded parameters are elsewhere."""
+def _collective_device(parameter: Tensor) -> torch.device:
+    """Return the device that collectives run on: offloaded parameters are elsewhere."""
     kind = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
     if kind == parameter.device.type:
         return parameter.device
@@ -138,7 +142,7 @@ def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype]
 
 
 def _power_sum(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    """The sum of |x|^p over all elements, or the largest |x|."""
+    """Return the sum of |x|^p over all elements, or the largest |x|."""
     total: Tensor | None = None
     for group in _by_kind(tensor for tensor in tensors if tensor.numel()).values():
         norms = torch.stack(torch._foreach_norm(group, norm_type, dtype=dtype))

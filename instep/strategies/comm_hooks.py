@@ -1,4 +1,4 @@
-"""How DDP's gradients travel: as they are, rounded to 16 bits, or as low-rank factors."""
+"""Communication hooks of DDP: gradients as they are, rounded to 16 bits, or as low-rank factors."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class CommHook:
 
 
 def _under_own_name(hook: Hook) -> Hook:
-    """A hook that DDP does not know by name: it refuses torch's bfloat16 ones where there is no NCCL.
+    """Hide a hook's name from DDP, which refuses torch's bfloat16 ones where there is no NCCL.
 
     gloo sums bfloat16 as well.
     """
@@ -118,7 +118,7 @@ def _one_bucket_at_a_time(hook: Hook) -> Hook:
 
 
 def mean_of(bucket: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.futures.Future[Any]:
-    """The mean of a bucket over a group; over all ranks where there is none."""
+    """Return the mean of a bucket over a group; over all ranks where there is none."""
     world = torch.distributed.get_world_size(group)
     work = torch.distributed.all_reduce(bucket.div_(world), group=group, async_op=True)
     assert work is not None

@@ -28,7 +28,7 @@ _active: ContextParallel | None = None  # of the step that this process runs
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Where in their sequence this rank's tokens stand: what a model with positions asks instead of `torch.arange`.
+    """Return the positions of this rank's tokens in their sequence, in place of `torch.arange`.
 
     Args:
         length: of the part of the sequence that the model was given.
@@ -63,7 +63,7 @@ class ContextParallel:
     # ---- the batch
 
     def split(self, batch: Any, dims: int | Mapping[Any, int]) -> Any:
-        """This rank's part of a batch.
+        """Return this rank's part of a batch.
 
         Args:
             batch: nested tensors, alike on all ranks of the group.
@@ -79,7 +79,7 @@ class ContextParallel:
         return parts if isinstance(batch, Mapping) else tuple(parts.values())
 
     def part(self, value: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor along a dimension."""
+        """Return this rank's part of a tensor along a dimension."""
         pieces = self.size * self.pieces_per_rank
         if value.shape[dim] % pieces:
             raise DataError(
@@ -99,7 +99,7 @@ class ContextParallel:
     def step(
         self, step: Callable[..., Any], dims: int | Mapping[Any, int], everywhere: bool = True
     ) -> Callable[..., Any]:
-        """A step that gets this rank's part of the batch, and whose attention sees all of the sequence.
+        """Wrap a step so that it gets this rank's part of the batch, and its attention sees all of the sequence.
 
         Args:
             step: the step.
@@ -179,12 +179,12 @@ class ContextParallel:
                     got=self.size,
                 )
             if enable_gqa and key.shape[-3] % self.size:  # too few to share out: one for each query head
-                key, value = (it.repeat_interleave(heads // it.shape[-3], -3) for it in (key, value))
+                key, value = (tensor.repeat_interleave(heads // tensor.shape[-3], -3) for tensor in (key, value))
             mask = None if attn_mask is None else self._mask(attn_mask, query.shape[-2], key.shape[-2], heads)
             if query.shape == key.shape == value.shape:  # one message instead of three
                 query, key, value = self._exchange(torch.stack((query, key, value)), -3, -2).unbind(0)
             else:
-                query, key, value = (self._exchange(it, -3, -2) for it in (query, key, value))
+                query, key, value = (self._exchange(tensor, -3, -2) for tensor in (query, key, value))
             options = {"enable_gqa": True} if enable_gqa and key.shape[-3] != query.shape[-3] else {}
             output = attend(query, key, value, mask, dropout_p, is_causal, scale=scale, **options)
             return self._exchange(output, -2, -3)
@@ -208,7 +208,7 @@ class ContextParallel:
         return all_to_all_single_autograd(parts, ones, ones, self.mesh.get_group()).unbind(0)
 
     def _mask(self, mask: Tensor, queries: int, keys: int, heads: int) -> Tensor:
-        """The mask of this rank's heads over the whole sequence."""
+        """Return the mask of this rank's heads over the whole sequence."""
         mask = torch.atleast_2d(mask)
         rows, columns = mask.shape[-2:]
         if rows == 1 and columns == keys:

@@ -19,8 +19,9 @@ from instep.errors import DistributedError, HookError, SettingError, UsageError,
 from instep.state import PartialState, read_environment
 from instep.strategies.base import Strategy
 from instep.strategies.comm_hooks import CommHook
-from instep.strategies.local_sgd import LocalSGD, LocalSGDPlan
+from instep.strategies.local_sgd import LocalSGDPlan, PostLocalSGD
 from instep.strategies.precision import Precision
+from instep.strategies.step_forward import StepForward
 from instep.strategies.zero import OptimizerShards, consolidate, is_divided, load_part, part_state
 
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel).parameters
@@ -84,22 +85,8 @@ def _parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     return {name: p for name, p in ddp.named_parameters() if p.requires_grad}
 
 
-class _StepForward(nn.Module):
-    """Sends DDP's `forward` to a named step method.
-
-    DDP arms its reducer in `forward`; a step method called directly would leave each rank with gradients of its own.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, name: str, *args: Any) -> Any:
-        return getattr(self.module, name)(*args)
-
-
 def _share_weights(module: nn.Module) -> None:
-    """The first rank's weights on every rank, as DDP does for training: one model is evaluated, not one per rank."""
+    """Copy the first rank's weights to every rank, as DDP does for training, so that one model is evaluated."""
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.copy_(broadcast(tensor))
@@ -173,9 +160,12 @@ class DDPStrategy(Strategy):
             raise _wrong("bucket_cap_mb", bucket_cap_mb, "must be a number of MiB above 0, or None")
         for field in ddp_options:
             if field not in _TORCH_OPTIONS or field in _OURS:
-                raise one_of("DDPStrategy's option", field, [it for it in _TORCH_OPTIONS if it not in _OURS])
+                raise one_of(
+                    "DDPStrategy's option", field, [option for option in _TORCH_OPTIONS if option not in _OURS]
+                )
         self.hook = CommHook(comm_hook, comm_wrapper, dict(comm_state or {}))
         self.local_sgd_plan = LocalSGDPlan.of(self.hook.state) if comm_hook == "post_local_sgd" else None
+        self.replicas_diverge = self.local_sgd_plan is not None
         if consolidate_optimizer and not zero_redundancy_optimizer:
             raise _wrong("consolidate_optimizer", True, "belongs to zero_redundancy_optimizer=True; leave it out")
         if zero_redundancy_optimizer and self.local_sgd_plan is not None:
@@ -199,13 +189,13 @@ class DDPStrategy(Strategy):
             self.ddp_options[new if new in _TORCH_OPTIONS else old] = False
         self._ddp: DistributedDataParallel | None = None
         self._order: BucketOrder | None = None
-        self._local_sgd: LocalSGD | None = None
+        self._local_sgd: PostLocalSGD | None = None
         self._shards: list[OptimizerShards | None] = []
         self._manual = False
         self._syncs = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDPStrategy:
-        other = copy(self)
+        other = memo[id(self)] = copy(self)
         shared = {id(option): option for option in self.ddp_options.values()}  # a process group cannot be copied
         other.__dict__ = deepcopy(self.__dict__, memo | shared)
         return other
@@ -222,12 +212,12 @@ class DDPStrategy(Strategy):
                 "ranks on their own would leave out different steps. Use precision='bf16-mixed'"
             )  # fmt: skip
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._manual = not getattr(module, "automatic_optimization", True)
         if self._manual and self.ddp_options.get("static_graph"):
             raise _wrong("static_graph", True, "needs one backward per step; manual optimization may have several")
         if self._spreads(module, trains=bool(optimizers)):
-            self._ddp = self._distribute(_StepForward(module), optimizers, unused=self._manual)
+            self._ddp = self._distribute(StepForward(module), optimizers, unused=self._manual)
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         if self.local_sgd_plan is not None:
@@ -241,7 +231,7 @@ class DDPStrategy(Strategy):
         return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
 
     def _spreads(self, module: nn.Module, trains: bool) -> bool:
-        """Whether there is anybody to average gradients with; a module without gradients gets rank 0's weights."""
+        """Return whether gradients are averaged with other ranks; a module without gradients gets rank 0's weights."""
         self.teardown()
         if not torch.distributed.is_initialized():
             world_size = read_environment().world_size
@@ -270,7 +260,7 @@ class DDPStrategy(Strategy):
         if self.local_sgd_plan is not None:
             if len(optimizers) > 1:
                 raise _wrong("comm_hook", "post_local_sgd", f"counts the steps of one optimizer, not {len(optimizers)}")
-            self._local_sgd = LocalSGD(self.local_sgd_plan, self.module, optimizers[0])
+            self._local_sgd = PostLocalSGD(self.local_sgd_plan, self.module, optimizers[0])
             self._local_sgd.attach(ddp)
         self._shards = [self._divide(optimizer) for optimizer in optimizers]
         return ddp
@@ -278,7 +268,7 @@ class DDPStrategy(Strategy):
     def _divide(self, optimizer: Optimizer) -> OptimizerShards | None:
         return OptimizerShards.attach(optimizer) if self.zero_redundancy_optimizer else None
 
-    def take_over(self, optimizer: Optimizer) -> None:
+    def rebind_optimizer(self, optimizer: Optimizer) -> None:
         own = set(self.module.parameters())
         if self._ddp is not None and any(p in own for group in optimizer.param_groups for p in group["params"]):
             self._shards.append(self._divide(optimizer))
@@ -355,13 +345,9 @@ class DDPStrategy(Strategy):
             )
         return self._ddp.join(divide_by_initial_world_size=True)
 
-    @property
-    def drifts(self) -> bool:
-        return self.local_sgd_plan is not None
-
-    def unify(self) -> None:
+    def average_replicas(self) -> None:
         if self._local_sgd is not None:
-            self._local_sgd.unify()
+            self._local_sgd.average_replicas()
 
     # ---- state
 
@@ -383,7 +369,7 @@ class DDPStrategy(Strategy):
     def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
         return load_part(self.module, optimizer, tree, strict)
 
-    def owned(self, tree: Any) -> Any:
+    def local_shards(self, tree: Any) -> Any:
         if PartialState().is_main_process:
             return tree
         return _of_optimizers(tree) if self.sharded else None
@@ -401,7 +387,7 @@ class DDPStrategy(Strategy):
 
 
 def _of_optimizers(tree: Any) -> Any:
-    """What of a tree is states of optimizers: every rank has its part of those, and the weights are alike."""
+    """Return the optimizer states in a tree: every rank has its part of those, and the weights are alike."""
     if isinstance(tree, list):
         return [part for part in map(_of_optimizers, tree) if part is not None] or None
     return tree if isinstance(tree, Mapping) and {"optimizer", "shapes", "groups"} <= tree.keys() else None

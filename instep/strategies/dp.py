@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,17 +14,7 @@ from torch.optim import Optimizer
 from instep.errors import SettingError
 from instep.strategies.base import Strategy
 from instep.strategies.precision import Precision
-
-
-class _ClassForward(nn.Module):
-    """Calls the forward of a module's class, where the object's own is the one that comes here."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.module).forward(self.module, *args, **kwargs)
+from instep.strategies.step_forward import StepForward
 
 
 class DataParallelStrategy(Strategy):
@@ -59,7 +48,7 @@ class DataParallelStrategy(Strategy):
     def __init__(self, device_ids: Sequence[int] | None = None, module: str | None = None) -> None:
         ids = None if device_ids is None else list(device_ids)
         if ids is not None and (
-            not ids or len(set(ids)) < len(ids) or not all(type(it) is int and it >= 0 for it in ids)
+            not ids or len(set(ids)) < len(ids) or not all(type(number) is int and number >= 0 for number in ids)
         ):
             raise SettingError(
                 f"device_ids={device_ids!r} must be different numbers of GPUs, such as [0, 1]; None for all",
@@ -96,7 +85,7 @@ class DataParallelStrategy(Strategy):
             )
         super().connect(device, precision)
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.teardown()
         if self.module_name is None:
             target = module
@@ -119,7 +108,7 @@ class DataParallelStrategy(Strategy):
                 ) from error
         if len(self._ids) > 1:
             self._cut = target
-            target.forward = partial(DataParallel(_ClassForward(target), self._ids))
+            target.forward = partial(DataParallel(StepForward(target, method="forward"), self._ids))
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         return DataParallel(module, self._ids) if len(self._ids) > 1 else module

@@ -18,7 +18,7 @@ from instep.strategies.base import whole
 
 
 def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -> Tensor | Shard | None:
-    """What this rank writes of a tensor. Local.
+    """Return the part of a tensor that this rank writes. Local.
 
     Args:
         tensor: a DTensor, or a plain tensor that is the same on all ranks.
@@ -36,7 +36,9 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None
-    if any(at and isinstance(it, Replicate) for at, it in zip(coordinate, tensor.placements, strict=True)):
+    if any(
+        at and isinstance(placement, Replicate) for at, placement in zip(coordinate, tensor.placements, strict=True)
+    ):
         return None
     named = tensor.device_mesh.mesh_dim_names or ()
     names = () if mesh is None else mesh.mesh_dim_names or ()
@@ -58,7 +60,7 @@ def part_to_write(tensor: Tensor, first: bool, mesh: DeviceMesh | None = None) -
 
 
 def parts_to_write(tree: Any, first: bool, mesh: DeviceMesh | None = None) -> Any:
-    """A state with this rank's parts only: entries of dicts that it does not write are left out. Local.
+    """Return a state with this rank's parts only: entries of dicts that it does not write are left out. Local.
 
     Args:
         tree: dicts, lists and tuples of tensors and anything else, which every rank writes.
@@ -76,13 +78,13 @@ def parts_to_write(tree: Any, first: bool, mesh: DeviceMesh | None = None) -> An
 
 
 def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's part of a DTensor, and where it begins in each dimension."""
+    """Return the shape of this rank's part of a DTensor, and where it begins in each dimension."""
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offsets)
 
 
 def take_part(value: Tensor | StoredTensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, cut as another one is. Local: only the part is read.
+    """Return this rank's part of a whole tensor, cut as another one is. Local: only the part is read.
 
     Args:
         value: the whole tensor, of the shape of `like`.
@@ -103,7 +105,7 @@ def take_part(value: Tensor | StoredTensor, like: Tensor) -> Tensor:
 
 
 def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """An optimizer's whole state, cut as its parameters are. Local.
+    """Return an optimizer's whole state, cut as its parameters are. Local.
 
     Args:
         tree: as `utils/optimizer_state.py` describes it, its tensors whole.
@@ -133,7 +135,7 @@ def take_state(value: Any, parameter: Tensor) -> Any:
 
 
 def gather_whole(value: Any) -> Any:
-    """The whole of a DTensor as a plain tensor, on every rank, on the mesh's device; else the value. Collective."""
+    """Gather a DTensor as a plain tensor on every rank, on the mesh's device; else return the value. Collective."""
     if not isinstance(value, DTensor):
         return value
     kind = value.device_mesh.device_type

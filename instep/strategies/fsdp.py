@@ -27,10 +27,11 @@ from instep.errors import SettingError, one_of
 from instep.state import PartialState
 from instep.strategies.base import Strategy, whole
 from instep.strategies.clipping import clip_norm_, clip_value_
-from instep.strategies.convert import Materializer
 from instep.strategies.dtensors import gather_whole, parts_to_write, take_part, take_parts, take_state
+from instep.strategies.gradients import Gradients
+from instep.strategies.materialize import Materializer
 from instep.strategies.precision import Precision
-from instep.strategies.step_forward import entry_of
+from instep.strategies.step_forward import gathered_methods
 from instep.strategies.wrapping import (
     Policy,
     check_policy,
@@ -40,31 +41,39 @@ from instep.strategies.wrapping import (
     recomputed_of,
     units_of,
 )
+from instep.utils.checks import wrong
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
-
-_INSTEAD: dict[str, str] = {
-    "sharding_strategy": "leave it out for FULL_SHARD; use reshard_after_forward=False for SHARD_GRAD_OP, "
-    "dp_replicate=... for HYBRID_SHARD, strategy='ddp' for NO_SHARD",
-    "auto_wrap_policy": "use wrap=...",
-    "transformer_cls_names_to_wrap": "use wrap=...",
-    "min_num_params": "use wrap=... with that number",
-    "activation_checkpointing_policy": "use activation_checkpointing=...",
-    "mixed_precision": "use Trainer(precision='bf16-mixed')",
-    "mixed_precision_policy": "use mp_policy=... or Trainer(precision='bf16-mixed')",
-    "state_dict_type": "every checkpoint is sharded, and `instep checkpoint convert` makes one plain file of it",
-    "device_mesh": "use dp_replicate=..., or MeshStrategy",
-    "data_parallel_size": "use MeshStrategy(dp_shard=...)",
-    "tensor_parallel_size": "use MeshStrategy(tp=...)",
-    "cpu_ram_efficient_loading": "use meta_init=True",
-    "use_orig_params": "leave it out; parameters keep their names",
-    "sync_module_states": "leave it out; all ranks get the first one's weights",
-    "limit_all_gathers": "leave it out",
-    "fsdp_version": "leave it out; it is FSDP2",
-}
-"""Options of other packages' FSDP, and what to do instead."""
+from instep.utils.porting import instead_of
 
 _placed: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """What was cut up stays so: each module, and the names of its weights that nothing has given values to."""
+
+
+class FSDPGradients(Gradients):
+    """Gradients of which each rank has shards."""
+
+    def leaves(self) -> Iterable[Tensor]:
+        yield from super().leaves()
+        for part in self.strategy._sharded:  # torch has no public name for what it gathers into
+            state = part._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                for entry in group.fsdp_params if group is not None else ():
+                    if hasattr(entry, "_unsharded_param"):
+                        yield entry._unsharded_param
+
+    def clip(
+        self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        # Those without a gradient too: whose sums are reduced must not depend on it.
+        if algorithm == "value":
+            clip_value_(parameters, value)
+            return None
+        return clip_norm_(parameters, value, norm_type)
+
+    def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
+        super().find_nonfinite(
+            [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors], found
+        )
 
 
 class FSDPStrategy(Strategy):
@@ -111,6 +120,7 @@ class FSDPStrategy(Strategy):
 
     name = "fsdp"
     multi_process = True
+    gradients_class = FSDPGradients
     sharded = True
     inference_mode = False
 
@@ -137,18 +147,18 @@ class FSDPStrategy(Strategy):
         if unknown:
             self._refuse(*unknown)
         if dp_replicate != "auto" and (not isinstance(dp_replicate, int) or dp_replicate < 1):
-            raise _wrong("dp_replicate", dp_replicate, 'a number of copies from 1 on, or "auto"')
+            raise wrong("dp_replicate", dp_replicate, 'a number of copies from 1 on, or "auto"')
         for field, value in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             if not isinstance(value, int) or value < 0:
-                raise _wrong(field, value, "a number of parts from 0 on")
+                raise wrong(field, value, "a number of parts from 0 on")
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
-            raise _wrong("reshard_after_forward", reshard_after_forward, "True, False, or a number of processes")
+            raise wrong("reshard_after_forward", reshard_after_forward, "True, False, or a number of processes")
         if not isinstance(compile, bool | Mapping):
-            raise _wrong("compile", compile, "True, False, or a dict of options of torch.compile")
+            raise wrong("compile", compile, "True, False, or a dict of options of torch.compile")
         if isinstance(forward_methods, str):
-            raise _wrong("forward_methods", forward_methods, "a list of names")
+            raise wrong("forward_methods", forward_methods, "a list of names")
         if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
-            raise _wrong("mp_policy", mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
+            raise wrong("mp_policy", mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy")
         self.wrap_policy = check_policy("wrap", wrap)
         self.dp_replicate = dp_replicate
         self.reshard_after_forward = reshard_after_forward
@@ -175,10 +185,15 @@ class FSDPStrategy(Strategy):
         """What each parameter was exchanged for, by the id of it; whoever still holds one may ask."""
 
     def _refuse(self, option: str, *_: str) -> NoReturn:
-        if option in _INSTEAD:
-            raise SettingError(f"{type(self).__name__} has no {option}: {_INSTEAD[option]}.", field=option)
+        instead = instead_of("FSDPStrategy", option)
+        if instead is not None:
+            raise SettingError(f"{type(self).__name__} has no {option}: {instead}.", field=option)
         options = {**signature(type(self)).parameters, **signature(FSDPStrategy).parameters}
-        raise one_of("option", option, [name for name, it in options.items() if it.kind is not it.VAR_KEYWORD])
+        raise one_of(
+            "option",
+            option,
+            [name for name, parameter in options.items() if parameter.kind is not parameter.VAR_KEYWORD],
+        )
 
     # ---- life
 
@@ -220,14 +235,14 @@ class FSDPStrategy(Strategy):
     def _check_reshard(self) -> None:
         asked, size = self.reshard_after_forward, self.mesh["dp_shard"].size()
         if asked is not None and type(asked) is not bool and not (1 < asked <= size and size % asked == 0):
-            raise _wrong(
+            raise wrong(
                 "reshard_after_forward",
                 asked,
                 f"True, False, or a divisor of the {size} processes of a copy, from 2 on",
             )
 
     def make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
-        """A mesh of all processes with named dimensions, the outermost first. Collective."""
+        """Make a mesh of all processes with named dimensions, the outermost first. Collective."""
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     @property
@@ -239,7 +254,7 @@ class FSDPStrategy(Strategy):
     def model_context(self) -> AbstractContextManager[Any]:
         return torch.device("meta") if self.meta_init else nullcontext()
 
-    def place(self, module: nn.Module) -> None:
+    def prepare_module(self, module: nn.Module) -> None:
         self.module = module
         self._without_values = _placed.get(module, set())
         if module not in _placed:  # by an earlier run
@@ -255,7 +270,7 @@ class FSDPStrategy(Strategy):
                 for name, parameter in module.named_parameters(remove_duplicate=False)
                 if name in before
             }
-        self._sharded = [it for it in module.modules() if isinstance(it, FSDPModule)]
+        self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._reshard()
         self._parameters = list(module.parameters())  # a gathered part shows others
 
@@ -276,31 +291,31 @@ class FSDPStrategy(Strategy):
         """
         for method in self.forward_methods:
             if not hasattr(module, method):
-                raise _wrong("forward_methods", method, f"methods that {type(module).__name__} has")
-        done = any(isinstance(it, FSDPModule) for it in module.modules())
+                raise wrong("forward_methods", method, f"methods that {type(module).__name__} has")
+        done = any(isinstance(part, FSDPModule) for part in module.modules())
         units = {} if done else units_of(module, self.wrap_policy, self.name)
         recomputed = recomputed_of(module, self.activation_checkpointing, units)
         alone = is_manual(module)  # the module itself is not sharded then, its parts are
         maker = Materializer(self.device)
 
-        def visit(it: nn.Module, name: str) -> None:
-            maker.make(it, name)
-            for key, child in it.named_children():
+        def visit(part: nn.Module, name: str) -> None:
+            maker.make(part, name)
+            for key, child in part.named_children():
                 visit(child, f"{name}.{key}" if name else key)
-            if it in recomputed:
-                checkpoint_activations(it)
-            if (name in units if name else not alone) and not isinstance(it, FSDPModule):
-                self.share_weights(it)
+            if part in recomputed:
+                checkpoint_activations(part)
+            if (name in units if name else not alone) and not isinstance(part, FSDPModule):
+                self.share_weights(part)
                 if self.compile is not None and name:
-                    compile_forward(it, self.compile)
-                self._fully_shard(it, root=not name, alone=alone)
+                    compile_forward(part, self.compile)
+                self._fully_shard(part, root=not name, alone=alone)
 
         visit(module, "")
         self._without_values |= maker.without_values
-        self._set_prefetch([it for name, it in units.items() if isinstance(it, FSDPModule)])
+        self._set_prefetch([part for name, part in units.items() if isinstance(part, FSDPModule)])
         for method in self.forward_methods:
             if isinstance(module, FSDPModule):
-                setattr(module, method, entry_of(module).through(getattr(module, method)))
+                setattr(module, method, gathered_methods(module).through(getattr(module, method)))
 
     def share_weights(self, module: nn.Module) -> None:
         """Give every rank the first one's weights and buffers, where they are not cut yet. Collective."""
@@ -344,7 +359,7 @@ class FSDPStrategy(Strategy):
                 before = parts[max(0, index - self.backward_prefetch) : index]
                 part.set_modules_to_backward_prefetch(list(reversed(before)))
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if self._without_values:
             names = sorted(self._without_values)
             raise SettingError(
@@ -357,23 +372,14 @@ class FSDPStrategy(Strategy):
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         if self.__dict__.get("module") is not module or not self._parameters:  # the caller moves models itself
-            self.place(module)
-        self.setup(module, optimizers)
+            self.prepare_module(module)
+        self.prepare_training(module, optimizers)
         return module
 
     def parameters(self) -> Iterable[nn.Parameter]:
         return self._parameters
 
-    def leaves(self) -> Iterable[Tensor]:
-        yield from self.module.parameters()
-        for it in self._sharded:  # torch has no public name for what it gathers into
-            state = it._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                for entry in group.fsdp_params if group is not None else ():
-                    if hasattr(entry, "_unsharded_param"):
-                        yield entry._unsharded_param
-
-    def take_over(self, optimizer: Optimizer) -> None:
+    def rebind_optimizer(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             for index, old in enumerate(group["params"]):
                 known, new = self._became.get(id(old), (None, None))
@@ -400,15 +406,15 @@ class FSDPStrategy(Strategy):
         return evaluate
 
     def _gathering(self, name: str) -> Callable[..., Any]:
-        """A step method that gathers what it needs, as `forward` does. The module's own stays as it is."""
+        """Return a step method that gathers what it needs, as `forward` does. The module's own stays as it is."""
         module = self.module
         if not isinstance(module, FSDPModule):
             return super().step_function(name)
-        return entry_of(module).through(getattr(module, name))
+        return gathered_methods(module).through(getattr(module, name))
 
     def _reshard(self) -> None:
-        for it in self._sharded:
-            it.reshard()
+        for part in self._sharded:
+            part.reshard()
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.accumulate_sharded else self._local_gradients()
@@ -422,26 +428,12 @@ class FSDPStrategy(Strategy):
             self._set_sync(True)
 
     def _set_sync(self, sync: bool) -> None:
-        for it in self._sharded:
-            it.set_requires_gradient_sync(sync, recurse=False)
-            it.set_reshard_after_backward(sync, recurse=False)
-            it.set_is_last_backward(sync)
-        for it in self._freed:
-            it.set_reshard_after_forward(sync, recurse=False)
-
-    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
-        # Those without a gradient too: whose sums are reduced must not depend on it.
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.clip_value(parameters, value) if algorithm == "value" else self.clip_norm(parameters, value)
-
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return clip_norm_(parameters, max_norm, norm_type)
-
-    def clip_value(self, parameters: Sequence[Tensor], value: float) -> None:
-        clip_value_(parameters, value)
-
-    def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
-        super().find_nonfinite([it._local_tensor if isinstance(it, DTensor) else it for it in tensors], found)
+        for part in self._sharded:
+            part.set_requires_gradient_sync(sync, recurse=False)
+            part.set_reshard_after_backward(sync, recurse=False)
+            part.set_is_last_backward(sync)
+        for part in self._freed:
+            part.set_reshard_after_forward(sync, recurse=False)
 
     # ---- state
 
@@ -481,15 +473,11 @@ class FSDPStrategy(Strategy):
         parameters = {name: p for p, name in names_of(self.module, [optimizer]).items()}
         return load_optimizer_state(self.module, optimizer, take_parts(tree, parameters), strict)
 
-    def owned(self, tree: Any) -> Any:
+    def local_shards(self, tree: Any) -> Any:
         return parts_to_write(tree, PartialState().is_main_process, self.mesh)
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """The first name of every parameter, by each of its names."""
+    """Return the first name of every parameter, by each of its names."""
     firsts: dict[Tensor, str] = {}
     return {name: firsts.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
-
-
-def _wrong(field: str, got: Any, expected: str) -> SettingError:
-    return SettingError(f"{field}={got!r} must be {expected}.", field=field, got=got)

@@ -1,9 +1,12 @@
-"""Local SGD under DDP: replicas take optimizer steps of their own, and their mean now and then."""
+"""Local SGD: replicas take optimizer steps of their own, and their mean every few of them.
+
+`average_weights` takes the mean, for DDP's `comm_hook="post_local_sgd"` here and for `instep.accelerator.LocalSGD`.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +50,7 @@ class LocalSGDPlan:
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> LocalSGDPlan:
-        """The plan that `DDPStrategy(comm_state=...)` describes."""
+        """Return the plan that `DDPStrategy(comm_state=...)` describes."""
         try:
             return LocalSGDPlan(**state)
         except TypeError as error:
@@ -59,11 +62,23 @@ class LocalSGDPlan:
             ) from error
 
 
-class LocalSGD:
-    """The replicas of one module that are trained by a plan.
+@torch.no_grad()
+def average_weights(tensors: Iterable[Tensor]) -> None:
+    """Give every rank the mean of weights and buffers, in place; integer ones stay each rank's. Collective.
 
     Args:
-        plan: when they meet.
+        tensors: of one model, alike on all ranks in number and shape.
+    """
+    for tensor in tensors:
+        if _differs(tensor):
+            tensor.copy_(all_reduce_(tensor.detach().clone(memory_format=torch.contiguous_format), "mean"))
+
+
+class PostLocalSGD:
+    """Local SGD of one module under DDP, after steps in which gradients are averaged.
+
+    Args:
+        plan: when the replicas take their mean.
         module: this rank's replica.
         optimizer: the one that steps it.
     """
@@ -108,7 +123,7 @@ class LocalSGD:
         self.steps += 1
         self._part()
         if self.apart and (self.steps - self.plan.warmup_steps) % self.plan.period == 0:
-            self.unify()
+            self.average_replicas()
 
     def _part(self) -> None:
         """Leave each replica its own buffers once it goes its own way."""
@@ -117,23 +132,20 @@ class LocalSGD:
                 if hasattr(self._ddp, name):
                     setattr(self._ddp, name, False)
 
-    @torch.no_grad()
-    def unify(self) -> None:
+    def average_replicas(self) -> None:
         """Give every replica the mean of the weights and floating buffers; nothing where they are one. Collective."""
         if self.drifted:
-            for tensor in (*self._module.parameters(), *self._module.buffers()):
-                if _differs(tensor):
-                    tensor.copy_(all_reduce_(tensor.detach().clone(memory_format=torch.contiguous_format), "mean"))
+            average_weights((*self._module.parameters(), *self._module.buffers()))
         self.drifted = False
 
     # ---- state
 
     def mean(self, tree: Any) -> Any:
-        """A state with the mean of every floating tensor over the ranks. Collective."""
+        """Return a state with the mean of every floating tensor over the ranks. Collective."""
         return map_leaves(lambda leaf: reduce(leaf) if isinstance(leaf, Tensor) and _differs(leaf) else leaf, tree)
 
     def rank_state(self) -> dict[str, Any]:
-        """What this rank alone knows: the count, and its replica where that goes its own way."""
+        """Return the count of steps, and this rank's replica where that goes its own way."""
         if not self.apart:
             return {"steps": self.steps}
         return {
@@ -163,7 +175,7 @@ def _differs(tensor: Tensor) -> bool:
 
 
 def _node_group() -> Any:
-    """The ranks of this machine; a warning where they are all that there are."""
+    """Make the group of this machine's ranks; warn where they are all that there are."""
     if read_environment().num_nodes == 1:
         warnings.warn(
             "comm_hook='post_local_sgd' with within_node=True averages gradients over the ranks of a machine in every "

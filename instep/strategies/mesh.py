@@ -96,7 +96,10 @@ class MeshStrategy(PipelinedStrategy):
         for dim, options in (
             ("tp", {"loss_parallel": loss_parallel is not False}),
             ("cp", {"cp_attention": cp_attention != "all_to_all"}),
-            ("pp", {f"pp_{it}": getattr(pipeline, it) != value for it, value in Pipeline()._asdict().items()}),
+            (
+                "pp",
+                {f"pp_{option}": getattr(pipeline, option) != value for option, value in Pipeline()._asdict().items()},
+            ),
         ):
             for option, given in options.items():
                 if given and self._wanted[dim] == 1:
@@ -141,7 +144,7 @@ class MeshStrategy(PipelinedStrategy):
         return {field: left if size == -1 else size for field, size in self._wanted.items()}
 
     def make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
-        """The mesh that weights lie on: of the dimensions with more than one process, and `dp_shard`. Collective.
+        """Make the mesh that weights lie on: the dimensions with more than one process, and `dp_shard`. Collective.
 
         Processes that share a sequence hold different parts of the weights too: to the mesh they are `dp_shard` ones.
         """
@@ -151,7 +154,7 @@ class MeshStrategy(PipelinedStrategy):
             sequences = super().make_mesh({"others": others, "cp": own["cp"], "tp": own["tp"]})
             self._context = _ATTENTION[self.cp_attention](sequences["cp"])
         sizes = {**own, "dp_shard": own["dp_shard"] * own["cp"], "cp": 1}
-        return super().make_mesh({it: size for it, size in sizes.items() if size > 1 or it == "dp_shard"})
+        return super().make_mesh({dim: size for dim, size in sizes.items() if size > 1 or dim == "dp_shard"})
 
     def connect(self, device: torch.device, precision: Any) -> None:
         if self.cp_attention == "ring" and self.sizes["cp"] > 1 and device.type != "cuda":
@@ -170,8 +173,13 @@ class MeshStrategy(PipelinedStrategy):
                     got=precision.name,
                 )
         super().connect(device, precision)
+        sizes = self.sizes
+        self.data_world_size = sizes["dp_replicate"] * sizes["dp_shard"]
+        self.data_rank = PartialState().process_index // (sizes["cp"] * sizes["tp"]) % self.data_world_size
+        # With cp each has the values of its part of the sequences.
+        self.contributes = all(self.mesh.get_local_rank(dim) == 0 for dim in ("pp", "tp") if sizes[dim] > 1)
 
-    def place(self, module: nn.Module) -> None:
+    def prepare_module(self, module: nn.Module) -> None:
         if self._context is not None:
             if getattr(module, "sequence_dim", None) is None:
                 raise HookError(
@@ -181,7 +189,7 @@ class MeshStrategy(PipelinedStrategy):
                 )
             if self.cp_attention == "all_to_all":
                 tensor_parallel.check_heads(module, self.sizes["cp"] * self.sizes["tp"], "cp", key_heads=False)
-        super().place(module)
+        super().prepare_module(module)
         if self.sizes["tp"] > 1 or self.sizes["pp"] > 1:
             # The output of a cut layer is a view of what torch gathered, and what a stage only passes on is a view of
             # what it got; FSDP warns of what a user could do to it.
@@ -202,17 +210,17 @@ class MeshStrategy(PipelinedStrategy):
         if self.dp_mesh.size() > 1 or self.mp_policy is not None or self.cpu_offload:
             super()._fully_shard(module, root, alone)
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        super().setup(module, optimizers)
+    def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().prepare_training(module, optimizers)
         for optimizer in optimizers:
             self._watch(optimizer)
 
-    def take_over(self, optimizer: Optimizer) -> None:
-        super().take_over(optimizer)
+    def rebind_optimizer(self, optimizer: Optimizer) -> None:
+        super().rebind_optimizer(optimizer)
         self._watch(optimizer)
 
     def _watch(self, optimizer: Optimizer) -> None:
-        own = {it for group in optimizer.param_groups for it in group["params"]}.intersection(self.module.parameters())
+        own = {p for group in optimizer.param_groups for p in group["params"]}.intersection(self.module.parameters())
         if self.sizes["tp"] > 1 and own and optimizer not in self._watched:
             self._watched.add(optimizer)
             tensor_parallel.BeforeStep(self.module, optimizer, self.mesh["tp"])
@@ -249,18 +257,3 @@ class MeshStrategy(PipelinedStrategy):
             return
         with self._context.attention():  # activation checkpoints compute attention again
             super().backward(loss, *args, **kwargs)
-
-    # ---- data parallelism
-
-    @property
-    def data_rank(self) -> int:
-        return PartialState().process_index // (self.sizes["cp"] * self.sizes["tp"]) % self.data_world_size
-
-    @property
-    def data_world_size(self) -> int:
-        return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
-
-    @property
-    def counts(self) -> bool:
-        # With cp each has the values of its part of the sequences.
-        return all(self.mesh.get_local_rank(it) == 0 for it in ("pp", "tp") if self.sizes[it] > 1)

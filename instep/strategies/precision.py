@@ -71,7 +71,7 @@ class _DefaultDtype:
 
 
 def precision_name(field: str, value: Any) -> str:
-    """One of `PRECISIONS`, for it or a short form: 32, "16", "bf16", "fp16", "no" ...
+    """Return one of `PRECISIONS` for its name or a short form: 32, "16", "bf16", "fp16", "no" ...
 
     Args:
         field: the setting's name, for the error.
@@ -189,11 +189,11 @@ class Precision:
 
     @property
     def mixed_precision(self) -> str:
-        """What `AcceleratorState.mixed_precision` says: `no`, `fp16`, `bf16` or `fp8`."""
+        """Value of `AcceleratorState.mixed_precision`: `no`, `fp16`, `bf16` or `fp8`."""
         return _STATE_NAMES.get(self.name, "no")
 
     def without(self, *, autocast: bool = False, scaler: bool = False) -> Precision:
-        """The same less what a strategy does in its own way: its `connect` keeps the result as its `precision`.
+        """Return a copy without what a strategy does in its own way: its `connect` keeps the result as its `precision`.
 
         Args:
             autocast: the strategy casts what the step computes with to `compute_dtype`.
@@ -217,7 +217,7 @@ class Precision:
             _compute_in_float8(module, emulate=self.device.type == "cpu")
 
     def input_converter(self) -> Callable[[Any], Any] | None:
-        """What turns a batch's floating tensors into the weights' dtype, or None where nothing is to be done."""
+        """Return a function that casts a batch's floating tensors to the weights' dtype; None if none is needed."""
         if self.dtype is None:
             return None
         dtype = self.dtype
@@ -228,7 +228,7 @@ class Precision:
         return convert
 
     def context(self, autocast_options: Mapping[str, Any] | None = None) -> AbstractContextManager[Any] | None:
-        """A context for the forward pass that can be entered once per step, or None where there is nothing to enter.
+        """Return a context for the forward pass that can be entered once per step, or None where none is needed.
 
         Args:
             autocast_options: instead of the ones this precision was made with.
@@ -249,11 +249,13 @@ class Precision:
 def _compute_in_float8(module: nn.Module, emulate: bool) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # late: optional, and slow to import
 
-    layers = [(name, it) for name, it in module.named_modules() if type(it) is nn.Linear]
+    layers = [(name, layer) for name, layer in module.named_modules() if type(layer) is nn.Linear]
     fitting = {
-        name for name, it in layers[:-1] if it.in_features % _FP8_MULTIPLE == it.out_features % _FP8_MULTIPLE == 0
+        name
+        for name, layer in layers[:-1]
+        if layer.in_features % _FP8_MULTIPLE == layer.out_features % _FP8_MULTIPLE == 0
     }
-    if not fitting and not any(type(it).__name__ == "Float8Linear" for it in module.modules()):
+    if not fitting and not any(type(layer).__name__ == "Float8Linear" for layer in module.modules()):
         raise SettingError(
             f"precision='fp8' finds no layer to compute in float8 in {type(module).__name__}: of its {len(layers)} "
             f"linear layers none but the last has sizes that divide by {_FP8_MULTIPLE}. Use precision='bf16-mixed'.",

@@ -17,7 +17,7 @@ from typing import Any
 
 from instep.errors import SettingError, one_of
 from instep.strategies.base import Strategy
-from instep.utils.env import asked, variable_of
+from instep.utils.env import from_env, variable_of
 
 _GROUP = "instep.strategies"
 
@@ -85,12 +85,12 @@ def check_name(name: str, field: str = "strategy") -> None:
 
 
 def asked_strategy() -> tuple[str, dict[str, Any]]:
-    """What INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS ask of a program that names no strategy: the name and options.
+    """Return the name and options in INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS, for a program that names no strategy.
 
     Raises:
         SettingError: the name is unknown, or there are options without a name.
     """
-    name, options = asked("strategy"), asked("strategy_options") or {}
+    name, options = from_env("strategy"), from_env("strategy_options") or {}
     if name is not None:
         check_name(name, variable_of("strategy"))
     elif options:
@@ -108,7 +108,7 @@ def resolve_strategy(
     device_type: str = "cpu",
     options: Mapping[str, Any] | None = None,
 ) -> Strategy:
-    """The strategy for a name or an instance.
+    """Return the strategy for a name or an instance.
 
     Args:
         strategy: `auto` is "xla" on such a device, else "single_device" with one process and "ddp" with more.

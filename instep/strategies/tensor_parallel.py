@@ -102,18 +102,18 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
     styles: dict[str, ParallelStyle] = {}  # by whole names: torch warns of each module in which it looks in vain
     for pattern, style in plan.items():
         wanted = pattern.split(".")
-        found = [it for it in names if len(it) == len(wanted) and all(map(fnmatch, it, wanted))]
+        found = [name for name in names if len(name) == len(wanted) and all(map(fnmatch, name, wanted))]
         if not found:
             raise HookError(
                 f"the plan of {type(module).__name__} for tensor parallelism names {pattern!r}, and it has no such "
                 f"submodule. It has {', '.join('.'.join(it) for it in names[1:9])} and so on; * stands for one part."
             )
-        styles |= {".".join(it): style for it in found}
+        styles |= {".".join(name): style for name in found}
     parallelize_module(module, mesh, styles)
 
 
 def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:
-    """The plan that a transformers model brings, by the names of its styles; whether it is one."""
+    """Apply the plan that a transformers model brings, by the names of its styles; return whether there is one."""
     names: Mapping[str, str] | None = getattr(part, "_tp_plan", None)
     if not isinstance(names, Mapping) or not names or not hasattr(part, "config"):
         return False
@@ -149,7 +149,7 @@ def _apply_own_plan(part: nn.Module, mesh: DeviceMesh) -> bool:
 
 
 class BeforeStep:
-    """What the gradients of a module that is cut up need before an optimizer uses them.
+    """Hook before an optimizer's step that completes the gradients of a module that is cut up.
 
     Args:
         module: cut up.
@@ -162,11 +162,11 @@ class BeforeStep:
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        parameters = [it for group in optimizer.param_groups for it in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         (tp,) = mesh.mesh_dim_names or ("",)
-        self._cut = [it for it in parameters if tp in _dims(it)]
-        whole = {it for it in parameters if tp not in _dims(it)}
-        self._unproven = {name: it for name, it in module.named_parameters() if it in whole}
+        self._cut = [p for p in parameters if tp in _dims(p)]
+        whole = {p for p in parameters if tp not in _dims(p)}
+        self._unproven = {name: p for name, p in module.named_parameters() if p in whole}
         mixed = [group for group in optimizer.param_groups if len(set(map(_dims, group["params"]))) > 1]
         for option in ("foreach", "fused"):
             if any(group.get(option) for group in mixed):
@@ -200,7 +200,7 @@ class BeforeStep:
     def _compare(self) -> None:
         """Once: what is not cut must have the same gradient on all ranks, or the copies drift apart."""
         unproven, self._unproven = self._unproven, {}
-        known = {name: it for name, it in unproven.items() if it.grad is not None}
+        known = {name: p for name, p in unproven.items() if p.grad is not None}
         differ: list[Tensor] = []
         for parameter in known.values():
             gradient: Any = parameter.grad
@@ -223,13 +223,13 @@ class BeforeStep:
 
 
 def _dims(parameter: Tensor) -> tuple[str, ...]:
-    """The dimensions of the mesh that a parameter lies on; none for a plain one."""
+    """Return the dimensions of the mesh that a parameter lies on; none for a plain one."""
     mesh = getattr(parameter, "device_mesh", None)
     return () if mesh is None else tuple(mesh.mesh_dim_names or ())
 
 
 def plain(value: Any) -> Any:
-    """A tensor that is cut up, put together on every rank; anything else as it is."""
+    """Return a tensor that is cut up, put together on every rank; anything else as it is."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -238,7 +238,7 @@ def _cuts(module: nn.Module) -> bool:
 
 
 def _tied(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several."""
     groups: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
@@ -246,9 +246,9 @@ def _tied(module: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(module: nn.Module, names: list[str]) -> None:
-    """A plan makes each of several tied parameters anew: make them one again."""
+    """Tie parameters again, of which a plan has made each one anew."""
     parameters = [module.get_parameter(name) for name in names]
-    layouts = [getattr(it, "placements", None) for it in parameters]
+    layouts = [getattr(p, "placements", None) for p in parameters]
     if len(set(layouts)) > 1:
         listed = ", ".join(f"{name} {_said(layout)}" for name, layout in zip(names, layouts, strict=True))
         raise HookError(

@@ -18,7 +18,7 @@ Policy: TypeAlias = "str | type[nn.Module] | Iterable[str | type[nn.Module]] | i
 
 
 def check_policy(field: str, policy: Any) -> Any:
-    """A policy, its classes as a tuple.
+    """Check a wrapping policy, and return it with its classes as a tuple.
 
     Raises:
         SettingError: it is none.
@@ -26,7 +26,7 @@ def check_policy(field: str, policy: Any) -> Any:
     if policy is None or (isinstance(policy, int) and not isinstance(policy, bool) and policy > 0):
         return policy
     classes = (policy,) if isinstance(policy, str | type) else policy
-    if isinstance(classes, Collection) and classes and all(_is_class(it) for it in classes):
+    if isinstance(classes, Collection) and classes and all(_is_class(kind) for kind in classes):
         return tuple(classes)
     if callable(policy) and not isinstance(policy, type):
         return policy
@@ -38,12 +38,12 @@ def check_policy(field: str, policy: Any) -> Any:
     )
 
 
-def _is_class(it: Any) -> bool:
-    return isinstance(it, str) or (isinstance(it, type) and issubclass(it, nn.Module))
+def _is_class(kind: Any) -> bool:
+    return isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, nn.Module))
 
 
 def select(field: str, policy: Any, module: nn.Module) -> dict[str, nn.Module]:
-    """The parts of a module that a policy means, by name, outer ones first; never the module itself.
+    """Return the parts of a module that a policy means, by name, outer ones first; never the module itself.
 
     Args:
         field: the setting's name, for errors.
@@ -55,7 +55,9 @@ def select(field: str, policy: Any, module: nn.Module) -> dict[str, nn.Module]:
     Raises:
         SettingError: a class, or the whole policy, matches nothing.
     """
-    inside = {name: it for name, it in module.named_modules() if name and type(it).forward is not nn.Module.forward}
+    inside = {
+        name: part for name, part in module.named_modules() if name and type(part).forward is not nn.Module.forward
+    }
     if policy is None:
         found = _unsplittable(module, inside) or _blocks(module, inside)
     elif isinstance(policy, int):
@@ -63,8 +65,8 @@ def select(field: str, policy: Any, module: nn.Module) -> dict[str, nn.Module]:
     elif isinstance(policy, tuple):
         found = _by_class(field, policy, inside)
     else:
-        found = {name: it for name, it in inside.items() if policy(name, it)}
-    found = {name: it for name, it in found.items() if any(True for _ in it.parameters())}
+        found = {name: part for name, part in inside.items() if policy(name, part)}
+    found = {name: part for name, part in found.items() if any(True for _ in part.parameters())}
     if not found and policy is not None:
         raise SettingError(
             f"{field}={policy!r} means no part of {type(module).__name__} that has parameters, so nothing would come "
@@ -79,66 +81,68 @@ def _by_class(field: str, classes: tuple[Any, ...], inside: Mapping[str, nn.Modu
     found: dict[str, nn.Module] = {}
     for wanted in classes:
         if isinstance(wanted, str):
-            hits = {name: it for name, it in inside.items() if wanted in {kind.__name__ for kind in type(it).__mro__}}
+            hits = {
+                name: part for name, part in inside.items() if wanted in {kind.__name__ for kind in type(part).__mro__}
+            }
         else:
-            hits = {name: it for name, it in inside.items() if isinstance(it, wanted)}
+            hits = {name: part for name, part in inside.items() if isinstance(part, wanted)}
         if not hits:
-            present = {type(it).__name__ for it in inside.values()}
+            present = {type(part).__name__ for part in inside.values()}
             error = one_of(field, wanted if isinstance(wanted, str) else wanted.__name__, sorted(present))
             raise SettingError(f"no part of the module is of this class: {error}", field=field, got=wanted)
         found |= hits
-    return {name: it for name, it in inside.items() if name in found}
+    return {name: part for name, part in inside.items() if name in found}
 
 
 def _by_size(module: nn.Module, size: int, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Parts with at least so many parameters that are in no smaller such part."""
     found: dict[str, nn.Module] = {}
 
-    def visit(it: nn.Module, name: str) -> int:
-        left = sum(p.numel() for p in it.parameters(recurse=False))
-        left += sum(visit(child, f"{name}.{key}" if name else key) for key, child in it.named_children())
+    def visit(part: nn.Module, name: str) -> int:
+        left = sum(p.numel() for p in part.parameters(recurse=False))
+        left += sum(visit(child, f"{name}.{key}" if name else key) for key, child in part.named_children())
         if left < size or name not in inside:
             return left
-        found[name] = it
+        found[name] = part
         return 0
 
     visit(module, "")
-    return {name: it for name, it in inside.items() if name in found}
+    return {name: part for name, part in inside.items() if name in found}
 
 
 def _unsplittable(module: nn.Module, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    names = {name for it in module.modules() for name in getattr(it, "_no_split_modules", None) or ()}
-    return {name: it for name, it in inside.items() if type(it).__name__ in names}
+    names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    return {name: part for name, part in inside.items() if type(part).__name__ in names}
 
 
 def _blocks(module: nn.Module, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     outer: tuple[str, ...] = ()
     names: set[str] = set()
-    for name, it in module.named_modules():  # outer ones come first
+    for name, part in module.named_modules():  # outer ones come first
         prefix = f"{name}." if name else ""
-        if not name.startswith(outer) and (items := _items(it)):
+        if not name.startswith(outer) and (items := _items(part)):
             outer += (prefix,)
             names |= {f"{prefix}{item}" for item in items}
-    return {name: it for name, it in inside.items() if name in names}
+    return {name: part for name, part in inside.items() if name in names}
 
 
 def _items(container: nn.Module) -> list[str]:
-    """The names of a container's items that may be blocks."""
+    """Return the names of a container's items that may be blocks."""
     items = list(container.named_children())
     if isinstance(container, nn.ModuleList):
         return [name for name, _ in items]
     if not isinstance(container, nn.Sequential):
         return []
-    kinds = Counter(type(it) for _, it in items)
+    kinds = Counter(type(part) for _, part in items)
     return [
         name
-        for name, it in items
-        if kinds[type(it)] > 1 and any(True for child in it.children() for _ in child.parameters())
+        for name, part in items
+        if kinds[type(part)] > 1 and any(True for child in part.children() for _ in child.parameters())
     ]
 
 
 def units_of(module: nn.Module, policy: Any, strategy: str) -> dict[str, nn.Module]:
-    """The parts of a module that are gathered one at a time, by name.
+    """Return the parts of a module that are gathered one at a time, by name.
 
     Args:
         module: all of it.
@@ -175,12 +179,12 @@ def units_of(module: nn.Module, policy: Any, strategy: str) -> dict[str, nn.Modu
 
 
 def is_manual(module: nn.Module) -> bool:
-    """Whether a module optimizes manually."""
+    """Return whether a module optimizes manually."""
     return not getattr(module, "automatic_optimization", True)
 
 
 def _called_parts(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """The children of a module by name; for containers that have no forward, theirs."""
+    """Return the children of a module by name; for containers that have no forward, theirs."""
     parts: dict[str, nn.Module] = {}
     for key, child in module.named_children():
         if type(child).forward is nn.Module.forward:
@@ -191,7 +195,7 @@ def _called_parts(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
 
 
 def recomputed_of(module: nn.Module, policy: Any, units: Mapping[str, nn.Module]) -> set[nn.Module]:
-    """The parts whose activations are computed again in the backward.
+    """Return the parts whose activations are computed again in the backward.
 
     Args:
         module: all of it.
@@ -216,7 +220,7 @@ def recomputed_of(module: nn.Module, policy: Any, units: Mapping[str, nn.Module]
 
 
 def untie(module: nn.Module, units: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], list[str]]:
-    """The units that share no parameter with what is outside them, and the names of shared ones.
+    """Return the units that share no parameter with what is outside them, and the names of shared ones.
 
     A unit's parameters are exchanged when it is sharded; a tied one would be exchanged in one place only.
     """
@@ -224,8 +228,8 @@ def untie(module: nn.Module, units: Mapping[str, nn.Module]) -> tuple[dict[str, 
     while True:
         owners: dict[Tensor, set[str]] = {}
         names: dict[Tensor, str] = {}
-        for name, it in module.named_modules(remove_duplicate=False):
-            for key, parameter in it.named_parameters(recurse=False):
+        for name, part in module.named_modules(remove_duplicate=False):
+            for key, parameter in part.named_parameters(recurse=False):
                 owners.setdefault(parameter, set()).add(_unit_of(name, left))
                 names.setdefault(parameter, f"{name}.{key}" if name else key)
         apart = {parameter: homes for parameter, homes in owners.items() if len(homes) > 1}

@@ -14,12 +14,56 @@ from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, StateError, one_of
 from instep.state import PartialState, active_run, read_environment
 from instep.strategies.base import Strategy
+from instep.strategies.gradients import Gradients
 from instep.strategies.precision import Precision
 from instep.utils.imports import require
 from instep.utils.seed import add_generator, derive_seed
 
 _NAMES = {"no": "xla", "data": "xla_spmd", "fsdp": "xla_fsdp"}
 _AXIS = "devices"
+
+
+class XLAGradients(Gradients):
+    """Gradients that the processes of a slice reduce once per window."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self.reduced: set[int] = set()
+        """Ids of the optimizers whose gradients are those of all processes."""
+        self._stateful: set[int] = set()  # optimizers whose states are split
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        self._reduce(optimizer)
+
+    def _reduce(self, optimizer: Optimizer) -> None:
+        """Average the gradients of a window over processes, once; in one process the graph has done it."""
+        if id(optimizer) in self.reduced:
+            return
+        if PartialState().num_processes > 1:
+            self.strategy._xla_model.reduce_gradients(optimizer)
+        self.reduced.add(id(optimizer))
+        _say_synced(True)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+        strategy = self.strategy
+        if closure is None:
+            self._reduce(optimizer)
+            super().step(optimizer, **kwargs)
+        else:
+
+            def reduced() -> Any:
+                loss = closure()
+                self._reduce(optimizer)
+                return loss
+
+            super().step(optimizer, reduced, **kwargs)
+        if strategy._mesh is not None and id(optimizer) not in self._stateful:
+            strategy._split_state(optimizer)  # made by this step, and not computed yet
+            if optimizer.state:
+                self._stateful.add(id(optimizer))
+        self.reduced.discard(id(optimizer))
+        _say_synced(False)
+        strategy._torch_xla.sync()
 
 
 class XLAStrategy(Strategy):
@@ -58,6 +102,8 @@ class XLAStrategy(Strategy):
     multi_process = True
     inference_mode = False
     runs_on_xla = True
+    gradients_class = XLAGradients
+    gradients: XLAGradients  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, spmd: str = "no", *, blocks: Sequence[type[nn.Module]] = ()) -> None:
         if spmd not in _NAMES:
@@ -70,8 +116,6 @@ class XLAStrategy(Strategy):
         self.blocks = tuple(blocks)
         self.name = _NAMES[spmd]
         self._mesh: Any = None
-        self._reduced: set[int] = set()  # optimizers whose gradients are those of all processes
-        self._stateful: set[int] = set()  # optimizers whose states are split
         self._hooks: list[Any] = []
 
     # ---- life
@@ -110,8 +154,6 @@ class XLAStrategy(Strategy):
             )
         self._torch_xla = require("torch_xla", extra="xla", purpose="XLAStrategy")
         self._xla_model = require("torch_xla.core.xla_model", extra="xla", purpose="XLAStrategy")
-        self._reduced.clear()
-        self._stateful.clear()
         if self.spmd != "no":
             self._mesh = self._make_mesh()
         _check_backward(device)
@@ -135,9 +177,9 @@ class XLAStrategy(Strategy):
         self._spmd.set_global_mesh(mesh)
         return mesh
 
-    def place(self, module: nn.Module) -> None:
+    def prepare_module(self, module: nn.Module) -> None:
         shared = _shared_parameters(module)
-        super().place(module)
+        super().prepare_module(module)
         for (owner, name), *others in shared:  # a move to XLA makes new parameters, each by itself
             for other, other_name in others:
                 other._parameters[other_name] = owner._parameters[name]
@@ -150,7 +192,7 @@ class XLAStrategy(Strategy):
             if isinstance(block, self.blocks):
                 self._hooks.append(block.register_forward_hook(self._split_output))
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if PartialState().num_processes > 1:
             self._xla_model.broadcast_master_param(module)
 
@@ -173,7 +215,7 @@ class XLAStrategy(Strategy):
     # ---- sharding under SPMD: how tensors lie on the devices; what is computed stays the same
 
     def _weight_dim(self, weight: Tensor) -> int:
-        """The longest dimension that can be cut evenly; -1 where there is none, and with `data`: each has a copy."""
+        """Return the longest dimension that can be cut evenly; -1 where there is none, and with `data` (copies)."""
         even = [size if size % self._mesh.size() == 0 else 0 for size in weight.shape]
         return even.index(max(even)) if any(even) and self.spmd == "fsdp" else -1
 
@@ -187,7 +229,6 @@ class XLAStrategy(Strategy):
             for value in state.values():
                 if isinstance(value, Tensor) and value.device.type == "xla" and value.shape == weight.shape:
                     self._split(value, self._weight_dim(value))
-            self._stateful.add(id(optimizer))
 
     def _split_samples(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim and value.device.type == "xla":
@@ -222,38 +263,8 @@ class XLAStrategy(Strategy):
         self._torch_xla.sync()  # micro-batches are alike: one graph for each, not one for a window of them
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self._reduced.clear()
+        self.gradients.reduced.clear()
         super().backward(loss, *args, **kwargs)
-
-    def unscale_gradients(self, optimizer: Optimizer) -> None:
-        self._reduce(optimizer)
-
-    def _reduce(self, optimizer: Optimizer) -> None:
-        """Average the gradients of a window over processes, once; in one process the graph has done it."""
-        if id(optimizer) in self._reduced:
-            return
-        if PartialState().num_processes > 1:
-            self._xla_model.reduce_gradients(optimizer)
-        self._reduced.add(id(optimizer))
-        _say_synced(True)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        if closure is None:
-            self._reduce(optimizer)
-            super().optimizer_step(optimizer, **kwargs)
-        else:
-
-            def reduced() -> Any:
-                loss = closure()
-                self._reduce(optimizer)
-                return loss
-
-            super().optimizer_step(optimizer, reduced, **kwargs)
-        if self._mesh is not None and id(optimizer) not in self._stateful:
-            self._split_state(optimizer)  # made by this step, and not computed yet
-        self._reduced.discard(id(optimizer))
-        _say_synced(False)
-        self._torch_xla.sync()
 
     # ---- state
 
@@ -281,7 +292,7 @@ def _check_backward(device: torch.device) -> None:
 
 
 def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that several modules have."""
+    """Return the places of each parameter that several modules have."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -291,7 +302,7 @@ def _shared_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _on_host(state: Any) -> Any:
-    """A state with copies of its device tensors; what is one tensor there (tied weights) is one here."""
+    """Return a state with copies of its device tensors; what is one tensor there (tied weights) is one here."""
     copies: dict[int, Tensor] = {}
 
     def copy(value: Any) -> Any:

@@ -75,7 +75,7 @@ class OptimizerShards:
         return shards
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether this rank steps a parameter."""
+        """Return whether this rank steps a parameter."""
         return self._owners[parameter] == self._rank
 
     def detach(self) -> None:
@@ -119,17 +119,17 @@ class OptimizerShards:
 
 
 def is_divided(optimizer: Optimizer) -> bool:
-    """Whether each rank has a part of its state only."""
+    """Return whether each rank has a part of its state only."""
     return optimizer in _divided or is_torch_zero(optimizer)
 
 
 def is_torch_zero(optimizer: Optimizer) -> bool:
-    """Whether it is torch's ZeroRedundancyOptimizer; without loading that."""
+    """Return whether it is torch's ZeroRedundancyOptimizer; without loading that."""
     return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
 
 
 def part_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """This rank's part of an optimizer's state: everything, but the state of its own parameters only."""
+    """Return this rank's part of an optimizer's state: everything, but the state of its own parameters only."""
     if not is_torch_zero(optimizer):
         return optimizer_state(module, optimizer)
     names = names_of(module, [optimizer])
@@ -151,7 +151,7 @@ def load_part(module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], 
     tree = {**tree, "state": state}
     if target is not optimizer:
         shapes = {name: shape for name, shape in tree["shapes"].items() if name in mine}
-        groups = [{**group, "params": [it for it in group["params"] if it in mine]} for group in tree["groups"]]
+        groups = [{**group, "params": [name for name in group["params"] if name in mine]} for group in tree["groups"]]
         tree = {**tree, "shapes": shapes, "groups": groups}
     left_out = load_optimizer_state(module, target, map_leaves(whole, tree), strict)
     if target is not optimizer:
@@ -161,7 +161,7 @@ def load_part(module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], 
 
 
 def consolidate(tree: dict[str, Any]) -> dict[str, Any]:
-    """A whole optimizer's state on the first rank, in host memory, from every rank's part. Collective.
+    """Gather a whole optimizer's state on the first rank, in host memory, from every rank's part. Collective.
 
     Returns:
         On other ranks the tree as it was.
@@ -188,7 +188,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer of this rank's part in torch's ZeroRedundancyOptimizer."""
+    """Return the optimizer of this rank's part in torch's ZeroRedundancyOptimizer."""
     return optimizer.optim  # pyright: ignore[reportAttributeAccessIssue]
 
 

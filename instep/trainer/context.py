@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.background import BackgroundSaver
     from instep.checkpoint.lease import Lease
     from instep.checkpoint.resume import Resume, ResumeReport
+    from instep.checkpoint.run_state import SavedRun
 
 
 @dataclass
@@ -192,8 +193,8 @@ class RunContext:
         batches_without_loss: batches of this fit for which `training_step` returned None.
         last_without_loss: epoch and batch of the last of them.
         restore_rest: restores log sums and random generators, once the hooks before the first step have run.
-        resumed: the checkpoint that is loaded, weights at least; None for a file of weights.
-        continues: the same, where a fit goes on from its position.
+        resumed: the checkpoint that is loaded, until all of it is restored; None for a file of weights.
+        continues: set only for a full resume: position, data, random generators.
         report: what was loaded and what was left out.
         resumed_with: the parts that the user chose; this run's checkpoints record them.
         fit_of_job: this fit's name within a job that may be started again.
@@ -245,7 +246,7 @@ class RunContext:
     restore_rest: Callable[[], None] | None = None
 
     # ---- saving
-    resumed: Reader | None = None
+    resumed: SavedRun | None = None
     continues: Reader | None = None
     report: ResumeReport | None = None
     resumed_with: dict[str, Any] | None = None

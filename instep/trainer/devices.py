@@ -19,7 +19,7 @@ from instep.state.device import DeviceKind, make_current, visible
 from instep.state.environment import MIN_NODES, read_number
 from instep.state.process import is_held
 from instep.trainer.settings import Settings
-from instep.utils.env import as_variables, asked
+from instep.utils.env import as_variables, from_env
 
 TORCHRUN_GRACE_S = 25.0
 CHOSEN = "INSTEP_DEVICES"  # which devices the ranks of a launch were given
@@ -82,7 +82,7 @@ def grace_period(settings: Settings, rank: int) -> float:
     if under_plain_torchrun():
         given_s = TORCHRUN_GRACE_S
         why = "torchrun kills its ranks 30 s after a signal. `instep launch --grace-period-s` gives them all of it"
-    elif AGENT_PID in os.environ and (told_s := asked("grace_period_s")) is not None:
+    elif AGENT_PID in os.environ and (told_s := from_env("grace_period_s")) is not None:
         given_s, why = told_s, f"they were launched with {told_s:g}. Give as many to `instep launch --grace-period-s`"
     else:
         return asked_s

@@ -53,7 +53,7 @@ def evaluate(
     """
     name = "test" if stage == "test" else "validation"
     trainer, module, hooks = ctx.trainer, ctx.module, ctx.hooks
-    log = MetricLog(stage, ctx.world_size, len(sources), ctx.strategy.counts)
+    log = MetricLog(stage, ctx.world_size, len(sources), ctx.strategy.contributes)
     run_batches = _batch_loop(ctx, name, log, sources, limit)
     with _stage(ctx, stage, log):
         if ctx.fn == "fit" and stage != "sanity_check":
@@ -127,8 +127,8 @@ def _batch_loop(
             gradient.dataloader_references.append(source)
             gradient.active_dataloader = source
             for batch_idx, batch in enumerate(islice(ctx.loaders.on_device(source, loader_idx), limit)):
-                gradient.end_of_dataloader = source.is_last
-                log.batch, log.weight = batch, source.counts(batch_idx)[0]
+                gradient.end_of_dataloader = source.share.last
+                log.batch, log.weight = batch, source.share.mine
                 with uncounted(module) if log.weight == 0 else nullcontext():
                     for hook in batch_start:
                         hook(batch, batch_idx, *which)
@@ -181,7 +181,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                 which = (loader_idx,) if len(sources) > 1 else ()
                 source.set_epoch(0)
                 for batch_idx, batch in enumerate(ctx.loaders.on_device(source, loader_idx)):
-                    replayed = source.counts(batch_idx)[0] == 0
+                    replayed = source.share.mine == 0
                     for hook in () if replayed else batch_start:
                         hook(batch, batch_idx, *which)
                     outputs = step(batch, batch_idx, loader_idx)

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from instep.data import DataModule
 from instep.distributed import Triggers, broadcast_object
 from instep.distributed.heartbeat import heartbeat
-from instep.distributed.rank_zero import on_rank_zero
 from instep.distributed.signals import SignalGuard
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
 from instep.health.error_report import tell_trainer
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision
+from instep.strategies.base import sync_batchnorm
 from instep.strategies.precision import float32_products
 from instep.trainer import run_folder, run_state
 from instep.trainer.context import RunContext
@@ -123,9 +123,7 @@ def _set_up(ctx: RunContext) -> None:
     folder = trainer.run_folder.path
     _lease_folders(ctx)  # before anything is resumed from them
     heartbeat.enter("load" if ctx.ckpt_path is not None else "start")
-    path = trainer.run_folder.find_checkpoint(ctx, ctx.ckpt_path)
-    if path is not None and on_rank_zero(path.is_dir, f"looking at {path}"):
-        ctx.resumed = run_state.open_checkpoint(ctx, path)
+    path, ctx.resumed = trainer.run_folder.find_checkpoint(ctx, ctx.ckpt_path)
     if path is not None:
         run_state.begin(ctx, path, folder)
     for lease in ctx.leases.values():
@@ -148,8 +146,8 @@ def _set_up(ctx: RunContext) -> None:
         with ctx.strategy.model_context():
             module.configure_model()
     if ctx.settings.sync_batchnorm:
-        ctx.strategy.sync_batchnorm(module)
-    ctx.strategy.place(module)
+        sync_batchnorm(module, ctx.device)
+    ctx.strategy.prepare_module(module)
     if path is not None:
         load_weights(ctx, path, ctx.resumed)
         if ctx.fn != "fit" and ctx.ckpt_path in ("last", "best", "auto"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from instep.data import BatchSource, CombinedLoader, DataModule, prepare_loader
+from instep.data.prefetch import batches_through
 from instep.distributed import send_to_device
 from instep.errors import DataError, HookError, SettingError
 from instep.state.runs import GradientRecord
@@ -246,13 +247,7 @@ class Loaders:
         elif device.type != "cpu":
             stages.append(lambda batch: send_to_device(batch, device, non_blocking=True))
         last = None if after is None else lambda batch: after(batch, dataloader_idx)
-        if device.type == "cuda" and stages:
-            from instep.data.prefetch import prefetch  # late: only a GPU run pays for it
-
-            return prefetch(source, _chain(stages), device, after=last)
-        if last is not None:
-            stages.append(last)
-        return map(_chain(stages), source) if stages else iter(source)
+        return batches_through(source, stages, device, last)
 
     def _close_train(self) -> None:
         if self.prepared_train is not None:
@@ -295,15 +290,3 @@ def _batch_size(raw: Any) -> int:
             field="global_batch_size",
         )
     return size
-
-
-def _chain(stages: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    if len(stages) == 1:
-        return stages[0]
-
-    def through(batch: Any) -> Any:
-        for stage in stages:
-            batch = stage(batch)
-        return batch
-
-    return through

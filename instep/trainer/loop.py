@@ -49,12 +49,10 @@ def fit(ctx: RunContext) -> None:
     while not is_finished(ctx):
         begin_epoch(ctx)
         source, step = ctx.source, make_step(ctx)
-        counts, even, complete = source.counts, 0, False
+        complete = False
         for batch in rest_of_epoch(ctx):
             batch_idx = progress.batch_idx = at.batch
-            log.batch = batch
-            if batch_idx >= even:  # the first batch tells of all the even ones
-                log.weight, even = counts(batch_idx)[0], source.even_batches
+            log.batch, log.weight = batch, source.share.mine
             if batch_start and skips_rest(ctx, batch_start, batch, batch_idx):
                 complete = at.skipped_rest = True
                 break
@@ -76,13 +74,13 @@ def fit(ctx: RunContext) -> None:
             if agreed:
                 act_on(ctx, agreed)
             if at.global_step == max_steps or (trainer._stop_agreed and is_stopping(ctx)):
-                complete = source.is_last
+                complete = source.share.last
                 break
         else:
             complete = True
         end_epoch(ctx, complete)
 
-    ctx.strategy.unify()
+    ctx.strategy.average_replicas()
     hooks.call("on_train_end")
     hooks.call("on_fit_end")
     print_why_it_ended(ctx)
@@ -101,7 +99,7 @@ def configure_optimizers(ctx: RunContext) -> None:
     ctx.wrapped_optimizers = [
         TrainOptimizer(optimizer, module, on_step=on_step, no_sync=strategy.no_sync) for optimizer in ctx.optimizers
     ]
-    strategy.setup(module, ctx.optimizers)
+    strategy.prepare_training(module, ctx.optimizers)
     if strategy.data_rank:  # ranks with other data draw other dropout masks; the first keeps the user's stream
         seed = derive_seed(ctx.trainer.seed, "rank", strategy.data_rank)
         if torch.initial_seed() != seed:
@@ -110,7 +108,7 @@ def configure_optimizers(ctx: RunContext) -> None:
 
 def prepare_training(ctx: RunContext) -> None:
     """Prepare the loaders and the log; after this, `ctx.source` is the training data."""
-    ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.counts)
+    ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.contributes)
     ctx.source = ctx.loaders.train
     ctx.validation.enabled = ctx.loaders.validates
     if isinstance(ctx.settings.val_check_interval, timedelta):
@@ -398,7 +396,7 @@ def validate(ctx: RunContext) -> None:
     """Run the validation loaders, then agree on what was asked for in the meantime."""
     at = ctx.position
     check_finite(ctx)
-    ctx.strategy.unify()
+    ctx.strategy.average_replicas()
     at.validated = True
     ctx.log.leave("training_step")
     before = BeforeValidation(ctx)

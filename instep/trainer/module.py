@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from instep.distributed import gather
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, UsageError
+from instep.strategies.gradients import parameters_of
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import Entry, Options, check_value, reduction
 from instep.trainer.optimizers import TrainOptimizer
@@ -193,7 +194,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             gradient_clip_algorithm: "norm" (default) or "value".
         """
         if gradient_clip_val is not None:
-            self.trainer.strategy.clip_gradients(_bare(optimizer), gradient_clip_val, gradient_clip_algorithm or "norm")
+            parameters, algorithm = parameters_of(_bare(optimizer)), gradient_clip_algorithm or "norm"
+            self.trainer.strategy.gradients.clip(parameters, gradient_clip_val, algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step one scheduler; `metric` is the monitored value, or None."""

@@ -149,7 +149,7 @@ class NonFiniteGuard:
         try:
             if check.bad is None:
                 self._pass_on(optimizer, check)
-            self._strategy.optimizer_step(optimizer, **kwargs)
+            self._strategy.gradients.step(optimizer, **kwargs)
         finally:
             _forget_flag(optimizer)
         self._known[id(optimizer)] = len(check.parameters)
@@ -163,7 +163,7 @@ class NonFiniteGuard:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [] if self._scaler is not None else [p.grad for p in parameters]
         found = self._last_found.clone() if self._stops else torch.zeros((), device=self._device)
-        self._strategy.find_nonfinite([*losses, *gradients], found)
+        self._strategy.gradients.find_nonfinite([*losses, *gradients], found)
         last = self._progress.batch_idx
         batches = range(self._first_batch if losses and self._first_batch <= last else last, last + 1)
         check = _Check(self._position.global_step + 1, self._position.epoch, batches, losses, parameters, found)
@@ -181,8 +181,8 @@ class NonFiniteGuard:
         self.read_flags()
 
     def _leave_out(self, optimizer: Optimizer) -> None:
-        self._strategy.forget_gradients(optimizer)
-        self._strategy.step_was_skipped = False  # the scaler's word; here the step counts, for schedulers too
+        self._strategy.gradients.forget(optimizer)
+        self._strategy.gradients.step_was_skipped = False  # the scaler's word; here the step counts, for schedulers too
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it, to warn of a wrong order
 
     def _pass_on(self, optimizer: Optimizer, check: _Check) -> None:
@@ -221,7 +221,7 @@ class NonFiniteGuard:
 
         left_out = False
         try:
-            self._strategy.optimizer_step(optimizer, checked, **kwargs)
+            self._strategy.gradients.step(optimizer, checked, **kwargs)
         except _LeftOut:
             left_out = True
         finally:
@@ -230,7 +230,7 @@ class NonFiniteGuard:
             return  # it did not run the closure
         if before and not left_out:
             check.found = torch.zeros((), device=self._device)
-            self._strategy.find_nonfinite([p.detach() for p in weights], check.found)
+            self._strategy.gradients.find_nonfinite([p.detach() for p in weights], check.found)
             if check.found.item():
                 left_out, check.what = True, "weights after the step"
                 check.parameters, check.norms = weights, _norms([p.detach() for p in weights], self._device)
@@ -306,9 +306,9 @@ class NonFiniteGuard:
             values = check.norms.tolist()
             names = [known[p] for p, norm in zip(check.parameters, values, strict=True) if not math.isfinite(norm)]
         source = self._trainer.train_dataloader
-        samples = {
-            batch: [] if source.counts(batch)[0] == 0 else source.sample_indices(batch) for batch in check.batches
-        }
+        at = source.plan.at
+        replayed = {batch for batch in check.batches if (source.share if at is None else at(batch)).mine == 0}
+        samples = {batch: [] if batch in replayed else source.sample_indices(batch) for batch in check.batches}
         return _Facts(next((loss for loss in losses if not math.isfinite(loss)), None), names, samples)
 
 

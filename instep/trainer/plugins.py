@@ -15,35 +15,7 @@ from instep.trainer.context import RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.module import TrainModule
 from instep.trainer.settings import Settings
-
-GONE = {
-    "training_epoch_end": "on_train_epoch_end",
-    "validation_epoch_end": "on_validation_epoch_end",
-    "test_epoch_end": "on_test_epoch_end",
-    "predict_epoch_end": "on_predict_epoch_end",
-    "training_step_end": "training_step",
-    "validation_step_end": "validation_step",
-    "test_step_end": "test_step",
-}
-"""Hooks of Lightning 1.x, with their successors."""
-
-UNCALLED = {
-    "on_epoch_start": "on_train_epoch_start",
-    "on_epoch_end": "on_train_epoch_end",
-    "on_batch_start": "on_train_batch_start",
-    "on_batch_end": "on_train_batch_end",
-    "on_pretrain_routine_start": "on_fit_start",
-    "on_pretrain_routine_end": "on_fit_start",
-    "on_init_start": "__init__",
-    "on_init_end": "__init__",
-    "on_keyboard_interrupt": "on_exception of a callback",
-    "on_configure_sharded_model": "configure_model of the module",
-    "on_before_accelerator_backend_setup": "setup",
-    "on_post_move_to_device": "on_fit_start",
-    "on_hpc_save": "on_save_checkpoint",
-    "on_hpc_load": "on_load_checkpoint",
-}
-"""Hooks of Lightning 1.x whose names may be methods of the user's own: these get a warning."""
+from instep.utils.porting import HOOKS_GONE, HOOKS_UNCALLED
 
 _LIKE_A_HOOK = 0.8  # difflib's ratio: on_train_epoch_finish is 0.82 of on_train_epoch_end
 _warned: set[tuple[type, str]] = set()
@@ -154,7 +126,7 @@ def check_hooks(ctx: RunContext) -> None:
     if ctx.rank == 0:
         for owner, base in ((module, TrainModule), *((callback, Callback) for callback in ctx.callbacks)):
             _warn_of_uncalled(owner, base)
-    for old, successor in GONE.items():
+    for old, successor in HOOKS_GONE.items():
         if callable(getattr(module, old, None)):
             raise HookError(
                 f"{name}.{old} is not called by instep (nor by Lightning 2). Use {successor}; what the steps returned "
@@ -193,8 +165,8 @@ def _warn_of_uncalled(owner: Any, base: type) -> None:
     for name in sorted(names - called):
         if hasattr(other, name):
             advice = f"only {whose} have this hook"
-        elif name in UNCALLED:
-            advice = f"it is of Lightning 1.x. Use {UNCALLED[name]}"
+        elif name in HOOKS_UNCALLED:
+            advice = f"it is of Lightning 1.x. Use {HOOKS_UNCALLED[name]}"
         elif close := get_close_matches(name.replace("_val_", "_validation_"), hooks, 1, _LIKE_A_HOOK):
             advice = f"did you mean {close[0]}?"
         else:

@@ -41,11 +41,13 @@ from instep.loggers.base import RUNS
 from instep.state.environment import read_job
 from instep.trainer.context import RunContext
 from instep.trainer.plugins import saves
+from instep.trainer.run_state import saved_run
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
-    from instep.checkpoint.scan import CheckpointInfo
+    from instep.checkpoint import CheckpointStore, Reader
+    from instep.checkpoint.run_state import SavedRun
 
 EXIT_INTERRUPTED = 130  # what shells say of a process that SIGINT ended
 _VERSION = re.compile(r"version_(\d+)")
@@ -74,27 +76,39 @@ class RunFolder:
 
     # ---- choosing; all collective: rank 0 looks at the disk
 
-    def find_checkpoint(self, run: RunContext, ckpt_path: Any) -> Path | None:
-        """The checkpoint that `ckpt_path` means, verified.
+    def find_checkpoint(self, run: RunContext, ckpt_path: Any) -> tuple[Path | None, SavedRun | None]:
+        """Open the checkpoint that `ckpt_path` means, once all of it has verified.
 
         Args:
             run: the session.
             ckpt_path: a path, "last", "best", "auto" or None.
 
         Returns:
-            Its folder or file; None for None, and for "auto" where there is nothing to resume.
+            Its folder or file, and the opened folder; None for None, and for "auto" where there is nothing to resume.
 
         Raises:
             CheckpointNotFoundError: there is none.
             CorruptCheckpointError: nothing of what is there verifies.
         """
+        if run.resumed is not None:  # a restarted job has found its own
+            return run.resumed.path, run.resumed
         if ckpt_path is None:
-            return None
+            return None, None
         from instep.checkpoint import CheckpointStore, find_checkpoint  # late: only who needs them pays for it
 
-        if ckpt_path not in ("last", "best", "auto"):
+        if ckpt_path in ("last", "best", "auto"):
+            reader = self._resolve(run, ckpt_path)
+        else:
             given = to_path(ckpt_path).absolute()
-            return on_rank_zero(lambda: given if given.is_file() else find_checkpoint(given), f"finding {given}")
+            path = on_rank_zero(lambda: None if given.is_file() else find_checkpoint(given), f"finding {given}")
+            if path is None:
+                return given, None
+            reader = CheckpointStore(path.parent).open_verified(path)
+        return (None, None) if reader is None else (reader.path, saved_run(reader))
+
+    def _resolve(self, run: RunContext, ckpt_path: str) -> Reader | None:
+        from instep.checkpoint import CheckpointStore  # late, as above
+
         weights = run.fn != "fit" or (run.parts is not None and run.parts.weights_only)
         kind = None if weights else "full"
         callback = run.trainer.checkpoint_callback
@@ -106,26 +120,27 @@ class RunFolder:
             return found or self._none(run, callback.dirpath)
         broken: CorruptCheckpointError | None = None
         only = ckpt_path != "auto"
+        keyword = "last" if ckpt_path == "auto" and kind is None else ckpt_path
         look = f"looking for runs in {self.base}"
         versions = [self.path] if self.path else on_rank_zero(lambda: self._candidates(only), look)
         for version in versions:
-            store = CheckpointStore(version / "checkpoints")
+            store, found = CheckpointStore(version / "checkpoints"), None
             goes_on = self.path is None and ckpt_path == "auto" and run.fn == "fit"
             if goes_on and callback is not None and on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
                 run.lease_folder(store.root)  # an error where the same command runs already, before its first save too
             try:
-                found = store.resolve("auto" if ckpt_path == "auto" and kind else "last", kind=kind)
-            except CheckpointNotFoundError:
-                found = None
-            except CorruptCheckpointError as error:
-                found, broken = None, broken or error
+                found = store.resolve(keyword, kind=kind, monitor=monitor)
+            except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+                if ckpt_path == "best" and self._has_other(store, kind):
+                    raise
+                broken = broken or (error if isinstance(error, CorruptCheckpointError) else None)
             if found is None:
                 if goes_on:
                     run.release_folder(store.root)
                 continue
             if goes_on:
                 self.path = version  # the same command goes on in the same folder
-            return store.resolve("best", kind=kind, monitor=monitor) if ckpt_path == "best" else found
+            return found
         if broken is not None:
             raise broken
         folder = self.path or (versions[0] if only and len(versions) == 1 else self.base.absolute())
@@ -136,6 +151,14 @@ class RunFolder:
             "start fresh where there is none.",
             path=folder,
         )
+
+    @staticmethod
+    def _has_other(store: CheckpointStore, kind: str | None) -> bool:
+        """Whether a run's folder has a checkpoint that verifies, although none is the best."""
+        try:
+            return store.resolve("last", kind=kind) is not None
+        except (CheckpointNotFoundError, CorruptCheckpointError):
+            return False
 
     @staticmethod
     def _none(run: RunContext, folder: Path) -> None:
@@ -322,16 +345,11 @@ def resume_restarted_job(run: RunContext) -> None:
     if found is None:
         run.trainer.print(f"The job was started again (restart {job.restart}) before this fit had a checkpoint.")
         return
-    run.ckpt_path, run.parts, run.restarted = found.path, None, True
+    run.ckpt_path, run.resumed, run.parts, run.restarted = found.path, saved_run(found), None, True
     run.trainer.print(f"The job was started again (restart {job.restart}); this fit goes on from {found.path}.")
 
 
-def mark(run: RunContext) -> dict[str, Any]:
-    """What a checkpoint's manifest says of this."""
-    return {} if run.fit_of_job is None else {"job": run.fit_of_job}
-
-
-def _newest(run: RunContext, job: str) -> CheckpointInfo | None:
+def _newest(run: RunContext, job: str) -> Reader | None:
     from instep.checkpoint import CheckpointStore  # late: only who goes on pays for it
 
     own = run.trainer.run_folder
@@ -344,10 +362,14 @@ def _newest(run: RunContext, job: str) -> CheckpointInfo | None:
     newest, of_run = None, None
     for folder, path in folders.items():
         found = CheckpointStore(folder).newest_verified("full", job=run.fit_of_job)
-        if found is not None and (newest is None or (found.step, found.attempt) > (newest.step, newest.attempt)):
+        if found is not None and (newest is None or _order(found) > _order(newest)):
             newest, of_run = found, path
     own.path = own.path or of_run
     return newest
+
+
+def _order(reader: Reader) -> tuple[int, int]:
+    return reader.manifest.step, reader.manifest.attempt
 
 
 def _runs_of(base: Path, job: str) -> list[Path]:

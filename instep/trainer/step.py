@@ -14,9 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from instep.data.plan import gradient_correction, window_scale
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError
 from instep.strategies import Strategy
+from instep.strategies.gradients import Gradients, parameters_of
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import is_overridden
 from instep.trainer.module import TrainModule, accepted_arguments
@@ -59,8 +61,8 @@ def automatic_step(ctx: RunContext) -> Step:
 
     def step(batch: Any, batch_idx: int) -> Any:
         at.validated = False
-        gradient.end_of_dataloader = source.is_last
-        if accumulate > 1 and (batch_idx + 1) % accumulate and not source.is_last:
+        gradient.end_of_dataloader = source.share.last
+        if accumulate > 1 and (batch_idx + 1) % accumulate and not source.share.last:
             gradient.sync_gradients = False
             with strategy.no_sync():
                 output = train(batch, batch_idx)
@@ -94,11 +96,11 @@ def forward_backward(ctx: RunContext) -> Step:
         before_backward = (*before_backward, guard.note_loss)
     own_zero_grad = is_overridden(module, "optimizer_zero_grad", TrainModule)
     own_backward = module.backward if is_overridden(module, "backward", TrainModule) else None
-    backward = strategy.backward if own_backward is None else lambda loss: own_backward(strategy.scale(loss))
+    backward = strategy.backward if own_backward is None else lambda loss: own_backward(strategy.gradients.scale(loss))
     plain = own_backward is None and strategy.precision.scaler is None
     plain = plain and not is_overridden(strategy, "backward", Strategy)
-    full_batches, weight_of_full = source.full_batches(accumulate), 1.0 / accumulate
-    strategy.loss_weight = lambda: source.window_scale(at.batch, accumulate)
+    full_batches, weight_of_full = source.plan.full_batches(accumulate), 1.0 / accumulate
+    strategy.loss_weight = lambda: window_scale(source, at.batch, accumulate)
 
     def train(batch: Any, batch_idx: int) -> Any:
         output = training_step(batch, batch_idx)
@@ -109,7 +111,7 @@ def forward_backward(ctx: RunContext) -> Step:
             return None
         if optimizer is None:
             return output
-        weight = weight_of_full if batch_idx < full_batches else source.window_scale(batch_idx, accumulate)
+        weight = weight_of_full if batch_idx < full_batches else window_scale(source, batch_idx, accumulate)
         if ctx.window_count == 0:
             for hook in before_zero_grad:
                 hook(optimizer)
@@ -126,7 +128,7 @@ def forward_backward(ctx: RunContext) -> Step:
         elif weight:
             backward(loss)
         else:
-            with no_gradients_from(strategy.leaves()):
+            with no_gradients_from(strategy.gradients.leaves()):
                 backward(loss)
         for hook in after_backward:
             hook()
@@ -149,14 +151,14 @@ def finish_window(ctx: RunContext) -> tuple[Callable[[], None], Callable[[], boo
         return lambda: None, lambda: False
     hooks, clip = ctx.hooks["on_before_optimizer_step"], _clip_function(ctx, optimizer)
     step_optimizer = optimizer_step(ctx)
-    plain = scaler is None and guard is None and not is_overridden(strategy, "optimizer_step", Strategy)
-    must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and not source.reliable))
+    plain = scaler is None and guard is None and not is_overridden(strategy.gradients, "step", Gradients)
+    must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and not source.plan.exact))
 
     def prepare() -> None:
-        strategy.unscale_gradients(optimizer)
-        rescale = source.rescale(at.batch, accumulate)
+        strategy.gradients.unscale(optimizer)
+        rescale = gradient_correction(source, at.batch, accumulate)
         if rescale != 1.0:
-            strategy.multiply_gradients(optimizer, rescale)
+            strategy.gradients.multiply(optimizer, rescale)
         for hook in hooks:
             hook(optimizer)
         if guard is not None:
@@ -171,7 +173,7 @@ def finish_window(ctx: RunContext) -> tuple[Callable[[], None], Callable[[], boo
             optimizer.step()
             return True
         step_optimizer(optimizer)
-        return not strategy.step_was_skipped
+        return not strategy.gradients.step_was_skipped
 
     return prepare, finish
 
@@ -207,17 +209,17 @@ def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None], op
 
 def optimizer_step(ctx: RunContext) -> Callable[..., Any]:
     """Choose the function that steps an optimizer: the strategy's, or the guard's, which checks values first."""
-    return ctx.strategy.optimizer_step if ctx.guard is None else ctx.guard.optimizer_step
+    return ctx.strategy.gradients.step if ctx.guard is None else ctx.guard.optimizer_step
 
 
-def _clip_function(ctx: RunContext, optimizer: Optimizer) -> Callable[[], None] | None:
+def _clip_function(ctx: RunContext, optimizer: Optimizer) -> Callable[[], object] | None:
     """Make the function that clips before each step; None where nothing clips."""
     value, algorithm = ctx.settings.gradient_clip_val, ctx.settings.gradient_clip_algorithm
     if is_overridden(ctx.module, "configure_gradient_clipping", TrainModule):
         return lambda: ctx.module.configure_gradient_clipping(optimizer, value, algorithm)
     if value is None:
         return None
-    return lambda: ctx.strategy.clip_gradients(optimizer, value, algorithm)
+    return lambda: ctx.strategy.gradients.clip(parameters_of(optimizer), value, algorithm)
 
 
 def _optimizer_of(ctx: RunContext) -> Optimizer | None:
@@ -234,7 +236,7 @@ def manual_step(ctx: RunContext) -> Step:
 
     def step(batch: Any, batch_idx: int) -> Any:
         at.validated = False
-        gradient.end_of_dataloader = source.is_last
+        gradient.end_of_dataloader = source.share.last
         ctx.manual_steps = 0
         output = training_step(batch, batch_idx)
         if log.buffer:
@@ -255,7 +257,7 @@ def manual_optimizer_step(ctx: RunContext) -> Callable[..., Any]:
         ctx.manual_steps += 1
         hooks = ctx.hooks["on_before_optimizer_step"]
         if hooks:
-            ctx.strategy.unscale_gradients(optimizer)
+            ctx.strategy.gradients.unscale(optimizer)
             for hook in hooks:
                 hook(optimizer)
         return step_optimizer(optimizer, closure, **kwargs)
@@ -269,10 +271,10 @@ def manual_backward(ctx: RunContext, loss: Tensor, *args: Any, **kwargs: Any) ->
     if ctx.guard is not None and not replayed:
         ctx.guard.note_loss(loss)
     strategy.prepare_backward(loss)
-    loss = strategy.scale(loss)
+    loss = strategy.gradients.scale(loss)
     for hook in ctx.hooks["on_before_backward"]:
         hook(loss)
-    with no_gradients_from(strategy.leaves()) if replayed else nullcontext():
+    with no_gradients_from(strategy.gradients.leaves()) if replayed else nullcontext():
         ctx.module.backward(loss, *args, **kwargs)
     for hook in ctx.hooks["on_after_backward"]:
         hook()

@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
 from instep.data import DataModule
+from instep.data.plan import rank_weight
 from instep.distributed import broadcast_object, control_group
 from instep.errors import UsageError
 from instep.loggers.base import Logger
 from instep.state import PartialState, find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
-from instep.strategies.convert import check_sync_batchnorm
+from instep.strategies.base import check_sync_batchnorm
 from instep.strategies.registry import asked_strategy
 from instep.trainer import replay, run_state
 from instep.trainer.context import Position, Progress, RunContext, TrainerState
@@ -373,7 +374,7 @@ class Trainer:
         self._launch()
         model, ckpt_path = self._model_for_evaluation(model, ckpt_path)
         with open_run(self, "predict", model, datamodule, {"predict": dataloaders}, ckpt_path) as ctx:
-            ctx.strategy.setup(model, [])
+            ctx.strategy.prepare_training(model, [])
             sources = ctx.loaders.evaluation("predict")
             self._need_loaders(sources, "predict")
             outputs = predict(ctx, sources, return_predictions)
@@ -393,7 +394,7 @@ class Trainer:
         self._launch()
         model, ckpt_path = self._model_for_evaluation(model, ckpt_path)
         with open_run(self, fn, model, datamodule, {stage: dataloaders}, ckpt_path) as ctx:
-            ctx.strategy.setup(model, [])
+            ctx.strategy.prepare_training(model, [])
             sources = ctx.loaders.evaluation(stage)
             self._need_loaders(sources, fn)
             results = evaluate(ctx, fn, sources) or []
@@ -497,7 +498,7 @@ class Trainer:
             to_delete: older checkpoints in that folder, deleted once this one has verified.
         """
         store = self._store(dirpath)
-        return run_state.save_later(self._run, store, name=name, weights_only=weights_only, doomed=to_delete, **info)
+        return run_state.save_later(self._run, store, name=name, weights_only=weights_only, to_delete=to_delete, **info)
 
     def finish_save(self, pending: PendingSave) -> Path:
         """Wait for a save beside the training, and raise its error on all ranks. Collective."""
@@ -778,7 +779,7 @@ class Trainer:
         manual_backward(self._run, loss, *args, **kwargs)
 
     def _batch_weight(self) -> float:
-        return self._run.loaders.train.weight(self.progress.batch_idx)
+        return rank_weight(self._run.loaders.train)
 
 
 def _check_module(model: Any) -> None:

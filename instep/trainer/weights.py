@@ -11,44 +11,45 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from instep.checkpoint.resume import ResumeReport
+from instep.checkpoint.run_state import SavedRun, load_model_state
 from instep.errors import CheckpointError, SettingError
 from instep.strategies.base import shapes_of
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
-from instep.trainer.run_state import VIEW, weights_state
+from instep.trainer.run_state import VIEW, saved_run
 from instep.types import Location, PathLike
 from instep.utils.hparams import CLASS_PATH, AttributeDict
-from instep.utils.optimizer_state import clean_name
 from instep.utils.paths import local_path, to_path
 from instep.utils.rebuild import build_configured
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 if TYPE_CHECKING:
-    from instep.checkpoint import Reader
-    from instep.checkpoint.resume import ResumeReport
     from instep.trainer.module import TrainModule
 
 M = TypeVar("M", bound="TrainModule")
 
 
-def load_weights(run: RunContext, path: Path, reader: Reader | None) -> None:
+def load_weights(run: RunContext, path: Path, saved: SavedRun | None) -> None:
     """Load the module's weights, through `on_load_checkpoint`.
 
     Args:
         run: the session; its module is on its device, and its report gets what was and was not loaded.
         path: a checkpoint folder, or a file of weights.
-        reader: the opened folder; None for a file.
+        saved: the opened checkpoint; None for a file.
     """
     parts, report = run.parts, run.report
     assert parts is not None
     assert report is not None
-    if reader is None:
+    if saved is None:
         from instep.checkpoint import load_weights as load_file  # late: only who loads weights pays for it
         from instep.checkpoint import stored_weights
 
         checkpoint: dict[str, Any] = {"state_dict": dict((stored_weights if run.strategy.sharded else load_file)(path))}
     else:
-        checkpoint = _view_of(reader, lazy=run.strategy.sharded)
+        checkpoint = _view_of(saved, lazy=run.strategy.sharded)
+        if run.fn != "fit":
+            saved.forget()
     if is_overridden(run.module, "on_load_checkpoint", ModuleHooks):
         run.module.on_load_checkpoint(checkpoint)
     for hook in run.hooks.of_callbacks("on_load_checkpoint") if parts.callbacks or run.fn != "fit" else ():
@@ -65,13 +66,11 @@ def load_weights(run: RunContext, path: Path, reader: Reader | None) -> None:
         warnings.warn(str(report), stacklevel=2)
 
 
-def _view_of(reader: Reader, lazy: bool = False) -> dict[str, Any]:
-    trainer = weights_state(reader)
-    state_dict: dict[str, Any] = dict(reader.stored_weights() if lazy else reader.weights())
-    if reader.has_state("model_extra"):
-        state_dict |= reader.state("model_extra")
+def _view_of(saved: SavedRun, lazy: bool = False) -> dict[str, Any]:
+    """The dict that `on_load_checkpoint` hooks see and change."""
+    trainer = saved.shared
     kept = {key: trainer.get(key) for key in VIEW - {"state_dict"}}
-    return {**kept, **trainer["user"], "state_dict": state_dict}
+    return {**kept, **trainer["user"], "state_dict": saved.model_state(lazy)}
 
 
 def _load_into(
@@ -82,14 +81,8 @@ def _load_into(
     strict: bool,
     report: ResumeReport,
 ) -> None:
-    from instep.checkpoint.resume import compare  # late, as above
-
-    # The module may be wrapped where the checkpoint is clean: match by clean names.
-    own = {clean_name(name): name for name in shapes}
-    fits = compare(report, state, {clean_name(name): shape for name, shape in shapes.items()})
-    taken = {own.get(name, name): value for name, value in (state if strict else fits).items()}
     try:
-        load(taken, strict)
+        load_model_state(load, shapes, state, strict, report)
     except RuntimeError as error:
         wrong = str(error).rstrip(". \n")
         raise CheckpointError(
@@ -118,7 +111,7 @@ def load_module(
     arguments: dict[str, Any],
 ) -> M:
     """What `TrainModule.load_from_checkpoint` does."""
-    from instep.checkpoint import CheckpointStore, ResumeReport, find_checkpoint  # late, as above
+    from instep.checkpoint import CheckpointStore, find_checkpoint  # late, as above
     from instep.checkpoint import load_weights as load_file
 
     given = to_path(path)
@@ -126,7 +119,7 @@ def load_module(
     if folder.is_file():
         checkpoint: dict[str, Any] = {"state_dict": load_file(folder), "hyper_parameters": {}}
     else:
-        checkpoint = _view_of(CheckpointStore(folder.parent).read(folder))
+        checkpoint = _view_of(saved_run(CheckpointStore(folder.parent).read(folder)))
     saved = checkpoint["hyper_parameters"]
     if hparams_file is not None:
         saved = {**saved, **_read_hparams(local_path(hparams_file))}

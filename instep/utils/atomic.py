@@ -1,10 +1,13 @@
-"""Atomic writes of small local files: leases, a run's status, keys, words between processes."""
+"""Atomic writes on a local disk: a reader sees the whole of a file, or what was there before."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from instep.utils.process_id import this_process
@@ -35,7 +38,7 @@ def create_exclusive(path: Path, data: bytes, mode: int = 0o666) -> bool:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Give a file another content."""
+    """Give a small file another content; it may be the old one after a power loss."""
     temporary = _write_beside(path, data)
     try:
         os.replace(temporary, path)
@@ -43,8 +46,56 @@ def replace(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
+    """Write a file under another name in a `with` block; it takes the name at the end of one without an error.
+
+    Args:
+        path: of the file, which may be there.
+        sync: wait until the disk has it.
+
+    Example:
+        >>> with replacing(Path("table.csv")) as part:  # doctest: +SKIP
+        ...     part.write_text("step,loss")
+    """
+    temporary = _beside(path)
+    try:
+        yield temporary
+        if sync:
+            _sync(temporary)
+        os.replace(temporary, path)
+        if sync:
+            _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def creating(path: Path) -> Iterator[Path]:
+    """Write a file or make a folder under another name in a `with` block; it gets the name where that is still free.
+
+    Raises:
+        FileExistsError: something has the name; it stays as it is.
+    """
+    temporary = _beside(path)
+    try:
+        yield temporary
+        if not temporary.is_dir():
+            os.link(temporary, path)  # unlike a rename it fails where there is something
+        elif path.exists():
+            raise FileExistsError(errno.EEXIST, "it exists", str(path))
+        else:
+            temporary.rename(path)
+        _sync(path.parent)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
 def _create_without_links(path: Path, data: bytes, mode: int) -> bool:
-    """The name is exclusive all the same; the content comes after it."""
+    """Create a file exclusively where there are no hard links; its content comes after its name."""
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
@@ -54,7 +105,7 @@ def _create_without_links(path: Path, data: bytes, mode: int) -> bool:
 
 
 def _write_beside(path: Path, data: bytes, mode: int = 0o666, sync: bool = False) -> Path:
-    temporary = path.with_name(f"{path.name}.{threading.get_ident()}@{this_process()}")
+    temporary = _beside(path)
     try:
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
@@ -65,3 +116,19 @@ def _write_beside(path: Path, data: bytes, mode: int = 0o666, sync: bool = False
         temporary.unlink(missing_ok=True)
         raise
     return temporary
+
+
+def _beside(path: Path) -> Path:
+    """The name that a file has until it is whole, which says who writes it."""
+    return path.with_name(f"{path.name}.{threading.get_ident()}@{this_process()}")
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that knows no fsync of folders
+            raise
+    finally:
+        os.close(fd)

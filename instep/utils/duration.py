@@ -13,7 +13,7 @@ _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
 
 
 def parse_duration(field: str, value: Any) -> timedelta:
-    """A positive time.
+    """Parse a positive time.
 
     Args:
         field: the argument's name, for the error's text.

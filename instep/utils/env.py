@@ -54,7 +54,7 @@ _OF_PARSERS = ("config", "subcommand")  # and what has "__" in it: jsonargparse'
 
 
 def misspelt_variables(environ: Mapping[str, str] | None = None) -> str:
-    """One line about variables that nobody reads and that are nearly called as ours; empty where there are none.
+    """Describe variables that nobody reads and that are nearly called as ours; empty where there are none.
 
     Example:
         >>> misspelt_variables({"INSTEP_PRECISON": "bf16", "INSTEP_OF_MY_OWN": "1"})
@@ -71,7 +71,7 @@ def misspelt_variables(environ: Mapping[str, str] | None = None) -> str:
 
 
 def variable_of(setting: str) -> str:
-    """The variable of a setting.
+    """Return the variable of a setting.
 
     Example:
         >>> variable_of("precision")
@@ -80,10 +80,10 @@ def variable_of(setting: str) -> str:
     return f"INSTEP_{setting.upper()}"
 
 
-def asked(
+def from_env(
     setting: str, check: Callable[[str, Any], Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> Any:
-    """What the environment asks of programs that leave a setting open.
+    """Read a setting that a program leaves open from its environment variable.
 
     Args:
         setting: one of `VARIABLES`.
@@ -97,7 +97,7 @@ def asked(
         SettingError: its text is no such value.
 
     Example:
-        >>> asked("accumulate_grad_batches", environ={"INSTEP_ACCUMULATE_GRAD_BATCHES": "4"})
+        >>> from_env("accumulate_grad_batches", environ={"INSTEP_ACCUMULATE_GRAD_BATCHES": "4"})
         4
     """
     name = variable_of(setting)
@@ -115,7 +115,7 @@ def asked(
 
 
 def as_variables(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that ask for these settings; None asks for nothing.
+    """Write settings as the variables that ask for them; None asks for nothing.
 
     Example:
         >>> as_variables({"strategy": "deepspeed", "strategy_options": {"stage": 3}, "debug": True, "precision": None})

@@ -154,7 +154,7 @@ class HyperParameters:
 
 
 def _init_arguments(obj: object, frame: FrameType | None) -> dict[str, Any] | None:
-    """The arguments of every `__init__` of `obj` that is running now, outermost last; None if there is none."""
+    """Return the arguments of every `__init__` of `obj` that is running now, outermost last; None if there is none."""
     found: dict[str, Any] | None = None
     while frame is not None:
         code = frame.f_code
@@ -171,7 +171,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> dict[str, Any] | No
 
 
 def _named(arg: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The hyperparameters that one argument of `save_hyperparameters` stands for."""
+    """Return the hyperparameters that one argument of `save_hyperparameters` stands for."""
     if isinstance(arg, str):
         if arg not in given:
             raise UsageError(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
+from functools import cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from instep.errors import MissingPackageError
 
+_DISTRIBUTIONS = {"upath": "universal-pathlib"}  # of modules that are not called as what pip installs
+
 
 def require(module: str, *, extra: str | None, purpose: str) -> ModuleType:
-    """Import an optional package.
+    """Import a package that loads on use.
 
     Args:
         module: the dotted module name.
@@ -23,22 +27,74 @@ def require(module: str, *, extra: str | None, purpose: str) -> ModuleType:
         The imported module.
 
     Raises:
-        MissingPackageError: it is not installed.
+        MissingPackageError: it is not installed, or in a version that instep's metadata does not allow.
 
     Example:
         >>> ray = require("ray", extra="ray", purpose="RayLauncher")  # doctest: +SKIP
     """
+    package = module.partition(".")[0]
+    check_version(package, extra=extra, purpose=purpose)
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or module.split(".")[0] != error.name.split(".")[0]:
+        if error.name is None or package != error.name.split(".")[0]:
             raise
-        install = f"pip install 'instep[{extra}]'" if extra else f"pip install {module.split('.')[0]}"
-        raise MissingPackageError(f"{purpose} needs the package {module!r}. Install it with: {install}") from error
+        raise _missing(package, extra, purpose) from error
+
+
+def check_installed(package: str, *, extra: str | None, purpose: str) -> None:
+    """Raise as `require` does where a package is missing or of a wrong version, without importing it."""
+    if find_spec(package) is None:
+        raise _missing(package, extra, purpose)
+    check_version(package, extra=extra, purpose=purpose)
+
+
+def check_version(package: str, *, extra: str | None, purpose: str) -> None:
+    """Raise where the installed version of a package is not in the range of instep's own metadata.
+
+    A package without metadata (a folder on the path, a stand-in) has no version to check.
+
+    Raises:
+        MissingPackageError: the version is out of the range; the text has both, and the `pip install`.
+    """
+    found, wanted = _versions(package)
+    if wanted is not None:
+        install = _install(extra, f"'{_distribution(package)}{wanted}'")
+        raise MissingPackageError(f"{purpose} needs {package}{wanted}, and {found} is installed. Run: {install}")
+
+
+@cache
+def _versions(package: str) -> tuple[str, str | None]:
+    """Return the installed version of a package, and the range that it is out of; None where it fits."""
+    from packaging.requirements import Requirement  # late: 30 ms, which importing the Trainer does not pay
+    from packaging.utils import canonicalize_name
+
+    name = canonicalize_name(_distribution(package))
+    try:
+        found = metadata.version(name)
+        wanted = [Requirement(line) for line in metadata.requires("instep") or ()]
+    except metadata.PackageNotFoundError:
+        return "", None
+    ranges = (each.specifier for each in wanted if canonicalize_name(each.name) == name)
+    return found, next((str(each) for each in ranges if not each.contains(found, prereleases=True)), None)
+
+
+def _distribution(package: str) -> str:
+    """Return the name by which pip knows the package of a module."""
+    return _DISTRIBUTIONS.get(package, package)
+
+
+def _missing(package: str, extra: str | None, purpose: str) -> MissingPackageError:
+    install = _install(extra, _distribution(package))
+    return MissingPackageError(f"{purpose} needs the package {package!r}. Install it with: {install}")
+
+
+def _install(extra: str | None, requirement: str) -> str:
+    return f"pip install 'instep[{extra}]'" if extra else f"pip install {requirement}"
 
 
 def loads(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A module's `__getattr__` that imports a name from its file, once, and its `__dir__`.
+    """Make a package's `__getattr__`, which imports a name from its file once, and its `__dir__`.
 
     Args:
         package: the package's `__name__`.

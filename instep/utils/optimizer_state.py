@@ -47,7 +47,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 
 def clean_name(name: str, *, ddp: bool = False) -> str:
-    """A parameter's or buffer's name without the parts that wrappers add.
+    """Return a parameter's or buffer's name without the parts that wrappers add.
 
     Args:
         name: a name from `named_parameters()` or `state_dict()`.
@@ -66,7 +66,7 @@ def clean_name(name: str, *, ddp: bool = False) -> str:
 
 
 def names_of(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[Tensor, str]:
-    """The canonical name of every parameter of the module and of the optimizers.
+    """Return the canonical name of every parameter of the module and of the optimizers.
 
     Args:
         module: wrapped or not.
@@ -89,7 +89,7 @@ def names_of(module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[Te
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's state as a tree keyed by canonical parameter names.
+    """Return an optimizer's state as a tree keyed by canonical parameter names.
 
     Args:
         module: the module whose parameters it steps.
@@ -178,7 +178,7 @@ def match_state(
     tree: Mapping[str, Any],
     strict: bool = True,
 ) -> tuple[Mapping[str, Any], list[dict[str, Any]], list[str]]:
-    """What of a saved tree an optimizer takes, however it keeps its parameters.
+    """Match a saved tree to an optimizer, however that keeps its parameters.
 
     Args:
         kind: its name in checkpoints.
@@ -271,7 +271,7 @@ def _keep_exact(loaded: dict[Any, Any], saved: Mapping[Any, Any], follows: torch
 def _fitting(
     kind: str, shapes: Mapping[str, list[int]], tree: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """The part of a tree that fits an optimizer, and what does not."""
+    """Return the part of a tree that fits an optimizer, and what does not."""
     saved = tree["shapes"]
     if tree["optimizer"] != kind:
         return {"state": {}, "groups": []}, [f"the state of {tree['optimizer']}, since this run has {kind}"]

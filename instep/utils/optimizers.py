@@ -59,7 +59,7 @@ def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any
 
 
 def rates_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups' learning rates and what schedulers put beside them; for `put_rates`."""
+    """Return the groups' learning rates and what schedulers put beside them; for `put_rates`."""
     return [{key: _value(group[key]) for key in _RATES if key in group} for group in optimizer.param_groups]
 
 
@@ -71,7 +71,7 @@ def put_rates(optimizer: Optimizer, rates: Sequence[dict[str, Any]]) -> None:
 
 
 def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    """A schedule's saved state; TypeError where it is of another kind than the schedule's own."""
+    """Return a schedule's saved state; TypeError where it is of another kind than the schedule's own."""
     own = scheduler.state_dict()
     check_alike(own, saved, type(scheduler))
     if "_schedulers" in own and "_schedulers" in saved:  # as SequentialLR and ChainedScheduler save theirs
@@ -93,7 +93,7 @@ def follow_schedule(scheduler: Any) -> None:
 
 
 def _leaves(scheduler: Any) -> Iterator[Any]:
-    """The schedulers that compute rates: those inside of SequentialLR and ChainedScheduler."""
+    """Return the schedulers that compute rates: those inside of SequentialLR and ChainedScheduler."""
     parts = getattr(scheduler, "_schedulers", None)
     if parts is None:
         yield scheduler
@@ -103,7 +103,7 @@ def _leaves(scheduler: Any) -> Iterator[Any]:
 
 
 def _active(scheduler: Any) -> Iterator[Any]:
-    """The leaves whose turn it is."""
+    """Return the leaves whose turn it is."""
     milestones = getattr(scheduler, "_milestones", None)
     if milestones is None:
         yield from _leaves(scheduler)

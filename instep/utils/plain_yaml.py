@@ -24,7 +24,7 @@ _HOW_ELSE = "Keep large values in a file of their own, which the program reads"
 
 
 def read_text(path: Path) -> str:
-    """The text of a configuration file.
+    """Read the text of a configuration file.
 
     Raises:
         SettingError: it is no regular file, has more than `MAX_BYTES`, cannot be read, or is no UTF-8.
@@ -122,7 +122,7 @@ def _check_size(text: str, where: object) -> None:
 
 
 def _base() -> Any:
-    """The library's loader of plain values, of which the one in C is twenty times as fast."""
+    """Return the library's loader of plain values, of which the one in C is twenty times as fast."""
     import yaml  # late, as above
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)

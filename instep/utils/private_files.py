@@ -39,7 +39,7 @@ def make_key(path: Path) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """The first 4096 bytes of a file that this user or root owns and others cannot reach.
+    """Read the first 4096 bytes of a file that this user or root owns and others cannot reach.
 
     Args:
         path: of the file.
@@ -58,7 +58,7 @@ def read_private(path: Path) -> bytes:
 
 
 def mark(value: Any) -> str | None:
-    """The mark of JSON values; None where no key can be kept.
+    """Compute the mark of JSON values; None where no key can be kept.
 
     Args:
         value: what is marked.
@@ -68,7 +68,7 @@ def mark(value: Any) -> str | None:
 
 
 def is_own(value: Any, given: Any) -> bool:
-    """Whether this user made a mark, of these values.
+    """Tell whether this user made a mark, of these values.
 
     Args:
         value: what was marked.

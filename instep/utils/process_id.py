@@ -14,7 +14,7 @@ _UNKNOWN = "00000000"  # of a system without /proc, or one that hides the proces
 
 
 def this_process() -> str:
-    """A name for this process that no other one gets: host, process id, and a digest of boot and start time."""
+    """Return a name for this process that no other one gets: host, process id, and a digest of boot and start time."""
     pid = os.getpid()
     return f"{_host()}-{pid}-{_life(pid)}"
 
@@ -48,7 +48,7 @@ def _host() -> str:
 
 
 def _state(pid: int) -> str:
-    """How a process is, as in `ps`; Z and X are ended ones that their parent has not asked for yet."""
+    """Read how a process is, as in `ps`; Z and X are ended ones that their parent has not asked for yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -21,7 +21,7 @@ _ISSUED = re.compile(r"\b(?:sk-|gh[a-z]_|github_pat_|hf_|glpat-|xox[a-z]-|AKIA|A
 
 
 def hide(value: Any) -> Any:
-    """A setting's value without secrets: a mapping's entries are hidden by their names.
+    """Hide the secrets in a setting's value: a mapping's entries are hidden by their names.
 
     Example:
         >>> hide({"WANDB_API_KEY": "abc", "NCCL_DEBUG": "INFO"})
@@ -35,7 +35,7 @@ def hide(value: Any) -> Any:
 
 
 def hide_arguments(words: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The words of a command line without secrets.
+    """Hide the secrets in the words of a command line.
 
     Hidden are the values of options whose names say so (`--api-key VALUE`, `--wandb.token=VALUE`, `password=VALUE`),
     the same within JSON and URLs, and what looks like a key that a service has issued. A number is shown.

@@ -127,7 +127,7 @@ def _real(value: Any, what: str) -> None:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that is a pure function of its parts.
+    """Derive a 63-bit seed that is a pure function of its parts.
 
     Example:
         >>> derive_seed(0, "epoch", 3) == derive_seed(0, "epoch", 3)
@@ -192,7 +192,7 @@ def seed_everything(seed: int = 0, workers: bool = True) -> int:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every random generator of this process, as tensors and JSON values.
+    """Capture the state of every random generator of this process, as tensors and JSON values.
 
     Returns:
         `python` (list), `numpy` (list, absent while numpy is not loaded), `torch` (uint8 tensor), and `cuda` and `xpu`
@@ -270,7 +270,7 @@ def _check(state: Any) -> None:
 
 
 def _devices() -> Iterator[tuple[str, Any]]:
-    """The kinds of devices that may be several, where there are any."""
+    """Return the kinds of devices that may be several, where there are any."""
     for name in ("cuda", "xpu"):
         module = getattr(torch, name)
         if module.is_available():

@@ -50,7 +50,7 @@ def open_regular(path: Path | str, follow: bool = True) -> FileIO:
 
 
 def read_regular(path: Path | str, most: int, follow: bool = True) -> bytes:
-    """The content of a regular file of limited size.
+    """Read the content of a regular file of limited size.
 
     Args:
         path: of a local file system.
@@ -73,7 +73,7 @@ def read_regular(path: Path | str, most: int, follow: bool = True) -> bytes:
 
 
 def too_large(path: object, size: int, most: int) -> OSError:
-    """The error for a file of more bytes than a file of its kind ever has."""
+    """Make the error for a file of more bytes than a file of its kind ever has."""
     return OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most:,} are read of such a file", str(path))
 
 
@@ -87,7 +87,7 @@ def _check(path: Path | str, status: os.stat_result) -> None:
 
 
 def parse_json(text: bytes | bytearray | str) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Stricter than `json.loads`: UTF-8 alone, no key twice in an object, no NaN or Infinity, and at most 256 containers
     within each other.
@@ -111,7 +111,7 @@ def parse_json(text: bytes | bytearray | str) -> Any:
 
 
 def parse_object(text: bytes | bytearray | str) -> dict[str, Any]:
-    """The same, of a text that holds one object.
+    """Parse a JSON text that holds one object.
 
     Raises:
         ValueError: it is not such a text, or holds something else.

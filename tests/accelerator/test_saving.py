@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from instep import Accelerator
 from instep.accelerator import ProjectConfiguration
 from instep.checkpoint import load_weights
-from instep.checkpoint.files import LocalFiles
 from instep.checkpoint.manifest import read_manifest
 from instep.data import DataLoaderConfiguration
 from instep.errors import (
@@ -28,6 +27,7 @@ from instep.errors import (
     UsageError,
 )
 from instep.state import PartialState
+from instep.utils import atomic
 from tests.accelerator.loops import Net, sgd
 from tests.helpers.spawn import RanksFailed, run_ranks
 
@@ -358,10 +358,11 @@ def test_the_folder_of_a_file_is_synced_once_the_file_is_there(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[tuple[Path, list[str]]] = []
-    see = lambda self, folder: synced.append((folder, sorted(it.name for it in folder.iterdir())))  # noqa: E731
-    monkeypatch.setattr(LocalFiles, "sync_folder", see)
+    see = lambda path: synced.append((path, sorted(file.name for file in tmp_path.iterdir())))  # noqa: E731
+    monkeypatch.setattr(atomic, "_sync", see)
     make().save({}, tmp_path / "object.pt")
-    assert synced == [(tmp_path, ["object.pt"])]
+    assert synced[-1] == (tmp_path, ["object.pt"])
+    assert len(synced) == 2  # the file before
 
 
 def save_on_main_only(folder: Path, method: str) -> None:

@@ -98,7 +98,7 @@ def test_a_gradient_that_is_not_finite_skips_step_and_schedule(scaled: Accelerat
         assert scaled.optimizer_step_was_skipped == skipped
     assert model.weight.item() == -1.0
     assert schedule.get_last_lr() == [0.5]
-    scaled._plain.update_scaler()
+    scaled._plain.gradients.update_scaler()
     assert scaled.precision.state_dict()["scale"] == 512.0
 
 

@@ -94,7 +94,7 @@ def test_watchers(
         with pytest.raises(CheckpointNotFoundError):
             store.resolve("best")
     else:
-        assert int(store.resolve("best").name.split("-")[1]) - 1 == best
+        assert int(store.resolve("best").path.name.split("-")[1]) - 1 == best
     for stop in range(1, len(values)):  # a run that is resumed ends the same
         folder = tmp_path / str(stop)
         run(folder, values, mode, stop)

@@ -38,6 +38,11 @@ def value_of(reader: Reader) -> float:
     return values.pop()
 
 
+def path_of(reader: Reader | None) -> Path | None:
+    """The checkpoint that a store has opened."""
+    return None if reader is None else reader.path
+
+
 def left_over(store: CheckpointStore) -> list[str]:
     """The hidden folders in a store."""
     return sorted(path.name for path in store.root.iterdir() if path.name.startswith("."))

@@ -202,6 +202,6 @@ def lost(root: Path, board: Board) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a kill leaves nothing that would have to be passed over
         stores = [CheckpointStore(folder) for folder in root.glob("instep_runs/version_*/checkpoints")]
-        found = [info for store in stores if (info := store.newest_verified("full")) is not None]
-    newest = max((info.step for info in found), default=0)
+        found = [reader for store in stores if (reader := store.newest_verified("full")) is not None]
+    newest = max((reader.manifest.step for reader in found), default=0)
     return None if newest >= saved else f"step {saved} was saved, but {newest} is the newest that verifies"

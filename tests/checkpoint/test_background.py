@@ -16,10 +16,10 @@ import torch.distributed as dist
 from instep.checkpoint import CheckpointStore, LocalFiles, background
 from instep.checkpoint.background import BackgroundSaver, PendingSave
 from instep.distributed import gather_object
-from instep.distributed.rank_zero import Peers
+from instep.distributed.rank_zero import RankGroup
 from instep.errors import CheckpointError, CorruptCheckpointError, RemoteError
 from instep.state import PartialState
-from tests.checkpoint.helpers import flip, left_over, value_of, writes
+from tests.checkpoint.helpers import flip, left_over, path_of, value_of, writes
 from tests.helpers.spawn import HANG_S, run_command, run_ranks
 
 DEADLINE_S = HANG_S
@@ -39,7 +39,7 @@ class Gate:
 
 def at(operation: str, act: Callable[[Path], None], rank: int | None = None) -> Callable[[str, Path, Any], None]:
     def trace(name: str, path: Path, detail: Any) -> None:
-        if name == operation and rank in (None, Peers().place()[0]):
+        if name == operation and rank in (None, RankGroup().place()[0]):
             act(path)
 
     return trace
@@ -61,7 +61,7 @@ def test_it_is_listed_when_it_is_done_and_not_before(tmp_path: Path) -> None:
     assert (pending.wait(0.0), pending.path, store.scan()) == (False, None, [])
     assert not saver.wait(0.0)
     gate.open.set()
-    path = pending.outcome(Peers())
+    path = pending.outcome(RankGroup())
     assert pending.path == path == store.scan()[0].path
     assert value_of(store.read(path)) == 1.0
     assert saver.buffer_bytes > 0
@@ -90,29 +90,29 @@ def test_the_next_one_waits_for_the_buffers(tmp_path: Path) -> None:
     assert first.wait(0.0)
     assert order.index("rename") < order.index("copied")
     store = CheckpointStore(tmp_path)
-    second = saver.start(store, 2, recorder).outcome(Peers())
-    assert [value_of(store.read(path)) for path in (first.outcome(Peers()), second)] == [1.0, 2.0]
+    second = saver.start(store, 2, recorder).outcome(RankGroup())
+    assert [value_of(store.read(path)) for path in (first.outcome(RankGroup()), second)] == [1.0, 2.0]
     saver.close()
 
 
 def test_older_ones_are_deleted_once_it_has_verified(tmp_path: Path) -> None:
     store, saver = CheckpointStore(tmp_path), BackgroundSaver()
-    old = save(saver, store, 1.0).outcome(Peers())
-    new = save(saver, store, 2.0, doomed=[str(old)]).outcome(Peers())
+    old = save(saver, store, 1.0).outcome(RankGroup())
+    new = save(saver, store, 2.0, to_delete=[str(old)]).outcome(RankGroup())
     assert [info.path for info in store.scan()] == [new]
     saver.close()
 
 
 def test_a_full_disk_is_an_error_later_and_nothing_is_deleted_for_it(tmp_path: Path) -> None:
     store, saver = CheckpointStore(tmp_path), BackgroundSaver()
-    old = save(saver, store, 1.0).outcome(Peers())
-    pending = save(saver, CheckpointStore(tmp_path, LocalFiles(at("write", full_disk))), 2.0, doomed=[str(old)])
+    old = save(saver, store, 1.0).outcome(RankGroup())
+    pending = save(saver, CheckpointStore(tmp_path, LocalFiles(at("write", full_disk))), 2.0, to_delete=[str(old)])
     with pytest.raises(CheckpointError, match="no space left"):
-        pending.outcome(Peers())
+        pending.outcome(RankGroup())
     assert pending.path is None
     assert [info.path for info in store.scan()] == [old]
     assert left_over(store) == []
-    assert value_of(store.read(save(saver, store, 3.0).outcome(Peers()))) == 3.0
+    assert value_of(store.read(save(saver, store, 3.0).outcome(RankGroup()))) == 3.0
     saver.close()
 
 
@@ -122,27 +122,27 @@ def test_what_does_not_read_back_is_no_checkpoint(tmp_path: Path) -> None:
             flip(path, 300)
 
     store, saver = CheckpointStore(tmp_path), BackgroundSaver()
-    old = save(saver, store, 1.0).outcome(Peers())
-    pending = save(saver, CheckpointStore(tmp_path, LocalFiles(at("fsync_folder", damage))), 2.0, doomed=[str(old)])
+    old = save(saver, store, 1.0).outcome(RankGroup())
+    pending = save(saver, CheckpointStore(tmp_path, LocalFiles(at("fsync_folder", damage))), 2.0, to_delete=[str(old)])
     with pytest.raises(CorruptCheckpointError, match=r"does not read back: model\.safetensors differs"):
-        pending.outcome(Peers())
+        pending.outcome(RankGroup())
     assert pending.path is None
     with pytest.warns(UserWarning, match="passed over"):
-        assert store.resolve("last") == old
+        assert path_of(store.resolve("last")) == old
     saver.close()
 
 
 def open_when_given_up(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Open the gate right after a saver has given up its group; whether it broke it off."""
     broken_off: list[bool] = []
-    close = Peers.close
+    close = RankGroup.close
 
-    def close_and_open(self: Peers, abort: bool = False) -> None:
+    def close_and_open(self: RankGroup, abort: bool = False) -> None:
         close(self, abort)
         broken_off.append(abort)
         gate.open.set()
 
-    monkeypatch.setattr(Peers, "close", close_and_open)
+    monkeypatch.setattr(RankGroup, "close", close_and_open)
     return broken_off
 
 
@@ -197,11 +197,11 @@ def beside_the_training(folder: str) -> tuple[str, list[str], list[int]]:
         gather_object(rank)
     seen = gather_object(int(pending.wait(0.0)))
     gate.open.set()
-    path = pending.outcome(Peers())
+    path = pending.outcome(RankGroup())
     store = CheckpointStore(folder)
     problems = store.verify_together(path)
     assert value_of(store.read(path)) == 1.0
-    again = save(saver, store, 2.0, doomed=[str(path)]).outcome(Peers())
+    again = save(saver, store, 2.0, to_delete=[str(path)]).outcome(RankGroup())
     assert [info.path for info in store.scan()] == [again]
     saver.close()
     return again.name, problems, seen
@@ -217,18 +217,18 @@ def test_it_has_a_group_of_its_own(tmp_path: Path, debug: str) -> None:
 def fails_on(folder: str, bad: int) -> tuple[str, str, bool]:
     PartialState(cpu=True)
     saver = BackgroundSaver()
-    old = save(saver, CheckpointStore(folder), 1.0).outcome(Peers())
+    old = save(saver, CheckpointStore(folder), 1.0).outcome(RankGroup())
     store = CheckpointStore(folder, LocalFiles(at("write", full_disk, bad)))
-    pending = save(saver, store, 2.0, doomed=[str(old)])
+    pending = save(saver, store, 2.0, to_delete=[str(old)])
     try:
-        pending.outcome(Peers())
+        pending.outcome(RankGroup())
     except CheckpointError as error:
         got = type(error).__name__, str(error), old.exists()
     except RemoteError as error:
         got = type(error).__name__, str(error), old.exists()
     else:
         raise AssertionError("it must fail on every rank")
-    save(saver, CheckpointStore(folder), 3.0).outcome(Peers())  # the ranks are still in step
+    save(saver, CheckpointStore(folder), 3.0).outcome(RankGroup())  # the ranks are still in step
     saver.close()
     return got
 

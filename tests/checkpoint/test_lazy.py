@@ -17,12 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from instep.checkpoint import CheckpointStore, Shard, load_weights, merge, write_tensors
-from instep.checkpoint.lazy import JoinedTensor, join_tensors, read_parts
+from instep.checkpoint.lazy import LazyTensor, join_tensors, read_parts
 from instep.errors import CheckpointError, CorruptCheckpointError
 from tests.helpers.sharding import cut
 
 
-def stored(folder: Path, parts: list[Any]) -> JoinedTensor:
+def stored(folder: Path, parts: list[Any]) -> LazyTensor:
     """One tensor, each part in a file of its own beside another tensor."""
     for number, part in enumerate(parts):
         write_tensors(folder / f"{number}.safetensors", {"x": part, f"beside {number}": torch.ones(number + 1)})
@@ -184,7 +184,7 @@ def test_a_checkpoint_in_parts_reads_as_a_whole_one(tmp_path: Path, flat: bool) 
     assert extra["layers"] == ["up", "up"]
     [lazy] = CheckpointStore(tmp_path).read(path).state("optimizer", lazy=True)
     moment = lazy["state"]["bias"]["exp_avg"]
-    assert isinstance(moment, JoinedTensor)
+    assert isinstance(moment, LazyTensor)
     assert torch.equal(moment.read((slice(1, 3),)), tree["state"]["bias"]["exp_avg"][1:3])
 
 

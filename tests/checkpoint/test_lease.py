@@ -402,10 +402,10 @@ def test_a_folder_that_was_taken_away_is_called_so_and_not_made_again(tmp_path: 
 def test_the_owner_sweeps_what_other_hosts_left(tmp_path: Path) -> None:
     left = tmp_path / ".saving-step-00000003-1@elsewhere-1-0123abcd"
     left.mkdir()
-    CheckpointStore(tmp_path).tidy()
+    CheckpointStore(tmp_path).clean_stale()
     assert left.exists()
     held = Lease.take(tmp_path, "mine")
-    CheckpointStore(tmp_path, lease=held).tidy()
+    CheckpointStore(tmp_path, lease=held).clean_stale()
     assert not left.exists()
     held.release()
 

@@ -48,9 +48,9 @@ def check(root: Path, reported: tuple[int, int] | None) -> tuple[int, int] | Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a damaged one in plain sight would be passed over with a warning
         newest = store.newest_verified()
-    found = None if newest is None else (newest.step, newest.attempt)
+    found = None if newest is None else (newest.manifest.step, newest.manifest.attempt)
     if newest is not None:
-        assert value_of(store.read(newest.path)) == VALUES[newest.step, newest.attempt]
+        assert value_of(store.read(newest.path)) == VALUES[newest.manifest.step, newest.manifest.attempt]
     if reported is not None:
         assert found is not None
         assert found >= reported

@@ -11,7 +11,7 @@ import pytest
 from instep.checkpoint import CheckpointStore, LocalFiles, Writer
 from instep.errors import CheckpointError, CheckpointNotFoundError, DistributedError, RemoteError
 from instep.state import PartialState
-from tests.checkpoint.helpers import flip, left_over, value_of, writes
+from tests.checkpoint.helpers import flip, left_over, path_of, value_of, writes
 from tests.helpers.spawn import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -28,7 +28,7 @@ def save_twice(folder: str) -> tuple[str, str, list[str], int, list[str]]:
     assert value_of(store.read(second)) == 2.0
     assert store.read(second).state(f"rank-{rank}")["rank"] == rank
     assert store.verify_together(first) == []
-    assert store.resolve("last") == store.resolve("auto") == second
+    assert path_of(store.resolve("last")) == path_of(store.resolve("auto")) == second
     info = store.scan()[1].manifest
     assert info.info == {"epoch": 0}
     return first.name, second.name, sorted(info.files), info.world_size, left_over(store)
@@ -204,7 +204,7 @@ def damaged(folder: str, name: str) -> tuple[str, list[str], list[str]]:
         warnings.simplefilter("always")
         chosen = store.resolve("auto")
     assert chosen is not None
-    return chosen.name, store.verify_together(newer), [str(warning.message) for warning in caught]
+    return chosen.path.name, store.verify_together(newer), [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "rank-1.safetensors", "trainer.json", "manifest.json"])
@@ -225,7 +225,7 @@ def decide_alike(folder: str) -> tuple[str | None, list[str]]:
     path = store.save(1, writes(1.0), info={"monitor": "loss", "mode": "min", "score": 1.0})
     if rank == 1:
         store.root = Path(folder, "nothing-here")
-    assert store.resolve("best") == store.resolve("last") == path
+    assert path_of(store.resolve("best")) == path_of(store.resolve("last")) == path
     removed = store.sweep()
     if rank == 1:
         store.root = path.parent

@@ -30,7 +30,7 @@ from instep.checkpoint.remote import RemoteFiles
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, MissingPackageError
 from instep.state import PartialState
 from instep.utils.paths import to_path
-from tests.checkpoint.helpers import ACTIONS, NEW, OLD, save_same_step, value_of, writes
+from tests.checkpoint.helpers import ACTIONS, NEW, OLD, path_of, save_same_step, value_of, writes
 from tests.helpers.faults import FaultPlan, exit_status_of
 from tests.helpers.object_store import Bucket, need_packages
 from tests.helpers.spawn import run_ranks
@@ -69,13 +69,13 @@ def test_everything_that_a_folder_can(url: str) -> None:
     assert store.scan()[1].manifest.info == {"epoch": 1}
     assert store.verify(new) == store.verify("step-00000003-2") == store.verify_together(str(new)) == []
     assert value_of(store.read(new)) == value_of(store.read(new, verify=False)) == NEW
-    assert store.resolve("last") == new
+    assert path_of(store.resolve("last")) == new
     assert is_checkpoint(str(new))
     assert find_checkpoint(f"{url}/step-00000003") == new
     assert load_weights(f"{url}/step-00000003")["tied"][3] == NEW
     store.delete(new)
     store.delete(new)
-    assert store.resolve("last") == old
+    assert path_of(store.resolve("last")) == old
     assert CheckpointStore(url).sweep(of_other_hosts=True) == []
     with pytest.raises(CheckpointNotFoundError, match="step-00000009"):
         find_checkpoint(f"{url}/step-00000009")
@@ -100,7 +100,7 @@ def test_what_is_damaged_is_passed_over(bucket: Bucket) -> None:
     bucket.put("run/step-00000002-1/optimizer.safetensors", bytes(flipped))
     bucket.client.delete_object(Bucket=bucket.name, Key="run/step-00000001-1/trainer.json")
     with pytest.warns(UserWarning, match="passed over") as caught:
-        assert store.resolve("last") == paths[0]
+        assert path_of(store.resolve("last")) == paths[0]
     texts = [str(warning.message) for warning in caught]
     for text, what in zip(texts, ["cut short or damaged", "bytes instead of", "differs", "is missing"], strict=True):
         assert what in text
@@ -116,8 +116,8 @@ def test_a_folder_without_a_manifest_is_no_checkpoint_and_no_cause_for_a_warning
 
     def write(writer: Any) -> None:
         writes(NEW)(writer)
-        assert store.resolve("last") == kept  # while the files of the newer one are there already
-        assert [path.name for path, _ in store.files.remains(store.root)] == ["step-00000002-1"]
+        assert path_of(store.resolve("last")) == kept  # while the files of the newer one are there already
+        assert [path.name for path, _ in store.files.leftovers(store.root)] == ["step-00000002-1"]
         assert CheckpointStore(url).sweep(of_other_hosts=True) == []  # who writes there lives
 
     store.save(2, write)
@@ -354,7 +354,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(name: str, bucket: Bu
         assert newest is not None
         seen.append(value_of(store.read(newest.path)))
         store.sweep()
-        assert store.files.remains(store.root) == []
+        assert store.files.leftovers(store.root) == []
         if number % 4 == 0 and seen[-1] == OLD:
             action(store)  # the same command again
             assert value_of(store.read("step-00000002-1" if action is not save_same_step else "step-00000001-2")) == NEW
@@ -382,7 +382,7 @@ def save_together(url: str) -> tuple[list[str], float, list[str], str]:
         store.save(8, fail)
     except Exception as error:
         text = type(error).__name__
-    assert store.resolve("last") == new
+    assert path_of(store.resolve("last")) == new
     assert store.read(new).state(f"rank-{rank}")["rank"] == rank
     return sorted(store.scan()[0].manifest.files), value_of(store.read(new)), store.verify_together(new), text
 

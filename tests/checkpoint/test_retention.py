@@ -19,8 +19,8 @@ def left(policy: Retention, scores: list[float | None], every: int = 10) -> list
     saved: list[Saved] = []
     for number, score in enumerate(scores):
         saved.append(Saved(str(number), (number + 1) * every, score))
-        doomed = policy.doomed(saved)
-        saved = [it for it in saved if it.key not in doomed]
+        to_delete = policy.to_delete(saved)
+        saved = [it for it in saved if it.key not in to_delete]
     return [int(it.key) for it in saved]
 
 
@@ -86,11 +86,11 @@ def test_what_is_worth_saving(policy: Retention, score: float | None, taken: boo
 
 def test_a_second_save_of_a_step_does_not_replace_the_first_for_ever():
     saved = [Saved("step-100-1", 100), Saved("step-100-2", 100), Saved("step-120-1", 120)]
-    assert KeepEvery(50).doomed(saved) == ["step-100-2"]
+    assert KeepEvery(50).to_delete(saved) == ["step-100-2"]
 
 
 def test_nothing_is_doomed_among_none():
-    assert [policy.doomed([]) for policy in (KeepAll(), KeepNewest(1), KeepBest(1), KeepEvery(1))] == [[]] * 4
+    assert [policy.to_delete([]) for policy in (KeepAll(), KeepNewest(1), KeepBest(1), KeepEvery(1))] == [[]] * 4
 
 
 def test_unions_are_flat_and_know_their_modes():

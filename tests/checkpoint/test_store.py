@@ -23,7 +23,7 @@ from instep.errors import (
     SettingError,
     UnsavableStateError,
 )
-from tests.checkpoint.helpers import flip, left_over, value_of, writes
+from tests.checkpoint.helpers import flip, left_over, path_of, value_of, writes
 from tests.helpers.faults import FaultPlan
 
 
@@ -333,7 +333,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_reason_named(
     assert store.verify(older) == []
     for choose in (lambda: store.resolve("auto"), lambda: store.resolve("last")):
         with pytest.warns(UserWarning, match="step-00000002-1 is passed over") as caught:
-            assert choose() == older
+            assert path_of(choose()) == older
         assert why in str(caught[0].message)
     with pytest.raises(CheckpointError, match=r"step-00000002-1"):
         value_of(store.read(newer))
@@ -369,7 +369,7 @@ def test_an_older_broken_one_is_not_looked_at(store: CheckpointStore) -> None:
     (older / "manifest.json").unlink()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert store.resolve("last") == newer
+        assert path_of(store.resolve("last")) == newer
 
 
 def test_stray_files_and_folders_do_not_matter(store: CheckpointStore) -> None:
@@ -381,7 +381,7 @@ def test_stray_files_and_folders_do_not_matter(store: CheckpointStore) -> None:
     (store.root / "plots-2" / "a.png").write_bytes(b"")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert store.resolve("last") == path
+        assert path_of(store.resolve("last")) == path
     assert store.verify(path) == []
 
 
@@ -389,7 +389,7 @@ def test_a_copy_of_a_checkpoint_under_a_name_of_ones_own_is_a_checkpoint(store: 
     path = store.save(1, writes(1.0))
     path.rename(store.root / "good one")
     assert is_checkpoint(store.root / "good one")
-    assert store.resolve("last") == store.root / "good one"
+    assert path_of(store.resolve("last")) == store.root / "good one"
 
 
 def test_reading_without_verification_is_for_what_was_verified(store: CheckpointStore) -> None:
@@ -419,11 +419,11 @@ def test_best_is_verified_too(store: CheckpointStore) -> None:
         store.save(step, writes(1.0), info={"monitor": "acc", "mode": "max", "score": score, "kind": kind})
         for step, (score, kind) in enumerate([(0.5, "full"), (0.9, "weights"), (math.nan, "full"), (0.7, "full")])
     ]
-    assert store.resolve("best") == paths[1]
-    assert store.resolve("best", kind="full") == paths[3]
+    assert path_of(store.resolve("best")) == paths[1]
+    assert path_of(store.resolve("best", kind="full")) == paths[3]
     flip(paths[1] / "trainer.json", 3)
     with pytest.warns(UserWarning, match="step-00000001-1 is passed over"):
-        assert store.resolve("best") == paths[3]
+        assert path_of(store.resolve("best")) == paths[3]
     with pytest.raises(CheckpointNotFoundError, match="with a score"):
         store.resolve("best", monitor="loss")
 
@@ -431,9 +431,9 @@ def test_best_is_verified_too(store: CheckpointStore) -> None:
 def test_a_run_continues_from_full_checkpoints_only(store: CheckpointStore) -> None:
     full = store.save(1, writes(1.0))
     weights = store.save(2, writes(2.0), info={"kind": "weights"})
-    assert store.resolve("auto") == full
-    assert store.resolve("last") == weights
-    assert store.resolve("last", kind="full") == full
+    assert path_of(store.resolve("auto")) == full
+    assert path_of(store.resolve("last")) == weights
+    assert path_of(store.resolve("last", kind="full")) == full
 
 
 def test_a_path_without_the_attempt_is_the_latest_one(store: CheckpointStore) -> None:

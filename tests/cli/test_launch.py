@@ -166,7 +166,7 @@ def test_a_dry_run_says_where_each_setting_comes_from(
         ("--config nope t.py", "Or give the path of a file"),
         ("--precision bf61 t.py", "--precision: precision='bf61' is not known. Use one of: 32-true"),
         ("--mixed_precision bf61 t.py", "--mixed_precision: precision='bf61'"),
-        ("--env A t.py", "argument --env: expected NAME=VALUE, got 'A'"),
+        ("--env A t.py", "argument --env: env='A': expected NAME=VALUE"),
         ("--devices -1 t.py", "cpu processes have no indices and no number that is all"),
         ("--accelerator cuda t.py", "this process sees no such device"),
         ("--num-nodes 2 t.py", "needs master_port"),

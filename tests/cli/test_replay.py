@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,36 @@ def train(root: Path, *argv: str) -> Path:
     return found
 
 
-def replay(checkpoint: Path, cwd: Path, *words: str) -> dict[int, dict[int, Any]]:
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Finished]:
+    """`instep replay` in this process and the test's folder; the program that it runs is a process of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    monkeypatch.delenv("DIARY", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def run_here(*words: str | Path) -> Finished:
+        capfd.readouterr()
+        code = main(["replay", *map(str, words)])
+        return Finished(code, *capfd.readouterr())
+
+    return run_here
+
+
+@pytest.fixture
+def replay(command: Callable[..., Finished]) -> Callable[..., dict[int, dict[int, Any]]]:
     """Step -> rank -> what was printed of it."""
-    done = run(["-m", "instep", "replay", str(checkpoint), "--json", *words], cwd)
-    assert "a line of the program" in done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["checkpoint"] == str(checkpoint)
-    return {step["step"]: {rank["rank"]: rank for rank in step["ranks"]} for step in answer["steps"]}
+
+    def replayed(checkpoint: Path, *words: str) -> dict[int, dict[int, Any]]:
+        done = command(checkpoint, "--json", *words)
+        assert done.returncode == 0, done.stderr
+        assert "a line of the program" in done.stderr
+        answer = json.loads(done.stdout)
+        assert answer["checkpoint"] == str(checkpoint)
+        return {step["step"]: {rank["rank"]: rank for rank in step["ranks"]} for step in answer["steps"]}
+
+    return replayed
 
 
 def diary(root: Path, rank: int) -> dict[int, list[tuple[str, list[int], str | None]]]:
@@ -88,12 +112,12 @@ class TestOneProcess:
     pytestmark = needs_programs
 
     def test_bit_for_bit_over_an_epochs_end_and_nothing_is_written(
-        self, alone: tuple[Path, Path], tmp_path: Path
+        self, alone: tuple[Path, Path], tmp_path: Path, replay: Any
     ) -> None:
         root, checkpoints = alone
         (root / "later").unlink()
         before = everything(root)
-        steps = replay(checkpoints / "step-00000004-1", tmp_path, "--steps", "4")
+        steps = replay(checkpoints / "step-00000004-1", "--steps", "4")
         check(root, steps, [5, 6, 7, 8], ranks=1)
         assert everything(root) == before, "not even the program's last line has run"
         assert not list(tmp_path.iterdir())
@@ -110,26 +134,26 @@ class TestOneProcess:
         assert lines[2] == ["3", "0", "5", *exact, str(last[1])]
         assert "Warning" not in done.stderr
 
-    def test_the_runs_own_end(self, alone: tuple[Path, Path], tmp_path: Path) -> None:
+    def test_the_runs_own_end(self, alone: tuple[Path, Path], replay: Any) -> None:
         root, checkpoints = alone
-        check(root, replay(checkpoints / "step-00000010-1", tmp_path, "--steps", "99"), [11, 12], ranks=1)
+        check(root, replay(checkpoints / "step-00000010-1", "--steps", "99"), [11, 12], ranks=1)
 
-    def test_another_program(self, alone: tuple[Path, Path], tmp_path: Path) -> None:
+    def test_another_program(self, alone: tuple[Path, Path], tmp_path: Path, replay: Any) -> None:
         root, checkpoints = alone
         moved = tmp_path / "moved.py"
         moved.write_text(Path(PROGRAM).read_text())
-        check(root, replay(checkpoints / "step-00000002-1", tmp_path, "--steps", "1", "--", str(moved)), [3], ranks=1)
+        check(root, replay(checkpoints / "step-00000002-1", "--steps", "1", "--", str(moved)), [3], ranks=1)
 
-    def test_the_step_that_fails_is_among_them(self, alone: tuple[Path, Path], tmp_path: Path) -> None:
+    def test_the_step_that_fails_is_among_them(
+        self, alone: tuple[Path, Path], tmp_path: Path, command: Callable[..., Finished]
+    ) -> None:
         root, checkpoints = alone
         failing = tmp_path / "failing.py"
         text, call = Path(PROGRAM).read_text(), "trainer.fit(module, train,"
         poison = "f = module.training_step\n    module.training_step = lambda b, i: f(b, i) * float('nan') ** (i == 7)"
         text = text.replace(call, f"{poison}\n    {call}")
         failing.write_text(text.replace("max_epochs=2", "max_epochs=2, nonfinite='stop'"))
-        path = str(checkpoints / "step-00000002-1")
-        argv = [sys.executable, "-m", "instep", "replay", path, "--json", "--", str(failing)]
-        done = run_command(argv, env={"PYTHONPATH": str(REPO)}, cwd=tmp_path)
+        done = command(checkpoints / "step-00000002-1", "--json", "--", failing)
         assert done.returncode == 1
         steps = {
             step["step"]: {rank["rank"]: rank for rank in step["ranks"]} for step in json.loads(done.stdout)["steps"]
@@ -143,14 +167,14 @@ class TestOneProcess:
         assert [batch["samples"] for batch in failed["batches"]] == [samples for _, samples, _ in diary(root, 0)[4]]
         assert "NonFiniteError" in failed["error"]
 
-    def test_a_program_that_fails(self, alone: tuple[Path, Path], tmp_path: Path) -> None:
+    def test_a_program_that_fails(
+        self, alone: tuple[Path, Path], tmp_path: Path, command: Callable[..., Finished]
+    ) -> None:
         bad, idle = tmp_path / "bad.py", tmp_path / "idle.py"
         bad.write_text("raise SystemExit(7)")
         idle.write_text("")
-        checkpoint = str(alone[1] / "step-00000002-1")
         for program, said in ((bad, "ended with exit code 7, before a fit"), (idle, "without a fit")):
-            argv = [sys.executable, "-m", "instep", "replay", checkpoint, "--command", f"python {program} --x"]
-            done = run_command(argv, cwd=tmp_path)
+            done = command(alone[1] / "step-00000002-1", "--command", f"python {program} --x")
             assert done.returncode == 1
             assert said in done.stderr
             assert "Traceback" not in done.stderr
@@ -159,14 +183,14 @@ class TestOneProcess:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("launcher", ["itself", "torchrun"])
-def test_two_ranks(launcher: str, tmp_path: Path) -> None:
+def test_two_ranks(launcher: str, tmp_path: Path, replay: Any) -> None:
     """With `devices` in the program it starts its ranks again; what torchrun started, replay starts."""
     argv = [PROGRAM, "--devices", "2"]
     if launcher == "torchrun":
         argv = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", PROGRAM]
     checkpoints = train(tmp_path, *argv)
     before = everything(tmp_path)
-    steps = replay(checkpoints / "step-00000002-1", tmp_path, "--steps", "2")
+    steps = replay(checkpoints / "step-00000002-1", "--steps", "2")
     check(tmp_path, steps, [3, 4], ranks=2)
     assert everything(tmp_path) == before
 

@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 import yaml
 
-from instep.config.layers import NO_FILE, default_file, find_file, repeated_keys, resolve, templates
+from instep.config.file import NO_FILE, default_file, find_file, repeated_keys, templates
+from instep.config.layers import resolve
 from instep.config.settings import NAMES, about, check, choices, schema
 from instep.errors import SettingError
+from instep.state import DEVICE_KINDS
 from instep.strategies import PRECISIONS, strategy_names
 from instep.strategies.precision import precision_name
-from instep.trainer.settings import ACCELERATORS
 from instep.utils.env import misspelt_variables, variable_of
 
 
 def test_the_names_are_those_of_the_trainer() -> None:
     assert not misspelt_variables({variable_of(name): "1" for name in (*NAMES, "config_file", "of_my_own")})
-    assert set(choices("accelerator")) == set(ACCELERATORS)
+    assert set(choices("accelerator")) == {"auto", "gpu", *DEVICE_KINDS}
     assert {precision_name("precision", name) for name in choices("precision")} == set(PRECISIONS)
     assert set(strategy_names()) <= set(schema()["properties"]["strategy"]["examples"])
     assert all(about(name).text for name in NAMES)
@@ -99,12 +100,12 @@ def test_merged_mappings_repeat_no_key() -> None:
         ("\ndevices: 0", r":2: devices=0: expected at least 1, 'auto', -1 for all, or indices"),
         ("devices: [0, 0]", r"devices=\[0, 0\]: expected"),
         ("devices: yes", r"devices=True: expected"),
-        ("max_restarts: -1", r"max_restarts=-1: expected greater than or equal to 0"),
-        ("max_restarts: yes", r"max_restarts=True: expected neither true nor false"),
+        ("max_restarts: -1", r"max_restarts=-1: expected an integer of at least 0"),
+        ("max_restarts: yes", r"max_restarts=True: expected an integer of at least 0; YAML reads yes, no"),
         ("num_nodes: '3:2'", r"num_nodes='3:2': expected a number, or MIN:MAX"),
-        ("hang_timeout_s: soon", r"hang_timeout_s='soon': expected a valid number"),
+        ("hang_timeout_s: soon", r"hang_timeout_s='soon': expected a number of seconds above 0"),
         ("env: {A: yes}", r"env={'A': True}: expected texts"),
-        ("debug: maybe", r"debug='maybe': expected a valid boolean"),
+        ("debug: maybe", r"debug='maybe': expected True or False"),
         ("precison: 16", r":1: precison is no setting; did you mean precision\?"),
         ("num_machines: 2", r":1: num_machines is called num_nodes here"),
         ("use_cpu: true", r":1: use_cpu is written accelerator: cpu here"),
@@ -134,7 +135,7 @@ def test_every_wrong_value_is_told() -> None:
 @pytest.mark.parametrize(
     ("given", "value"),
     [
-        ({"devices": "0,2"}, [0, 2]), ({"devices": "all"}, -1), ({"devices": "3"}, 3), ({"tee": "none"}, False),
+        ({"devices": "0,2"}, (0, 2)), ({"devices": "all"}, -1), ({"devices": "3"}, 3), ({"tee": "none"}, False),
         ({"tee": "1"}, [1]), ({"tee": True}, True), ({"precision": 16}, "16"), ({"precision": False}, "no"),
         ({"num_nodes": "2:4"}, "2:4"), ({"num_nodes": "2"}, 2), ({"debug": "on"}, True),
         ({"env": {"A": 1.5}}, {"A": "1.5"}), ({"rdzv_conf": "a=1,b=2"}, {"a": "1", "b": "2"}),

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from instep.data import BatchSource, CombinedLoader, prepare_loader
+from instep.data.plan import rank_weight, window_scale
 from instep.errors import DataError, SettingError
 
 
@@ -61,12 +62,12 @@ def run(source: BatchSource, stop: int | None = None) -> list[Any]:
     taken, flags = [], []
     for batch in source:
         taken.append(batch)
-        flags.append(source.is_last)
+        flags.append(source.share.last)
         if len(taken) == stop:
             break
     if stop is None and taken:
         assert flags == [False] * (len(taken) - 1) + [True]
-        if source.reliable:
+        if source.plan.exact:
             assert source.num_batches == source.first_batch + len(taken)
     return as_lists(taken)
 
@@ -170,14 +171,14 @@ def test_start_at_is_the_same_as_a_state() -> None:
 def test_counts_and_weights_of_ranks() -> None:
     ranks = [combined("max_size", world=2, rank=rank, a=10, b=5) for rank in range(2)]
     assert [source.num_batches for source in ranks] == [3, 3]
-    assert not ranks[0].uniform
-    assert [source.full_batches(1) for source in ranks] == [1, 1]
+    assert not ranks[0].plan.uniform
+    assert [source.plan.full_batches(1) for source in ranks] == [1, 1]
     seen: Counter[int] = Counter()
     for number, _ in enumerate(zip(*ranks, strict=True)):
-        counts = [source.counts(number) for source in ranks]
+        counts = [source.share[:2] for source in ranks]
         assert counts[0][1] == counts[1][1] == sum(local or 0 for local, _ in counts)
-        assert sum(source.weight(number) for source in ranks) == pytest.approx(2)
-        assert ranks[0].window_scale(number, 2) == pytest.approx(ranks[0].weight(number) / (2 if number < 2 else 1))
+        assert sum(rank_weight(source) for source in ranks) == pytest.approx(2)
+        assert window_scale(ranks[0], number, 2) == pytest.approx(rank_weight(ranks[0]) / (2 if number < 2 else 1))
         seen[number] = counts[0][1] or 0
     assert list(seen.values()) == [8, 5, 2]
     assert ranks[0].sample_indices(2) == [ranks[0].flattened[0].sample_indices(2), None]

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from instep.data import CombinedLoader, PreparedLoader, prepare_loader
+from instep.data.plan import gradient_correction, rank_weight, window_scale
 from instep.distributed import gather_object
 from instep.errors import DataError, DistributedError, RemoteError, SettingError
 from instep.state import PartialState
@@ -65,9 +66,9 @@ class Sample:
 def run(source: PreparedLoader, stop: int | None = None) -> list[Any]:
     """What counts of each batch, what else is known of it, and whether it is the last."""
     steps = []
-    for number, batch in enumerate(source, source.first_batch):
-        mine, total = source.counts(number)
-        steps.append((batch.tolist()[:mine], (mine, total), source.is_last))
+    for _number, batch in enumerate(source, source.first_batch):
+        mine, total = source.share[:2]
+        steps.append((batch.tolist()[:mine], (mine, total), source.share.last))
         if len(steps) == stop:
             break
     return steps
@@ -92,7 +93,7 @@ def _structures() -> list[Any]:
         torch.empty(0, 2),
     ]
     source = prepare(batches, split_batches=True)
-    return [(batch, source.counts(number), source.is_last) for number, batch in enumerate(source)]
+    return [(batch, source.share[:2], source.share.last) for number, batch in enumerate(source)]
 
 
 def test_structures_arrive_as_they_were() -> None:
@@ -267,8 +268,7 @@ def test_limits_count_steps() -> None:
 def _unknown() -> list[Any]:
     source = prepare([{"n": 1}, {"n": 2}, {"n": 3}])
     return [
-        (batch["n"], source.counts(number), source.weight(number), source.is_last)
-        for number, batch in enumerate(source)
+        (batch["n"], source.share[:2], rank_weight(source), source.share.last) for number, batch in enumerate(source)
     ]
 
 
@@ -282,7 +282,7 @@ def _combined() -> list[Any]:
     parts = {"a": DataLoader(Numbers(7), batch_size=2), "b": DataLoader(Stateful(9), batch_size=2)}
     source = CombinedLoader(parts, "max_size_cycle").map(prepare)
     steps = [
-        ({key: part.tolist() for key, part in batch.items()}, source.counts(number), source.is_last)
+        ({key: part.tolist() for key, part in batch.items()}, source.share[:2], source.share.last)
         for number, batch in enumerate(source)
     ]
     again = CombinedLoader(parts, "max_size_cycle").map(prepare)
@@ -357,10 +357,14 @@ def _window_means(make: Any, accumulate: int, **options: Any) -> list[float]:
     means, total = [], 0.0
     source = prepare(make(), **options)
     for number, batch in enumerate(source, source.first_batch):
-        scale = 1 / accumulate if number < source.full_batches(accumulate) else source.window_scale(number, accumulate)
+        scale = (
+            1 / accumulate
+            if number < source.plan.full_batches(accumulate)
+            else window_scale(source, number, accumulate)
+        )
         total += batch.double().mean().item() * scale
-        if (number + 1) % accumulate == 0 or source.is_last:
-            means.append(total * source.rescale(number, accumulate))
+        if (number + 1) % accumulate == 0 or source.share.last:
+            means.append(total * gradient_correction(source, number, accumulate))
             total = 0.0
     return means
 
@@ -403,9 +407,9 @@ def _known_lengths() -> list[Any]:
             source = prepare(DataLoader(Numbers(length), batch_size=2), even_batches=even)
             source.start_at(1)
             source.set_epoch(0)
-            assert source.reliable
+            assert source.plan.exact
             assert len(run(source)) == len(source) - source.first_batch
-            found.append((length, even, len(source), source.full_batches(1)))
+            found.append((length, even, len(source), source.plan.full_batches(1)))
     return found
 
 

@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from instep.data import PreparedLoader, prepare_loader
 from instep.data.index import IndexLoader
+from instep.data.plan import gradient_correction, rank_weight, window_scale
 from instep.errors import DataError, SettingError
 from tests.data.helpers import Numbers
 
@@ -50,11 +51,11 @@ def real(ranks: list[PreparedLoader]) -> list[int]:
     for source in ranks:
         number = source.first_batch
         for number, batch in enumerate(source, source.first_batch):
-            local, total = source.counts(number)
+            local, total = source.share[:2]
             assert local is not None
             assert total is not None
             assert batch.tolist() == source.sample_indices(number)
-            assert source.is_last == (number + 1 == source.num_batches)
+            assert source.share.last == (number + 1 == source.num_batches)
             taken += batch.tolist()[:local]
         lengths.add(number)
     assert len(lengths) == 1
@@ -128,8 +129,8 @@ def test_resume_in_mid_epoch_at_another_layout(
     taken: list[int] = []
     for source in ranks:
         source.set_epoch(2)
-        for number, batch in zip(range(stop), source, strict=False):
-            taken += batch.tolist()[: source.counts(number)[0]]
+        for _number, batch in zip(range(stop), source, strict=False):
+            taken += batch.tolist()[: source.share.mine]
     states = [source.state_dict(stop) for source in ranks]
     assert all(state == states[0] for state in states)
     for source in resumed:
@@ -167,7 +168,7 @@ def test_resume_at_the_end_gives_nothing_and_then_the_next_epoch() -> None:
     resumed.load_state_dict(state)
     assert (resumed.first_batch, resumed.num_batches) == (2, 2)
     assert resumed.state_dict(2)["finished"]
-    assert resumed.counts(2) == (0, 0)
+    assert resumed.plan.at(2)[:2] == (0, 0)
     assert list(resumed) == []
     resumed.set_epoch(1)
     source.set_epoch(1)
@@ -230,24 +231,24 @@ def test_window_scale_makes_the_mean_over_the_window(
     samples: dict[int, list[int]] = {}
     for source in ranks:
         for number, batch in enumerate(source, source.first_batch):
-            scale = source.window_scale(number, accumulate)
-            if number < source.full_batches(accumulate):
+            scale = window_scale(source, number, accumulate)
+            if number < source.plan.full_batches(accumulate):
                 assert scale == 1 / accumulate
-            if source.uniform:
-                assert source.weight(number) == 1.0
-            assert source.rescale(number, accumulate) == 1.0
+            if source.plan.uniform:
+                assert rank_weight(source) == 1.0
+            assert gradient_correction(source, number, accumulate) == 1.0
             loss = values[batch.numpy()].mean() * scale
             updates[number // accumulate] = updates.get(number // accumulate, 0.0) + loss / world
-            samples.setdefault(number // accumulate, []).extend(batch.tolist()[: source.counts(number)[0]])
+            samples.setdefault(number // accumulate, []).extend(batch.tolist()[: source.share.mine])
     for window, update in updates.items():
         assert update == pytest.approx(values[samples[window]].mean(), abs=1e-12)
 
 
 def test_uniform_only_without_a_tail() -> None:
-    assert prepare_loader(DataLoader(Numbers(8), batch_size=4)).uniform
-    assert not prepare_loader(DataLoader(Numbers(9), batch_size=4)).uniform
-    assert prepare_loader(DataLoader(Numbers(9), batch_size=4, drop_last=True)).uniform
-    assert prepare_loader(DataLoader(Numbers(9), batch_size=4), limit=2).uniform
+    assert prepare_loader(DataLoader(Numbers(8), batch_size=4)).plan.uniform
+    assert not prepare_loader(DataLoader(Numbers(9), batch_size=4)).plan.uniform
+    assert prepare_loader(DataLoader(Numbers(9), batch_size=4, drop_last=True)).plan.uniform
+    assert prepare_loader(DataLoader(Numbers(9), batch_size=4), limit=2).plan.uniform
 
 
 # ---- limits and other settings
@@ -298,9 +299,9 @@ def test_a_loader_that_does_not_batch() -> None:
     ranks = sources(lambda: DataLoader(Numbers(3), batch_size=None, shuffle=True), 2)
     passes = [list(source) for source in ranks]
     assert sorted(passes[0] + passes[1][:1]) == [0, 1, 2]
-    assert ranks[1].counts(1) == (0, None)
-    assert ranks[0].counts(1) == (None, None)
-    assert [source.weight(1) for source in ranks] == [2.0, 0.0]
+    assert ranks[1].plan.at(1)[:2] == (0, None)
+    assert ranks[0].plan.at(1)[:2] == (None, None)
+    assert [rank_weight(source) for source in ranks] == [2.0, 0.0]
     assert ranks[0].sample_indices(0) == passes[0][:1]
     workers = prepare_loader(DataLoader(Numbers(3), batch_size=None, num_workers=1), seed_samples=True)
     assert list(workers) == [0, 1, 2]
@@ -357,8 +358,8 @@ def test_a_batch_sampler_is_spread_by_whole_batches(world: int) -> None:
 
     ranks = sources(make, world)
     assert sorted(real(ranks)) == list(range(1, 10))
-    assert not ranks[0].uniform
-    assert ranks[0].full_batches(1) == (0 if world == 2 else 1)
+    assert not ranks[0].plan.uniform
+    assert ranks[0].plan.full_batches(1) == (0 if world == 2 else 1)
     resumed = sources(make, world)
     for source in resumed:
         source.load_state_dict(ranks[0].state_dict(1))
@@ -371,7 +372,7 @@ def test_past_the_end_there_is_nothing() -> None:
         lambda: DataLoader(Numbers(7), batch_sampler=[[0], [1]]),
     ):
         source = prepare_loader(make(), limit=1)
-        assert [source.counts(number) for number in (1, 2, 9)] == [(0, 0)] * 3
+        assert [source.plan.at(number)[:2] for number in (1, 2, 9)] == [(0, 0)] * 3
         source.start_at(9)
         assert list(source) == []
         assert (source.first_batch, source.num_batches) == (1, 1)
@@ -383,7 +384,7 @@ def test_batches_of_many_sizes_weigh_by_their_samples() -> None:
     values = [0.0] * 2
     for source in ranks:
         for number, batch in enumerate(source):
-            values[number // 2] += batch.double().mean().item() * source.window_scale(number, 2) / 2
+            values[number // 2] += batch.double().mean().item() * window_scale(source, number, 2) / 2
     assert values == pytest.approx([sum(range(7)) / 7, 7.5])
 
 
@@ -401,7 +402,7 @@ def test_a_distributed_sampler_is_never_sharded_twice() -> None:
             plain.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
             mine = flat(list(source))
             assert mine == flat(list(plain))
-            assert source.counts(0) == (2, 4)
+            assert source.plan.at(0)[:2] == (2, 4)
             seen += mine
         assert set(seen) == set(range(11))
     source = prepare_loader(make(0, 2), rank=0, world_size=2)
@@ -415,8 +416,8 @@ def test_a_distributed_sampler_is_never_sharded_twice() -> None:
 def test_use_distributed_sampler_false_leaves_the_data_whole() -> None:
     ranks = sources(lambda: DataLoader(Numbers(6), batch_size=2), 2, use_distributed_sampler=False)
     assert [flat(list(source)) for source in ranks] == [list(range(6))] * 2
-    assert ranks[0].counts(2) == (2, 4)
-    assert ranks[0].uniform
+    assert ranks[0].plan.at(2)[:2] == (2, 4)
+    assert ranks[0].plan.uniform
     three = sources(lambda: DataLoader(Numbers(6), batch_size=2), 3, use_distributed_sampler=False)
     with pytest.raises(DataError, match="2 processes"):
         three[0].load_state_dict(ranks[0].state_dict(1))
@@ -629,8 +630,8 @@ def test_split_batches_resume_at_another_world_size() -> None:
     first = sources(make, 2, split_batches=True)
     taken = []
     for source in first:
-        for number, batch in zip(range(2), source, strict=False):
-            taken += batch.tolist()[: source.counts(number)[0]]
+        for _number, batch in zip(range(2), source, strict=False):
+            taken += batch.tolist()[: source.share.mine]
     resumed = sources(make, 3, split_batches=True)
     for source in resumed:
         source.load_state_dict(first[0].state_dict(2))
@@ -642,8 +643,8 @@ def test_ranks_that_end_alone_weigh_as_if_all_ran() -> None:
     alone = sources(lambda: DataLoader(Numbers(9), batch_size=4), 2, even_batches=False)
     assert [len(source) for source in even] == [2, 2]
     assert [len(source) for source in alone] == [2, 1]
-    assert [source.window_scale(0, 2) for source in alone] == [source.window_scale(0, 2) for source in even]
-    assert [source.window_scale(0, 2) for source in alone] == [pytest.approx(4 * 2 / 9)] * 2
+    assert [window_scale(source, 0, 2) for source in alone] == [window_scale(source, 0, 2) for source in even]
+    assert [window_scale(source, 0, 2) for source in alone] == [pytest.approx(4 * 2 / 9)] * 2
     with pytest.raises(SettingError, match="Choose one") as caught:
         prepare_loader([1], even_batches=False, uneven="join")
     assert caught.value.field == "uneven"

@@ -71,10 +71,10 @@ def run(part: Part, saved: Saved, length: int, shuffle: bool, killed: bool) -> S
         data = None
         for number, batches in enumerate(zip(*ranks, strict=True), ranks[0].first_batch):
             for source, batch in zip(ranks, batches, strict=True):
-                count = source.counts(number)[0]
+                count = source.share.mine
                 assert count is not None
                 seen.setdefault(epoch, []).extend(batch.tolist()[:count])
-            if (number + 1) % part.accumulate and not ranks[0].is_last:
+            if (number + 1) % part.accumulate and not ranks[0].share.last:
                 continue
             steps += 1
             if steps % part.save_every == 0:

@@ -25,7 +25,7 @@ def test_batches_arrive_whole_while_the_device_is_busy() -> None:
         for _ in range(20):
             busy = busy @ busy / busy.norm()
         sums.append(batch[0].sum(1))
-        flags.append(source.is_last)
+        flags.append(source.share.last)
         del batch
     assert flags == [False] * 7 + [True]
     for total, batch in zip(sums, expected, strict=True):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from instep.data import CombinedLoader, PreparedLoader, prepare_loader
+from instep.data.plan import rank_weight, window_scale
 from instep.errors import DataError
 from tests.data.helpers import Numbers, rank
 from tests.helpers.spawn import run_ranks
@@ -53,9 +54,9 @@ def stream(lengths: list[int], uneven: str, stateful: bool = False, **options: A
 def run(source: Any, stop: int | None = None) -> list[tuple[list[int], tuple[Any, Any], float, bool]]:
     steps = []
     for number, batch in enumerate(source, source.first_batch):
-        weights = everyone(source.weight(number))
+        weights = everyone(rank_weight(source))
         assert weights == pytest.approx(2.0)
-        steps.append((batch.tolist(), source.counts(number), source.window_scale(number, 2), source.is_last))
+        steps.append((batch.tolist(), source.share[:2], window_scale(source, number, 2), source.share.last))
         if len(steps) == stop:
             break
     return steps
@@ -76,8 +77,8 @@ def test_stop_at_the_first_exhausted_rank() -> None:
 
 def _weights() -> list[Any]:
     source = stream([3, 4], "stop")
-    assert not source.uniform
-    assert source.full_batches(2) == 0
+    assert not source.plan.uniform
+    assert source.plan.full_batches(2) == 0
     return run(source)
 
 
@@ -173,7 +174,7 @@ def _shared() -> list[list[int]]:
         mine = []
         for number, step in enumerate(run(source)):
             mine += step[0][: step[1][0]]
-            assert step[2] == source.window_scale(number, 2)
+            assert step[2] == window_scale(source, number, 2)
         taken.append(mine)
     return taken
 
@@ -255,9 +256,9 @@ def _combined() -> tuple[list[Any], list[Any]]:
 
     def steps(source: CombinedLoader, stop: int | None = None) -> list[Any]:
         taken = []
-        for number, batch in enumerate(source, source.first_batch):
-            everyone(source.weight(number))
-            taken.append(({key: part.tolist() for key, part in batch.items()}, source.counts(number), source.is_last))
+        for _number, batch in enumerate(source, source.first_batch):
+            everyone(rank_weight(source))
+            taken.append(({key: part.tolist() for key, part in batch.items()}, source.share[:2], source.share.last))
             if len(taken) == stop:
                 break
         return taken
@@ -288,7 +289,7 @@ def _alone() -> list[Any]:
         source = prepare_loader(
             loader, rank=rank(), world_size=2, even_batches=False, use_distributed_sampler=False, limit=None
         )
-        flags = [source.is_last for _ in source]
+        flags = [source.share.last for _ in source]
         assert flags == [False] * (len(flags) - 1) + [True]
         source.start_at(len(flags) - 1)
         with warnings.catch_warnings():

@@ -14,6 +14,7 @@ from torch.utils.data import RandomSampler as TorchRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from instep.data import PreparedLoader, prepare_loader
+from instep.data.plan import gradient_correction, window_scale
 from instep.errors import DataError, MissingPackageError, SettingError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata with a new torch
@@ -80,7 +81,7 @@ def run(source: PreparedLoader, stop: int | None = None) -> list[Any]:
         torch.rand(3)  # what the training draws is nobody's business
         random.random()
         taken.append(batch.tolist() if isinstance(batch, torch.Tensor) else batch)
-        flags.append(source.is_last)
+        flags.append(source.share.last)
         if len(taken) == stop:
             break
     if stop is None and taken:
@@ -185,7 +186,7 @@ def test_lengths() -> None:
     with pytest.raises(TypeError, match="no length"):
         len(unsized)
     claiming = prepare_loader(DataLoader(Claiming(11), batch_size=2))
-    assert (claiming.num_batches, claiming.reliable) == (6, False)
+    assert (claiming.num_batches, claiming.plan.exact) == (6, False)
     assert len(prepare_loader(DataLoader(Claiming(11), batch_size=2), limit=0.5)) == 3
 
     class Modest(Stream):
@@ -218,13 +219,13 @@ def test_a_generator_serves_one_pass() -> None:
 
 def test_windows_of_data_without_an_end() -> None:
     source = prepare_loader(DataLoader(Stream(10), batch_size=2))
-    assert source.uniform
+    assert source.plan.uniform
     gradients = []
     total = 0.0
     for number, _ in enumerate(source):
-        assert number < source.full_batches(3)
-        total = (total + source.window_scale(number, 3)) * source.rescale(number, 3)
-        if (number + 1) % 3 == 0 or source.is_last:
+        assert number < source.plan.full_batches(3)
+        total = (total + window_scale(source, number, 3)) * gradient_correction(source, number, 3)
+        if (number + 1) % 3 == 0 or source.share.last:
             gradients.append(total)
             total = 0.0
     assert gradients == pytest.approx([1.0, 1.0])
@@ -234,11 +235,11 @@ def test_windows_of_data_without_an_end() -> None:
 def test_windows_of_a_resumed_pass() -> None:
     source = prepare_loader(DataLoader(Stream(10), batch_size=2))
     source.start_at(1)
-    assert source.full_batches(3) == 0
+    assert source.plan.full_batches(3) == 0
     total, sums = 0.0, []
     for number, _ in enumerate(source, source.first_batch):
-        total = (total + source.window_scale(number, 3)) * source.rescale(number, 3)
-        if (number + 1) % 3 == 0 or source.is_last:
+        total = (total + window_scale(source, number, 3)) * gradient_correction(source, number, 3)
+        if (number + 1) % 3 == 0 or source.share.last:
             sums.append(total)
             total = 0.0
     assert sums == pytest.approx([1.0, 1.0])
@@ -246,10 +247,10 @@ def test_windows_of_a_resumed_pass() -> None:
 
 def test_windows_of_unknown_sizes() -> None:
     source = prepare_loader([[1]] * 5)
-    assert source.uniform
-    assert source.full_batches(2) == 4
-    assert [source.window_scale(number, 2) for number in range(5)] == [0.5, 0.5, 0.5, 0.5, 1.0]
-    assert source.counts(0) == (None, None)
+    assert source.plan.uniform
+    assert source.plan.full_batches(2) == 4
+    assert [window_scale(source, number, 2) for number in range(5)] == [0.5, 0.5, 0.5, 0.5, 1.0]
+    assert source.share[:2] == (None, None)
 
 
 def test_a_state_too_far_back_is_refused() -> None:

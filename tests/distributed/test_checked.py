@@ -122,12 +122,12 @@ def test_a_block_of_one_process_first_is_told_from_other_calls() -> None:
 
 
 def test_where_the_store_does_not_answer_nobody_is_declared_gone() -> None:
-    class Book:
+    class RankRecords:
         def read(self, number: int) -> dict[int, str]:
             raise RuntimeError("no answer")
 
-    line = object.__new__(collective_checks._Line)
-    line._book, line._rank, line._world, line._count = Book(), 0, 2, 1  # type: ignore[assignment]
+    line = object.__new__(collective_checks._CallRecords)
+    line._records, line._rank, line._world, line._count = RankRecords(), 0, 2, 1  # type: ignore[assignment]
     text = str(line._alone("gather at a.py:1", 8.0, RuntimeError("timed out")))
     assert text.startswith("gather at a.py:1: not everybody came; waited 8.0 s (timed out). Who did is not known")
     assert "is gone" not in text

@@ -19,8 +19,8 @@ from instep.health.heartbeat_file import (
     SLOW,
     STEP,
     TURN,
-    Beats,
-    Watch,
+    HangDetector,
+    HeartbeatFile,
 )
 
 LIMIT_S = 10.0
@@ -30,7 +30,7 @@ class Node:
     """Ranks of one node that all are in the middle of training, and a clock."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:
-        self.beats = Beats.make(folder / "beats", count)
+        self.beats = HeartbeatFile.make(folder / "beats", count)
         self.now = 100.0
         monkeypatch.setattr(heartbeat_file.time, "monotonic", lambda: self.now)
         self.ranks = [self.beats.numbers(i) for i in range(count)]
@@ -38,7 +38,7 @@ class Node:
             numbers[RANK], numbers[PID], numbers[LIMIT_MS] = rank + 4, os.getpid(), int(1000 * LIMIT_S)
             self.enter(rank, "train")
             numbers[BATCH], numbers[STEP] = 7, 20
-        self.watch = Watch(self.beats)
+        self.watch = HangDetector(self.beats)
         self.watch.look()
 
     def enter(self, rank: int, phase: str) -> None:
@@ -128,7 +128,7 @@ def test_texts_are_kept_apart_and_cut_to_their_room(node: Node) -> None:
     assert set(node.beats.where(0)[:-1]) == {"é"}
     assert (node.beats.folder(1), node.beats.where(1)) == ("", "x")
     assert node.beats.read()[1].rank == 5
-    assert Beats(node.beats.path).read() == node.beats.read()
+    assert HeartbeatFile(node.beats.path).read() == node.beats.read()
 
 
 def test_the_report_says_who_is_behind_and_what_could_not_be_written(node: Node, tmp_path: Path) -> None:

@@ -23,7 +23,13 @@ server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 """
-_NEEDED = {"upath": "universal_pathlib", "s3fs": "s3fs", "moto": "moto[server]", "flask": "moto[server]"}
+_NEEDED = {
+    "upath": "universal_pathlib",
+    "s3fs": "s3fs",
+    "moto": "moto[s3]",
+    "flask": "flask",
+    "flask_cors": "flask-cors",
+}
 
 
 def need_packages() -> None:

@@ -12,8 +12,20 @@ from torch import Tensor
 from instep.checkpoint import Shard
 from instep.distributed import all_reduce_
 from instep.state import PartialState
-from instep.strategies import Strategy
+from instep.strategies import Precision, Strategy
+from instep.strategies.gradients import Gradients, parameters_of
 from instep.utils.optimizer_state import load_optimizer_state
+
+
+class Averaged(Gradients):
+    """Gradients that are averaged over ranks right before the optimizer's step."""
+
+    def step(self, optimizer: Any, closure: Any = None, **kwargs: Any) -> None:
+        if dist.is_initialized():
+            for parameter in parameters_of(optimizer):
+                if parameter.grad is not None:
+                    all_reduce_(parameter.grad, "mean")
+        super().step(optimizer, closure, **kwargs)
 
 
 class Parts(Strategy):
@@ -26,19 +38,12 @@ class Parts(Strategy):
     name = "parts"
     multi_process = True
     sharded = True
+    gradients_class = Averaged
 
     def __init__(self, flat: bool = False) -> None:
         self.flat = flat
 
-    def optimizer_step(self, optimizer: Any, closure: Any = None, **kwargs: Any) -> None:
-        if dist.is_initialized():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        all_reduce_(parameter.grad, "mean")
-        super().optimizer_step(optimizer, closure, **kwargs)
-
-    def owned(self, tree: Any) -> Any:
+    def local_shards(self, tree: Any) -> Any:
         here = PartialState()
         return cut(tree, here.process_index, here.num_processes, self.flat)
 
@@ -62,17 +67,10 @@ class SameData(Parts):
         super().__init__()
         self.counting = counting
 
-    @property
-    def data_rank(self) -> int:
-        return 0
-
-    @property
-    def data_world_size(self) -> int:
-        return 1
-
-    @property
-    def counts(self) -> bool:
-        return PartialState().process_index == self.counting
+    def connect(self, device: torch.device, precision: Precision) -> None:
+        super().connect(device, precision)
+        self.data_rank, self.data_world_size = 0, 1
+        self.contributes = PartialState().process_index == self.counting
 
 
 def cut(tree: Any, rank: int, world_size: int, flat: bool = False) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from instep.errors import DistributedError
-from instep.launch.node_channel import Peers, open_round
+from instep.launch.node_channel import NodeChannel, open_round
 from instep.launch.signed import NotOurs, SignedBackend, SignedStore
 from instep.state.secret import Secret, make_secret
 
@@ -53,7 +53,7 @@ def test_agents_read_what_agents_wrote_under_this_key() -> None:
 def test_what_a_stranger_writes_ends_a_round_with_an_error_that_says_so() -> None:
     below, store = _store(make_secret())
     round_ = open_round(store, store.below("0"), 0, "job")
-    peers = Peers(store, round_, 0, 1, 15.0)
+    peers = NodeChannel(store, round_, 0, 1, 15.0)
     below.set("round-0/alarm", b'{"kind": "failed", "node": 0, "nodes": 1, "text": ""}')
     with pytest.raises(DistributedError, match="'job/round-0/alarm' in the job's store was not signed"):
         peers.refresh()

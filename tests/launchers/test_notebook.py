@@ -184,19 +184,20 @@ def test_an_interrupt_reaches_the_ranks_once_and_they_do_not_outlive_the_program
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("when", ["_Agent._start_workers", "MultiprocessContext._start", "_Agent._take_signals"])
+@pytest.mark.parametrize("when", ["TorchAgent._start_workers", "MultiprocessContext._start", "NodeAgent._take_signals"])
 def test_an_interrupt_while_the_ranks_start_is_one_too(tmp_path: Path, when: str) -> None:
     """From the start of the context on torch's handlers raise in the agent, until it takes the signals itself."""
     code = f"""
         from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
-        from instep.launch.agent import _Agent
+        from instep.launch.agent import NodeAgent
+        from instep.launch.torch_agent import TorchAgent
 
         here, there = os.pipe()
         before = {when}
 
         def interrupted(self, *args):
             {when} = before
-            if "{when}" == "_Agent._take_signals":
+            if "{when}" == "NodeAgent._take_signals":
                 print([os.read(here, 5) for _ in range(2)])
             signal.raise_signal(signal.SIGINT)
             return before(self, *args)

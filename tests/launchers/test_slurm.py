@@ -20,7 +20,7 @@ from tests.helpers.slurm import Cluster
 from tests.helpers.spawn import HANG_S
 from tests.launch.ways import RAISES, REPO, SECRET, UNLAUNCHED, check_error_was_told, job, same_weights
 
-HELD = Path(__file__).with_name("held_job.py")
+HELD = Path(__file__).parent.parent / "launch" / "held_job.py"
 
 
 def options(script: str) -> list[str]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from instep.distributed import broadcast_object, gather_object
 from instep.errors import DistributedError
 from instep.state import PartialState
-from instep.state.rank_records import Book
+from instep.state.rank_records import RankRecords
 from tests.helpers.spawn import free_port, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -30,15 +30,15 @@ def _checked(path: str) -> tuple[list[int], str, list[dict[int, str]]]:
     except DistributedError as error:
         text = str(error)
     group: Any = state.control_group
-    book = Book("of the test", group)
-    book.write(7, "came")
+    records = RankRecords("of the test", group)
+    records.write(7, "came")
     dist.barrier(group)
-    found = [book.read(7), book.read(8)]
+    found = [records.read(7), records.read(8)]
     dist.barrier(group)
     if state.process_index == 0:
-        book._store.set("1/0", '[7, "from a stranger"]')
+        records._store.set("1/0", '[7, "from a stranger"]')
     dist.barrier(group)
-    return sizes, text, [*found, book.read(7)]
+    return sizes, text, [*found, records.read(7)]
 
 
 def test_where_ranks_meet_in_a_file_their_words_lie_beside_it_and_it_does_not_grow(tmp_path: Path) -> None:

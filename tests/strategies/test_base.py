@@ -47,6 +47,6 @@ def test_the_docstrings_strategy_is_ddp_by_hand() -> None:
 
 def test_the_base_class_writes_everything_on_one_rank() -> None:
     tree: dict[str, Any] = {"a": torch.ones(2)}
-    assert Strategy().owned(tree) is tree
+    assert Strategy().local_shards(tree) is tree
     with pytest.raises(SettingError, match="runs in one process"):
         Strategy().check_world_size(2)

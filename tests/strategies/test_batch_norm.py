@@ -8,7 +8,7 @@ from torch import nn
 
 from instep import Trainer
 from instep.errors import SettingError
-from instep.strategies.convert import sync_batchnorm
+from instep.strategies.base import sync_batchnorm
 from tests.helpers.spawn import run_ranks
 from tests.trainer.toys import Toy, loader, quiet
 

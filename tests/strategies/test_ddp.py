@@ -16,6 +16,7 @@ from instep.distributed import gather
 from instep.errors import DataError, DistributedError, HookError, SettingError, UsageError
 from instep.state import PartialState
 from instep.strategies import DDPStrategy, Precision, Strategy
+from instep.strategies.gradients import parameters_of
 from tests.helpers.spawn import run_ranks
 from tests.trainer.test_ranks import loader, quiet
 from tests.trainer.toys import Toy, samples
@@ -24,11 +25,11 @@ from tests.trainer.toys import loader as toy_loader
 
 def test_a_rank_without_its_group_does_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(2, 1)
-    DDPStrategy().setup(module, [])
+    DDPStrategy().prepare_training(module, [])
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(DistributedError, match="one of 2, but their process group is gone"):
-        DDPStrategy().setup(module, [])
+        DDPStrategy().prepare_training(module, [])
 
 
 class Accumulating(TrainModule):
@@ -123,8 +124,8 @@ def by_hand(options: dict[str, Any], accumulate: int) -> Tensor:
             loss = nn.functional.mse_loss(wrapped(x[i % 4]).squeeze(-1), y[i % 4])
             strategy.backward(loss / accumulate)
         if syncs:
-            strategy.clip_gradients(optimizer, 0.5)
-            strategy.optimizer_step(optimizer)
+            strategy.gradients.clip(parameters_of(optimizer), 0.5)
+            strategy.gradients.step(optimizer)
             optimizer.zero_grad()
     strategy.teardown()
     return vector(model)
@@ -342,7 +343,7 @@ def test_torch_s_options_train_the_same_weights() -> None:
 
 def test_a_static_graph_is_refused_in_manual_optimization() -> None:
     with pytest.raises(SettingError, match="static_graph=True needs one backward per step"):
-        connected(static_graph=True).setup(Accumulating(False), [])
+        connected(static_graph=True).prepare_training(Accumulating(False), [])
 
 
 def test_steps_that_meet_cannot_be_joined() -> None:

@@ -252,7 +252,7 @@ class Spoilt(TinyGPT):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self(batch[0])
-        self.replayed = self.trainer.train_dataloader.counts(batch_idx)[0] == 0
+        self.replayed = self.trainer.train_dataloader.share.mine == 0
         logits = (logits - 1e6).sqrt() if self.spoilt and self.replayed else logits
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
@@ -435,17 +435,17 @@ def test_checkpoints_go_to_other_numbers_of_processes_and_strategies(tmp_path: P
 
 def validate_files(folder: Path) -> list[float]:
     """The validation losses of weights of anybody's, of which each rank reads its boxes."""
-    from instep.checkpoint.lazy import JoinedTensor
+    from instep.checkpoint.lazy import LazyTensor
 
     sizes: list[int] = []
-    read = JoinedTensor.read
+    read = LazyTensor.read
 
-    def spy(self: JoinedTensor, box: Any = None) -> Tensor:
+    def spy(self: LazyTensor, box: Any = None) -> Tensor:
         got = read(self, box)
         sizes.append(got.numel())
         return got
 
-    JoinedTensor.read = spy  # type: ignore[method-assign]
+    LazyTensor.read = spy  # type: ignore[method-assign]
     losses = []
     for name in ("one.safetensors", "several.safetensors.index.json"):
         sizes.clear()
@@ -572,7 +572,7 @@ def brought() -> tuple[torch.dtype, torch.dtype]:
     strategy = FSDPStrategy()
     strategy.connect(torch.device("cpu"), Precision("32-true", torch.device("cpu")))
     strategy.device = torch.float64  # type: ignore[assignment]  # in place of a device that a CPU lacks
-    strategy.place(module)
+    strategy.prepare_module(module)
     return module.scale.dtype, next(module.critic.parameters()).dtype
 
 

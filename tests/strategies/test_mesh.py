@@ -212,7 +212,7 @@ def four_ranks(names: tuple[str, ...]) -> dict[str, tuple[list[float], int]]:
         settings = FOUR[name]()
         losses = train(**settings, steps=3).losses
         strategy = settings["strategy"]
-        written = [getattr(it, "local", it) for it in (strategy.owned(strategy.model_state()) or {}).values()]
+        written = [getattr(it, "local", it) for it in (strategy.local_shards(strategy.model_state()) or {}).values()]
         found[name] = losses, sum({it.data_ptr(): it.numel() for it in written}.values())  # tied ones once
     return found
 

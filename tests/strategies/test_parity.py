@@ -102,8 +102,12 @@ def test_losses_agree_with_one_process(world_size: int, alone: dict[str, Any]) -
 # ---- every strategy, on a small transformer
 
 STRATEGIES = parity_table.CASES
-FEW = [name for name, case in STRATEGIES.items() if case.ranks <= 2 and not case.missing]
-MANY = [name for name, case in STRATEGIES.items() if case.ranks > 2 and not case.missing]
+FEW = [name for name, case in STRATEGIES.items() if case.ranks <= 2 and not case.package]
+MANY = [name for name, case in STRATEGIES.items() if case.ranks > 2 and not case.package]
+DEEPSPEED = [name for name, case in STRATEGIES.items() if case.package == "deepspeed"]
+groups = pytest.mark.parametrize(
+    "names", [pytest.param(FEW, id="torch"), pytest.param(DEEPSPEED, id="deepspeed", marks=pytest.mark.deepspeed)]
+)
 
 
 class Runs:
@@ -134,8 +138,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.dist
-def test_strategies_agree(runs: Runs) -> None:
-    runs.train(FEW)
+@groups
+def test_strategies_agree(runs: Runs, names: list[str]) -> None:
+    runs.train(["single process", *names])
     print("\n".join(parity_table.parity_rows(runs.losses)))
     assert runs.far() == {}
     assert all(len(losses) == 20 and losses[-1] < losses[0] - 0.5 for losses in runs.losses.values())
@@ -150,11 +155,12 @@ def test_strategies_of_four_processes_agree(runs: Runs) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_checkpoints_load_under_other_strategies(runs: Runs) -> None:
+@groups
+def test_checkpoints_load_under_other_strategies(runs: Runs, names: list[str]) -> None:
     """All by one process, and those of every kind by all; docs/parity.md has every pair."""
-    runs.train(FEW)
+    runs.train(["single process", "FSDP x2", *names])
     runs.load(["single process"], list(runs.losses))
-    runs.load([name for name in FEW if name != "single process"], ["single process", "FSDP x2"])
+    runs.load([name for name in names if name != "single process"], ["single process", "FSDP x2"])
     print("\n".join(parity_table.matrix_rows(runs.loaded, runs.losses["single process"])))
     assert runs.far() == {}
 

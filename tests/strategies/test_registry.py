@@ -14,6 +14,7 @@ import torch
 from instep.errors import SettingError
 from instep.strategies import DDPStrategy, Precision, Strategy, register_strategy, resolve_strategy, strategy_names
 from instep.strategies import registry as room
+from instep.strategies.gradients import Gradients
 from tests.helpers.spawn import HANG_S
 from tests.trainer.toys import Toy, loader, quiet
 
@@ -139,17 +140,17 @@ def test_a_registered_strategy_is_used_for_every_step():
 def test_the_base_class_is_complete_for_one_device():
     strategy, module = Strategy(), Toy()
     strategy.connect(torch.device("cpu"), Precision("32-true", torch.device("cpu")))
-    strategy.place(module)
+    strategy.prepare_module(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    strategy.setup(module, [optimizer])
+    strategy.prepare_training(module, [optimizer])
     batch = next(iter(loader()))
-    loss = strategy.run_step("training_step", batch, 0)
+    loss = strategy.step_function("training_step")(batch, 0)
     with strategy.no_sync():
         strategy.backward(loss)
-    strategy.clip_gradients(optimizer, 1e-3)
+    strategy.gradients.clip(list(module.parameters()), 1e-3)
     assert float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])) <= 1.001e-3
     before = module.layer.weight.detach().clone()
-    strategy.optimizer_step(optimizer)
+    strategy.gradients.step(optimizer)
     assert not torch.equal(before, module.layer.weight)
     state = {name: value.clone() for name, value in strategy.model_state().items()}
     torch.nn.init.zeros_(module.layer.weight)
@@ -167,10 +168,17 @@ def test_ddp_in_one_process_is_the_module_itself():
     assert trainer.global_step == 4
 
 
+class CountedSteps(Gradients):
+    def step(self, optimizer, closure=None, **kwargs):
+        self.strategy.steps += 1
+        super().step(optimizer, closure, **kwargs)
+
+
 class HalvedGradients(Strategy):
     """Overrides what a user's strategy would."""
 
     name = "halved"
+    gradients_class = CountedSteps
 
     def __init__(self) -> None:
         self.backwards = self.steps = 0
@@ -178,10 +186,6 @@ class HalvedGradients(Strategy):
     def backward(self, loss, *args, **kwargs):
         self.backwards += 1
         super().backward(loss / 2, *args, **kwargs)
-
-    def optimizer_step(self, optimizer, closure=None, **kwargs):
-        self.steps += 1
-        super().optimizer_step(optimizer, closure, **kwargs)
 
 
 def test_a_users_strategy_does_the_backward_and_the_step() -> None:

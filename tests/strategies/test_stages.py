@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import HookError, SettingError
-from instep.strategies.pipeline.split import Absent, Cut, Part, Stage, parts_of, runs_of
+from instep.strategies.pipeline.split import Absent, Cut, Stage, StagePart, parts_of, runs_of
 from tests.strategies.tiny_gpt import LENGTH, VOCABULARY, TinyGPT
 
 
@@ -58,8 +58,8 @@ def test_what_is_no_list_of_parts_is_refused(stages: Any, match: str):
         parts_of(module)
 
 
-def parts(*sizes: int) -> list[Part]:
-    return [Part(f"p{i}", nn.Identity(), (nn.Parameter(torch.zeros(size)),)) for i, size in enumerate(sizes)]
+def parts(*sizes: int) -> list[StagePart]:
+    return [StagePart(f"p{i}", nn.Identity(), (nn.Parameter(torch.zeros(size)),)) for i, size in enumerate(sizes)]
 
 
 @pytest.mark.parametrize(
@@ -218,9 +218,9 @@ def test_what_is_absent_says_so():
 
 
 def test_between_stages_go_tensors():
-    stage = Stage([Part("odd", lambda x: {"x": x}, (nn.Identity(),))], last=False)
+    stage = Stage([StagePart("odd", lambda x: {"x": x}, (nn.Identity(),))], last=False)
     with pytest.raises(HookError, match=r"part 'odd' returned dict; between stages go tensors"):
         stage(torch.zeros(1))
-    last = Stage([Part("odd", lambda x: {"x": x}, (nn.Identity(),))], last=True)
+    last = Stage([StagePart("odd", lambda x: {"x": x}, (nn.Identity(),))], last=True)
     [tensor] = last(torch.zeros(1))
     assert tensor.shape == last.output_outline["x"].shape == (1,)

@@ -243,8 +243,8 @@ def fit_llamas() -> list[tuple[float, int]]:
 
 
 @pytest.mark.dist
+@pytest.mark.transformers
 def test_the_plan_of_a_transformers_model_is_used():
-    pytest.importorskip("transformers", reason="transformers is not installed")
     alone = [fit_llama("auto", tied)[0] for tied in (False, True)]
     for rank in run_ranks(fit_llamas, 2):
         # Seven layers in each of two blocks, the embedding and the head, which may be one.

@@ -113,22 +113,22 @@ def test_processes_average_their_gradients_once_a_window_and_before_clipping(cal
     weight = nn.Parameter(torch.ones(2))
     optimizer, strategy = torch.optim.SGD([weight], lr=0.1), XLAStrategy()
     strategy.connect(XLA, precision())
-    strategy.setup(nn.Linear(1, 1), [optimizer])
+    strategy.prepare_training(nn.Linear(1, 1), [optimizer])
     assert calls == ["set_rng_state", "broadcast_master_param"]
     calls.clear()
     with strategy.no_sync():
         strategy.backward(weight.sum())
     strategy.backward(weight.sum())
     assert calls == ["sync"]
-    strategy.unscale_gradients(optimizer)  # what comes before a look at gradients, and before clipping
-    strategy.unscale_gradients(optimizer)
-    strategy.optimizer_step(optimizer)
+    strategy.gradients.unscale(optimizer)  # what comes before a look at gradients, and before clipping
+    strategy.gradients.unscale(optimizer)
+    strategy.gradients.step(optimizer)
     assert calls == ["sync", "reduce_gradients", "sync"]
     strategy.backward(weight.sum())
-    strategy.optimizer_step(optimizer)
+    strategy.gradients.step(optimizer)
     assert calls[3:] == ["reduce_gradients", "sync"]
     calls.clear()
-    strategy.optimizer_step(optimizer, lambda: strategy.backward(weight.sum()))
+    strategy.gradients.step(optimizer, lambda: strategy.backward(weight.sum()))
     assert calls == ["reduce_gradients", "sync"]
 
 

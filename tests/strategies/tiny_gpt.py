@@ -149,7 +149,7 @@ class Recorder(Callback):
         self._window: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        count, _ = trainer.train_dataloader.counts(batch_idx)
+        count = trainer.train_dataloader.share.mine
         loss = float(outputs["loss"])
         sums = torch.tensor([loss * count, float(count)], dtype=torch.float64)
         self._window.append(module.all_gather(sums).reshape(-1, 2).sum(0))

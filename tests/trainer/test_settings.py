@@ -13,7 +13,8 @@ from instep.errors import SettingError
 from instep.loggers import Logger
 from instep.state import device
 from instep.strategies import DDPStrategy
-from instep.trainer.settings import _CHECKS, NOT_TAKEN_OVER, Settings, reject_unknown, resolve
+from instep.trainer.settings import _CHECKS, Settings, reject_unknown, resolve
+from instep.utils.porting import INSTEAD, instead_of
 
 
 def test_defaults():
@@ -314,10 +315,10 @@ def test_unknown_arguments_are_named_with_the_nearest_or_the_replacement():
         resolve(max_epoch=3)
     with pytest.raises(SettingError) as caught:
         reject_unknown({"profiler": None, "zebra": 1, "max_steps": 2})
-    assert NOT_TAKEN_OVER["profiler"] in str(caught.value)
+    assert str(instead_of("Trainer", "profiler")) in str(caught.value)
     assert "zebra: unknown." in str(caught.value)
     assert "max_steps" not in str(caught.value)
 
 
 def test_nothing_is_both_taken_and_not():
-    assert not NOT_TAKEN_OVER.keys() & _CHECKS.keys()
+    assert not INSTEAD["Trainer"].keys() & _CHECKS.keys()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback, ModelCheckpoint
 from instep.checkpoint import CheckpointStore, Reader, load_weights
-from instep.checkpoint.lazy import JoinedTensor
+from instep.checkpoint.lazy import LazyTensor
 from instep.state import PartialState
 from instep.strategies import Strategy
 from tests.helpers.sharding import Parts, SameData
@@ -208,7 +208,7 @@ def test_a_lazy_view_for_hooks(tmp_path: Path) -> None:
     model, _ = fit(Parts(), tmp_path / "a", steps=2)
     fit(Parts(), tmp_path / "b", at(tmp_path / "a", 2), steps=3, model=Looks())
     fit(Strategy(), tmp_path / "c", at(tmp_path / "a", 2), steps=3, model=Looks())
-    assert isinstance(seen[0], JoinedTensor)
+    assert isinstance(seen[0], LazyTensor)
     assert torch.equal(seen[0].read(), model.first.weight)
     assert torch.equal(seen[1], model.first.weight)
 

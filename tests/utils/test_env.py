@@ -12,7 +12,7 @@ from instep import Accelerator, PartialState
 from instep.config.settings import NAMES
 from instep.errors import SettingError
 from instep.strategies import DDPStrategy, Strategy
-from instep.utils.env import _MORE, VARIABLES, as_variables, asked
+from instep.utils.env import _MORE, VARIABLES, as_variables, from_env
 from tests.trainer.toys import quiet
 
 
@@ -29,8 +29,8 @@ def test_what_is_written_is_read() -> None:
         "accumulate_grad_batches": 3, "grace_period_s": 7.5, "hang_timeout_s": 60.0, "debug": False,
     }  # fmt: skip
     written = as_variables({**given, "unset": None})
-    assert {name: asked(name, environ=written) for name in VARIABLES} == given
-    assert [asked("debug", environ={"INSTEP_DEBUG": text}) for text in ("Yes", "0", " ")] == [True, False, None]
+    assert {name: from_env(name, environ=written) for name in VARIABLES} == given
+    assert [from_env("debug", environ={"INSTEP_DEBUG": text}) for text in ("Yes", "0", " ")] == [True, False, None]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_what_is_written_is_read() -> None:
 def test_wrong_texts_name_the_variable(setting: str, text: str) -> None:
     name = f"INSTEP_{setting.upper()}"
     with pytest.raises(SettingError, match=f"{name}=.*must be"):
-        asked(setting, environ={name: text})
+        from_env(setting, environ={name: text})
 
 
 def test_a_trainer_takes_up_what_its_program_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:

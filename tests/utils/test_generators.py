@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from instep.checkpoint.encode import decode, encode
+from instep.checkpoint.codec import decode, encode
 from instep.errors import CorruptCheckpointError
 from instep.utils.seed import rng_state, set_rng_state
 

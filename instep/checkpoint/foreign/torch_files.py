@@ -27,6 +27,7 @@ from instep.errors import CheckpointError
 from instep.utils.untrusted_files import open_regular
 
 _GREW = 128 * 2**20  # bytes by which expanded tensors may be larger, all together, than what is stored of them
+_SMALL_BYTES = 2**16  # of the version, the byte order and the like
 _PICKLE_BYTES = 2**29  # of the part without tensors
 _ITEM_BYTES = {
     **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
@@ -119,6 +120,9 @@ def _check_zip(file: BinaryIO, size: int) -> None:
         if len(pickles) != 1 or records[pickles[0]].file_size > _PICKLE_BYTES:
             raise ValueError(f"{len(pickles)} records data.pkl, or one that is too large")
         folder = pickles[0].removesuffix("data.pkl")
+        small = (name for name in records if name != pickles[0] and not name.startswith(f"{folder}data/"))
+        if any(records[name].file_size > _SMALL_BYTES for name in small):  # torch reads these as a whole
+            raise ValueError("a record that is no storage is too large")
         stored = {name.removeprefix(f"{folder}data/"): entry.file_size for name, entry in records.items()}
         _check_value(read_pickle(archive.read(pickles[0])), stored)
 
@@ -184,7 +188,7 @@ def _check_value(value: Any, stored: Mapping[str, int] | None) -> dict[str, int]
     for record in records_in(value):
         if record.name == "":
             key, nbytes = _storage(record.args)
-            if stored is not None and (key not in stored or nbytes > stored[key]):
+            if stored is not None and stored.get(key) != nbytes:
                 raise ValueError(f"the storage {key} has {nbytes:,} bytes, and its record {stored.get(key, 0):,}")
             used[key] = max(nbytes, used.get(key, 0))
         elif record.args is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,19 +13,20 @@ import torch
 from torch import Tensor
 
 from instep import __version__
-from instep.checkpoint import CheckpointStore, Writer, load_weights, names, read_tensors, write_tensors
+from instep.checkpoint import CheckpointStore, Writer, load_weights, names, read_tensors
 from instep.checkpoint.lazy import join_tensors, read_parts
 from instep.checkpoint.reader import whole_name
 from instep.checkpoint.scan import folder_names
+from instep.checkpoint.weights import write_new, write_plain
 from instep.errors import CheckpointError
-from instep.trainer.run_state import weights_state
+from instep.trainer.run_state import saved_run
 from instep.utils.optimizer_state import check_trees
 
 _WITHOUT_NAME = (torch.complex128, torch.complex32)
 
 
 def read_headers(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """The tensors of a safetensors file, or of several that hold parts of them.
+    """Return the tensors of a safetensors file, or of several that hold parts of them.
 
     Args:
         paths: the files.
@@ -53,7 +53,7 @@ def read_headers(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 @dataclass
 class Contents:
-    """What was read of a checkpoint.
+    """Everything that was read of a checkpoint.
 
     Args:
         weights: the model's, by name.
@@ -84,7 +84,7 @@ class Contents:
         self.left_out += [name.replace("_", " ") for name in names if getattr(self, name)]
 
     def numbered_optimizers(self) -> list[dict[str, Any]]:
-        """The optimizers' states as torch has them: parameters by number, over all groups."""
+        """Return the optimizers' states as torch has them: parameters by number, over all groups."""
         states = []
         for number, tree in enumerate(self.optimizers):
             index = {name: i for i, name in enumerate(name for group in tree["groups"] for name in group["params"])}
@@ -97,7 +97,7 @@ class Contents:
         return states
 
     def safe(self, whose: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Those values that torch reads again without running code; the others are noted as left out."""
+        """Keep the values that torch reads again without running code, and note the others as left out."""
         kept: dict[str, Any] = {}
         for key, value in values.items():
             buffer = io.BytesIO()
@@ -120,7 +120,7 @@ def read_instep(path: Path) -> Contents:
     if reader.has_state("model_extra"):
         contents.extra = reader.state("model_extra")
     if reader.has("trainer.json"):
-        state = weights_state(reader)
+        state = saved_run(reader).shared
         contents.hyper_parameters = dict(state["hyper_parameters"])
         contents.hparams_name = state["hparams_name"]
         contents.epoch, contents.user = state["epoch"], state["user"]
@@ -147,7 +147,8 @@ def write_instep(contents: Contents, path: Path) -> Path:
     """
     there = [name for name in folder_names(path.parent) if (names.split_name(name) or (name,))[0] == path.name]
     if there or path.exists():
-        raise _exists(path.parent / there[0] if there else path)
+        taken = path.parent / there[0] if there else path
+        raise CheckpointError(f"{taken} exists already; nothing is overwritten. Give another name.", path=taken)
     contents.leave_out("optimizers", "schedulers")
     shared = {
         "instep_version": __version__,
@@ -180,51 +181,11 @@ def write_safetensors(contents: Contents, path: Path) -> Path:
     raw = [name for name, tensor in contents.weights.items() if tensor.dtype in _WITHOUT_NAME]
     if raw:
         contents.left_out.append(f"the dtype of {', '.join(raw)} (the format has none for it: stored as bytes)")
-    seen: set[int] = set()
-    apart: dict[str, Tensor] = {}
-    for name, tensor in contents.weights.items():
-        apart[name] = tensor.clone() if id(tensor) in seen else tensor
-        seen.add(id(tensor))
-    return put(path, lambda temporary: write_tensors(temporary, apart))
+    return put(path, lambda part: write_plain(contents.weights, part))
 
 
 def put(path: Path, write: Callable[[Path], Any]) -> Path:
-    """Write a file or a folder under another name first, so that it is there whole or not at all; never over another.
-
-    Raises:
-        CheckpointError: there is something already.
-    """
+    """`write_new`, for a path on a local disk."""
     if not isinstance(path, Path):
         raise CheckpointError(f"{path}: only instep's own format is written to a URL. Give a path, and copy that.")
-    temporary = path.parent / f".{path.name}.{os.getpid()}.part"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        _publish(temporary, path)
-    except FileExistsError as error:
-        raise _exists(path) from error
-    finally:
-        _remove(temporary)
-    return path
-
-
-def _exists(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} exists already; nothing is overwritten. Give another name.", path=path)
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    if temporary.is_dir():
-        if path.exists():
-            raise FileExistsError(path)
-        temporary.rename(path)
-    else:
-        os.link(temporary, path)  # unlike a rename it fails where there is something
-
-
-def _remove(temporary: Path) -> None:
-    if temporary.is_dir():
-        for inner in temporary.iterdir():
-            inner.unlink()
-        temporary.rmdir()
-    else:
-        temporary.unlink(missing_ok=True)
+    return write_new(path, write)

@@ -53,13 +53,13 @@ def _describe(folder: Folder) -> dict[str, Any]:
         "lease": _lease(folder.store.root, files),
         "checkpoints": [
             *(_entry(what, files) for what in folder.found),
-            *(_remain(path, gone, files) for path, gone in folder.remains),
+            *(_leftover(path, gone, files) for path, gone in folder.leftovers),
         ],
     }
 
 
 def _lease(root: Path, files: Files) -> dict[str, Any] | None:
-    """Which run holds the folder; None where none does."""
+    """Find the run that holds the folder; None where none does."""
     for path in sorted(root.glob(".lease-*"), reverse=True)[:1]:
         try:
             content = parse_object(files.read(path, LEASE_BYTES))
@@ -101,7 +101,7 @@ def _entry(what: CheckpointInfo | Broken, files: Files) -> dict[str, Any]:
     }
 
 
-def _remain(path: Path, gone: bool | None, files: Files) -> dict[str, Any]:
+def _leftover(path: Path, gone: bool | None, files: Files) -> dict[str, Any]:
     from instep.checkpoint import names  # late: loads torch
     from instep.cli.checkpoint import targets
 

@@ -24,17 +24,17 @@ class Folder:
     Args:
         store: the folder.
         found: the newest first.
-        remains: saves in progress, and what dead ones and deletions left; with whether nobody is at work there, None
+        leftovers: saves in progress, and what dead ones and deletions left; with whether nobody is at work there, None
             where that cannot be known from here.
     """
 
     store: CheckpointStore
     found: list[CheckpointInfo | Broken]
-    remains: list[tuple[Path, bool | None]]
+    leftovers: list[tuple[Path, bool | None]]
 
 
 def find(path: str) -> list[Folder]:
-    """The folders of checkpoints that a path means: those at it or below it, or one checkpoint alone.
+    """Find the folders of checkpoints that a path means: those at it or below it, or one checkpoint alone.
 
     Args:
         path: a checkpoint, a folder of checkpoints, a run folder, or a folder of runs; where it can be, a URL.
@@ -60,7 +60,7 @@ def find(path: str) -> list[Folder]:
 
 
 def candidates(path: str) -> list[CheckpointInfo | Broken]:
-    """The checkpoints that a path means where one is needed, the newest first: one, or those of the one folder.
+    """Return the checkpoints that a path means where one is needed, the newest first: one, or those of the one folder.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -76,7 +76,7 @@ def candidates(path: str) -> list[CheckpointInfo | Broken]:
 
 
 def find_one(path: str) -> Path:
-    """The checkpoint that a path means, the newest that can be read; damaged ones before it are named on stderr.
+    """Return the checkpoint that a path means, the newest that can be read; damaged ones before it are named on stderr.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -110,10 +110,10 @@ def _below(folder: Path, depth: int) -> Iterator[Folder]:
     everything = folder_names(folder)
     found = look(folder)
     store = CheckpointStore(folder)
-    remains = store.files.remains(folder)
-    if found or remains:
-        yield Folder(store, found, remains)
-    taken = {what.path.name for what in found} | {path.name for path, _ in remains}
+    leftovers = store.files.leftovers(folder)
+    if found or leftovers:
+        yield Folder(store, found, leftovers)
+    taken = {what.path.name for what in found} | {path.name for path, _ in leftovers}
     for name in everything if depth else ():
         if name not in taken and not name.startswith("."):
             yield from _below(folder / name, depth - 1)

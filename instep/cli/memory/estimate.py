@@ -18,7 +18,7 @@ _LIVE = 1_000_000_000  # elements of gathered parameters, of stage 3
 
 
 def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
-    """The memory of a rank.
+    """Estimate the memory of a rank under DeepSpeed.
 
     Raises:
         SettingError: another strategy of DeepSpeed than a stage without offloading.
@@ -70,7 +70,7 @@ def _backward(activations: int, buckets: int, on_gpu: bool) -> int:
 
 
 def estimate(subject: Subject, setup: Setup) -> Estimate:
-    """What a process needs.
+    """Estimate the memory that a process needs.
 
     Raises:
         SettingError: the strategy or the precision is not known here.

@@ -147,7 +147,7 @@ class Bytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a row of the table is about.
+    """The strategy, precision and number of processes of a row of the table.
 
     Args:
         strategy: its name.
@@ -188,7 +188,7 @@ class Estimate:
 
 
 def process_counts(strategy: str, counts: Sequence[int]) -> Sequence[int]:
-    """Those of the numbers of processes that a strategy, by its name, is estimated for."""
+    """Choose the numbers of processes that a strategy, by its name, is estimated for."""
     return [1] if strategy == "single_device" else counts
 
 
@@ -238,13 +238,13 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
         module = subject.make()
     largest = max((p.numel() for p in module.parameters()), default=0)
     _attach(module)
-    strategy.place(module)
+    strategy.prepare_module(module)
     gc.collect()
     weights = count.now
     if setup.on_gpu:
         count.peak = weights
     optimizer = _optimizer(subject, module, setup.on_gpu)
-    strategy.setup(module, [optimizer])
+    strategy.prepare_training(module, [optimizer])
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     buckets = [torch.empty_like(p) for p in trained] if ddp else []
     step = strategy.step_function("training_step")
@@ -270,14 +270,14 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
                 strategy.backward(loss)
                 del loss
         grads = count.now - fixed - state
-        strategy.optimizer_step(optimizer)
+        strategy.gradients.step(optimizer)
         state = count.now - fixed - grads
     grads += sum(it.untyped_storage().nbytes() for it in buckets)
     return Estimate(weights, grads, state, None if batch is None else left, count.peak, largest)
 
 
 def _attach(module: nn.Module) -> None:
-    """What a step and `configure_optimizers` may ask of a Trainer."""
+    """Attach what a step and `configure_optimizers` may ask of a Trainer."""
     if getattr(module, "automatic_optimization", True) is False:
         raise UsageError(
             f"{type(module).__name__} optimizes by hand, which needs a Trainer. Leave the step out with "
@@ -359,7 +359,7 @@ def _mesh_strategy() -> type[Strategy]:
 
 @contextmanager
 def _group(size: int) -> Iterator[None]:
-    """A process group of so many processes, of which this one is there."""
+    """Make a process group of so many processes, of which only this one is there."""
     # Late: half a second. The first gives older torch the sizes of what collectives return.
     import torch.distributed._tools.fake_collectives  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -31,7 +31,7 @@ _NAMES = {"float": "float32", "half": "float16", "bf16": "bfloat16", "long": "in
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained.
+    """The module and data whose training is estimated.
 
     Args:
         name: for people.
@@ -58,7 +58,7 @@ def find_subject(
     sequence: int,
     weights_only: bool,
 ) -> Subject:
-    """The subject that the command line means; see `instep estimate-memory --help` for the arguments.
+    """Build the subject that the command line means; see `instep estimate-memory --help` for the arguments.
 
     Raises:
         SettingError: there is no such thing, or an argument does not fit it.
@@ -127,7 +127,7 @@ def _batch_of(inputs: Sequence[str]) -> Callable[[], Any]:
 
 
 def _parse_input(text: str) -> tuple[str, tuple[int, ...], torch.dtype]:
-    """The name, the shape and the dtype of a batch's tensor.
+    """Return the name, the shape and the dtype of a batch's tensor.
 
     Example:
         >>> _parse_input("ids=8x64:int64")
@@ -148,7 +148,7 @@ def _parse_input(text: str) -> tuple[str, tuple[int, ...], torch.dtype]:
 
 
 def _batch_from(data: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """The first batch of a DataModule, of what a function returns, or that itself."""
+    """Return the first batch of a DataModule, of what a function returns, or that itself."""
     made = _imported(data)(**arguments)
     if hasattr(made, "train_dataloader"):
         made.prepare_data()
@@ -240,7 +240,7 @@ class _Transformers(nn.Module):
 
 
 def _weight_files(path: Path) -> list[Path] | None:
-    """The safetensors files that a path means; None where it is a configuration."""
+    """Return the safetensors files that a path means; None where it is a configuration."""
     if path.is_dir():
         if (path / "config.json").is_file():
             return None

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 from pathlib import Path
 from typing import Any
 
 from instep.cli import output
 from instep.errors import UsageError
+from instep.utils.atomic import replacing
 from instep.utils.imports import require
 
 _SKIPPED = ("site-packages", "__pycache__", "node_modules")
@@ -85,16 +85,10 @@ def _migrate(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, text: str) -> None:
     path = path.resolve()  # a link stays one
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with temporary.open("x", encoding="utf-8", newline="") as file:
-            os.chmod(temporary, path.stat().st_mode)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as part:
+        part.touch()
+        part.chmod(path.stat().st_mode)
+        part.write_text(text, encoding="utf-8", newline="")
 
 
 def _diff(file: dict[str, Any]) -> list[str]:

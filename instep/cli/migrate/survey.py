@@ -10,7 +10,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
-from instep.cli.migrate import names
+from instep.utils import porting
 
 _LINE = 88  # longer lines are broken
 
@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass
 class Plan:
-    """What becomes of a script.
+    """The changes and findings of one script.
 
     Args:
         module: its syntax tree.
@@ -101,7 +101,7 @@ class Names(cst.CSTVisitor):
         module = code(node.module)
         self._note_package(module)
         if isinstance(node.names, cst.ImportStar):
-            if names.canonical(module):
+            if porting.canonical(module):
                 self.plan.todo(node, f"from {module} import *: name what is used, and migrate again")
             return False
         for alias in node.names:
@@ -109,7 +109,7 @@ class Names(cst.CSTVisitor):
         return False
 
     def _note_package(self, name: str) -> None:
-        package = names.canonical(name)
+        package = porting.canonical(name)
         if package is not None:
             self.plan.found.add(package)
 
@@ -150,33 +150,33 @@ class Names(cst.CSTVisitor):
 
     def _canonical(self, node: cst.CSTNode) -> str | None:
         known: Any = self.get_metadata(QualifiedNameProvider, node, set())
-        found = {names.canonical(q.name) for q in known if q.source is QualifiedNameSource.IMPORT}
+        found = {porting.canonical(q.name) for q in known if q.source is QualifiedNameSource.IMPORT}
         return next((name for name in sorted(filter(None, found))), None)
 
     def _successor(self, node: cst.CSTNode) -> str | None:
         name = self._canonical(node)
-        return names.successor(name) if name else None
+        return porting.successor(name) if name else None
 
     def _use(self, node: cst.BaseExpression, base: cst.Name) -> None:
         name = self._canonical(node)
         if name is None:
             return
-        target = names.successor(name)
+        target = porting.successor(name)
         if target:
             self.targets[node] = target
             if node is not base:
                 self.needed[base.value].add(target.rpartition(".")[0])
-        elif name not in names.MODULES:
+        elif name not in porting.MODULES:
             self.leftovers[name].append(node)
             self.kept.add(base.value)
 
     # ---- decisions
 
     def rewritten(self, text: str) -> str:
-        """A dotted name of the script as it is written after the change."""
+        """Return a dotted name of the script as it is written after the change."""
         local, _, rest = text.partition(".")
-        name = names.canonical(".".join(filter(None, (self.bound.get(local, ""), rest))))
-        target = names.successor(name) if name else None
+        name = porting.canonical(".".join(filter(None, (self.bound.get(local, ""), rest))))
+        target = porting.successor(name) if name else None
         if name is None or target is None:
             return text
         if rest:
@@ -185,7 +185,7 @@ class Names(cst.CSTVisitor):
         return self.local_name(local, target)
 
     def local_name(self, local: str, target: str) -> str:
-        """How the script calls instep's name, where it imports it by itself."""
+        """Find the name by which the script calls instep's, where it imports it by itself."""
         old, leaf = self.bound[local].rpartition(".")[2], target.rpartition(".")[2]
         if local != old:  # it has a name of the script's own
             return local
@@ -199,20 +199,20 @@ class Names(cst.CSTVisitor):
                 parentheses = {"lpar": node.lpar, "rpar": node.rpar} if isinstance(node, cst.Name) else {}
                 self.plan.new[node] = cst.parse_expression(new).with_changes(**parentheses)
         for name, nodes in self.leftovers.items():
-            self.plan.todo(nodes[0], f"{name.rpartition('.')[2]}{_also(self.plan, nodes)}: {names.advice(name)}")
+            self.plan.todo(nodes[0], f"{name.rpartition('.')[2]}{_also(self.plan, nodes)}: {porting.advice(name)}")
         for node in self.imports:
             new = self._import(node) if isinstance(node, cst.Import) else self._import_from(node)
             if new is not None:
                 self.plan.new[node] = new
 
     def _import(self, node: cst.Import) -> list[str] | None:
-        if not any(names.canonical(code(alias.name)) for alias in node.names):
+        if not any(porting.canonical(code(alias.name)) for alias in node.names):
             return None
         lines = []
         for alias in node.names:
             name = code(alias.name)
             local = _local(alias) if alias.asname else name.split(".")[0]
-            if names.canonical(name) is None:
+            if porting.canonical(name) is None:
                 lines.append(f"import {code(alias).rstrip(', ')}")
             else:
                 lines += self._modules(local, f"import {code(alias).rstrip(', ')}")
@@ -222,33 +222,33 @@ class Names(cst.CSTVisitor):
         if node.module is None or node.relative or isinstance(node.names, cst.ImportStar):
             return None
         module = code(node.module)
-        if names.canonical(module) is None:
+        if porting.canonical(module) is None:
             return None
         stay: list[str] = []
         lines: list[str] = []
         moved: dict[str, set[str]] = defaultdict(set)
         for alias in node.names:
             local, old = _local(alias), code(alias).rstrip(", \n")
-            name = names.canonical(f"{module}.{code(alias.name)}") or ""
-            target = names.successor(name)
+            name = porting.canonical(f"{module}.{code(alias.name)}") or ""
+            target = porting.successor(name)
             if target:
                 parent, _, leaf = target.rpartition(".")
                 called = self.local_name(local, target)
                 moved[parent].add(leaf if called == leaf else f"{leaf} as {called}")
                 for other in self.extra[local]:
                     moved[other.rpartition(".")[0]].add(other.rpartition(".")[2])
-            elif name in names.MODULES:
+            elif name in porting.MODULES:
                 lines += self._modules(local, f"from {module} import {old}")
             else:
                 stay.append(old)
                 if name not in self.leftovers:  # it is imported and not used
-                    self.plan.todo(node, f"{code(alias.name)}: {names.advice(name)}")
+                    self.plan.todo(node, f"{code(alias.name)}: {porting.advice(name)}")
         if stay:
             lines.append(_from(module, stay))
         return lines + [_from(parent, sorted(leaves)) for parent, leaves in sorted(moved.items())]
 
     def _modules(self, local: str, old: str) -> list[str]:
-        """What takes the place of an imported module."""
+        """Replace an imported module."""
         new = [
             f"import {module}" for module in sorted(self.needed.get(local, () if local in self.kept else {"instep"}))
         ]
@@ -279,7 +279,7 @@ def survey(source: str) -> tuple[Plan, Names]:
 
 
 def code(node: cst.CSTNode) -> str:
-    """The text of a node."""
+    """Return the text of a node."""
     return cst.Module([]).code_for_node(node)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import libcst as cst
 
-from instep.cli.migrate import names
 from instep.cli.migrate.survey import Names, Plan, code
 from instep.errors import InstepError
+from instep.utils import porting
 
 _OWNERS = {"Trainer": "instep.Trainer", "Accelerator": "instep.Accelerator"}
 _KINDS = {
@@ -27,7 +27,7 @@ _ONE_RANK = ("is_main_process", "is_local_main_process", "is_global_zero")
 
 @cache
 def load(name: str) -> Any:
-    """What a dotted name stands for."""
+    """Import the object that a dotted name stands for."""
     module, _, leaf = name.rpartition(".")
     return getattr(import_module(module), leaf)
 
@@ -45,13 +45,13 @@ def attributes(owner: type) -> frozenset[str]:
 
 
 def has_argument(function: Any, argument: str) -> bool:
-    """Whether a function or class has an argument of this name."""
+    """Tell whether a function or class has an argument of this name."""
     found = inspect.signature(function).parameters.get(argument)
     return found is not None and found.kind is not found.VAR_KEYWORD
 
 
 def count_positional(function: Any) -> float:
-    """How many arguments a function or class takes without a name; infinity for `*args`."""
+    """Count the arguments that a function or class takes without a name; infinity for `*args`."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return float("inf")
@@ -118,8 +118,8 @@ class Uses(cst.CSTVisitor):
         for base in node.bases:
             leaf = self._leaf(base.value)
             kind = kind or (leaf if leaf in _KINDS else self.classes.get(code(base.value), ""))
-            if leaf in names.NOT_A_BASE:
-                self.plan.todo(base, f"{node.name.value} derives from {leaf}: {names.NOT_A_BASE[leaf]}")
+            if leaf in porting.NOT_A_BASE:
+                self.plan.todo(base, f"{node.name.value} derives from {leaf}: {porting.NOT_A_BASE[leaf]}")
         methods = [part for part in node.body.body if isinstance(part, cst.FunctionDef)]
         if kind:
             self.classes[node.name.value] = kind
@@ -133,19 +133,16 @@ class Uses(cst.CSTVisitor):
         self._own.pop()
 
     def _method(self, kind: str, method: cst.FunctionDef) -> None:
-        from instep.trainer.plugins import GONE
-
         name, known = method.name.value, attributes(load(_KINDS[kind]))
-        if kind == "TrainModule" and name in GONE:
-            self.plan.todo(
-                method.name, f"{name} is not called any more: use {GONE[name]}; keep outputs in an attribute"
-            )
-        elif name in names.ATTRIBUTES[kind] and name not in known:
-            self.plan.todo(method.name, f"{name} is not called: {names.ATTRIBUTES[kind][name]}")
+        if kind == "TrainModule" and name in porting.HOOKS_GONE:
+            instead = f"use {porting.HOOKS_GONE[name]}; keep outputs in an attribute"
+            self.plan.todo(method.name, f"{name} is not called any more: {instead}")
+        elif name in porting.ATTRIBUTES[kind] and name not in known:
+            self.plan.todo(method.name, f"{name} is not called: {porting.ATTRIBUTES[kind][name]}")
         if name.endswith("_step"):
             for parameter in method.params.params:
-                if parameter.name.value in names.STEP_ARGUMENTS:
-                    text = names.STEP_ARGUMENTS[parameter.name.value]
+                if parameter.name.value in porting.STEP_ARGUMENTS:
+                    text = porting.STEP_ARGUMENTS[parameter.name.value]
                     self.plan.todo(parameter, f"{name}({parameter.name.value}): {text}")
 
     # ---- attributes and calls
@@ -162,19 +159,19 @@ class Uses(cst.CSTVisitor):
     def visit_Attribute(self, node: cst.Attribute) -> None:
         name, owner = node.attr.value, self._owner(node.value)
         if owner:
-            if (owner, name) in names.ATTRIBUTES_RENAMED:
-                new = names.ATTRIBUTES_RENAMED[owner, name]
+            if (owner, name) in porting.ATTRIBUTES_RENAMED:
+                new = porting.ATTRIBUTES_RENAMED[owner, name]
                 self.plan.new[node] = node.with_changes(attr=cst.Name(new))
             elif name not in attributes(load(_OWNERS[owner])):
-                text = names.ATTRIBUTES[owner].get(name, f"instep's {owner} has no such attribute or method")
+                text = porting.ATTRIBUTES[owner].get(name, f"instep's {owner} has no such attribute or method")
                 self.plan.todo(node, f"{code(node)}: {text}")
             elif name in _COLLECTIVE and self._one_rank:
                 self.plan.todo(node, f"{code(node)} is called on one rank only: it is collective, call it on all")
         elif code(node.value) == "self" and self._inside and self._inside[-1]:
             kind = self._inside[-1]
-            missing = name in names.ATTRIBUTES[kind] and name not in attributes(load(_KINDS[kind]))
+            missing = name in porting.ATTRIBUTES[kind] and name not in attributes(load(_KINDS[kind]))
             if missing and name not in self._own[-1]:
-                self.plan.todo(node, f"{code(node)}: {names.ATTRIBUTES[kind][name]}")
+                self.plan.todo(node, f"{code(node)}: {porting.ATTRIBUTES[kind][name]}")
 
     def visit_Call(self, node: cst.Call) -> None:
         target = self.names.targets.get(node.func)
@@ -198,7 +195,7 @@ class Uses(cst.CSTVisitor):
         value = node.evaluated_value
         if not isinstance(value, str):
             return
-        for start, text in names.ENVIRONMENT.items():
+        for start, text in porting.ENVIRONMENT.items():
             if value.startswith(start):
                 self.plan.todo(node, f"{value}: {text}")
         if value.endswith(".ckpt") and value != ".ckpt":
@@ -207,7 +204,7 @@ class Uses(cst.CSTVisitor):
     # ---- arguments
 
     def _arguments(self, node: cst.Call, key: str, function: Any) -> None:
-        renamed, dropped = names.RENAMED.get(key, {}), names.DROPPED.get(key, {})
+        renamed, dropped = porting.RENAMED.get(key, {}), porting.DROPPED.get(key, {})
         into: list[cst.Arg] = []
         unnamed = 0
         for arg in node.args:
@@ -220,11 +217,11 @@ class Uses(cst.CSTVisitor):
             if name in dropped and not has_argument(function, name):
                 self.plan.note(arg, f"{key}({name}=) is left out: {dropped[name]}")
                 self.plan.new[arg] = lambda _: cst.RemoveFromParent()
-            elif key == "Accelerator" and name in names.INTO_DATALOADER_CONFIG:
+            elif key == "Accelerator" and name in porting.INTO_DATALOADER_CONFIG:
                 into.append(arg)
             else:
                 self._argument(arg, key, function, renamed, arg is node.args[-1])
-        limit = min(names.POSITIONAL.get(key, unnamed), count_positional(function))
+        limit = min(porting.POSITIONAL.get(key, unnamed), count_positional(function))
         if unnamed > limit:
             self.plan.todo(node, f"{key}: name the arguments after number {limit}; instep's differ")
         if into:
@@ -235,9 +232,9 @@ class Uses(cst.CSTVisitor):
         old = arg.keyword.value
         name = old if has_argument(function, old) else renamed.get(old, old)
         value: Any = _literal(arg.value)
-        values = names.VALUES.get((key, name), {})
+        values = porting.VALUES.get((key, name), {})
         new_value = values.get(value) if isinstance(value, str) else None
-        added = names.ADDED.get((key, old))
+        added = porting.ADDED.get((key, old))
         if added is not None and not value:  # gpus=0 and gpus=None said that there is none
             name = old
         between = cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")) if is_last else arg.comma
@@ -252,7 +249,7 @@ class Uses(cst.CSTVisitor):
                 return cst.FlattenSentinel([_make(added).with_changes(comma=between), changed])
 
             self.plan.new[arg] = change
-        problem = names.REFUSED.get((key, name)) or refused(function, name)
+        problem = porting.REFUSED.get((key, name)) or refused(function, name)
         if problem is None and key == "Trainer" and value is not _UNKNOWN and value is not None:
             problem = wrong_value(name, value if new_value is None else new_value)
         if problem is not None:

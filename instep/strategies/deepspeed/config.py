@@ -12,6 +12,7 @@ from instep.errors import SettingError, one_of
 from instep.strategies.precision import Precision
 from instep.types import PathLike
 from instep.utils.paths import to_path
+from instep.utils.porting import INSTEAD
 
 AUTO = "auto"
 Config = dict[str, Any]
@@ -23,24 +24,12 @@ _DTYPES = {
     "16-mixed": "fp16",
     "16-true": "fp16",
 }
-# What the Trainer does, or what would change who reads which data or what a checkpoint has to hold.
-_REFUSED = {
-    "scheduler": "configure_optimizers returns the schedule; deepspeed.runtime.lr_schedules has DeepSpeed's",
-    "train_batch_size": "the batch is the Trainer's: Trainer(global_batch_size=...) and the loader's batch_size",
-    "amp": "choose Trainer(precision='bf16-mixed') or '16-mixed'",
-    "elasticity": "torchrun and `instep launch` are elastic, with Trainer(global_batch_size=...)",
-    "data_efficiency": "it works with DeepSpeed's own loader only",
-    "curriculum_learning": "it works with DeepSpeed's own loader only",
-    "hybrid_engine": "it is not supported",
-    "tensor_parallel": "strategy='mesh' has tensor parallelism",
-    "sequence_parallel_size": "strategy='mesh' has sequence and context parallelism",
-}
 _REFUSED_ZERO = ("zenflow", "mics_shard_size", "zero_hpz_partition_size", "round_robin_gradients")
 _OFFLOADS = ("cpu", "nvme")
 
 
 def read_config(config: Mapping[str, Any] | PathLike) -> Config:
-    """A configuration of the caller's own: a copy of the mapping, or what the JSON file holds.
+    """Return a configuration of the caller's own: a copy of the mapping, or what the JSON file holds.
 
     Raises:
         SettingError: the file cannot be read, or holds no JSON object.
@@ -66,7 +55,7 @@ def make_config(
     nvme_path: PathLike | None,
     options: Mapping[str, Any],
 ) -> Config:
-    """The configuration that a strategy's arguments describe."""
+    """Return the configuration that a strategy's arguments describe."""
     zero: Config = {"stage": stage, **options}
     for field, key, device in (
         ("offload_optimizer", "offload_optimizer", offload_optimizer),
@@ -95,7 +84,7 @@ def check_config(config: Config) -> int:
     Raises:
         SettingError: names the entry and what to do instead.
     """
-    for key, instead in _REFUSED.items():
+    for key, instead in INSTEAD["DeepSpeed's config"].items():
         value = config.get(key)
         given = value.get("enabled", True) if isinstance(value, Mapping) else value not in (None, AUTO, 1)
         if given:
@@ -127,7 +116,7 @@ def check_config(config: Config) -> int:
 
 
 def offload_device(config: Mapping[str, Any], key: str) -> str | None:
-    """Where `offload_optimizer` or `offload_param` sends its part; None for nowhere."""
+    """Return the device of `offload_optimizer` or `offload_param`; None without offloading."""
     device = (config.get("zero_optimization", {}).get(key) or {}).get("device")
     return None if device in (None, "none", AUTO) else device
 
@@ -167,7 +156,7 @@ def compute_kind(config: Mapping[str, Any], precision: Precision, stage: int) ->
 
 
 def fill(config: Config, *, kind: str | None, device_type: str, accumulate: int, elements: int) -> Config:
-    """The configuration for the engine: a copy in which nothing is "auto" any more.
+    """Return the configuration for the engine: a copy in which nothing is "auto" any more.
 
     Args:
         config: checked.
@@ -239,7 +228,7 @@ def check_accumulation(config: Mapping[str, Any], accumulate: int) -> None:
 
 
 def _enabled(config: Mapping[str, Any], key: str) -> bool | None:
-    """What a section says of itself; None where it says nothing, or "auto"."""
+    """Return the `enabled` of a section; None where it says nothing, or "auto"."""
     said = (config.get(key) or {}).get("enabled", AUTO)
     return None if said == AUTO else bool(said)
 

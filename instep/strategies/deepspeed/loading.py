@@ -27,7 +27,7 @@ _REMOTE_S = 1800.0  # what a build on another machine may take
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """The package, set up for a kind of device.
+    """Import DeepSpeed, set up for a kind of device.
 
     Raises:
         MissingPackageError: it is not installed.
@@ -57,14 +57,14 @@ def load_deepspeed(device: torch.device) -> Any:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Without a warning that torch's own compiler raises when DeepSpeed first loads it."""
+    """Silence a warning that torch's own compiler raises when DeepSpeed first loads it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
         yield
 
 
 def build_folder() -> Path:
-    """Where torch builds extensions."""
+    """Return the folder in which torch builds extensions."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     # late: it looks for compilers
     return Path(chosen or import_module("torch.utils.cpp_extension").get_default_build_root())
@@ -96,7 +96,7 @@ def check_builds(folder: Path) -> None:
 
 
 def _is_at_work(folder: Path) -> bool:
-    """Whether a process of this machine works in a folder, as a build does."""
+    """Return whether a process of this machine works in a folder, as a build does."""
     try:
         target = folder.stat()
     except OSError:

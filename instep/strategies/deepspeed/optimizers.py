@@ -18,7 +18,7 @@ _ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """What an optimizer is called in a checkpoint: DeepSpeed's Adams are torch's, by what they compute."""
+    """Return an optimizer's name in a checkpoint: DeepSpeed's Adams are torch's, by what they compute."""
     name = type(optimizer).__name__
     if name not in _ADAMS:
         return name
@@ -27,7 +27,7 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def counts_in_ints(optimizer: Optimizer) -> bool:
-    """Whether its state has `step` as an int."""
+    """Return whether an optimizer's state has `step` as an int."""
     return type(optimizer).__name__ in _ADAMS
 
 
@@ -58,7 +58,7 @@ def check_optimizer(optimizer: Optimizer, config: Mapping[str, Any], stage: int)
 
 
 def make_optimizer(config: Mapping[str, Any], parameters: Iterable[Any], device: torch.device, **given: Any) -> Any:
-    """The optimizer that the configuration describes.
+    """Return the optimizer that the configuration describes.
 
     Args:
         config: with a section `optimizer`.
@@ -97,7 +97,7 @@ def make_optimizer(config: Mapping[str, Any], parameters: Iterable[Any], device:
         return adams.FusedAdam(parameters, adam_w_mode=adamw, **params)
     if lower == "adam":
         name = "AdamW" if adamw else "Adam"
-    of_torch = {it.lower(): getattr(torch.optim, it, None) for it in (name, *_ELEMENTWISE)}
+    of_torch = {kind.lower(): getattr(torch.optim, kind, None) for kind in (name, *_ELEMENTWISE)}
     if lower == "lion" and (on_cpu or device.type == "cuda"):
         lion = import_module("deepspeed.ops.lion")  # late: optional
         return (lion.DeepSpeedCPULion if on_cpu else lion.FusedLion)(parameters, **params)

@@ -18,7 +18,7 @@ from instep.checkpoint.tensors import Shard, StoredTensor
 
 
 @dataclass(frozen=True)
-class Part:
+class Partition:
     """A run of one parameter's elements, as a part of a flat tensor.
 
     Args:
@@ -42,11 +42,11 @@ class Part:
     at_hand: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The run in a tensor that is laid out as `flat`."""
+        """Return the run in a tensor that is laid out as `flat`."""
         return tensor.detach().narrow(0, self.offset, self.count)
 
     def weights(self) -> Tensor:
-        """The run of the float32 weights."""
+        """Return the run of the float32 weights."""
         return self.of(self.flat) if self.fetch is None else self.fetch(None)[: self.count]
 
     def set_weights(self, value: Tensor) -> None:
@@ -57,30 +57,30 @@ class Part:
             self.store(value)
 
     def shard(self, run: Tensor) -> Shard:
-        """The run as it is written."""
+        """Return the run as it is written."""
         return Shard(run, self.shape, (self.begin,), flat=True)
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Whether it is one that stage 3 has cut up: it has no elements of its own but while it is used."""
+    """Return whether stage 3 has cut a parameter up: it has no elements of its own but while it is used."""
     return hasattr(parameter, "ds_tensor")
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...]:
-    """Of the whole parameter."""
+    """Return the shape of the whole parameter."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def cut_part(parameter: Any) -> Part:
-    """The part of a cut parameter in the dtype of the forward, which is all there is without an optimizer."""
+def cut_part(parameter: Any) -> Partition:
+    """Return the part of a cut parameter in the dtype of the forward, which is all there is without an optimizer."""
     size = parameter.ds_tensor.ds_numel
     begin = min(_rank_of(parameter) * size, parameter.ds_numel)
     count = max(min(size, parameter.ds_numel - begin), 0)
-    return Part(shape_of(parameter), begin, count, parameter.ds_tensor, 0)
+    return Partition(shape_of(parameter), begin, count, parameter.ds_tensor, 0)
 
 
-def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Part]:
-    """The parts whose float32 weights and optimizer state this rank holds, by parameter.
+def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Partition]:
+    """Return the parts whose float32 weights and optimizer state this rank holds, by parameter.
 
     Args:
         zero: what DeepSpeed made of the optimizer.
@@ -89,22 +89,22 @@ def find_parts(zero: Any, optimizer: Optimizer) -> dict[Tensor, Part]:
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         return {p: part for group in zero.fp16_groups for p in group if (part := _stage_3(zero, p)).count}
     groups = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", [])
-    parts: dict[Tensor, Part] = {}
+    parts: dict[Tensor, Partition] = {}
     for group, parameters in enumerate(groups):
         flat = optimizer.param_groups[group]["params"][0]
         for p in parameters:
             mapping = p._hp_mapping
             if mapping is not None:
                 here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                parts[p] = Part(shape_of(p), here.start, here.numel, flat, there.start)
+                parts[p] = Partition(shape_of(p), here.start, here.numel, flat, there.start)
     return parts
 
 
-def _stage_3(zero: Any, parameter: Any) -> Part:
+def _stage_3(zero: Any, parameter: Any) -> Partition:
     group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
     cut, flat = cut_part(parameter), zero.fp32_partitioned_groups_flat[group]
     if not zero._swappable_optimizer_subgroup(group):
-        return Part(cut.shape, cut.begin, cut.count, flat, offset)
+        return Partition(cut.shape, cut.begin, cut.count, flat, offset)
 
     def fetch(key: str | None) -> Tensor:
         return zero.get_local_fp32_param(parameter, key).detach().clone()
@@ -120,7 +120,7 @@ def _stage_3(zero: Any, parameter: Any) -> Part:
         yield
         zero._optimizer_states_and_gradient_swap_out(group)  # notes tensors that are new under `flat`
 
-    return Part(cut.shape, cut.begin, cut.count, flat, offset, fetch, store, at_hand)
+    return Partition(cut.shape, cut.begin, cut.count, flat, offset, fetch, store, at_hand)
 
 
 def _rank_of(parameter: Any) -> int:
@@ -143,10 +143,10 @@ def take_run(value: Tensor | StoredTensor, begin: int, count: int) -> Tensor:
 
 
 def held_gradients(zero: Any) -> list[Tensor]:
-    """The reduced gradients that this rank holds before a step."""
+    """Return the reduced gradients that this rank holds before a step."""
     held: list[Tensor] = []
     for group in (getattr(zero, "averaged_gradients", None) or {}).values():
-        held += [it for it in group or () if isinstance(it, Tensor)]
+        held += [tensor for tensor in group or () if isinstance(tensor, Tensor)]
     if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
         flats = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
         held += [flat.grad for flat in flats if flat.grad is not None]
@@ -169,7 +169,7 @@ def drop_gradients(zero: Any) -> None:
 
 
 def scaler_state(zero: Any) -> dict[str, Any]:
-    """The gradient scaler's state, of JSON values."""
+    """Return the gradient scaler's state, of JSON values."""
     scaler = getattr(zero, "loss_scaler", None)
     return (
         {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)} if scaler else {}
@@ -177,7 +177,7 @@ def scaler_state(zero: Any) -> dict[str, Any]:
 
 
 def load_scaler_state(zero: Any, state: Mapping[str, Any]) -> None:
-    """The reverse."""
+    """Load what `scaler_state` returned."""
     scaler = getattr(zero, "loss_scaler", None)
     for key, value in state.items():
         if scaler is not None and key in vars(scaler):

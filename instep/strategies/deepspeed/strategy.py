@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from instep.checkpoint.tensors import Shard
 from instep.distributed import broadcast
-from instep.errors import MissingPackageError, SettingError, UsageError, one_of
+from instep.errors import CheckpointError, SettingError, UsageError, one_of
 from instep.state import GradientState, PartialState
+from instep.strategies.base import Strategy, shapes_of, whole
 from instep.strategies.deepspeed import partitions
 from instep.strategies.deepspeed.config import (
     Config,
@@ -28,27 +29,16 @@ from instep.strategies.deepspeed.config import (
     read_config,
 )
 from instep.strategies.deepspeed.loading import load_deepspeed, quiet_imports
-from instep.strategies.deepspeed.optimizers import check_optimizer, make_optimizer
-from instep.strategies.deepspeed.partitions import Part, is_cut, shape_of, take_run
-from instep.strategies.deepspeed.state import PartitionedState
+from instep.strategies.deepspeed.optimizers import check_optimizer, counts_in_ints, kind_of, make_optimizer
+from instep.strategies.deepspeed.partitions import Partition, is_cut, shape_of, take_run
+from instep.strategies.gradients import Gradients
 from instep.strategies.precision import Precision
+from instep.strategies.step_forward import StepForward
 from instep.types import PathLike
-from instep.utils.optimizer_state import names_of
+from instep.utils.imports import check_installed
+from instep.utils.optimizer_state import match_state, names_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class _StepForward(nn.Module):
-    """Sends the engine's `forward` to a named step method, within a context of its own."""
-
-    def __init__(self, module: nn.Module, context: AbstractContextManager[Any] | None) -> None:
-        super().__init__()
-        self.module = module
-        self.context = context
-
-    def forward(self, name: str, *args: Any) -> Any:
-        with nullcontext() if self.context is None else self.context:
-            return getattr(self.module, name)(*args)
 
 
 class _EnginePrecision(Precision):
@@ -75,7 +65,85 @@ class _EnginePrecision(Precision):
         partitions.load_scaler_state(self._zero(), state_dict)
 
 
-class DeepSpeedStrategy(PartitionedState):
+class DeepSpeedGradients(Gradients):
+    """Gradients that DeepSpeed's engine holds, scales and clips; at stage 0 they are the parameters' own."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self.open = False
+        """Whether there are gradients that no step was made with."""
+        self._factor = 1.0  # by which the next step multiplies them
+
+    def close(self) -> None:
+        """Take note that there are no gradients."""
+        self.open, self._factor = False, 1.0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        self.open = True
+        engine = self.strategy._engine
+        # The engine divides by the steps again where its own backward is not called.
+        return engine.scale(loss * engine.gradient_accumulation_steps())
+
+    def clip(
+        self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        if self.strategy.stage == 0:
+            return super().clip(parameters, value, algorithm, norm_type)
+        if algorithm != "norm":
+            raise SettingError(
+                "gradient_clip_algorithm='value': DeepSpeed clips by norm, since no process holds all gradients. Use "
+                "'norm', or strategy='fsdp'.",
+                field="gradient_clip_algorithm",
+                got=algorithm,
+            )
+        said = self.strategy.config.get("gradient_clipping", "auto")
+        if said not in ("auto", value):
+            raise SettingError(
+                f"DeepSpeed's config has gradient_clipping={said}, and the run clips at {value}. Make it 'auto' there.",
+                field="gradient_clip_val",
+                got=value,
+            )
+        self.strategy._zero.clip_grad = float(value)  # what its step clips at, with the norm that it needs anyway
+        return None
+
+    def multiply(self, optimizer: Optimizer, factor: float) -> None:
+        if self.strategy.stage == 0:
+            super().multiply(optimizer, factor)
+        else:
+            self._factor *= factor
+
+    def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
+        # Scaled gradients overflow now and then: the scaler sees to it.
+        strategy = self.strategy
+        skip = not strategy.stage or strategy._kind == "fp16"
+        super().find_nonfinite([*tensors, *([] if skip else partitions.held_gradients(strategy._zero))], found)
+
+    def forget(self, optimizer: Optimizer) -> None:
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of an open window, in place of the optimizer's: a step leaves nothing to be dropped."""
+        if self.open:
+            self.close()
+            strategy = self.strategy
+            partitions.drop_gradients(strategy._zero) if strategy.stage else strategy._engine.zero_grad()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+        if closure is not None:
+            closure()
+        engine, zero, factor = self.strategy._engine, self.strategy._zero, self._factor
+        if factor != 1.0:  # its step divides by the loss scale, before it clips
+            zero.external_loss_scale, zero.custom_loss_scaler = zero.loss_scale / factor, True
+        try:
+            engine.step()
+        finally:
+            if factor != 1.0:
+                zero.custom_loss_scaler = False
+        self.step_was_skipped = not engine.was_step_applied()
+        self.close()
+
+
+class DeepSpeedStrategy(Strategy):
     """ZeRO by DeepSpeed: optimizer state (stage 1), gradients (2) and weights (3) spread over processes.
 
     Precision is the run's: with bf16-mixed and 16-mixed (and their `-true` forms, which mean the same here) weights are
@@ -106,6 +174,8 @@ class DeepSpeedStrategy(PartitionedState):
 
     name = "deepspeed"
     multi_process = True
+    gradients_class = DeepSpeedGradients
+    gradients: DeepSpeedGradients  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self,
@@ -119,11 +189,11 @@ class DeepSpeedStrategy(PartitionedState):
         use: str | None = None,
         **options: Any,
     ) -> None:
-        if find_spec("deepspeed") is None:
-            raise MissingPackageError(
-                "DeepSpeedStrategy needs the package 'deepspeed'. Install it with: pip install 'instep[deepspeed]'"
-            )
-        super().__init__()
+        check_installed("deepspeed", extra="deepspeed", purpose="DeepSpeedStrategy")
+        self._parts: dict[Tensor, Partition] = {}
+        self._exact: dict[Tensor, Tensor] = {}  # float32 runs of weights that were cast to 16 bits before the engine
+        self._groups: list[list[str]] = []  # names, by group of the optimizer
+        self._shapes: dict[str, list[int]] = {}  # of the optimizer's parameters
         arguments = {"stage": stage, "offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         given = [key for key, value in {**arguments, "nvme_path": nvme_path, **options}.items() if value is not None]
         if (config is not None or configs is not None) and given:
@@ -134,10 +204,10 @@ class DeepSpeedStrategy(PartitionedState):
             )
         if config is not None and configs is not None:
             raise SettingError("config and configs were given; give one of them", field="configs")
-        self._configs = None if configs is None else {key: read_config(it) for key, it in configs.items()}
+        self._configs = None if configs is None else {key: read_config(config) for key, config in configs.items()}
         if self._configs is not None:
-            for it in self._configs.values():
-                check_config(it)
+            for entry in self._configs.values():
+                check_config(entry)
             self.select(next(iter(self._configs)) if use is None else use)
         else:
             if use is not None:
@@ -146,8 +216,6 @@ class DeepSpeedStrategy(PartitionedState):
             self._set_config(made if config is None else read_config(config))
         self._engine: Any = None
         self._optimizer: Optimizer | None = None
-        self._open = False  # there are gradients that no step was made with
-        self._factor = 1.0  # by which the next step multiplies them
 
     def select(self, name: str) -> None:
         """Take another one of `configs` from the next run on.
@@ -182,7 +250,7 @@ class DeepSpeedStrategy(PartitionedState):
 
     @property
     def _zero(self) -> Any:
-        """What DeepSpeed made of the optimizer."""
+        """DeepSpeed's optimizer around the user's."""
         return self._engine.optimizer
 
     def model_context(self) -> AbstractContextManager[Any]:
@@ -203,7 +271,7 @@ class DeepSpeedStrategy(PartitionedState):
             elements=elements,
         )
 
-    def place(self, module: nn.Module) -> None:
+    def prepare_module(self, module: nn.Module) -> None:
         self.module = module
         if self.stage != 3:
             module.to(self.device)
@@ -225,7 +293,7 @@ class DeepSpeedStrategy(PartitionedState):
         for _, buffer in module.named_buffers():
             buffer.data = buffer.data.to(self.device)
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         before = self._parts
         self._release()
         if not optimizers:
@@ -260,7 +328,7 @@ class DeepSpeedStrategy(PartitionedState):
         self._engine.set_gradient_accumulation_boundary(True)  # else it counts batches until `no_sync` tells it
         self._optimizer = optimizer
         # What the loop calls where a window begins would take the gradients' memory from an offloading engine.
-        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        optimizer.zero_grad = self.gradients.zero_grad  # type: ignore[method-assign]
         self._parts = partitions.find_parts(self._zero, optimizer) if self.stage else {}
         for p, part in self._parts.items():
             old = before.get(p)
@@ -283,7 +351,7 @@ class DeepSpeedStrategy(PartitionedState):
         try:
             with _local_rank(), quiet_imports():
                 engine, *_ = self._deepspeed.initialize(
-                    model=_StepForward(module, self._context), optimizer=optimizer, config=config
+                    model=StepForward(module, self._context), optimizer=optimizer, config=config
                 )
         except (AssertionError, ValueError, NotImplementedError) as error:
             raise SettingError(f"DeepSpeed refused its config: {error}", field="config", got=config) from error
@@ -325,7 +393,7 @@ class DeepSpeedStrategy(PartitionedState):
             engine.destroy()
             engine.module_forward_pre_hook.remove()
             engine.module_forward_post_hook.remove()
-        self._open, self._factor = False, 1.0
+            self.gradients.close()
 
     # ---- the step
 
@@ -345,13 +413,8 @@ class DeepSpeedStrategy(PartitionedState):
         retain = bool(kwargs.pop("retain_graph", False))
         if args or any(value not in (None, False) for value in kwargs.values()):
             raise UsageError(f"DeepSpeed's backward takes retain_graph only, got {list(kwargs) or args}")
-        self._open = True
+        self.gradients.open = True
         self._engine.backward(loss, retain_graph=retain, scale_wrt_gas=False)
-
-    def scale(self, loss: Tensor) -> Tensor:
-        self._open = True
-        # The engine divides by the steps again where its own backward is not called.
-        return self._engine.scale(loss * self._engine.gradient_accumulation_steps())
 
     @contextmanager
     def _boundary(self, engine: Any) -> Iterator[None]:
@@ -364,62 +427,8 @@ class DeepSpeedStrategy(PartitionedState):
     def no_sync(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._engine is None else self._boundary(self._engine)
 
-    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
-        if self.stage == 0:
-            super().clip_gradients(optimizer, value, algorithm)
-            return
-        if algorithm != "norm":
-            raise SettingError(
-                "gradient_clip_algorithm='value': DeepSpeed clips by norm, since no process holds all gradients. Use "
-                "'norm', or strategy='fsdp'.",
-                field="gradient_clip_algorithm",
-                got=algorithm,
-            )
-        said = self.config.get("gradient_clipping", "auto")
-        if said not in ("auto", value):
-            raise SettingError(
-                f"DeepSpeed's config has gradient_clipping={said}, and the run clips at {value}. Make it 'auto' there.",
-                field="gradient_clip_val",
-                got=value,
-            )
-        self._zero.clip_grad = float(value)  # what its step clips at, with the norm that it needs anyway
-
-    def multiply_gradients(self, optimizer: Optimizer, factor: float) -> None:
-        if self.stage == 0:
-            super().multiply_gradients(optimizer, factor)
-        else:
-            self._factor *= factor
-
-    def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
-        # Scaled gradients overflow now and then: the scaler sees to it.
-        held = [] if not self.stage or self._kind == "fp16" else partitions.held_gradients(self._zero)
-        super().find_nonfinite([*tensors, *held], found)
-
-    def forget_gradients(self, optimizer: Optimizer) -> None:
-        self._zero_grad()
-
-    def _zero_grad(self, set_to_none: bool = True) -> None:
-        """In place of the optimizer's: a step has left nothing to be set to zero, an open window has."""
-        if self._open:
-            self._open, self._factor = False, 1.0
-            partitions.drop_gradients(self._zero) if self.stage else self._engine.zero_grad()
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
-        if closure is not None:
-            closure()
-        zero, factor = self._zero, self._factor
-        if factor != 1.0:  # its step divides by the loss scale, before it clips
-            zero.external_loss_scale, zero.custom_loss_scaler = zero.loss_scale / factor, True
-        try:
-            self._engine.step()
-        finally:
-            if factor != 1.0:
-                zero.custom_loss_scaler = False
-        self.step_was_skipped = not self._engine.was_step_applied()
-        self._open, self._factor = False, 1.0
-
     def make_optimizer(self, parameters: Iterable[Any], **given: Any) -> Optimizer:
-        """The optimizer that the configuration's section `optimizer` describes, for `configure_optimizers` to return.
+        """Make the optimizer that the configuration's section `optimizer` describes, for `configure_optimizers`.
 
         Args:
             parameters: parameters, or groups of them.
@@ -430,9 +439,178 @@ class DeepSpeedStrategy(PartitionedState):
         """
         return make_optimizer(self.config, parameters, self.device, **given)
 
+    # ---- state: parameters lie in runs of flattened tensors
 
-def _still(p: Tensor, part: Part, weights: Tensor) -> bool:
-    """Whether a parameter's run is what its float32 weights round to; what lies on a disk is taken to be."""
+    def _part_of(self, parameter: Tensor) -> Partition | None:
+        """Return this rank's part of a parameter that is spread; None for one that every rank has whole."""
+        part = self._parts.get(parameter)
+        return partitions.cut_part(parameter) if part is None and is_cut(parameter) else part
+
+    def _is_spread(self, parameter: Tensor, name: str) -> bool:
+        return is_cut(parameter) or bool(self._parts and parameter.requires_grad and name in self._shapes)
+
+    def model_state(self) -> dict[str, Any]:
+        state = self.module.state_dict()
+        first = names_of(self.module)
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            if name in state and self._is_spread(p, first[p]):
+                part = self._part_of(p)
+                if part is None or not part.count:
+                    del state[name]  # others hold all of it
+                else:
+                    state[name] = part.shard(part.weights())
+        return state
+
+    def model_shapes(self) -> Mapping[str, torch.Size | None]:
+        cut = {
+            name: torch.Size(shape_of(p))
+            for name, p in self.module.named_parameters(remove_duplicate=False)
+            if is_cut(p)
+        }
+        return {name: cut.get(name, shape) for name, shape in shapes_of(self.module).items()}
+
+    def full_model_state(self) -> dict[str, Any]:
+        state, first = self.module.state_dict(), names_of(self.module)
+        main = PartialState().is_main_process
+        gathered: dict[Tensor, Tensor] = {}
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            if name not in state or not self._is_spread(p, first[p]):
+                continue
+            if p not in gathered:
+                part = self._part_of(p)
+                dtype = p.dtype if not self._parts else torch.float32
+                run = torch.zeros(torch.Size(shape_of(p)).numel(), dtype=dtype, device=self.device)
+                if part is not None:
+                    run[part.begin : part.begin + part.count] = part.weights().to(self.device)
+                dist.reduce(run, 0)
+                gathered[p] = run.cpu().view(shape_of(p)) if main else run[:0]
+            state[name] = gathered[p]
+        return state if main else {}
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        own = dict(self.module.named_parameters(remove_duplicate=False))
+        taken: dict[str, Any] = {}
+        for name, value in state.items():
+            p = own.get(name)
+            if p is None or not hasattr(value, "shape"):
+                taken[name] = whole(value)
+            elif tuple(value.shape) != shape_of(p):
+                taken[name] = torch.empty(value.shape, device="meta")  # for torch's own error
+            else:
+                taken[name] = self._take_weights(p, value)
+        return self.module.load_state_dict(taken, strict=strict)
+
+    def _take_weights(self, p: Any, value: Any) -> Tensor:
+        """Load one parameter's runs; what remains for `load_state_dict`."""
+        with torch.no_grad():
+            part = self._parts.get(p)
+            if part is not None:
+                part.set_weights(take_run(value, part.begin, part.count))
+            if not is_cut(p):
+                return whole(value)
+            if p.data.numel():  # gathered, as small ones stay
+                p.partition()
+            cut = partitions.cut_part(p)
+            run = take_run(value, cut.begin, cut.count)
+            cut.of(cut.flat).copy_(run)
+            if part is None and self.precision.dtype is not None:
+                self._exact[p] = run.to(self.device, torch.float32)
+            return p.detach()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not self.stage:
+            return super().optimizer_state(optimizer)
+        names = names_of(self.module)
+        state: dict[str, dict[str, Any]] = {}
+        for p, part in self._parts.items():
+            kept = optimizer.state.get(part.flat, {})
+            saved = {key: self._saved(part, key, value, kind_of(optimizer)) for key, value in kept.items()}
+            if saved:
+                state[names[p]] = saved
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": list(group_names)}
+            for group, group_names in zip(optimizer.param_groups, self._groups, strict=True)
+        ]
+        dtypes = dict.fromkeys(self._shapes, torch.float32)  # of the master weights
+        return {
+            "optimizer": kind_of(optimizer),
+            "shapes": self._shapes,
+            "dtypes": dtypes,
+            "state": state,
+            "groups": groups,
+        }
+
+    def _saved(self, part: Partition, key: str, value: Any, kind: str) -> Any:
+        if isinstance(value, Tensor) and value.ndim:
+            return part.shard(part.of(value) if part.fetch is None else part.fetch(key)[: part.count])
+        if key == "step":  # a tensor, as torch's optimizers have it; every rank that has a part writes it
+            return Shard(torch.tensor(float(value)), (), ())
+        return Shard(value.detach().clone(), (), ()) if isinstance(value, Tensor) else value
+
+    def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
+        if not self.stage:
+            return super().load_optimizer_state(optimizer, tree, strict)
+        wanted = [
+            {**group, "params": list(names)} for group, names in zip(optimizer.param_groups, self._groups, strict=True)
+        ]
+        kept, settings, left_out = match_state(kind_of(optimizer), self._shapes, wanted, tree, strict)
+        for group, saved in zip(optimizer.param_groups, settings, strict=True):
+            group.update({key: value for key, value in saved.items() if key in group and key != "params"})
+        names = names_of(self.module)
+        by_flat: dict[Tensor, list[tuple[str, Partition]]] = {}
+        for p, part in self._parts.items():
+            by_flat.setdefault(part.flat, []).append((names[p], part))
+        for flat, parts in by_flat.items():
+            self._load_flat(optimizer, flat, parts, kept["state"])
+        return left_out
+
+    def _load_flat(
+        self, optimizer: Optimizer, flat: Tensor, parts: list[tuple[str, Partition]], saved: Mapping[str, Any]
+    ) -> None:
+        """Return the state under one flat tensor, put together from that of the parameters in it."""
+        known = [(name, part, saved[name]) for name, part in parts if saved.get(name)]
+        if not known:
+            return
+        state: dict[str, Any] = dict(optimizer.state.get(flat, {}))
+        with torch.no_grad(), parts[0][1].at_hand():
+            for key in known[0][2]:
+                values = [(name, part, kept.get(key)) for name, part, kept in known]
+                first = values[0][2]
+                if not hasattr(first, "shape") or not tuple(first.shape):
+                    state[key] = self._scalar(optimizer, key, [whole(value) for _, _, value in values])
+                    continue
+                if parts[0][1].fetch is None or key not in state:  # those on a disk are known by their tensor
+                    state[key] = torch.zeros_like(flat, dtype=first.dtype, requires_grad=False)
+                for name, part, value in values:
+                    if value is None or tuple(value.shape) != part.shape:
+                        raise CheckpointError(
+                            f"the state {key!r} of {name!r} has no element for each of the parameter's, so that it "
+                            "cannot be cut into runs. Resume from the weights alone."
+                        )
+                    run = take_run(value, part.begin, part.count)
+                    part.of(state[key]).copy_(run)
+            optimizer.state[flat] = state
+
+    def _scalar(self, optimizer: Optimizer, key: str, values: list[Any]) -> Any:
+        numbers = {float(value) for value in values}
+        if len(numbers) > 1:
+            raise CheckpointError(
+                f"the parameters of a group were stepped different numbers of times ({key}: {sorted(numbers)}), and "
+                "DeepSpeed keeps one number for them. Put them into groups of their own, or resume from the weights "
+                "alone."
+            )
+        value = values[0]
+        if key == "step" and counts_in_ints(optimizer):
+            return int(value)
+        return value.clone() if isinstance(value, Tensor) else value
+
+    def local_shards(self, tree: Any) -> Any:
+        main = PartialState().is_main_process
+        return _written(tree, main) if self.sharded else tree if main else None
+
+
+def _still(p: Tensor, part: Partition, weights: Tensor) -> bool:
+    """Return whether a parameter's run is what its float32 weights round to; what lies on a disk is taken to be."""
     now = partitions.cut_part(p).flat[: part.count] if is_cut(p) else take_run(p.detach(), part.begin, part.count)
     return now.numel() < part.count or torch.equal(weights.to(now), now)
 
@@ -442,7 +620,7 @@ def _elements(parameters: Iterable[Tensor]) -> int:
 
 
 def _share_weights(module: nn.Module) -> None:
-    """The first rank's weights and buffers on every rank, as far as they are whole."""
+    """Copy the first rank's weights and buffers to every rank, as far as they are whole."""
     if PartialState().num_processes > 1:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
@@ -461,3 +639,12 @@ def _local_rank() -> Iterator[None]:
         yield
     finally:
         os.environ.pop("LOCAL_RANK", None)
+
+
+def _written(tree: Any, main: bool) -> Any:
+    """Return a state with this rank's parts; plain tensors are the same on all ranks, and the first one writes them."""
+    if isinstance(tree, Mapping):
+        return {key: _written(value, main) for key, value in tree.items() if main or not isinstance(value, Tensor)}
+    if type(tree) in (list, tuple):
+        return type(tree)([_written(value, main) for value in tree])
+    return tree

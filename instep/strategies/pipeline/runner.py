@@ -1,4 +1,4 @@
-"""How the stages of a module run: micro-batches through `torch.distributed.pipelining`, and what comes of them.
+"""Runner of a pipeline's stages: micro-batches through `torch.distributed.pipelining`.
 
 All micro-batches of a pipe have one size, that of its first batch, and their number is fixed: torch's stages want that,
 and with sharded weights every rank must run as many forwards as the others. A smaller batch is filled up with
@@ -28,7 +28,7 @@ from instep.strategies.pipeline.split import Stage
 
 
 class Pending:
-    """What `self(...)` gives in the training step of a pipe: the output that only `pipeline_loss` will see."""
+    """Placeholder that `self(...)` returns in a pipe's training step, for the output that `pipeline_loss` will see."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.inputs = inputs
@@ -82,7 +82,7 @@ class Micro(NamedTuple):
     inputs: tuple[Any, ...]
 
     def samples(self, index: int) -> slice:
-        """The samples of the batch that a micro-batch stands for; none, where it only fills up."""
+        """Return the samples of the batch that a micro-batch stands for; none, where it only fills up."""
         return slice(min(index * self.size, self.batch), min((index + 1) * self.size, self.batch))
 
 
@@ -156,15 +156,18 @@ class Runner:
         samples = micro.samples(index)
         real = samples.stop - samples.start
         if not real:
-            return sum((it.sum() for it in tensors if it.requires_grad), torch.zeros((), device=self.device)) * 0.0
+            return (
+                sum((tensor.sum() for tensor in tensors if tensor.requires_grad), torch.zeros((), device=self.device))
+                * 0.0
+            )
         if real < micro.size:
-            tensors = tuple(it[: len(it) // micro.size * real] for it in tensors)
+            tensors = tuple(tensor[: len(tensor) // micro.size * real] for tensor in tensors)
         return loss(micro, with_tensors(self.stages[self.count - 1].output_outline, tensors), index)
 
     # ---- evaluation
 
     def evaluate(self, inputs: tuple[Any, ...]) -> Any:
-        """The last stage's output for a batch, on every rank of the pipe. Collective."""
+        """Run a batch through the pipe; return the last stage's output on every rank. Collective."""
         with torch.no_grad():
             micro, schedule = self._prepared(inputs, trains=False)
             output = schedule.step(*(micro.inputs if self.first else ()))
@@ -172,8 +175,8 @@ class Runner:
         if self.last:
             whole = micro.size * self.microbatches
             tensors = tuple(
-                it[: len(it) // whole * micro.batch].contiguous()
-                for it in (output if isinstance(output, tuple) else (output,))
+                tensor[: len(tensor) // whole * micro.batch].contiguous()
+                for tensor in (output if isinstance(output, tuple) else (output,))
             )
         key = (_kind_of(inputs), micro.batch)
         if key not in self._outputs:
@@ -184,23 +187,23 @@ class Runner:
         outline = self._outputs[key]
         if not self.last:
             leaves = tensor_leaves(outline, "the output of a pipeline")
-            tensors = tuple(torch.empty_like(it, device=self.device) for _, it in leaves)
+            tensors = tuple(torch.empty_like(tensor, device=self.device) for _, tensor in leaves)
         return with_tensors(outline, map(self.tensor_from_last, tensors))
 
     def object_from_last(self, value: Any) -> Any:
-        """The last stage's object, on every rank of the pipe. Collective."""
+        """Send the last stage's object to every rank of the pipe. Collective."""
         return hand_out(value, self._last_rank, self.group, "broadcasting the last stage's object", self.device)
 
     def tensor_from_last(self, tensor: Tensor) -> Tensor:
-        """The last stage's tensor in that of every rank of the pipe, all of one shape. Collective."""
+        """Send the last stage's tensor into that of every rank of the pipe, all of one shape. Collective."""
         dist.broadcast(tensor, self._last_rank, self.group)
         return tensor
 
     # ---- schedules
 
     def _prepared(self, inputs: tuple[Any, ...], trains: bool) -> tuple[Micro, Any]:
-        """A batch cut up, and the schedule that runs it."""
-        sizes = {len(it) for it in inputs if isinstance(it, Tensor) and it.ndim}
+        """Cut a batch up, and find the schedule that runs it."""
+        sizes = {len(value) for value in inputs if isinstance(value, Tensor) and value.ndim}
         if len(sizes) != 1 or 0 in sizes:
             raise HookError(
                 f"the inputs of a pipeline, self(...), must be tensors whose first dimension is the batch; got sizes "
@@ -217,8 +220,8 @@ class Runner:
         missing = size * self.microbatches - batch
         if missing and self.first:
             inputs = tuple(
-                torch.cat([it, it[-1:].expand(missing, *it.shape[1:])]) if isinstance(it, Tensor) else it
-                for it in inputs
+                torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]) if isinstance(value, Tensor) else value
+                for value in inputs
             )
         return Micro(size, batch, inputs), schedule
 
@@ -233,12 +236,15 @@ class Runner:
             self._outlines[kind] = self._find_outlines(inputs)
         self._used.add(trains)
         outlines = [
-            tuple(torch.empty(len(it) * size, *it.shape[1:], dtype=it.dtype, device="meta") for it in tensors)
+            tuple(
+                torch.empty(len(tensor) * size, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
+                for tensor in tensors
+            )
             for tensors in self._outlines[kind]
         ]
         for tensors in outlines[1:]:
-            for it in tensors:
-                it.requires_grad_(trains and it.dtype.is_floating_point)
+            for tensor in tensors:
+                tensor.requires_grad_(trains and tensor.dtype.is_floating_point)
         stages: list[Any] = [
             _AutocastOff(
                 stage,
@@ -260,12 +266,12 @@ class Runner:
         return (Schedule1F1B if trains and self.kind == "1f1b" else ScheduleGPipe)(stages[0], **options)
 
     def _find_outlines(self, inputs: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
-        """What goes into each stage for one sample, found by running them one after another. Collective."""
-        current = tuple(it[:1] if isinstance(it, Tensor) else it for it in inputs)
+        """Find the inputs of each stage for one sample, by running the stages one after another. Collective."""
+        current = tuple(value[:1] if isinstance(value, Tensor) else value for value in inputs)
         found: list[tuple[Tensor, ...]] = []
         ranks = dist.get_world_size(self.group)
         for index in range(self.count):
-            found.append(tuple(outline_of(it) for it in current if isinstance(it, Tensor)))
+            found.append(tuple(outline_of(tensor) for tensor in current if isinstance(tensor, Tensor)))
             if index == self.count - 1:
                 break
             source = dist.get_global_rank(self.group, index % ranks)
@@ -273,31 +279,33 @@ class Runner:
             mine = tuple(map(outline_of, outputs))
             told = hand_out(mine, source, self.group, "broadcasting a stage's outline", self.device)
             current = tuple(
-                outputs[i].contiguous() if outputs else torch.empty_like(it, device=self.device)
-                for i, it in enumerate(told)
+                outputs[i].contiguous() if outputs else torch.empty_like(tensor, device=self.device)
+                for i, tensor in enumerate(told)
             )
-            for it in current:
-                dist.broadcast(it, source, self.group)
+            for tensor in current:
+                dist.broadcast(tensor, source, self.group)
         return found
 
 
 def _evaluated(stage: Stage, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """A stage's output in eval mode, so that nothing is drawn or counted."""
-    training = [it for it in stage.modules() if it.training]
+    """Run a stage in eval mode, so that nothing is drawn or counted."""
+    training = [part for part in stage.modules() if part.training]
     stage.eval()
     try:
         with torch.no_grad():
             return stage(*inputs)
     finally:
-        for it in training:
-            it.training = True
+        for part in training:
+            part.training = True
 
 
 def outline_of(tensor: Tensor) -> Tensor:
-    """Its shape and dtype, as a tensor without values."""
+    """Return a tensor's shape and dtype, as a tensor without values."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _kind_of(inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """What a schedule depends on, but for the number of samples."""
-    return tuple((tuple(it.shape[1:]), it.dtype) if isinstance(it, Tensor) else type(it) for it in inputs)
+    """Return a key of what a schedule depends on, but for the number of samples."""
+    return tuple(
+        (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else type(value) for value in inputs
+    )

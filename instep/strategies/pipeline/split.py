@@ -1,4 +1,4 @@
-"""How a module is cut into the stages of a pipeline, and which of its tensors are where.
+"""Stages of a pipeline: how a module is cut into them, and which tensors each has.
 
 A module lists its parts in `pipeline_stages`, in the order of its forward. Runs of parts are stages; each rank keeps
 the parts of its own stages, and the others become `Absent`. Names, shapes and shared tensors are noted before that: a
@@ -19,7 +19,7 @@ from instep.errors import HookError, SettingError, one_of
 from instep.utils.optimizer_state import clean_name
 
 
-class Part(NamedTuple):
+class StagePart(NamedTuple):
     """One step of a module's forward."""
 
     name: str
@@ -30,19 +30,19 @@ class Part(NamedTuple):
     @property
     def modules(self) -> list[nn.Module]:
         """All modules in it."""
-        return [inner for it in self.owned if isinstance(it, nn.Module) for inner in it.modules()]
+        return [inner for entry in self.owned if isinstance(entry, nn.Module) for inner in entry.modules()]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its parameters and buffers."""
+        """The parameters and buffers of this part."""
         found: list[Tensor] = []
-        for it in self.owned:
-            found += [it] if isinstance(it, Tensor) else [*it.parameters(), *it.buffers()]
+        for entry in self.owned:
+            found += [entry] if isinstance(entry, Tensor) else [*entry.parameters(), *entry.buffers()]
         return found
 
 
-def parts_of(module: nn.Module) -> list[Part]:
-    """The parts that a module lists in `pipeline_stages`.
+def parts_of(module: nn.Module) -> list[StagePart]:
+    """Return the parts that a module lists in `pipeline_stages`.
 
     Raises:
         HookError: it lists something else, or a parameter is in none of them.
@@ -51,13 +51,13 @@ def parts_of(module: nn.Module) -> list[Part]:
     parts = []
     for entry in module.pipeline_stages():  # type: ignore[operator]
         call, *owned = entry if isinstance(entry, tuple) else (entry, entry)
-        if not callable(call) or not owned or not all(isinstance(it, nn.Module | nn.Parameter) for it in owned):
+        if not callable(call) or not owned or not all(isinstance(entry, nn.Module | nn.Parameter) for entry in owned):
             raise HookError(
                 f"{type(module).__name__}.pipeline_stages() lists {entry!r}. Each entry is a submodule, or a tuple of "
                 "a function and the submodules whose weights it uses: (self.embed, self.tokens, self.positions)."
             )
         name = names.get(call) or getattr(call, "__name__", str(len(parts)))
-        parts.append(Part(name, call, tuple(owned)))
+        parts.append(StagePart(name, call, tuple(owned)))
     known = {id(tensor) for part in parts for tensor in part.tensors}
     missing = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
     if missing:
@@ -68,7 +68,7 @@ def parts_of(module: nn.Module) -> list[Part]:
     return parts
 
 
-def runs_of(parts: Sequence[Part], count: int, starts: Sequence[str]) -> list[range]:
+def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> list[range]:
     """Which parts form each stage.
 
     Args:
@@ -103,7 +103,7 @@ def runs_of(parts: Sequence[Part], count: int, starts: Sequence[str]) -> list[ra
 
 
 def _even_cuts(sizes: Sequence[int], count: int) -> list[int]:
-    """Where to cut a sequence so that the largest run is as small as can be; no run is empty."""
+    """Return where to cut a sequence so that the largest run is as small as can be; no run is empty."""
     best: dict[tuple[int, int], tuple[int, list[int]]] = {(0, 0): (0, [])}
     for runs in range(1, count + 1):
         for end in range(runs, len(sizes) + 1):
@@ -127,16 +127,16 @@ class Stage(nn.Module):
     output_outline: Any = None
     """The last stage's output, of tensors that have no values."""
 
-    def __init__(self, parts: Sequence[Part], last: bool, whole: nn.Module | None = None) -> None:
+    def __init__(self, parts: Sequence[StagePart], last: bool, whole: nn.Module | None = None) -> None:
         super().__init__()
         self._parts = tuple(parts)  # a plain tuple: functions of the module must not register it as a submodule
         self._last = last
-        owned = dict.fromkeys(it for part in parts for it in part.owned)
-        self.loose_parameters = [it for it in owned if isinstance(it, nn.Parameter)]
+        owned = dict.fromkeys(item for part in parts for item in part.owned)
+        self.loose_parameters = [item for item in owned if isinstance(item, nn.Parameter)]
         """Those that are in no submodule of the module."""
-        names = {} if whole is None else {it: name for name, it in whole.named_modules()}
-        for number, it in enumerate(it for it in owned if isinstance(it, nn.Module)):
-            *parents, key = names.get(it, f"part_{number}").split(".")
+        names = {} if whole is None else {item: name for name, item in whole.named_modules()}
+        for number, item in enumerate(item for item in owned if isinstance(item, nn.Module)):
+            *parents, key = names.get(item, f"part_{number}").split(".")
             home: nn.Module = self
             for depth, parent in enumerate(parents):
                 if parent not in home._modules:
@@ -144,7 +144,7 @@ class Stage(nn.Module):
                     home.add_module(parent, nn.ModuleList() if isinstance(like, nn.ModuleList) else nn.Module())
                 home = home.get_submodule(parent)
             if key not in home._modules:
-                home.add_module(key, it)
+                home.add_module(key, item)
 
     def forward(self, *args: Any) -> Any:
         output: Any = args
@@ -153,9 +153,9 @@ class Stage(nn.Module):
             args = output if isinstance(output, tuple) else (output,)
         if self._last:
             tensors = tuple(leaf for _, leaf in tensor_leaves(output, "the output of a pipeline"))
-            self.output_outline = with_tensors(output, (torch.empty_like(it, device="meta") for it in tensors))
+            self.output_outline = with_tensors(output, (torch.empty_like(tensor, device="meta") for tensor in tensors))
             return tensors
-        wrong = [type(it).__name__ for it in args if not isinstance(it, Tensor)]
+        wrong = [type(value).__name__ for value in args if not isinstance(value, Tensor)]
         if wrong:
             raise HookError(
                 f"the pipeline's part {self._parts[-1].name!r} returned {', '.join(wrong)}; between stages go tensors, "
@@ -165,7 +165,7 @@ class Stage(nn.Module):
 
 
 class Absent(nn.Module):
-    """What stands in a module for a submodule whose stage is on another rank."""
+    """Placeholder in a module for a submodule whose stage is on another rank."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -208,8 +208,8 @@ class Cut:
         }
         homes: dict[int, list[int]] = {}  # of tensors and of modules, by id
         for index, run in enumerate(runs):
-            for it in (it for i in run for it in (*parts[i].tensors, *parts[i].modules)):
-                home = homes.setdefault(id(it), [])
+            for item in (item for i in run for item in (*parts[i].tensors, *parts[i].modules)):
+                home = homes.setdefault(id(item), [])
                 if index % ranks not in home:
                     home.append(index % ranks)
         everywhere = list(range(ranks))
@@ -237,11 +237,11 @@ class Cut:
         }
         return [found[name] for name in sorted(found)]
 
-    def _remove(self, module: nn.Module, parts: Sequence[Part], runs: Sequence[range], ranks: int) -> None:
+    def _remove(self, module: nn.Module, parts: Sequence[StagePart], runs: Sequence[range], ranks: int) -> None:
         kept: set[int] = set()
         foreign: set[int] = set()
         for index, run in enumerate(runs):
-            for owned in (it for i in run for it in parts[i].owned):
+            for owned in (item for i in run for item in parts[i].owned):
                 inside = owned.modules() if isinstance(owned, nn.Module) else (owned,)
                 (kept if index % ranks == self.rank else foreign).update(map(id, inside))
         foreign -= kept
@@ -258,7 +258,7 @@ class Cut:
     # ---- names of the whole module
 
     def saved_here(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Of this rank's state by name, what it saves, with all names that the whole module has for it."""
+        """Return the part of this rank's state that it saves, under all names that the whole module has for it."""
         own = {clean_name(name): value for name, value in state.items()}
         by_first = {self.first_names[name]: value for name, value in own.items()}
         return {
@@ -268,7 +268,7 @@ class Cut:
         }
 
     def loaded_here(self, state: Mapping[str, Any], own: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-        """Of the whole module's state by name, what this rank has.
+        """Return the part of the whole module's state that this rank has.
 
         Args:
             state: as stored.
@@ -285,7 +285,7 @@ class Cut:
         return {name: state[clean_name(name)] for name in own if clean_name(name) in state}
 
     def optimizer_saved_here(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Of an optimizer's state (`utils/optimizer_state.py`) on this rank, what it saves, under whole names."""
+        """Return the part of this rank's optimizer state that it saves, under whole names."""
 
         def saves(name: str) -> bool:
             return self.homes.get(name, [0])[0] == self.rank  # what is not the module's: the first rank
@@ -293,7 +293,7 @@ class Cut:
         return self._with_names(tree, lambda name: self.first_names.get(name, name) if saves(name) else None)
 
     def optimizer_loaded_here(self, tree: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
-        """Of an optimizer's whole state, what belongs to this rank, under its own names, and what belongs to none.
+        """Return this rank's part of an optimizer's whole state, under its own names, and what belongs to none.
 
         Args:
             tree: as stored.
@@ -308,7 +308,7 @@ class Cut:
 
     @staticmethod
     def _with_names(tree: Mapping[str, Any], rename: Callable[[str], str | None]) -> dict[str, Any]:
-        """An optimizer's state under other names, without the entries whose name becomes None."""
+        """Return an optimizer's state under other names, without the entries whose name becomes None."""
 
         def renamed(entries: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for old, value in entries.items() if (name := rename(old)) is not None}

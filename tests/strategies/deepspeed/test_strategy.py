@@ -39,7 +39,7 @@ class Halved(Callback):
     """Halves the gradients before each step."""
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        trainer.strategy.multiply_gradients(optimizer, 0.5)
+        trainer.strategy.gradients.multiply(optimizer, 0.5)
 
 
 class InfiniteOnce(TinyGPT):

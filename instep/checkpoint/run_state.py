@@ -1,0 +1,263 @@
+"""State of a run in a checkpoint, the same for the Trainer and the Accelerator: written, read again and restored.
+
+model.safetensors              weights and buffers, under names without wrappers
+model_extra.json               what state dicts have beside tensors
+optimizer.json/.safetensors    the optimizers' states by parameter name
+                               all three as `model-00000-of-00002.safetensors` ... where each rank writes its own part
+trainer.json, accelerator.json   what the ranks share: position, schedulers, plug-ins, data
+rank-00000.json/.safetensors   what each rank has of its own: random generators, data with a place per rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Size, Tensor
+
+from instep.checkpoint.edge import Kind, check, reading, taking_up
+from instep.checkpoint.resume import ResumeReport, compare
+from instep.distributed.rank_zero import together
+from instep.utils.optimizer_state import check_trees, clean_name
+from instep.utils.optimizers import checked_schedule, follow_schedule
+from instep.utils.seed import derive_seed, seed_process, set_rng_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from instep.checkpoint.background import BackgroundSaver
+    from instep.checkpoint.reader import Reader
+    from instep.checkpoint.staging import Recorder
+    from instep.checkpoint.store import CheckpointStore
+    from instep.checkpoint.tensors import Shard
+    from instep.checkpoint.writer import BaseWriter
+    from instep.strategies import Strategy
+
+
+@dataclass
+class RunState:
+    """State of a run as one rank writes it; collected before, so that `write` waits for no other rank.
+
+    Args:
+        name: of the file with the shared state: "trainer" or "accelerator".
+        in_parts: whether each rank writes a part of the weights and of the optimizers' states.
+        weights: the model's state dict under clean names; None where this rank writes none.
+        optimizers: the optimizers' states; None where this rank writes none.
+        shared: what the ranks share; rank 0 writes it.
+        own: what this rank has of its own; None where only weights are saved.
+    """
+
+    name: str
+    in_parts: bool
+    weights: Mapping[str, Any] | None
+    optimizers: list[Any] | None
+    shared: dict[str, Any]
+    own: dict[str, Any] | None
+
+    def write(self, writer: BaseWriter) -> None:
+        """Write this rank's files."""
+        part = f"-{writer.rank:05d}-of-{writer.world_size:05d}" if self.in_parts else ""
+        if self.weights is not None:
+            tensors, extra = _split(self.weights)
+            writer.tensors(f"model{part}.safetensors", tensors, {"format": "pt"})
+            if extra:
+                writer.state(f"model_extra{part}", extra)
+        if self.optimizers is not None:
+            writer.state(f"optimizer{part}", self.optimizers)
+        if writer.rank == 0:
+            writer.state(self.name, self.shared)
+        if self.own is not None:
+            writer.state(f"rank-{writer.rank:05d}", self.own)
+
+    def check(self) -> None:
+        """Encode all of it and write nothing.
+
+        Raises:
+            UnsavableStateError: something cannot be saved; names the owner and the key.
+        """
+        from instep.checkpoint.codec import encode  # late: only a run that saves pays for it
+
+        tensors, extra = _split(self.weights or {})
+        encode(self.shared)
+        for owner, value in (("model", tensors), ("extra", extra), ("optimizers", self.optimizers), ("own", self.own)):
+            encode(value, owner)
+
+
+def _split(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor | Shard], dict[str, Any]]:
+    """Part a state dict into tensors and what else `get_extra_state` put there."""
+    from instep.checkpoint.tensors import Shard  # late, as above
+
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor | Shard)}
+    return tensors, {name: value for name, value in state_dict.items() if name not in tensors}
+
+
+def clean_names(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Free a state dict's names of wrappers, and put a prefix before each."""
+    return {prefix + clean_name(name): value for name, value in state_dict.items()}
+
+
+def record(saver: BackgroundSaver, write: Callable[[BaseWriter], None], doing: str) -> Recorder:
+    """Copy what `write` writes for a save beside the training; an error on one rank is raised on all. Collective."""
+    with together(doing):
+        recorder = saver.record(write)
+    return recorder
+
+
+def clean_once(store: CheckpointStore, cleaned: set[Path]) -> None:
+    """Remove what killed processes left in a folder, before this run saves there for the first time. Collective."""
+    if store.root not in cleaned:
+        cleaned.add(store.root)
+        store.clean_stale()
+
+
+class SavedRun:
+    """State of a run in an opened checkpoint, each file read and checked once.
+
+    Args:
+        reader: the checkpoint.
+        name: of the file with the shared state: "trainer" or "accelerator".
+        whose: names the run in errors: "a run", "an Accelerator".
+        check_shared: raises ValueError where the shared state is not of the right kinds.
+        of_rank: the kind of each value in the state of a rank.
+        optional: the same of those that may be missing.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        name: str,
+        whose: str,
+        check_shared: Callable[[Any], None],
+        of_rank: Mapping[str, Kind],
+        optional: Mapping[str, Kind] | None = None,
+    ) -> None:
+        self.reader = reader
+        self.path = reader.path
+        self._name, self._whose = name, whose
+        self._check_shared, self._of_rank, self._optional = check_shared, of_rank, optional
+        self._shared: dict[str, Any] | None = None
+        self._ranks: dict[int, dict[str, Any]] = {}
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What the ranks share.
+
+        Raises:
+            CheckpointNotFoundError: the checkpoint does not have it.
+            CorruptCheckpointError: it does not hold what it must.
+        """
+        if self._shared is not None:
+            return self._shared
+        state = self._shared = self.reader.state(self._name)
+        with reading(self.path / f"{self._name}.json", f"is not the state of {self._whose}"):
+            self._check_shared(state)
+        return state
+
+    def rank(self, rank: int) -> dict[str, Any] | None:
+        """What a rank saved of itself; None where there was no such rank. Raises like `shared`."""
+        if rank not in self._ranks:
+            name = f"rank-{rank:05d}"
+            if not self.reader.has_state(name):
+                return None
+            state = self.reader.state(name)
+            with reading(self.path / f"{name}.json", "is not the state of a rank"):
+                check(state, self._of_rank, "it", self._optional)
+            self._ranks[rank] = state
+        return self._ranks[rank]
+
+    def ranks(self) -> Iterator[dict[str, Any]]:
+        """What each rank saved of itself, in rank order.
+
+        Raises:
+            CheckpointNotFoundError: the state of a rank is missing; else as `shared`.
+        """
+        for rank in range(self.shared["world_size"]):
+            state = self.rank(rank)
+            yield self.reader.state(f"rank-{rank:05d}") if state is None else state  # which says that it is missing
+
+    def forget(self) -> None:
+        """Let go of what was read: it may hold tensors as large as the model's."""
+        self._shared = None
+        self._ranks.clear()
+
+    def same_sharding(self, rank: int, world_size: int, strategy: Strategy) -> bool:
+        """Whether this rank reads the data that the rank of its number read when it saved. Local."""
+        own = self.rank(rank)
+        if own is None:
+            return False
+        now = (world_size, strategy.data_world_size, strategy.data_rank, strategy.counts)
+        counted = own.get("counts", strategy.counts)
+        return now == (self.shared["world_size"], self.shared["data_world_size"], own["data_rank"], counted)
+
+    def model_state(self, lazy: bool) -> dict[str, Any]:
+        """The weights, and what state dicts have beside tensors.
+
+        Args:
+            lazy: leave the tensors where they are until they, or boxes of them, are read.
+        """
+        return model_state(self.reader, lazy)
+
+    def optimizer_trees(self, lazy: bool) -> list[Any]:
+        """The optimizers' states, in the saved order; `lazy` as in `model_state`."""
+        trees: list[Any] = self.reader.state("optimizer", lazy=lazy) if self.reader.has_state("optimizer") else []
+        with taking_up(self.path, "the optimizers"):
+            check_trees(trees)
+        return trees
+
+    def random_state(self, own: dict[str, Any] | None, data_rank: int) -> dict[str, Any] | None:
+        """The random generators of a rank that read this part of the data; those of one part are alike.
+
+        Args:
+            own: what the rank in this one's place saved, where nothing changed; None looks at all of them.
+            data_rank: the part of the data that this rank reads.
+
+        Returns:
+            Their state; None where there was no such rank.
+        """
+        every = self.ranks() if own is None else (own,)
+        return next((state["rng"] for state in every if state["data_rank"] == data_rank), None)
+
+    def restore_random(self, rng: dict[str, Any] | None, data_rank: int, seed: int, step: int) -> None:
+        """Put back what `random_state` found, or seed the generators by the part of the data and the step."""
+        if rng is None:
+            seed_process(derive_seed(seed, "rank", data_rank, "step", step))
+            return
+        with taking_up(self.path, "the random generators"):
+            set_rng_state(rng, self.path)
+
+    def restore_schedule(self, name: str, scheduler: Any, state: Any, with_optimizer: bool) -> None:
+        """Load a learning-rate scheduler's state; without the optimizer's, its rates become the schedule's."""
+        with taking_up(self.path, f"the scheduler {name}"):
+            scheduler.load_state_dict(checked_schedule(scheduler, state))
+            if not with_optimizer:
+                follow_schedule(scheduler)
+
+
+def model_state(reader: Reader, lazy: bool = False) -> dict[str, Any]:
+    """Read a checkpoint's weights and what state dicts have beside tensors; see `SavedRun.model_state`."""
+    state: dict[str, Any] = dict(reader.stored_weights() if lazy else reader.weights())
+    return state | reader.state("model_extra") if reader.has_state("model_extra") else state
+
+
+def load_model_state(
+    load: Callable[[dict[str, Any], bool], Any],
+    shapes: Mapping[str, Size | Sequence[int] | None],
+    state: Mapping[str, Any],
+    strict: bool,
+    report: ResumeReport,
+    prefix: str = "",
+) -> None:
+    """Load weights by their names without wrappers: the module may be wrapped where the checkpoint is clean.
+
+    Args:
+        load: takes the state dict under the module's own names, and `strict`.
+        shapes: of the module's state dict, by its own names.
+        state: what is loaded, under clean names.
+        strict: whether names and shapes must fit exactly; False loads what fits.
+        report: gets what was and was not loaded.
+        prefix: what names in the report begin with.
+    """
+    own = {clean_name(name): name for name in shapes}
+    fits = compare(report, state, {clean_name(name): shape for name, shape in shapes.items()}, prefix)
+    load({own.get(name, name): value for name, value in (state if strict else fits).items()}, strict)

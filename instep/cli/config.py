@@ -1,0 +1,422 @@
+"""`instep config` and its sub-commands: ask about, write, change, show and check the config file of launches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from instep.cli import output
+from instep.config.file import (
+    FILE_VARIABLE,
+    NO_FILE,
+    TEMPLATES,
+    default_file,
+    find_file,
+    read_file,
+    read_settings,
+    templates,
+    write_file,
+)
+from instep.config.layers import Launch, put, resolve
+from instep.config.settings import DICTS, NAMES, about, advice, check, choices, schema, translate
+from instep.errors import SettingError, UsageError, one_of
+from instep.utils.redact import hide
+
+_ASKED = (
+    "accelerator", "devices", "num_processes", "num_nodes", "rdzv_endpoint", "node_rank", "master_addr", "master_port",
+    "strategy", "strategy_options", "precision", "accumulate_grad_batches", "hang_timeout_s", "log_dir",
+)  # fmt: skip
+_MICRO_BATCHES = "Micro-batches per optimizer step"
+_HANG = "After how many seconds without a step does a rank hang? 0 for never"
+_LOG_DIR = "Folder for what each rank prints; - for none"
+_COMMON_STRATEGIES = "auto, ddp, fsdp, hsdp, tp, cp, pp, deepspeed_stage_2, deepspeed_stage_3, xla ..."
+_RESTARTS = "How often may the job start over after a failure?"
+_PRECISIONS = "32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true, fp8"
+CONFIG_HELP = "the file (default: INSTEP_CONFIG_FILE, else ~/.config/instep/config.yaml)"
+
+
+class Config:
+    """Ask about this machine and write the config file that `instep launch` uses; `instep config default` does not ask.
+
+    It is one YAML file, $XDG_CONFIG_HOME/instep/config.yaml (~/.config/instep/config.yaml) unless INSTEP_CONFIG_FILE or
+    `--config FILE` says otherwise. An empty answer takes what stands in brackets: what an existing file says, if any.
+
+      instep config default     write it without questions
+      instep config update      change settings, or take over a file of Accelerate
+      instep config show        every setting, its value and where that comes from
+      instep config validate    check files
+      instep config templates   files that come with instep
+
+    Examples:
+      instep config
+      instep config --config runs/two_machines.yaml
+    """
+
+    @staticmethod
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+        add_config(parser)
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Ask, and write the file."""
+        from rich.prompt import Confirm  # late: only questions need it
+
+        path = target(args.config)
+        try:
+            if path.exists() and not Confirm.ask(f"{path} exists. Change it?", default=False):
+                return 0
+            before = read_settings(path) if path.exists() else {}
+            values = _answers({**found(), **before}, kinds())
+        except EOFError:
+            raise UsageError(
+                "there is nobody to answer: `instep config default NAME=VALUE ...` writes the file without questions"
+            ) from None
+        write_file(path, {**{name: value for name, value in before.items() if name not in _ASKED}, **values})
+        output.say(f"wrote {path}; {use(path)}")
+        return 0
+
+
+class Default:
+    """Write a config file without questions: the devices of this machine, and what is given here.
+
+    Examples:
+      instep config default
+      instep config default --config runs/debug.yaml precision=bf16-mixed strategy=fsdp
+      instep launch train.py                      # then uses it
+    """
+
+    @staticmethod
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+        add_config(parser)
+        add = parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="settings to put there")
+        add.completer = complete_setting  # pyright: ignore[reportAttributeAccessIssue]
+        parser.add_argument("--force", action="store_true", help="overwrite a file that is there")
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Write the file."""
+        path, said = target(args.config), assignments(args.settings)
+        if path.exists() and not args.force:
+            raise UsageError(f"{path} exists: `instep config update NAME=VALUE` changes it, `--force` overwrites it")
+
+        write_file(path, laid_over(found(), said))
+        output.say(f"wrote {path}; {use(path)}")
+        return 0
+
+
+class Update:
+    """Change settings of the config file, or take those of another file over, also of one of Accelerate's.
+
+    Members of env, rdzv_conf and strategy_options are put to those that are there. What Accelerate calls otherwise is
+    renamed; what has no setting here is listed with what takes its place.
+
+    Examples:
+      instep config update precision=bf16-mixed max_restarts=3
+      instep config update env.NCCL_DEBUG=WARN strategy_options.cpu_offload=true
+      instep config update --unset strategy strategy_options env.NCCL_DEBUG
+      instep config update --from ~/.cache/huggingface/accelerate/default_config.yaml
+    """
+
+    @staticmethod
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+        add_config(parser)
+        add = parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="settings to change")
+        add.completer = complete_setting  # pyright: ignore[reportAttributeAccessIssue]
+        parser.add_argument("--unset", nargs="+", metavar="NAME", default=[], help="settings to leave open again")
+        parser.add_argument("--from", dest="other", metavar="FILE", help="a file whose settings are taken over first")
+        parser.set_defaults(fail=parser.error)
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Rewrite the file."""
+        if not (args.settings or args.unset or args.other):
+            args.fail("nothing to change: give NAME=VALUE, --unset NAME or --from FILE")
+        path = target(args.config)
+        before = values = read_settings(path) if path.exists() else {}
+        left: list[str] = []
+        if args.other is not None:
+            other = read_file(Path(args.other).expanduser(), check_names=False)
+            taken, left = translate({name: value for name, (value, _) in other.items()})
+            values = laid_over(values, check(taken, {name: str(args.other) for name in taken}))
+        values = laid_over(values, assignments(args.settings))
+        for name in sorted(before.keys() - values.keys()):
+            sys.stderr.write(f"instep: {name} is gone: it was about what has changed\n")
+        for name, member in map(split, args.unset):
+            if member:
+                values.get(name, {}).pop(member, None)
+            else:
+                values.pop(name, None)
+        write_file(path, values)
+        output.say(f"wrote {path}, {output.count(len(values), 'setting')}")
+        for text in left:
+            sys.stderr.write(f"instep: not taken over: {text}\n")
+        return 0
+
+
+class Show:
+    """Every setting of a launch: its value, where that comes from, and what it is.
+
+    An option of `instep launch` wins over the config file, that over the variable INSTEP_NAME, that over the default.
+
+    Examples:
+      instep config show
+      instep config show --config fsdp
+      INSTEP_PRECISION=bf16-mixed instep config show --json
+    """
+
+    @staticmethod
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+        parser.add_argument("--config", metavar="FILE", help=f"{CONFIG_HELP}, or a template")
+        parser.add_argument("--json", action="store_true", help="for programs")
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Print the settings."""
+        launch = resolve(config=args.config)
+        if args.json:
+            output.say_json({"file": launch.file, "settings": as_json(launch)})
+            return 0
+        missing = "" if default_file().is_file() else f" ({default_file()} does not exist)"
+        output.say(f"config file: {launch.file or f'none{missing}'}")
+        print_settings(launch)
+        return 0
+
+
+class Validate:
+    """Check config files: names, values, and what contradicts what. 1 where something is wrong.
+
+    Examples:
+      instep config validate
+      instep config validate runs/*.yaml
+      instep config validate --schema > instep.schema.json      # for an editor
+    """
+
+    @staticmethod
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+        parser.add_argument(
+            "files", nargs="*", metavar="FILE", help="files or templates (default: the one that launches use)"
+        )
+        parser.add_argument("--config", metavar="FILE", action="append", help="the same")
+        parser.add_argument("--schema", action="store_true", help="print the JSON schema instead")
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Check each; print what is wrong."""
+        if args.schema:
+            output.say_json(schema())
+            return 0
+        problems = False
+        for config in [*args.files, *(args.config or [])] or [str(target(None))]:
+            try:
+                find_file(config, {})
+                launch = resolve(config=config, environ={})
+                launch.check()
+            except SettingError as error:
+                problems = True
+                output.say(f"WRONG  {config}")
+                for line in str(error).splitlines():
+                    output.say(f"    {line}")
+            else:
+                output.say(f"ok  {config}, {output.count(len(launch.sources), 'setting')}")
+        return int(problems)
+
+
+class Templates:
+    """The config files that come with instep: use one by its name, or begin with it.
+
+    Examples:
+      instep config templates
+      instep launch --config fsdp train.py
+      instep config templates fsdp > fsdp.yaml                  # to change it
+    """
+
+    @staticmethod
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+        name = parser.add_argument("name", nargs="?", help="print this one")
+        name.completer = lambda **_: list(templates())  # pyright: ignore[reportAttributeAccessIssue]
+        parser.add_argument("--json", action="store_true", help="for programs")
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """List them, or print one."""
+        known = templates()
+        if args.name is not None:
+            if args.name not in known:
+                raise one_of("name", args.name, known)
+            sys.stdout.write((TEMPLATES / f"{args.name}.yaml").read_text(encoding="utf-8"))
+        elif args.json:
+            output.say_json(known)
+        else:
+            output.table(("name", "what it is for"), known.items())
+        return 0
+
+
+def _answers(now: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    here = f"Which devices? Here are {', '.join(kinds)}"
+    values = {"accelerator": _ask("accelerator", here, now["accelerator"])}
+    count = now["devices"] if values["accelerator"] == now["accelerator"] else 1
+    values["devices"] = _ask("devices", "How many processes on each machine, or indices as 0,1", count)
+    values["num_nodes"] = _ask(
+        "num_nodes", "How many machines? MIN:MAX lets a job go on with less", now.get("num_nodes", 1)
+    )
+    if values["num_nodes"] != 1:
+        elastic = ":" in str(values["num_nodes"])
+        if elastic:
+            values["rdzv_endpoint"] = _ask(
+                "rdzv_endpoint", "HOST:PORT on one of them where all can meet", now.get("rdzv_endpoint")
+            )
+        else:
+            values["node_rank"] = _ask("node_rank", "Which of them is this one? From 0", now.get("node_rank", 0))
+            values["master_addr"] = _ask("master_addr", "Address of machine 0", now.get("master_addr"))
+            values["master_port"] = _ask("master_port", "A free port there", now.get("master_port", 29500))
+        values["max_restarts"] = _ask("max_restarts", _RESTARTS, now.get("max_restarts", 3))
+    values["strategy"] = _ask("strategy", f"How is the model spread? {_COMMON_STRATEGIES}", now.get("strategy", "auto"))
+    if values["strategy"] != "auto":
+        options = now.get("strategy_options", "") if values["strategy"] == now.get("strategy") else ""
+        question = f"Arguments of {values['strategy']}, as name=value,name=value"
+        options = _ask("strategy_options", question, options)
+        values |= {"strategy_options": options} if options else {}
+    values["precision"] = _ask("precision", f"Precision? {_PRECISIONS}", now.get("precision", "32-true"))
+    values["accumulate_grad_batches"] = _ask(
+        "accumulate_grad_batches", _MICRO_BATCHES, now.get("accumulate_grad_batches", 1)
+    )
+    timeout = _ask("hang_timeout_s", _HANG, now.get("hang_timeout_s", 0), none="0")
+    values |= {"hang_timeout_s": timeout} if timeout else {}
+    folder = _ask("log_dir", _LOG_DIR, now.get("log_dir", "-"), none="-")
+    return values | ({"log_dir": folder} if folder else {})
+
+
+def _ask(name: str, question: str, default: Any, none: str = "") -> Any:
+    """Ask a question until the answer is right; return None for the word for none."""
+    from rich.prompt import Prompt  # late, as above
+
+    if isinstance(default, list | tuple):
+        default = ",".join(map(str, default))
+    elif isinstance(default, dict):
+        default = json.dumps(default)
+    while True:
+        answer = Prompt.ask(question, default=... if default is None else str(default))
+        if answer == none and (none or default == ""):
+            return None
+        if not answer:
+            continue  # there is no default
+        try:
+            return check({name: answer}, {})[name]
+        except SettingError as error:
+            output.say(f"  {error}")
+
+
+def as_json(launch: Launch) -> dict[str, Any]:
+    """Return every setting with its value and source."""
+    return {
+        name: {"value": hide(getattr(launch.settings, name)), "source": launch.sources.get(name, "default")}
+        for name in NAMES
+    }
+
+
+def print_settings(launch: Launch, explain: bool = True) -> None:
+    """Print a table of the settings."""
+    rows = [(name, _text(entry["value"]), entry["source"], about(name).text) for name, entry in as_json(launch).items()]
+    columns = ("setting", "value", "from", "what it is")[: 4 if explain else 3]
+    output.table(columns, [row[: len(columns)] for row in rows])
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--config` of a command that writes the file."""
+    parser.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
+
+
+def target(config: str | None) -> Path:
+    """Return the file that a command writes."""
+    config = config or os.environ.get(FILE_VARIABLE, "").strip()
+    if config == NO_FILE:
+        raise UsageError(f"{NO_FILE!r} means no config file: name one by --config FILE")
+    return Path(os.path.expanduser(config)) if config else default_file()  # no error where there is no home
+
+
+def use(path: Path) -> str:
+    """Say how a launch takes a file up."""
+    return (
+        "`instep launch SCRIPT` uses it"
+        if path == default_file()
+        else f"`instep launch --config {path} SCRIPT` uses it"
+    )
+
+
+def assignments(words: Iterable[str]) -> dict[str, Any]:
+    """Settings as `NAME=VALUE` words, checked; `NAME.MEMBER=VALUE` for a member of one that is a mapping.
+
+    Raises:
+        SettingError: a word is none, or its value is wrong.
+
+    Example:
+        >>> assignments(["env.A=1", "env=B=2", "max_restarts=3"])
+        {'env': {'A': '1', 'B': '2'}, 'max_restarts': 3}
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        path, sign, value = word.partition("=")
+        name, member = split(path)
+        if not sign:
+            raise SettingError(f"{word!r}: expected NAME=VALUE", field="setting", got=word)
+        given = value if not member else {member: value} if "," in value else f"{member}={value}"
+        checked = check({name: given}, {})[name]
+        values[name] = {**values.get(name, {}), **checked} if name in DICTS else checked
+    return values
+
+
+def split(path: str) -> tuple[str, str]:
+    """Split a setting's name from that of its member, if any.
+
+    Raises:
+        SettingError: there is none of this name, or it has no members.
+    """
+    name, _, member = path.partition(".")
+    name = name.replace("-", "_")
+    if name not in NAMES or (member and name not in DICTS):
+        problem = f"{name} has no members; {', '.join(DICTS)} have" if name in NAMES else advice(name)
+        raise SettingError(f"{path!r}: {problem}", field="setting", got=path)
+    return name, member
+
+
+def laid_over(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others laid over them, as a launch lays its sources over one another."""
+    merged = dict(values)
+    put(new, dict.fromkeys(new, "here"), merged, dict.fromkeys(merged, "there"))
+    return merged
+
+
+def complete_setting(prefix: str, **_: Any) -> list[str]:
+    """List what a shell offers for NAME=VALUE."""
+    name, sign = prefix.partition("=")[:2]
+    return [f"{name}={value}" for value in choices(name)] if sign else [f"{name}=" for name in NAMES]
+
+
+def found() -> dict[str, Any]:
+    """Return the kind and number of this machine's devices; one process on a CPU."""
+    from instep.state import find_device_kind  # late: loads torch
+
+    kind = find_device_kind("auto")
+    return {"accelerator": kind.name, "devices": 1 if kind.name == "cpu" else kind.count()}
+
+
+def kinds() -> list[str]:
+    """Return the kinds of device that are here, the best first."""
+    from instep.state import DEVICE_KINDS  # late: loads torch
+
+    return [name for name, kind in DEVICE_KINDS.items() if kind.count()]

@@ -1,0 +1,178 @@
+"""All that is changed of torch's elastic agent, and all of torch's private names that the engine relies on.
+
+`LocalElasticAgent` starts ranks, asks about them ten times a second, starts them again and tells what failed. Four of
+its steps are changed here, and why:
+
+- `_start_workers`: starting installs signal handlers that raise in the middle of anything; ours are put back.
+- `_monitor_workers`: torch sends SIGTERM to a rank's whole process group, data loader workers too, as soon as one rank
+  ends with a code other than 0, and waits 30 s. Here `Steps` decides, and only the rank gets a signal.
+- `_exit_barrier`: torch's waits up to 5 minutes in its store for agents that may be gone.
+- `_shutdown`: it comes after an error or a signal, too; `Steps` ends the ranks first.
+
+`tests/launch/test_torch_agent.py` holds torch against what is relied on here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from instep.launch.forked import ForkedRank
+from instep.launch.spec import LaunchSpec
+from instep.state.environment import RESTART
+
+
+class Steps(Protocol):
+    """The engine's part of each step of torch's agent."""
+
+    def starting(self, count: int) -> AbstractContextManager[None]:
+        """Surround each start of so many ranks."""
+        ...
+
+    def monitor(self) -> RunResult:
+        """Look at the ranks, and end the round where it is over; torch's agent acts on the state that this returns."""
+        ...
+
+    def leave(self) -> None:
+        """Wait for the other agents, after a round that ended well."""
+        ...
+
+    def end_ranks(self, signum: signal.Signals) -> None:
+        """End the ranks that still run, for this signal or because of an error in the agent."""
+        ...
+
+    def close(self) -> None:
+        """Give back what a round holds; called once or twice."""
+        ...
+
+
+class TorchAgent(LocalElasticAgent):
+    """torch's agent with the steps of the engine.
+
+    Args:
+        workers: what the ranks run, and how the agents meet.
+        logs_specs: where the ranks print.
+        forked: whether the ranks are forks of this process.
+        steps: the engine's.
+    """
+
+    def __init__(self, workers: WorkerSpec, logs_specs: DefaultLogsSpecs, forked: bool, steps: Steps) -> None:
+        start = "fork" if forked else "spawn"
+        super().__init__(workers, logs_specs, start, log_line_prefix_template="[rank ${rank}]: ")
+        self._forked = forked
+        self._steps = steps
+        self._processes: Processes | None = None
+
+    @property
+    def processes(self) -> Processes | None:
+        """The ranks of the latest start, also of one that a signal has cut short; None before the first."""
+        if self._pcontext is None:
+            return None
+        if self._processes is None or self._processes.context is not self._pcontext:
+            self._processes = Processes(self._pcontext, self._worker_group, self._forked)
+        return self._processes
+
+    def allow_restarts(self, count: int) -> None:
+        """Set how often torch's agent may still start the ranks again: the agents of all nodes count together."""
+        self._remaining_restarts = count
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        with self._steps.starting(worker_group.spec.local_world_size):
+            return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._steps.monitor()
+
+    def _exit_barrier(self) -> None:
+        self._steps.leave()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        processes = self.processes
+        if processes is not None:
+            self._steps.end_ranks(death_sig)
+            super()._shutdown(signal.SIGKILL)
+            processes.close_logs()
+        self._steps.close()
+
+
+class Processes:
+    """The processes of one start, by global rank.
+
+    Args:
+        context: torch's.
+        group: which rank each of them is.
+        forked: they were forked from this process, and are no programs of their own.
+    """
+
+    def __init__(self, context: Any, group: WorkerGroup, forked: bool) -> None:
+        self.context = context
+        self.node = group.group_rank or 0
+        self.local = {worker.global_rank: worker.local_rank for worker in group.workers}
+        self._forked = forked
+
+    def by_rank(self) -> dict[int, Any]:
+        """Return each rank's process, as `subprocess.Popen` or alike."""
+        context = self.context
+        if self._forked:
+            return {rank: ForkedRank(context._pc.processes[index]) for rank, index in self.local.items()}
+        return {rank: context.subprocess_handlers[index].proc for rank, index in self.local.items()}
+
+    def error_file(self, rank: int) -> str:
+        """Return the file in which a rank reports its error."""
+        return self.context.error_files[self.local[rank]]
+
+    def stderr_of(self, rank: int) -> str:
+        """Return the file of what a rank printed; empty where it went to the console."""
+        return self.context.stderrs[self.local[rank]]
+
+    def failures(self) -> dict[int, ProcessFailure]:
+        """Return the ranks that ended badly, as torch's agent has them."""
+        return {
+            rank: ProcessFailure(self.local[rank], process.pid, process.returncode, self.error_file(rank))
+            for rank, process in self.by_rank().items()
+            if process.returncode
+        }
+
+    def stop_tails(self) -> None:
+        """Print the rest of what the ranks have printed, before anything is said of them."""
+        for tail in self.context._tail_logs:
+            tail.stop()
+        sys.stdout.flush()
+
+    def close_logs(self) -> None:
+        """Close the files of what the ranks printed: torch leaves them open."""
+        handlers: Iterable[Any] = getattr(self.context, "subprocess_handlers", {}).values()
+        for handler in handlers:
+            for file in (handler._stdout, handler._stderr):
+                if file is not None:
+                    file.close()
+
+
+def logs(spec: LaunchSpec, folder: str) -> DefaultLogsSpecs:
+    """Make torch's description of where ranks print, with a folder for their reports where the user wants no files."""
+    if spec.log_dir is None:
+        return _Logs(folder)
+    tee = Std.ALL if spec.tee is True else dict.fromkeys(spec.tee or (), Std.ALL)
+    if tee and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines appear when they are printed
+    return _Logs(str(spec.log_dir), redirects=Std.ALL, tee=tee)
+
+
+class _Logs(DefaultLogsSpecs):
+    """A folder for every start: torch's own removes what a start left that was not counted as a restart."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        counted = {rank: {**env, "TORCHELASTIC_RESTART_COUNT": os.environ[RESTART]} for rank, env in envs.items()}
+        made = super().reify(counted)
+        for rank, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = counted[rank]["TORCHELASTIC_ERROR_FILE"]
+        return made

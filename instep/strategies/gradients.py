@@ -1,0 +1,166 @@
+"""Gradients between a backward and the optimizer's step: scaled, looked at, clipped, stepped with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from instep.distributed import all_reduce_
+
+if TYPE_CHECKING:
+    from instep.strategies.base import Strategy
+    from instep.strategies.precision import Precision
+
+
+class Gradients:
+    """The gradients of one run, of which a strategy that spreads them has a class of its own (`gradients_class`).
+
+    In each optimizer step, in this order: `scale` for each loss, `unscale`, `multiply`, `find_nonfinite`, `clip`,
+    `step`. All but `scale` and `step` may be left out.
+
+    Args:
+        strategy: whose module has the gradients; `Strategy.connect` makes this object anew for each run.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy: Any = strategy
+        self.step_was_skipped = False
+        """Whether `step` left its last step out, because a scaled gradient was not finite."""
+        self._unscaled: set[int] = set()
+        self._finished: set[int] = set()  # those that have stepped since the scaler was updated, or forgot gradients
+        self._ones: dict[torch.device, Tensor] = {}
+
+    @property
+    def precision(self) -> Precision:
+        """The run's precision, with its gradient scaler."""
+        return self.strategy.precision
+
+    def leaves(self) -> Iterable[Tensor]:
+        """Return the tensors that a backward computes gradients for: the parameters as the step sees them."""
+        return self.strategy.module.parameters()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply a loss by the gradient scaler's factor; the loss itself where the precision does not scale."""
+        if self.precision.scaler is None:
+            return loss
+        self.update_scaler()
+        return self.precision.scaler.scale(loss)
+
+    def update_scaler(self) -> None:
+        """Adapt the factor to the steps taken since the last time: before the next loss is scaled, and before a save.
+
+        Not after each step: it makes the scaler forget what it knows of the other optimizers' gradients.
+        """
+        if self._finished and self._unscaled <= self._finished and self.precision.scaler is not None:
+            self.precision.scaler.update()
+            self._unscaled.clear()
+            self._finished.clear()
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Take the gradient scaler's factor out, before clipping or looking at gradients; once per step counts."""
+        if self.precision.scaler is not None and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
+            self.precision.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Take note that the gradients were set to zero without a step; the next ones are scaled again."""
+        if id(optimizer) in self._unscaled:
+            self._finished.add(id(optimizer))
+
+    def multiply(self, optimizer: Optimizer, factor: float) -> None:
+        """Multiply the gradients of one optimizer in place, before they are clipped."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+
+    def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
+        """Set `found` to 1 where a value is nan or inf, on this rank or another. Collective; no host waits.
+
+        Args:
+            tensors: losses and gradients of this rank, of any dtype and device; where gradients are sharded, all shards
+                are looked at because the ranks combine what they found.
+            found: 0-dim float32 tensor on the run's device.
+        """
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.is_sparse or tensor.is_complex():
+                tensor = _values(tensor)
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        with torch.no_grad():
+            for (device, _), group in groups.items():
+                one = self._ones.get(device)
+                if one is None:
+                    one = self._ones[device] = torch.ones((), device=device)
+                here = found if device == found.device else torch.zeros((), device=device)
+                # The gradient scaler's kernel, with a scale of 1: one pass, an eighth of what isfinite costs on a CPU.
+                torch._amp_foreach_non_finite_check_and_unscale_(group, here, one)
+                if here is not found:
+                    torch.maximum(found, here.to(found.device, non_blocking=True), out=found)
+        all_reduce_(found, "max")
+
+    def clip(
+        self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip gradients in place.
+
+        Args:
+            parameters: whose gradients; those without one are left alone.
+            value: the largest norm over all ranks (`norm`) or the largest absolute value of an element (`value`).
+            algorithm: `norm` or `value`.
+            norm_type: which norm.
+
+        Returns:
+            The norm before, 0-dim; None where there is none to return.
+        """
+        if algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, value)
+            return None
+        return nn.utils.clip_grad_norm_(parameters, value, norm_type)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
+        """Step one optimizer.
+
+        Args:
+            optimizer: the bare optimizer.
+            closure: computes the gradients, and the loss that it returns.
+            kwargs: passed to the optimizer's `step`.
+        """
+        scaler = self.precision.scaler
+        if scaler is None:
+            optimizer.step(closure, **kwargs) if closure is not None else optimizer.step(**kwargs)
+            return
+        if closure is not None:
+            closure()  # the scaler takes no closure
+        stepped: list[bool] = []
+        hook = optimizer.register_step_post_hook(lambda *_: stepped.append(True))
+        try:
+            scaler.step(optimizer, **kwargs)
+        finally:
+            hook.remove()
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused one looks at the gradients itself
+            found = scaler._found_inf_per_device(optimizer).values()
+            self.step_was_skipped = any(bool(value.item()) for value in found)
+        else:
+            self.step_was_skipped = not stepped
+        self._unscaled.add(id(optimizer))
+        self._finished.add(id(optimizer))
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer's groups, in their order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return the real numbers that a sparse or complex tensor holds, as a view."""
+    tensor = tensor._values() if tensor.is_sparse else tensor
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for p in parameters_of(optimizer))

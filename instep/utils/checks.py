@@ -1,0 +1,181 @@
+"""The one way to check a setting: a callable of its name and value that gives the value in its resolved form.
+
+The fields of a dataclass of settings carry theirs, as `steps: Annotated[int, at_least(1)]`, and `checks_of` collects
+them. Any callable of this form is a check; a `Check` also reads text and describes itself to programs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any, get_args, get_type_hints
+
+from instep.errors import SettingError, one_of
+
+
+def wrong(name: str, got: Any, expected: str) -> SettingError:
+    """Make the error for a value of the wrong type or out of range."""
+    return SettingError(f"{name}={got!r}: expected {expected}.", field=name, got=got)
+
+
+def is_int(value: Any) -> bool:
+    """Tell an integer, numpy's too, from a bool: `max_steps=True` is a slip, not one step."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Tell a real number from a bool and from NaN."""
+    return isinstance(value, Real) and not isinstance(value, bool) and value == value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Check:
+    """The check of one kind of value; call it with the setting's name and the value.
+
+    Args:
+        holds: whether a value is right.
+        expected: what a right value is, for the error.
+        resolve: turns a right value into the form that is kept.
+        read: turns the text of a variable or a command line into a value; ValueError where it is none.
+        schema: the JSON schema of right values.
+        choices: the names that are right, where there are few.
+
+    Raises:
+        SettingError: when called with a wrong value.
+    """
+
+    holds: Callable[[Any], bool]
+    expected: str
+    resolve: Callable[[Any], Any] = _same
+    read: Callable[[str], Any] = _same
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    choices: tuple[str, ...] = ()
+
+    def __call__(self, name: str, value: Any) -> Any:
+        try:
+            if self.holds(value):
+                return self.resolve(value)
+        except (ValueError, OverflowError):  # a number with too many digits
+            pass
+        raise one_of(name, value, self.choices) if self.choices else wrong(name, value, self.expected)
+
+    def from_text(self, name: str, text: str) -> Any:
+        """Read and check what a variable or a command line says."""
+        try:
+            value = self.read(text)
+        except ValueError:
+            raise wrong(name, text, self.expected) from None
+        return self(name, value)
+
+
+def at_least(least: int, meaning: str = "", most: int | None = None) -> Check:
+    """Check for an integer of at least `least`; `meaning` explains the special value in the error."""
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+    return Check(
+        lambda value: is_int(value) and value >= least and (most is None or value <= most),
+        f"an integer {bounds}{meaning and f' ({meaning})'}",
+        int,
+        int,
+        {"type": "integer", "minimum": least, **({} if most is None else {"maximum": most})},
+    )
+
+
+def above_zero(what: str) -> Check:
+    """Check for a number above 0; `what` says of what, for the error."""
+    return Check(
+        lambda value: is_number(value) and value > 0,
+        f"a number {what}",
+        float,
+        float,
+        {"type": "number", "exclusiveMinimum": 0},
+    )
+
+
+SECONDS = above_zero("of seconds above 0, or float('inf') for no limit")
+TEXT = Check(lambda value: isinstance(value, str), "a text", schema={"type": "string"})
+
+
+def choice(*names: str) -> Check:
+    """Check for one of a few names."""
+    return Check(
+        lambda value: isinstance(value, str) and value in names,
+        "one of a few names",
+        schema={"type": "string", "enum": list(names)},
+        choices=names,
+    )
+
+
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def read_flag(text: str) -> bool:
+    """Read 1, true, yes, on, and their opposites; ValueError for other text."""
+    if text.lower() not in _SWITCH:
+        raise ValueError
+    return _SWITCH[text.lower()]
+
+
+FLAG = Check(lambda value: isinstance(value, bool), "True or False", read=read_flag, schema={"type": "boolean"})
+
+
+def read_indices(text: str) -> int | str | list[int]:
+    """Read "2", "all" (-1), "auto" or "0,1"; ValueError for other text."""
+    text = text.strip()
+    if text in ("auto", "all"):
+        return -1 if text == "all" else text
+    parts = [part.strip() for part in text.split(",")]
+    if not any(parts) or not all(re.fullmatch(r"-?\d+", part) for part in parts if part):
+        raise ValueError
+    numbers = [int(part) for part in parts if part]
+    return numbers if "," in text else numbers[0]
+
+
+def _devices(value: Any) -> int | str | tuple[int, ...] | None:
+    """Return the resolved form of `DEVICES`; None where the value is none."""
+    if isinstance(value, str):
+        try:
+            value = read_indices(value)
+        except ValueError:
+            return None
+    if isinstance(value, list | tuple):
+        right = value and len(set(value)) == len(value) and all(is_int(index) and index >= 0 for index in value)
+        return tuple(int(index) for index in value) if right else None
+    if is_int(value):
+        return int(value) if value >= 1 or value == -1 else None
+    return value if value == "auto" else None
+
+
+DEVICES = Check(
+    lambda value: _devices(value) is not None,
+    "at least 1, 'auto', -1 for all, or indices that differ, such as 0,1; without a GPU accelerator='cpu'",
+    _devices,
+    schema={
+        "anyOf": [
+            {"type": "integer"},
+            {"const": "auto", "type": "string"},
+            {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        ]
+    },
+)
+"""The check for a number of devices, -1 for all, "auto", or indices, also as text; indices become a tuple."""
+
+
+def checks_of(settings: type) -> dict[str, Callable[[str, Any], Any]]:
+    """Collect the checks of a dataclass's fields, which stand in their annotations.
+
+    Example::
+
+        @dataclass
+        class Plan:
+            every: Annotated[int, at_least(1)] = 8
+
+        checks_of(Plan)["every"]("every", 3)
+    """
+    hints = get_type_hints(settings, include_extras=True)
+    return {each.name: get_args(hints[each.name])[1] for each in fields(settings)}

@@ -1,0 +1,514 @@
+"""The one table of what other packages (Lightning, Accelerate, torchrun, DeepSpeed) call things, and what to do.
+
+Errors, `instep launch`, `instep config update` and `instep migrate` read it. Where the names of modules and classes are
+concerned they are canonical: `lightning.callbacks.Timer` for what Lightning offers as
+`lightning.pytorch.callbacks.Timer`, `pytorch_lightning.callbacks.timer.Timer` and so on; a class or function is looked
+up by its last word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LIGHTNING_ROOTS = ("lightning.pytorch", "pytorch_lightning", "lightning")
+_FABRIC_ROOTS = ("lightning.fabric", "lightning_fabric")
+_RANK_ZERO = {
+    name: f"instep.utils.rank_zero.{name}"
+    for name in ("rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn")
+}
+
+MODULES = {
+    "lightning": "instep",
+    "lightning.callbacks": "instep.callbacks",
+    "lightning.loggers": "instep.loggers",
+    "lightning.strategies": "instep.strategies",
+    "accelerate": "instep",
+}
+
+MOVED = {
+    "lightning": {
+        "LightningModule": "instep.TrainModule",
+        "LightningDataModule": "instep.DataModule",
+        "Trainer": "instep.Trainer",
+        "seed_everything": "instep.seed_everything",
+        **{
+            name: f"instep.callbacks.{name}"
+            for name in (
+                "Callback", "EarlyStopping", "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint",
+                "ModelSummary", "Timer",
+            )
+        },
+        "RichModelSummary": "instep.callbacks.ModelSummary",
+        "TQDMProgressBar": "instep.callbacks.ProgressBar",
+        "RichProgressBar": "instep.callbacks.ProgressBar",
+        **{name: f"instep.loggers.{name}" for name in ("CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger")},
+        **{
+            name: f"instep.strategies.{name}"
+            for name in ("DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "Strategy", "XLAStrategy")
+        },
+        "CombinedLoader": "instep.data.CombinedLoader",
+        "LightningCLI": "instep.cli.TrainerCLI",
+        **_RANK_ZERO,
+        **dict.fromkeys(
+            ("STEP_OUTPUT", "OptimizerLRScheduler", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "LRSchedulerTypeUnion"),
+            "typing.Any",
+        ),
+    },
+    "fabric": {"seed_everything": "instep.seed_everything", **_RANK_ZERO},
+    "accelerate": {
+        **{
+            name: f"instep.{name}"
+            for name in (
+                "Accelerator", "AcceleratorState", "GradientState", "PartialState", "debug_launcher",
+                "notebook_launcher",
+            )
+        },
+        "DistributedType": "instep.state.DistributedType",
+        **{
+            name: f"instep.accelerator.{name}"
+            for name in (
+                "AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs",
+                "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "ProfileKwargs",
+                "ProjectConfiguration", "clear_device_cache", "find_executable_batch_size", "get_logger",
+                "release_memory", "set_seed", "skip_first_batches", "synchronize_rng_states", "tqdm",
+            )
+        },
+        **{
+            name: f"instep.distributed.{name}"
+            for name in (
+                "broadcast", "broadcast_object_list", "concatenate", "find_batch_size", "gather", "gather_object",
+                "pad_across_processes", "reduce", "send_to_device", "slice_tensors", "wait_for_everyone",
+            )
+        },
+    },
+}  # fmt: skip
+
+_BY_ITSELF = "leave it out: the launcher's environment is read by itself"
+_NO_BIG_MODELS = "keep Accelerate for it: instep has nothing in its place"
+_OWN_CALLBACK = "write it as a Callback of your own"
+_OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger with `_log_metrics`"
+
+ADVICE = {
+    "Tuner": "try learning rates in a loop of short fits; global_batch_size=... keeps the meaning of a batch",
+    "StochasticWeightAveraging": f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}",
+    "WeightAveraging": f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}",
+    "EMAWeightAveraging": f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}",
+    "OnExceptionCheckpoint": "use ModelCheckpoint(save_on_exception=True)",
+    "MisconfigurationException": "instep raises instep.errors.SettingError, a ValueError",
+    "ModelParallelStrategy": "use instep.strategies.MeshStrategy(dp_shard=, tp=), with the module's `parallelize`",
+    "SingleDeviceStrategy": 'use strategy="single_device"',
+    "SLURMEnvironment": _BY_ITSELF,
+    "LightningEnvironment": _BY_ITSELF,
+    "TorchElasticEnvironment": _BY_ITSELF,
+    "MPIEnvironment": _BY_ITSELF,
+    "Fabric": "instep.Accelerator is for handwritten loops; what its methods do stands in docs/accelerator.md",
+    "FullyShardedDataParallelPlugin": "use Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
+    "DeepSpeedPlugin": 'use Trainer(strategy="deepspeed_stage_2"), or Accelerator(strategy="fsdp")',
+    "TorchDynamoPlugin": "compile the model with torch.compile(model) before prepare()",
+    "MegatronLMPlugin": "use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=))",
+    "ParallelismConfig": "use Trainer(strategy=instep.strategies.MeshStrategy(dp_replicate=, dp_shard=, tp=, cp=))",
+    **dict.fromkeys(("MLFlowLogger", "CometLogger", "NeptuneLogger", "LitLogger", "GeneralTracker"), _OWN_LOGGER),
+    **dict.fromkeys(
+        (
+            "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "BatchSizeFinder", "DeviceStatsMonitor",
+            "GradientAccumulationScheduler", "LearningRateFinder", "ModelPruning", "SpikeDetection",
+            "ThroughputMonitor",
+        ),
+        _OWN_CALLBACK,
+    ),
+    **dict.fromkeys(("SimpleProfiler", "AdvancedProfiler", "PyTorchProfiler"), "use torch.profiler around fit"),
+    **dict.fromkeys(
+        (
+            "init_empty_weights", "init_on_device", "infer_auto_device_map", "load_checkpoint_and_dispatch",
+            "load_checkpoint_in_model", "dispatch_model", "cpu_offload", "disk_offload", "prepare_pippy",
+        ),
+        _NO_BIG_MODELS,
+    ),
+    "DummyOptim": "give the optimizer itself",
+    "DummyScheduler": "give the scheduler itself",
+    "__version__": "instep counts its own",
+    "Metric": "torchmetrics.Metric works as it is",
+}  # fmt: skip
+"""What to do about names that have no counterpart; others are only named."""
+
+NOT_A_BASE = {
+    "Logger": "its hooks are other ones: `_log_metrics`, `_log_hyperparams`, `_start`, `_finalize`",
+    "Strategy": "its methods are other ones: see instep/strategies/base.py",
+    "ProgressBar": "it draws by itself; override `get_metrics` to show other values",
+}
+"""Classes that keep their place when used, but not when subclassed: by instep's name."""
+
+RENAMED = {
+    "Trainer": {
+        "num_processes": "devices",
+        "replace_sampler_ddp": "use_distributed_sampler",
+        "checkpoint_callback": "enable_checkpointing",
+        "gpus": "devices",
+        "tpu_cores": "devices",
+    },
+    "launch": {
+        "nproc_per_node": "devices",
+        "gpu_ids": "devices",
+        "num_machines": "num_nodes",
+        "nnodes": "num_nodes",
+        "machine_rank": "node_rank",
+        "main_process_ip": "master_addr",
+        "main_address": "master_addr",
+        "main_process_port": "master_port",
+        "main_port": "master_port",
+        "rdzv_id": "run_id",
+        "mixed_precision": "precision",
+        "gradient_accumulation_steps": "accumulate_grad_batches",
+        "num_cpu_threads_per_process": "cpu_threads",
+        "enable_cpu_affinity": "cpu_affinity",
+    },
+    "Trainer.fit": {"train_dataloader": "train_dataloaders", "val_dataloader": "val_dataloaders"},
+    "Trainer.validate": {"val_dataloaders": "dataloaders"},
+    "Trainer.test": {"test_dataloaders": "dataloaders"},
+}
+"""Arguments that have another name, by class or method."""
+
+ADDED = {("Trainer", "gpus"): 'accelerator="gpu"', ("Trainer", "tpu_cores"): 'accelerator="xla"'}
+"""What an argument that was renamed also said."""
+
+DROPPED = {
+    "Trainer": {
+        "enable_autolog_hparams": "save_hyperparameters(logger=False) keeps them out of the loggers",
+        "suggest_integrations": "nothing is suggested",
+    },
+    **{
+        method: {"weights_only": "loading a checkpoint never runs code"}
+        for method in (
+            "Trainer.fit", "Trainer.validate", "Trainer.test", "Trainer.predict", "TrainModule.load_from_checkpoint",
+        )
+    },
+    "seed_everything": {"verbose": "nothing is printed"},
+    "ProgressBar": {
+        "refresh_rate": "it draws some times a second",
+        "process_position": "there is one bar",
+    },
+    "TensorBoardLogger": {"default_hp_metric": "there is no placeholder metric"},
+    "Accelerator.save_state": {"safe_serialization": "states are always safetensors"},
+    "Accelerator.save_model": {
+        "safe_serialization": "it always is safetensors",
+        "max_shard_size": "it is one file",
+    },
+    "Accelerator": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
+    "DataLoaderConfiguration": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
+}  # fmt: skip
+"""Arguments that say what is so anyway, and why."""
+
+_IN_DATALOADER_CONFIG = "it is in DataLoaderConfiguration, given as dataloader_config"
+_MESH = (
+    "use --strategy with MeshStrategy's names (tp, cp, pp), or Trainer(strategy=MeshStrategy(dp_shard=, tp=, cp=, pp=))"
+)
+
+INSTEAD: dict[str, dict[str, str]] = {
+    "Trainer": {
+        "plugins": "use precision=... and strategy=...; torchrun's environment is read by itself",
+        "profiler": "torch.profiler around fit, or in a callback's hooks",
+        "model_registry": "upload the checkpoint folder, or export plain safetensors from it",
+        "resume_from_checkpoint": "use trainer.fit(..., ckpt_path=...)",
+        "checkpoint_callback": "use enable_checkpointing=... or callbacks=[ModelCheckpoint(...)]",
+        "auto_lr_find": "try learning rates in a loop of short fits",
+        "auto_scale_batch_size": "use global_batch_size=... with a loader batch_size that fits in memory",
+        "gradient_accumulation_steps": "use accumulate_grad_batches=...",
+        "max_grad_norm": "use gradient_clip_val=...",
+        "mixed_precision": "use precision='bf16-mixed' or '16-mixed'",
+    },
+    "Accelerator": {
+        "split_batches": _IN_DATALOADER_CONFIG,
+        "dispatch_batches": _IN_DATALOADER_CONFIG,
+        "even_batches": _IN_DATALOADER_CONFIG,
+        "rng_types": "call instep.accelerator.synchronize_rng_states(...) where random states must be alike",
+        "deepspeed_plugin": "DeepSpeed works with the Trainer; here strategy='fsdp' does what its stage 3 does",
+        "fsdp_plugin": "use strategy='fsdp', or strategy=FSDPStrategy(...) for its options",
+        "dynamo_backend": "compile the model with torch.compile(model) before prepare()",
+    },
+    "FSDPStrategy": {
+        "sharding_strategy": "leave it out for FULL_SHARD; use reshard_after_forward=False for SHARD_GRAD_OP, "
+        "dp_replicate=... for HYBRID_SHARD, strategy='ddp' for NO_SHARD",
+        "auto_wrap_policy": "use wrap=...",
+        "transformer_cls_names_to_wrap": "use wrap=...",
+        "min_num_params": "use wrap=... with that number",
+        "activation_checkpointing_policy": "use activation_checkpointing=...",
+        "mixed_precision": "use Trainer(precision='bf16-mixed')",
+        "mixed_precision_policy": "use mp_policy=... or Trainer(precision='bf16-mixed')",
+        "state_dict_type": "every checkpoint is sharded, and `instep checkpoint convert` makes one plain file of it",
+        "device_mesh": "use dp_replicate=..., or MeshStrategy",
+        "data_parallel_size": "use MeshStrategy(dp_shard=...)",
+        "tensor_parallel_size": "use MeshStrategy(tp=...)",
+        "cpu_ram_efficient_loading": "use meta_init=True",
+        "use_orig_params": "leave it out; parameters keep their names",
+        "sync_module_states": "leave it out; all ranks get the first one's weights",
+        "limit_all_gathers": "leave it out",
+        "fsdp_version": "leave it out; it is FSDP2",
+    },
+    "DeepSpeed's config": {  # what the Trainer does, or what would change who reads which data or what is saved
+        "scheduler": "configure_optimizers returns the schedule; deepspeed.runtime.lr_schedules has DeepSpeed's",
+        "train_batch_size": "the batch is the Trainer's: Trainer(global_batch_size=...) and the loader's batch_size",
+        "amp": "choose Trainer(precision='bf16-mixed') or '16-mixed'",
+        "elasticity": "torchrun and `instep launch` are elastic, with Trainer(global_batch_size=...)",
+        "data_efficiency": "it works with DeepSpeed's own loader only",
+        "curriculum_learning": "it works with DeepSpeed's own loader only",
+        "hybrid_engine": "it is not supported",
+        "tensor_parallel": "strategy='mesh' has tensor parallelism",
+        "sequence_parallel_size": "strategy='mesh' has sequence and context parallelism",
+    },
+    "notebook_launcher": {
+        "mixed_precision": "give precision= to the Trainer or Accelerator in the function",
+        "use_port": "master_port",
+        "rdzv_backend": "num_nodes, node_rank, master_addr and master_port",
+        "rdzv_endpoint": "master_addr and master_port",
+        "rdzv_id": "run_id",
+        "monitor_interval": "nothing: the ranks are looked at ten times a second",
+        "log_line_prefix_template": "log_dir and tee=True",
+    },
+    "launch": {  # by the beginning of a name
+        "zero_stage": "use --strategy deepspeed_stage_2 (0 to 3)",
+        "offload_": "use --strategy deepspeed_stage_3 --strategy-options offload_optimizer=cpu,offload_parameters=cpu",
+        "deepspeed_config": "use --strategy deepspeed --strategy-options config=FILE",
+        "deepspeed": "nodes are started by `instep slurm`, mpirun or `instep launch` on each; the rest of it are "
+        "arguments of DeepSpeedStrategy",
+        "zero3_": "weights are always built in parts and merged when they are saved (docs/strategies.md)",
+        "gradient_clipping": "use Trainer(gradient_clip_val=...) or accelerator.clip_grad_norm_()",
+        "fsdp": "use --strategy fsdp --strategy-options NAME=VALUE; docs/strategies.md lists FSDPStrategy's arguments",
+        "megatron_lm": _MESH,
+        "use_megatron_lm": _MESH,
+        "parallelism_config": _MESH,
+        "use_parallelism_config": _MESH,
+        "dynamo": "compile the model in the program: module.compile()",
+        "fp8": "use --precision fp8; for other recipes torchao's own call in configure_model",
+        "downcast_bf16": "use --precision bf16-true",
+        "no_tpu": "it is the default; leave it out",
+        "tpu": "start the program on each host of the pod; docs/launching.md says how",
+        "vm": "start the program on each host of the pod; docs/launching.md says how",
+        "mpirun": "use `mpirun -n N python train.py`: instep reads its variables",
+        "aws": "instep starts no cloud machines",
+        "ec2": "instep starts no cloud machines",
+        "compute_environment": "instep starts no cloud machines; leave it out",
+        "main_training_function": "the whole script runs in each rank; leave it out",
+        "monitor_interval": "the agent looks ten times a second; leave it out",
+        "start_method": "ranks are programs of their own; leave it out",
+        "role": "all ranks have the same role; leave it out",
+        "redirects": "use --log-dir, which takes the output of all ranks",
+        "local_ranks_filter": "use --log-dir with --tee 0",
+        "logs_specs": "use --log-dir and --tee",
+        "rdzv": "use --rdzv-backend, --rdzv-endpoint and --rdzv-conf",
+        "debug_": "use --debug",
+    },
+}
+"""What to do instead of giving an argument that there is not, by class or command."""
+
+LAUNCH_SWITCHES: dict[str, dict[str, Any]] = {
+    "cpu": {"accelerator": "cpu"},
+    "use_cpu": {"accelerator": "cpu"},
+    "multi_gpu": {"accelerator": "gpu"},
+    "tpu": {"accelerator": "xla"},
+    "use_fsdp": {"strategy": "fsdp"},
+    "use_deepspeed": {"strategy": "deepspeed"},
+    "standalone": {"num_nodes": 1},
+    "same_network": {},
+}
+"""What a switch of another launcher stands for."""
+
+DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
+    "NO": {},
+    "MULTI_CPU": {"accelerator": "cpu"},
+    "MULTI_GPU": {"accelerator": "gpu"},
+    "FSDP": {"strategy": "fsdp"},
+    "DEEPSPEED": {"strategy": "deepspeed"},
+    "XLA": {"accelerator": "xla"},
+}
+"""What Accelerate's `distributed_type` stands for."""
+
+REFUSED = {
+    (
+        "WandbLogger",
+        "log_model",
+    ): "log the checkpoint's folder as an artifact, in `after_save_checkpoint` of a subclass",
+    ("WandbLogger", "add_file_policy"): "there is none, since models are not uploaded",
+    ("WandbLogger", "checkpoint_name"): "there is none, since models are not uploaded",
+}
+"""Arguments that would be passed on to something that does not know them."""
+
+INTO_DATALOADER_CONFIG = ("split_batches", "dispatch_batches", "even_batches")
+"""Arguments of Accelerator that are in its `dataloader_config`."""
+
+VALUES = {
+    ("Trainer", "accelerator"): {"tpu": "xla"},
+    ("Trainer", "strategy"): {
+        "ddp_spawn": "ddp",
+        "ddp_fork": "ddp",
+        "ddp_notebook": "ddp",
+        "fsdp_native": "fsdp",
+        "single_tpu": "xla",
+        "single_xla": "xla",
+    },
+    ("Trainer", "precision"): {"transformer-engine": "fp8", "transformer-engine-float16": "fp8"},
+}
+"""Texts that have another name, by class and argument."""
+
+POSITIONAL = {
+    "TensorBoardLogger": 3,
+    "WandbLogger": 4,
+    "ProgressBar": 0,
+    "Trainer": 0,
+    "Accelerator": 0,
+    "DDPStrategy": 0,
+    "DeepSpeedStrategy": 0,
+    "FSDPStrategy": 0,
+    "XLAStrategy": 0,
+    "DataLoaderConfiguration": 3,
+    "DistributedDataParallelKwargs": 0,
+    "InitProcessGroupKwargs": 1,
+    "reduce": 2,
+    "send_to_device": 3,
+}
+"""How many arguments without a name mean the same, where not all of them do."""
+
+HOOKS_GONE = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+    "predict_epoch_end": "on_predict_epoch_end",
+    "training_step_end": "training_step",
+    "validation_step_end": "validation_step",
+    "test_step_end": "test_step",
+}
+"""Hooks of Lightning 1.x, and what took their place."""
+
+HOOKS_UNCALLED = {
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_init_start": "__init__",
+    "on_init_end": "__init__",
+    "on_keyboard_interrupt": "on_exception of a callback",
+    "on_configure_sharded_model": "configure_model of the module",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_post_move_to_device": "on_fit_start",
+    "on_hpc_save": "on_save_checkpoint",
+    "on_hpc_load": "on_load_checkpoint",
+}
+"""More of them, which may as well be a method of the user's own: for these a warning."""
+
+ATTRIBUTES_RENAMED = {("Trainer", "lightning_module"): "model"}
+
+_IN_CONFIG = "it is in `accelerator.dataloader_config`"
+_SHORT_FITS = "try learning rates in a loop of short fits"
+_UNCALLED = {old: f"use `{new}`" for old, new in HOOKS_UNCALLED.items()}
+_WHERE = "`trainer.current_epoch` and `trainer.global_step` say where a run stands"
+
+ATTRIBUTES = {
+    "Accelerator": {
+        "use_distributed": "ask `accelerator.num_processes > 1`",
+        "multi_device": "ask `accelerator.num_processes > 1`",
+        "trackers": "`accelerator.get_tracker(name)` gives one",
+        "scaler": "`accelerator.optimizer_step_was_skipped` says whether a step was left out",
+        "save_iteration": "states are numbered by `accelerator.step`",
+        "trigger_sync_in_backward": "use `accumulate`, or `no_sync` where gradients wait",
+        "native_amp": "ask `accelerator.mixed_precision`",
+        **dict.fromkeys(("split_batches", "dispatch_batches", "even_batches", "non_blocking"), _IN_CONFIG),
+    },
+    "Trainer": {
+        "add_argparse_args": "declare the arguments that the script takes, or use instep.cli.TrainerCLI",
+        "from_argparse_args": "call Trainer(...) with the arguments, or use instep.cli.TrainerCLI",
+        "checkpoint_callbacks": "`trainer.checkpoint_callback` is the first; the others are in `trainer.callbacks`",
+        "early_stopping_callbacks": "they are in `trainer.callbacks`",
+        "progress_bar_callback": "it is in `trainer.callbacks`",
+        "device_ids": "`trainer.num_devices` is their number",
+        "precision_plugin": "`trainer.precision` is its name",
+        "scaler": "the strategy owns it",
+        "received_sigterm": "a signal saves and stops the run by itself",
+        "init_module": "build large layers in `configure_model`",
+        **dict.fromkeys(("tune", "tuner", "lr_find"), _SHORT_FITS),
+        **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop", "is_last_batch"), _WHERE),
+        **dict.fromkeys(
+            ("val_dataloaders", "test_dataloaders", "predict_dataloaders"),
+            "`trainer.datamodule` or the module has them",
+        ),
+    },
+    "TrainModule": {
+        "to_onnx": "torch.onnx.export(module, ...) does it",
+        "to_torchscript": "torch.export or torch.jit do it",
+        "to_tensorrt": "torch_tensorrt does it",
+        "on_gpu": "`self.device.type` says it",
+        "fabric": "there is none",
+        "device_mesh": "`self.trainer.strategy` has the mesh",
+        "configure_sharded_model": "use `configure_model`",
+        "tbptt_split_batch": "cut sequences in the data set, or use manual optimization",
+        "get_progress_bar_dict": "override ProgressBar.get_metrics",
+        **_UNCALLED,
+    },
+    "DataModule": {"load_from_checkpoint": "its state comes back with the Trainer's `ckpt_path`"},
+    "Callback": _UNCALLED,
+}
+"""What to do about attributes and methods that are not there, by instep's class."""
+
+STEP_ARGUMENTS = {
+    "optimizer_idx": "several optimizers need manual optimization: self.automatic_optimization = False",
+    "dataloader_iter": "iterate in a loop of your own, with instep.Accelerator",
+    "hiddens": "cut sequences in the data set, or use manual optimization",
+}
+"""Parameters of step methods that nothing passes."""
+
+ENVIRONMENT = {
+    "PL_TRAINER_": "arguments of the Trainer are not read from the environment, but for what `instep env` lists",
+    "ACCELERATE_": "it is not read; `instep env` lists what is",
+}
+
+
+def instead_of(owner: str, name: str) -> str | None:
+    """Say what to write in place of another package's argument; None for a name that the table has not.
+
+    Example:
+        >>> instead_of("Trainer", "gpus")
+        'use accelerator="gpu", devices=...'
+    """
+    if name in INSTEAD.get(owner, {}):
+        return INSTEAD[owner][name]
+    if name in RENAMED.get(owner, {}):
+        more = ADDED.get((owner, name))
+        return f"use {f'{more}, ' if more else ''}{RENAMED[owner][name]}=..."
+    reason = DROPPED.get(owner, {}).get(name)
+    return f"leave it out: {reason}" if reason else None
+
+
+def canonical(name: str) -> str | None:
+    """Bring a dotted name of Lightning or Accelerate into its one form; None for any other.
+
+    Example:
+        >>> canonical("pytorch_lightning.callbacks.Timer"), canonical("lightning.LightningModule"), canonical("torch")
+        ('lightning.callbacks.Timer', 'lightning.LightningModule', None)
+    """
+    for roots, short in ((_FABRIC_ROOTS, "fabric"), (_LIGHTNING_ROOTS, "lightning"), (("accelerate",), "accelerate")):
+        for root in roots:
+            if name == root or name.startswith(f"{root}."):
+                return short + name[len(root) :]
+    return None
+
+
+def successor(name: str) -> str | None:
+    """Find instep's dotted name for a canonical one; None where there is none.
+
+    Example:
+        >>> successor("lightning.callbacks.early_stopping.EarlyStopping")
+        'instep.callbacks.EarlyStopping'
+    """
+    root, _, rest = name.partition(".")
+    parents, _, leaf = rest.rpartition(".")
+    return None if parents != parents.lower() else MOVED.get(root, {}).get(leaf)  # a class's attribute is not meant
+
+
+def advice(name: str) -> str:
+    """Say what to do about a canonical name that has no successor."""
+    leaf = name.rpartition(".")[2]
+    if name.startswith("fabric"):
+        return ADVICE["Fabric"]
+    if leaf.startswith("is_") and leaf.endswith("_available"):
+        return "ask torch, or importlib.util.find_spec"
+    return ADVICE.get(leaf, "instep has nothing of that name")

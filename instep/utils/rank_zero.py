@@ -1,0 +1,66 @@
+"""lightning-utilities' functions that act on rank 0 alone, with the rank that instep knows.
+
+Before the process state exists, the launcher's environment says which rank this is. The rank is looked up at each call,
+so that a function decorated before a fork is right in every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+__all__ = ["rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
+
+
+def rank_zero_only(function: Callable[..., T], default: T | None = None) -> Callable[..., T | None]:
+    """Decorate a function so that it runs on rank 0 alone.
+
+    Args:
+        function: what rank 0 runs.
+        default: what the other ranks return.
+
+    Example:
+        >>> @rank_zero_only
+        ... def total(n: int) -> int:
+        ...     return n + 1
+        >>> total(1)
+        2
+    """
+
+    @wraps(function)
+    def on_rank_zero(*args: Any, **kwargs: Any) -> T | None:
+        return _library().rank_zero_only(function, default)(*args, **kwargs)
+
+    return on_rank_zero
+
+
+def rank_zero_warn(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -> None:
+    """Warn on rank 0 alone; `stacklevel` and the other arguments are those of `warnings.warn`."""
+    _library().rank_zero_warn(message, stacklevel=stacklevel + _INNER, **kwargs)
+
+
+def rank_zero_info(message: object, *args: Any, stacklevel: int = 2, **kwargs: Any) -> None:
+    """Log a message of level INFO on rank 0 alone, by lightning-utilities' logger; arguments as for `logging.info`."""
+    _library().rank_zero_info(message, *args, stacklevel=stacklevel + _INNER, **kwargs)
+
+
+def rank_zero_debug(message: object, *args: Any, stacklevel: int = 2, **kwargs: Any) -> None:
+    """Log a message of level DEBUG on rank 0 alone; as `rank_zero_info`."""
+    _library().rank_zero_debug(message, *args, stacklevel=stacklevel + _INNER, **kwargs)
+
+
+_INNER = 3  # frames of lightning-utilities between these functions and `warnings.warn`
+
+
+def _library() -> Any:
+    """lightning-utilities' module, told this process's rank."""
+    from lightning_utilities.core import rank_zero  # late: 40 ms, which importing the Trainer does not pay
+
+    from instep.state import process, read_environment  # late: loads torch
+
+    place = process.held().environment if process.is_held() else read_environment()
+    rank_zero.rank_zero_only.rank = place.rank  # pyright: ignore[reportFunctionMemberAccess]
+    return rank_zero

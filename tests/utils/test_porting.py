@@ -1,0 +1,45 @@
+"""What other packages call things, and that the table says what there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from instep.config.settings import NAMES, OTHER_NAMES, advice, check, translate
+from instep.utils.porting import LAUNCH_SWITCHES
+
+# What `accelerate launch --help` of 1.15 and torchrun's of torch 2.13 list, without what is instep's own name.
+_THEIRS = """
+cpu multi_gpu tpu ipex mixed_precision num_processes num_machines num_cpu_threads_per_process enable_cpu_affinity
+dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic use_deepspeed use_fsdp use_parallelism_config
+use_megatron_lm gpu_ids same_network machine_rank main_process_ip main_process_port role rdzv_id monitor_interval
+tpu_cluster no_tpu_cluster tpu_use_sudo vm main_training_function downcast_bf16 deepspeed_config_file zero_stage
+offload_optimizer_device gradient_accumulation_steps gradient_clipping zero3_init_flag deepspeed_hostfile
+deepspeed_multinode_launcher fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_auto_wrap_policy
+megatron_lm_tp_degree fp8_backend aws_access_key_id mpirun_hostfile parallelism_config_tp_size nnodes
+nproc_per_node standalone start_method redirects local_ranks_filter logs_specs
+"""
+
+
+@pytest.mark.parametrize("name", _THEIRS.split())
+def test_names_of_theirs_are_known(name: str) -> None:
+    if name != "ipex":  # which is gone from torch
+        assert name in {*NAMES, *OTHER_NAMES, *LAUNCH_SWITCHES} or "another launcher's" in advice(name)
+    assert set(OTHER_NAMES.values()) <= set(NAMES)
+
+
+def test_a_file_of_accelerate() -> None:
+    theirs: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE", "debug": True, "distributed_type": "FSDP", "downcast_bf16": "no",
+        "fsdp_config": {"fsdp_version": 2}, "machine_rank": 1, "main_process_ip": "host", "main_process_port": 29500,
+        "main_training_function": "main", "mixed_precision": "bf16", "num_machines": 2, "num_processes": 16,
+        "rdzv_backend": "static", "same_network": True, "tpu_env": [], "tpu_use_cluster": False, "use_cpu": False,
+        "gpu_ids": None, "enable_cpu_affinity": False,
+    }  # fmt: skip
+    taken, left = translate(theirs)
+    assert check(taken, {}) == {
+        "debug": True, "strategy": "fsdp", "node_rank": 1, "master_addr": "host", "master_port": 29500,
+        "precision": "bf16", "num_nodes": 2, "num_processes": 16, "rdzv_backend": "static", "cpu_affinity": False,
+    }  # fmt: skip
+    assert [text.split()[0] for text in left] == ["fsdp_config", "main_training_function"]
