@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ModelCheckpoint(Callback):
-    """Saves checkpoints, and deletes old ones once a newer one has verified.
+    """Save checkpoints, and delete old ones once a newer one has verified.
 
     A checkpoint is a folder that is committed in one instant or not at all. What to do is decided on the main process
     and the same on all ranks. Without `monitor` the newest is kept (`save_top_k=1`) or all (-1).
@@ -171,7 +171,7 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there; `on_train_start` forgets checkpoints that have gone in the meantime."""
+        """Restore the list; `on_train_start` drops checkpoints that have gone in the meantime."""
         from instep.checkpoint.edge import check, count, none_or, number, text  # late: only a resume needs it
 
         saved = [_retention().Saved(*fields) for fields in state_dict["saved"]]

@@ -1,4 +1,4 @@
-"""The context of a run: the facts, the place in the training and the open checkpoints that its functions share.
+"""The context of a run: the facts, the place in the training and the open checkpoints that all its functions share.
 
 One `RunContext` exists for each call of fit, validate, test or predict; `lifecycle.open_run` fills and closes it. It
 holds values: the loop, the step, evaluation and saving are functions that take it as `ctx`.

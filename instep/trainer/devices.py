@@ -114,7 +114,7 @@ def _check_indices(devices: tuple[int, ...], kind: DeviceKind, launched: bool) -
 
 
 def connect(settings: Settings) -> PartialState:
-    """This process's state; with several processes they meet here.
+    """Connect this process to the others of the run, and return its state.
 
     Raises:
         SettingError: the process runs on another kind of device already.
@@ -136,7 +136,7 @@ def connect(settings: Settings) -> PartialState:
 
 
 def device_of(settings: Settings, process: PartialState, environment: ProcessEnvironment) -> torch.device:
-    """This process's device, made the current one; `devices=[1]` in a process that nobody launched is the second."""
+    """Make this process's device the current one; `devices=[1]` in a process that nobody launched is the second."""
     if isinstance(settings.devices, tuple) and environment.launcher == "none":
         device = torch.device(process.device.type, settings.devices[0])
         make_current(device)

@@ -232,7 +232,7 @@ def _log_steps(ctx: RunContext, log: MetricLog) -> None:
 
 
 def _by_loader(metrics: Sequence[EpochMetric], loaders: int) -> list[dict[str, float]]:
-    """A dict for each loader; what belongs to none of them is in all."""
+    """Sort metrics into one dict per loader; what belongs to no loader is in all of them."""
     results: list[dict[str, float]] = [{} for _ in range(max(loaders, 1))]
     for metric in metrics:
         _, mark, index = metric.name.rpartition("/dataloader_idx_")

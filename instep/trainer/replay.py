@@ -113,7 +113,7 @@ def _silenced(callbacks: Iterable[Callback]) -> list[Callback]:
 
 
 class _Recorder(Callback):
-    """Writes what each optimizer step did, and ends the process after the last one."""
+    """Recorder of each optimizer step, which ends the process after the last one."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._left: int = order["steps"]

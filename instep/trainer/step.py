@@ -107,8 +107,10 @@ def forward_backward(ctx: RunContext) -> Step:
         if buffer:
             log.drain()
         loss = output if type(output) is Tensor and output.requires_grad and not output.ndim else _loss_of(output, ctx)
-        if loss is None or optimizer is None:
-            return None if loss is None else output
+        if loss is None:
+            return None
+        if optimizer is None:
+            return output
         weight = weight_of_full if batch_idx < full_batches else window_scale(source, batch_idx, accumulate)
         if ctx.window_count == 0:
             for hook in before_zero_grad:
@@ -117,19 +119,17 @@ def forward_backward(ctx: RunContext) -> Step:
                 module.optimizer_zero_grad(at.epoch, batch_idx, optimizer)
             else:
                 optimizer.zero_grad()
-        if weight == 0.0:  # run to keep step with the other ranks: nothing comes of it, not even of a nan
-            loss = loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
-        elif weight != 1.0:
-            loss = loss * weight
+        if weight != 1.0:  # 0: run to keep step with the other ranks, and nothing comes of it, not even of a nan
+            loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         for hook in before_backward:
             hook(loss)
-        if weight == 0.0:
+        if plain and weight:
+            loss.backward()
+        elif weight:
+            backward(loss)
+        else:
             with no_gradients_from(strategy.gradients.leaves()):
                 backward(loss)
-        elif plain:
-            loss.backward()
-        else:
-            backward(loss)
         for hook in after_backward:
             hook()
         ctx.window_count += 1
@@ -149,11 +149,8 @@ def finish_window(ctx: RunContext) -> tuple[Callable[[], None], Callable[[], boo
     optimizer, accumulate, scaler = _optimizer_of(ctx), ctx.loaders.accumulate, ctx.strategy.precision.scaler
     if optimizer is None:
         return lambda: None, lambda: False
-    hooks, clip, step_optimizer = (
-        ctx.hooks["on_before_optimizer_step"],
-        _clip_function(ctx, optimizer),
-        optimizer_step(ctx),
-    )
+    hooks, clip = ctx.hooks["on_before_optimizer_step"], _clip_function(ctx, optimizer)
+    step_optimizer = optimizer_step(ctx)
     plain = scaler is None and guard is None and not is_overridden(strategy.gradients, "step", Gradients)
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and not source.plan.exact))
 
@@ -211,12 +208,12 @@ def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None], op
 
 
 def optimizer_step(ctx: RunContext) -> Callable[..., Any]:
-    """The function that steps an optimizer: the strategy's, or the guard's against values that are not finite."""
+    """Choose the function that steps an optimizer: the strategy's, or the guard's, which checks values first."""
     return ctx.strategy.gradients.step if ctx.guard is None else ctx.guard.optimizer_step
 
 
 def _clip_function(ctx: RunContext, optimizer: Optimizer) -> Callable[[], object] | None:
-    """The function that clips before each step, or None."""
+    """Make the function that clips before each step; None where nothing clips."""
     value, algorithm = ctx.settings.gradient_clip_val, ctx.settings.gradient_clip_algorithm
     if is_overridden(ctx.module, "configure_gradient_clipping", TrainModule):
         return lambda: ctx.module.configure_gradient_clipping(optimizer, value, algorithm)
@@ -287,7 +284,7 @@ def manual_backward(ctx: RunContext, loss: Tensor, *args: Any, **kwargs: Any) ->
 
 
 def resolve_step(ctx: RunContext, name: str, *offered: str) -> Step:
-    """The step method through strategy and precision, taking all `offered` arguments even if the user's takes fewer."""
+    """Resolve a step method through strategy and precision; the result takes all `offered` arguments."""
     count = accepted_arguments(getattr(ctx.module, name), offered)
     step = ctx.strategy.step_function(name)
     accepted = step if count == len(offered) else lambda *args: step(*args[:count])

@@ -142,7 +142,7 @@ def test_otherwise_nothing_changes(tmp_path: Path) -> None:
     ours = trainer(tmp_path)
     callbacks = list(ours.callbacks)
     replay.silence(ours)
-    assert replay.take_over(ours, Net(), "best") == "best"
+    assert replay.prepare(ours, Net(), "best") == "best"
     assert ours.callbacks == callbacks
     assert len(ours.loggers) == 1
 
