@@ -8,6 +8,8 @@ error on every rank that shows all of them; a rank that does not come within the
 the last collective that it did. It costs a message and a note in torch's store per collective: for finding a bug.
 """
 
+from typing import TYPE_CHECKING
+
 from instep.distributed.collectives import all_reduce_, broadcast, gather, gather_ragged, pad_across_processes, reduce
 from instep.distributed.nested import concatenate, find_batch_size, send_to_device, slice_tensors
 from instep.distributed.objects import (
@@ -18,8 +20,11 @@ from instep.distributed.objects import (
     raise_together,
     wait_for_everyone,
 )
-from instep.distributed.replicas import ReplicaDifference, compare_replicas
 from instep.distributed.triggers import Trigger, Triggers
+from instep.utils.imports import loads
+
+if TYPE_CHECKING:
+    from instep.distributed.replicas import ReplicaDifference, compare_replicas
 
 __all__ = [
     "ReplicaDifference",
@@ -43,3 +48,5 @@ __all__ = [
     "slice_tensors",
     "wait_for_everyone",
 ]
+
+__getattr__, __dir__ = loads(__name__, {"ReplicaDifference": "replicas", "compare_replicas": "replicas"})

@@ -21,7 +21,6 @@ from instep.trainer.run_state import VIEW, saved_run
 from instep.types import Location, PathLike
 from instep.utils.hparams import CLASS_PATH, AttributeDict
 from instep.utils.paths import local_path, to_path
-from instep.utils.rebuild import build_configured
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 if TYPE_CHECKING:
@@ -113,6 +112,7 @@ def load_module(
     """Make a module and load its weights, for `TrainModule.load_from_checkpoint`."""
     from instep.checkpoint import CheckpointStore, find_checkpoint  # late, as above
     from instep.checkpoint import load_weights as load_file
+    from instep.utils.rebuild import build_configured
 
     given = to_path(path)
     folder = given if given.is_file() else find_checkpoint(given)
