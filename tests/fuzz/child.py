@@ -273,6 +273,8 @@ def _hook(home: Path, report: Callable[..., None], may_start: bool) -> Callable[
         if "\0" in name:
             return  # which the system refuses
         real = os.path.realpath(name)
+        if event == "os.listdir" and real == os.path.realpath(tempfile.gettempdir()):
+            return  # the agent looks there for folders of agents that were killed
         if real not in PLANTED_FILES[1:] and under(os.path.abspath(name), inside):
             return  # a link in the input too, to a regular file: caches of models are made of them
         if under(real, inside) or (real == str(home) and not writes):  # what stands beside what was given

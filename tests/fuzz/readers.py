@@ -21,6 +21,7 @@ from instep.checkpoint.reader import folder_problems
 from instep.checkpoint.scan import look
 from instep.cli.main import COMMANDS, load, main, make_parser
 from tests.fuzz import corpus
+from tests.fuzz.child import PLANTED_FILES
 from tests.fuzz.mutate import damage, reseal
 from tests.fuzz.values import NUMBERS, TEXTS, drawn_texts
 
@@ -283,7 +284,7 @@ def _words(rng: Random) -> list[str]:
     parser = make_parser(command, load(command))
     options = [name for action in parser._actions for name in action.option_strings]
     odd = [
-        *TEXTS,
+        *(text for text in TEXTS if text not in PLANTED_FILES),  # a file that the user names is the user's to read
         *drawn_texts(1),
         *map(str, NUMBERS),
         "--",
