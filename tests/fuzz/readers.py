@@ -363,6 +363,7 @@ READERS: dict[str, Reader] = {
 
 def warm() -> None:
     """Load what readers load when they are used, so that no child has to."""
+    drawn_texts(1)  # hypothesis keeps a folder of its own
     for command in COMMANDS:
         load(command)
     for name in (
@@ -371,7 +372,6 @@ def warm() -> None:
         "instep.cli.checkpoint.contents",
         "yaml",
         "jsonargparse",
-        "instep.cli.checkpoint.foreign",
         "instep.cli.checkpoint.foreign",
         "safetensors.torch",
         "rich.table",
