@@ -129,7 +129,7 @@ class LaunchSettings:
         field(default_factory=dict)
     )
     precision: Annotated[
-        str, choice(*_PRECISIONS), About("32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true, fp8")
+        str, choice(*_PRECISIONS), About("32-true, bf16-mixed, 16-mixed, 64-true, bf16-true, 16-true, fp8")
     ] = "32-true"
     accumulate_grad_batches: Annotated[int, _COUNT, About("micro-batches per optimizer step")] = 1
     debug: Annotated[bool, FLAG, About("compare collectives over the ranks before they run")] = False

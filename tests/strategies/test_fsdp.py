@@ -546,7 +546,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "tied": ({"wrap": "Embedding"}, TinyGPT, r"shard embedding apart from what shares its weights"),
     "own": ({}, Scaled, r"optimizes manually and has weights of its own \(scale\)"),
     "values": ({"meta_init": True}, Undefined, r"without values: bare\.weight"),
-    "method": ({"forward_methods": ["encode"]}, TinyGPT, "forward_methods='encode' must be methods that TinyGPT has"),
+    "method": ({"forward_methods": ["encode"]}, TinyGPT, "forward_methods='encode': expected methods that TinyGPT has"),
     "copies": ({"dp_replicate": "auto"}, TinyGPT, "2 copies of the weights cannot be spread evenly over 1"),
     "group": ({"reshard_after_forward": 3}, TinyGPT, "reshard_after_forward=3"),
     "parts": ({"activation_checkpointing": True}, lambda: TinyGPT(layers=0), "True means the parts of wrap"),

@@ -73,7 +73,7 @@ def test_an_accelerator_takes_them_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTEP_STRATEGY", "single_device")
     accelerator = Accelerator(cpu=True)
     assert accelerator.gradient_accumulation_steps == 3
-    assert type(accelerator._strategy) is Strategy
+    assert type(accelerator._prepared.plain) is Strategy
     accelerator.end_training()
 
 
