@@ -19,7 +19,6 @@ from instep.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
-    GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
     ProjectConfiguration,
@@ -28,7 +27,13 @@ from instep.accelerator.handlers import (
 )
 from instep.accelerator.loader import AcceleratedLoader, SkippedLoader, gather_samples, skip_first_batches
 from instep.accelerator.memory import clear_device_cache
-from instep.accelerator.preparing import PreparedRun, choose_strategy
+from instep.accelerator.preparing import (
+    PreparedRun,
+    accumulation_asked_for,
+    choose_strategy,
+    make_precision,
+    precision_asked_for,
+)
 from instep.accelerator.saving import States
 from instep.accelerator.trackers import Trackers
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
@@ -36,21 +41,18 @@ from instep.checkpoint.resume import Resume, ResumeReport
 from instep.data import DataLoaderConfiguration
 from instep.distributed import Triggers
 from instep.distributed.nested import map_leaves
-from instep.errors import SettingError, UsageError, one_of
+from instep.errors import SettingError, UsageError
 from instep.loggers import Logger
 from instep.state import AcceleratorState, GradientState, PartialState, read_environment
 from instep.state.device import DistributedType
-from instep.strategies import Precision, Strategy
-from instep.strategies.precision import precision_name
+from instep.state.partial import ProcessMethods
+from instep.strategies import Strategy
 from instep.types import Location, PathLike
-from instep.utils import env
 from instep.utils.paths import local_path, to_path
 from instep.utils.porting import instead_of
 
-PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 
-
-class Accelerator:
+class Accelerator(ProcessMethods):
     """Runs a loop that you write yourself on any number of processes and devices.
 
     It starts no processes: run the script by itself, under torchrun, or through `debug_launcher` and
@@ -126,25 +128,12 @@ class Accelerator:
             known = f"known are {', '.join(sorted(inspect.signature(Accelerator).parameters))}"
             hint = instead_of("Accelerator", name) or known
             raise SettingError(f"Accelerator({name}=...) is not taken: {hint}.", field=name, got=unknown[name])
-        if mixed_precision is None:
-            asked = env.from_env("precision", precision_name) or "32-true"
-            mixed_precision = next((short for short, name in PRECISION.items() if name == asked), asked)
-        if mixed_precision not in PRECISION:
-            raise one_of("mixed_precision", mixed_precision, PRECISION)
-        if gradient_accumulation_plugin is None:
-            steps = gradient_accumulation_steps
-            steps = env.from_env("accumulate_grad_batches") if steps is None else steps
-            gradient_accumulation_plugin = GradientAccumulationPlugin(num_steps=1 if steps is None else steps)
-        elif gradient_accumulation_steps not in (None, 1, gradient_accumulation_plugin.num_steps):
-            raise SettingError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps}, but gradient_accumulation_plugin has "
-                f"num_steps={gradient_accumulation_plugin.num_steps}. Give one of them.",
-                field="gradient_accumulation_steps",
-            )
+        mixed_precision = precision_asked_for(mixed_precision)
+        accumulation = accumulation_asked_for(gradient_accumulation_plugin, gradient_accumulation_steps)
         if project_config is not None and project_dir is not None:
             raise SettingError("give project_dir or project_config, not both", field="project_dir", got=project_dir)
         self._handlers = by_kind(kwargs_handlers)
-        self._accumulation = gradient_accumulation_plugin
+        self._accumulation = accumulation
         self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self.device_placement = device_placement
@@ -155,19 +144,6 @@ class Accelerator:
             report_failures()
         group = self._handlers.get(InitProcessGroupKwargs)
         process = PartialState(cpu=cpu, debug=debug, **({} if group is None else group.options()))
-        if mixed_precision == "fp16" and process.device.type == "cpu":
-            raise SettingError(
-                "mixed_precision='fp16' needs a GPU: on a CPU it would silently train in float32. Use 'bf16' or 'no'.",
-                field="mixed_precision",
-                got=mixed_precision,
-            )
-        autocast, scaler = self._handlers.get(AutocastKwargs), self._handlers.get(GradScalerKwargs)
-        precision = Precision(
-            PRECISION[mixed_precision],
-            process.device,
-            scaler_options=None if scaler is None else scaler.options(),
-            autocast_options=None if autocast is None else autocast.options(),
-        )
         self._process = process
         # Who this process is stays known after end_training(), when the state holds nothing any more.
         self._device, self._distributed_type = process.device, process.distributed_type
@@ -176,15 +152,15 @@ class Accelerator:
             process.local_process_index,
             process.num_processes,
         )
-        self.precision = precision
+        self.precision = make_precision(mixed_precision, process.device, self._handlers)
         self._trackers = Trackers(log_with, process.is_main_process)
         self.triggers = Triggers(reserved=())
         """Named triggers; `triggers.tick(step)` is the agreement that does not wait."""
         self._prepared = PreparedRun(  # this makes it the active run
             process,
-            precision,
+            self.precision,
             choose_strategy(strategy, process, self._handlers.get(DistributedDataParallelKwargs)),
-            gradient_accumulation_plugin,
+            accumulation,
             self.dataloader_config,
             device_placement,
             step_scheduler_with_optimizer,
@@ -228,21 +204,6 @@ class Accelerator:
     def local_process_index(self) -> int:
         """The rank of this process on its node, from 0."""
         return self._local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self._rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its node."""
-        return self._local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self._rank == self._world_size - 1
 
     # ---- the facts
 
@@ -738,50 +699,7 @@ class Accelerator:
         """
         return self.triggers.check(name)
 
-    # ---- processes
-
-    def wait_for_everyone(self, name: str | None = None, timeout_s: float | None = None) -> None:
-        """`PartialState.wait_for_everyone`."""
-        self._process.wait_for_everyone(name, timeout_s)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """`PartialState.main_process_first`."""
-        return self._process.main_process_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """`PartialState.local_main_process_first`."""
-        return self._process.local_main_process_first()
-
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """`PartialState.on_main_process`."""
-        return self._process.on_main_process(function)
-
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """`PartialState.on_local_main_process`."""
-        return self._process.on_local_main_process(function)
-
-    def on_last_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """`PartialState.on_last_process`."""
-        return self._process.on_last_process(function)
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """`PartialState.on_process`."""
-        return self._process.on_process(function, process_index)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
-        """`PartialState.on_local_process`."""
-        return self._process.on_local_process(function, local_process_index)
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """`PartialState.split_between_processes`."""
-        return self._process.split_between_processes(inputs, apply_padding)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first process of every node."""
-        if self._local_rank == 0:
-            print(*args, **kwargs)  # noqa: T201 (this is what the method is for)
+    # ---- collectives
 
     def gather(self, data: Any) -> Any:
         """`instep.distributed.gather`."""

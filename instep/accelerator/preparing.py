@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from instep.accelerator.handlers import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from instep.accelerator.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+)
 from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler, Window, put_on, take_off
 from instep.data import DataLoaderConfiguration, PreparedLoader, prepare_loader
 from instep.distributed import broadcast_object
-from instep.errors import SettingError, UsageError
+from instep.errors import SettingError, UsageError, one_of
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision, Strategy, resolve_strategy
+from instep.strategies.precision import precision_name
 from instep.strategies.registry import asked_strategy
+from instep.utils import env
 from instep.utils.seed import derive_seed, seed_process
+
+_PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 
 
 class PreparedRun:
@@ -350,3 +359,44 @@ def choose_strategy(
         strategy, asked = asked_strategy()
         wanted = {**asked, **wanted}
     return resolve_strategy(strategy, count, process.device.type, wanted)
+
+
+def precision_asked_for(mixed_precision: str | None) -> str:
+    """The name of the precision: the argument, else what the environment says, else "no"."""
+    if mixed_precision is None:
+        asked = env.from_env("precision", precision_name) or "32-true"
+        mixed_precision = next((short for short, name in _PRECISION.items() if name == asked), asked)
+    if mixed_precision not in _PRECISION:
+        raise one_of("mixed_precision", mixed_precision, _PRECISION)
+    return mixed_precision
+
+
+def make_precision(mixed_precision: str, device: torch.device, handlers: Mapping[type, Any]) -> Precision:
+    """The precision of all models of a run, with the options of its handlers."""
+    if mixed_precision == "fp16" and device.type == "cpu":
+        raise SettingError(
+            "mixed_precision='fp16' needs a GPU: on a CPU it would silently train in float32. Use 'bf16' or 'no'.",
+            field="mixed_precision",
+            got=mixed_precision,
+        )
+    autocast, scaler = handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
+    return Precision(
+        _PRECISION[mixed_precision],
+        device,
+        scaler_options=None if scaler is None else scaler.options(),
+        autocast_options=None if autocast is None else autocast.options(),
+    )
+
+
+def accumulation_asked_for(plugin: GradientAccumulationPlugin | None, steps: int | None) -> GradientAccumulationPlugin:
+    """The micro-batches of a window: the plugin or the argument, else what the environment says, else 1."""
+    if plugin is None:
+        steps = env.from_env("accumulate_grad_batches") if steps is None else steps
+        return GradientAccumulationPlugin(num_steps=1 if steps is None else steps)
+    if steps not in (None, 1, plugin.num_steps):
+        raise SettingError(
+            f"gradient_accumulation_steps={steps}, but gradient_accumulation_plugin has "
+            f"num_steps={plugin.num_steps}. Give one of them.",
+            field="gradient_accumulation_steps",
+        )
+    return plugin

@@ -73,7 +73,7 @@ def taking_up(path: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-"""Whether a value is of a kind; its name is what errors say was expected."""
+# Whether a value is of a kind; the name of the function is what errors say was expected.
 
 
 def count(value: Any) -> bool:

@@ -26,9 +26,8 @@ from instep.utils.seed import derive_seed, seed_process, set_rng_state
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from instep.checkpoint.background import BackgroundSaver
+    from instep.checkpoint.background import BackgroundSaver, Recorder
     from instep.checkpoint.reader import Reader
-    from instep.checkpoint.staging import Recorder
     from instep.checkpoint.store import CheckpointStore
     from instep.checkpoint.tensors import Shard
     from instep.checkpoint.writer import BaseWriter

@@ -135,70 +135,10 @@ def is_index(environment: ProcessEnvironment, name: str, index: int | None, loca
     return index == (environment.local_rank if local else environment.rank)
 
 
-class PartialState:
-    """Who this process is: its rank, its device, and how it meets the others.
-
-    The first construction reads the launcher's environment, chooses the device and, for a job of several processes,
-    joins the process group; it is then a collective. Later ones give the same state. An argument that contradicts what
-    the state holds is an error; arguments that are left out ask for nothing. If the first construction fails, nothing
-    is set.
-
-    Nothing can be assigned: what is read here holds until `destroy_process_group()`.
-
-    Args:
-        cpu: True uses the CPU although there is an accelerator. Left out: what `INSTEP_ACCELERATOR` says, else the
-            accelerator if there is one.
-        debug: whether collectives are checked over the ranks before they run. Left out: what `INSTEP_DEBUG` says.
-        xla: True uses an XLA device. Left out: where torch_xla's launcher started the process.
-        **init_process_group_kwargs: `backend` (torch's name; by the device when left out; "mpi" under mpirun or srun,
-            where torch was built with it), `timeout` of every collective (a timedelta, or seconds; torch's default is
-            10 minutes for nccl and 30 for others), `pg_options`, `device_id`.
-
-    Raises:
-        SettingError: the environment or an argument is wrong.
-        StateError: the state exists and holds something else than is asked for.
-
-    Example:
-        >>> state = PartialState(cpu=True)
-        >>> state.is_main_process, state.num_processes
-        (True, 1)
-
-    Source:
-        Names and meaning are those of Hugging Face Accelerate's PartialState.
-    """
+class ProcessMethods:
+    """What a process does by its number: methods that `PartialState` and `Accelerator` have alike."""
 
     __slots__ = ()
-
-    def __init__(
-        self,
-        cpu: bool | None = None,
-        debug: bool | None = None,
-        xla: bool | None = None,
-        **init_process_group_kwargs: Any,
-    ) -> None:
-        process.ensure(cpu, debug, xla, init_process_group_kwargs)
-
-    # The facts.
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the state holds; False after `destroy_process_group()`."""
-        return process.is_held()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return process.held().device
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """What the processes are together; `DistributedType.NO` for one."""
-        return process.held().distributed_type
-
-    @property
-    def backend(self) -> str | None:
-        """The backend of the process group as torch names it; None for one process."""
-        return process.held().backend
 
     @property
     def num_processes(self) -> int:
@@ -216,16 +156,6 @@ class PartialState:
         return process.held().environment.local_rank
 
     @property
-    def num_nodes(self) -> int:
-        """The number of nodes."""
-        return process.held().environment.num_nodes
-
-    @property
-    def node_index(self) -> int:
-        """The number of this node, from 0."""
-        return process.held().environment.node_rank
-
-    @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
         return self.process_index == 0
@@ -239,23 +169,6 @@ class PartialState:
     def is_last_process(self) -> bool:
         """Whether this is the last rank."""
         return self.process_index == self.num_processes - 1
-
-    @property
-    def debug(self) -> bool:
-        """Whether collectives are checked over the ranks before they run: the argument, else `INSTEP_DEBUG`."""
-        return process.held().debug
-
-    @property
-    def owns_process_group(self) -> bool:
-        """Whether instep made the process group, and may destroy it."""
-        groups = process.held().groups
-        return groups is not None and groups.owned
-
-    @property
-    def control_group(self) -> dist.ProcessGroup | None:
-        """A CPU (gloo) group of all processes for control messages; None for one process."""
-        groups = process.held().groups
-        return None if groups is None else groups.control
 
     # Waiting for each other.
 
@@ -383,6 +296,99 @@ class PartialState:
         """Print on the first process of every node."""
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201 (this is what the method is for)
+
+
+class PartialState(ProcessMethods):
+    """Who this process is: its rank, its device, and how it meets the others.
+
+    The first construction reads the launcher's environment, chooses the device and, for a job of several processes,
+    joins the process group; it is then a collective. Later ones give the same state. An argument that contradicts what
+    the state holds is an error; arguments that are left out ask for nothing. If the first construction fails, nothing
+    is set.
+
+    Nothing can be assigned: what is read here holds until `destroy_process_group()`.
+
+    Args:
+        cpu: True uses the CPU although there is an accelerator. Left out: what `INSTEP_ACCELERATOR` says, else the
+            accelerator if there is one.
+        debug: whether collectives are checked over the ranks before they run. Left out: what `INSTEP_DEBUG` says.
+        xla: True uses an XLA device. Left out: where torch_xla's launcher started the process.
+        **init_process_group_kwargs: `backend` (torch's name; by the device when left out; "mpi" under mpirun or srun,
+            where torch was built with it), `timeout` of every collective (a timedelta, or seconds; torch's default is
+            10 minutes for nccl and 30 for others), `pg_options`, `device_id`.
+
+    Raises:
+        SettingError: the environment or an argument is wrong.
+        StateError: the state exists and holds something else than is asked for.
+
+    Example:
+        >>> state = PartialState(cpu=True)
+        >>> state.is_main_process, state.num_processes
+        (True, 1)
+
+    Source:
+        Names and meaning are those of Hugging Face Accelerate's PartialState.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        cpu: bool | None = None,
+        debug: bool | None = None,
+        xla: bool | None = None,
+        **init_process_group_kwargs: Any,
+    ) -> None:
+        process.ensure(cpu, debug, xla, init_process_group_kwargs)
+
+    # The facts.
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state holds; False after `destroy_process_group()`."""
+        return process.is_held()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return process.held().device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What the processes are together; `DistributedType.NO` for one."""
+        return process.held().distributed_type
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of the process group as torch names it; None for one process."""
+        return process.held().backend
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return process.held().environment.num_nodes
+
+    @property
+    def node_index(self) -> int:
+        """The number of this node, from 0."""
+        return process.held().environment.node_rank
+
+    @property
+    def debug(self) -> bool:
+        """Whether collectives are checked over the ranks before they run: the argument, else `INSTEP_DEBUG`."""
+        return process.held().debug
+
+    @property
+    def owns_process_group(self) -> bool:
+        """Whether instep made the process group, and may destroy it."""
+        groups = process.held().groups
+        return groups is not None and groups.owned
+
+    @property
+    def control_group(self) -> dist.ProcessGroup | None:
+        """A CPU (gloo) group of all processes for control messages; None for one process."""
+        groups = process.held().groups
+        return None if groups is None else groups.control
 
     # The device and the group.
 

@@ -764,8 +764,7 @@ class Trainer:
         batches = self.num_training_batches
         if s.max_epochs == -1 or batches == float("inf"):
             return s.max_steps if s.max_steps != -1 else float("inf")
-        accumulate = self._run.loaders.accumulate
-        steps = -(-int(batches) // accumulate) * s.max_epochs
+        steps = -(-int(batches) // self._run.loaders.accumulate) * s.max_epochs
         return steps if s.max_steps == -1 else min(steps, s.max_steps)
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from instep.checkpoint import CheckpointStore
-from instep.checkpoint.staging import HostBuffers, Recorder
+from instep.checkpoint.background import HostBuffers, Recorder
 from instep.checkpoint.writer import BaseWriter
 from instep.errors import CheckpointError, SettingError
 
