@@ -5,3 +5,5 @@
 - `error_report`: how a rank's traceback reaches the end of the agent's stderr; `root_cause`: which rank failed first.
 - `run_status`: the one reader and writer of a run's `status.json`.
 """
+
+__all__: list[str] = []  # internal: may change in any release
