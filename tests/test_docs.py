@@ -40,6 +40,7 @@ from instep import Accelerator, Trainer, TrainModule
 from instep.cli.main import find, load, main, make_parser
 from instep.strategies import DDPStrategy, registry
 from tests.helpers.spawn import run_command
+from tests.helpers.warm import warm_python
 from tests.launch.ways import UNLAUNCHED
 
 REPO = Path(__file__).parent.parent
@@ -236,7 +237,7 @@ def _do(code: str, known: dict[str, Any], page: str, folder: Path) -> str:
 
 def _run(words: list[str], folder: Path) -> str:
     env = {**UNLAUNCHED, "PYTHONPATH": os.pathsep.join((str(folder), str(REPO)))}
-    done = run_command([sys.executable, *words], cwd=folder, env=env)
+    done = run_command([warm_python(), *words], cwd=folder, env=env)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -12,6 +12,7 @@ from instep.cli.main import main
 from instep.cli.trainer_command import dotted, is_run
 from instep.errors import SettingError
 from tests.helpers.spawn import Finished, run_command
+from tests.helpers.warm import warm_python
 from tests.launch.digits_job import STEPS
 from tests.launch.ways import REPO, UNLAUNCHED, same_weights
 
@@ -35,7 +36,7 @@ def words(folder: Path, *more: str) -> list[str]:
 
 def run(*argv: str) -> Finished:
     env = {**UNLAUNCHED, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-    done = run_command([sys.executable, *argv], env=env, cwd=REPO)
+    done = run_command([warm_python(), *argv], env=env, cwd=REPO)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
 

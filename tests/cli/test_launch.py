@@ -15,6 +15,7 @@ import pytest
 from instep.cli import launch
 from instep.cli.main import main, make_parser
 from tests.helpers.spawn import finish, free_port, run_command, start_command
+from tests.helpers.warm import warm_python
 from tests.launch.ways import REPO, SECRET, UNLAUNCHED, job, same_weights
 
 pytestmark = pytest.mark.dist
@@ -242,7 +243,7 @@ def test_script_before_command_line_before_file_before_environment(tmp_path: Pat
         "PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPO))),
     }  # fmt: skip
     words = ["--devices", "2", "--precision", "bf16", "--tee", "0", "-m", "asks", "--exact", "-- x"]
-    done = run_command([sys.executable, "-m", "instep", "launch", *words], env=environment)
+    done = run_command([warm_python(), "-m", "instep", "launch", *words], env=environment)
     assert done.returncode == 75, "the job's own exit code"
     (line,) = (line for line in done.stdout.splitlines() if "told " in line)
     assert json.loads(line.partition("told ")[2]) == {

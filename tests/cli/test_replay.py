@@ -20,6 +20,7 @@ from instep.cli.main import main
 from instep.cli.replay import _few, _program
 from instep.utils.private_files import mark
 from tests.helpers.spawn import Finished, free_port, run_command
+from tests.helpers.warm import warm_python
 
 HERE = Path(__file__)
 REPO = HERE.parents[2]
@@ -28,7 +29,7 @@ needs_programs = [pytest.mark.slow]
 
 
 def run(argv: list[str], cwd: Path, diary: str | None = None) -> Finished:
-    done = run_command([sys.executable, *argv], env={"PYTHONPATH": str(REPO), "DIARY": diary}, cwd=cwd)
+    done = run_command([warm_python(), *argv], env={"PYTHONPATH": str(REPO), "DIARY": diary}, cwd=cwd)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
 

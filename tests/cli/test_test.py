@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from instep import distributed
 from instep.cli import setup_check
 from instep.cli.main import main
 from tests.helpers.spawn import run_command
+from tests.helpers.warm import warm_python
 from tests.launch.ways import UNLAUNCHED
 
 CHECKS = [
@@ -36,7 +36,7 @@ CHECKS = [
 
 @pytest.mark.dist
 def test_a_set_up_of_two_processes() -> None:
-    command = [sys.executable, "-m", "instep", "test", "--devices", "2", "--accelerator", "cpu", "--json"]
+    command = [warm_python(), "-m", "instep", "test", "--devices", "2", "--accelerator", "cpu", "--json"]
     done = run_command([*command, "--precision", "bf16-mixed"], env=UNLAUNCHED)
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout)

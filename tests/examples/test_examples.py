@@ -19,15 +19,16 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.spawn import HANG_S, Finished, finish, free_port, run_command, start_command
+from tests.helpers.warm import warm_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LENGTH = {"digits.py": ("--max-epochs", "15"), "stdlib_gpt.py": ("--max-steps", "80")}
+LENGTH = {"digits.py": ("--max-epochs", "12"), "stdlib_gpt.py": ("--max-steps", "60")}
 
 
 def command(example: str, root: Path, *args: str, devices: int = 1, workers: int = 0) -> list[str]:
     """The command line of an example on CPUs."""
     common = ["--accelerator", "cpu", "--devices", str(devices), "--workers", str(workers), "--root", str(root)]
-    return [sys.executable, str(EXAMPLES / example), *common, *args]
+    return [warm_python(), str(EXAMPLES / example), *common, *args]
 
 
 def run(example: str, root: Path, *args: str, devices: int = 1, workers: int = 0) -> str:
@@ -115,9 +116,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, in
 @pytest.mark.parametrize("devices", [pytest.param(1), pytest.param(2, marks=pytest.mark.dist)])
 def test_digits_learns(uninterrupted: Callable[[str, int], tuple[Path, str]], devices: int) -> None:
     _, said = uninterrupted("digits.py", devices)
-    assert number(r"test accuracy ([\d.]+)%", said) >= 97.0
-    assert number(r": (\d+) of 297 correct", said) >= 0.97 * 297
-    assert number(r"trained (\d+) steps", said) == 15 * 19
+    assert number(r"test accuracy ([\d.]+)%", said) >= 96.0
+    assert number(r": (\d+) of 297 correct", said) >= 0.96 * 297
+    assert number(r"trained (\d+) steps", said) == 12 * 19
     assert f"on {devices} process(es)" in said
     dashboard = re.search(r"tensorboard --logdir (.+)", said)
     assert dashboard
@@ -153,10 +154,10 @@ def test_examples_run_under_torchrun(tmp_path: Path, example: str, args: tuple[s
 
 @pytest.mark.slow
 def test_the_gpt_learns(tmp_path: Path) -> None:
-    said = run("stdlib_gpt.py", tmp_path, "--max-steps", "600")
-    assert number(r"validation bits per byte ([\d.]+)", said) < 3.2
+    said = run("stdlib_gpt.py", tmp_path, "--max-steps", "200")
+    assert number(r"validation bits per byte ([\d.]+)", said) < 3.9
     assert number(r"model: ([\d,]+) parameters", said) == 437_760
-    assert number(r"trained 600 steps, ([\d,]+) tokens", said) == 600 * 16 * 64
+    assert number(r"trained 200 steps, ([\d,]+) tokens", said) == 200 * 16 * 64
 
 
 @pytest.mark.slow
@@ -168,12 +169,11 @@ def test_the_gpt_means_the_same_on_two_processes(uninterrupted: Callable[[str, i
     assert one == pytest.approx(two, rel=0.02)  # dropout draws differ per rank
 
 
-# Every pair of an example, a number of processes, a number of loader workers and a signal.
+# Every pair of a number of processes, a number of loader workers and a signal, and both examples.
 INTERRUPTIONS = [
     ("digits.py", 1, 0, signal.SIGINT),
     ("digits.py", 1, 2, signal.SIGTERM),
     ("digits.py", 2, 0, signal.SIGTERM),
-    ("stdlib_gpt.py", 1, 0, signal.SIGTERM),
     ("stdlib_gpt.py", 2, 2, signal.SIGINT),
 ]
 
@@ -211,6 +211,8 @@ def interrupt(line: list[str], root: Path, sent: signal.Signals) -> Finished:
     Ctrl-C in a terminal reaches every process of the job, data loading workers too; SIGTERM, as a scheduler sends it,
     only the first.
     """
+    if sent == signal.SIGINT:
+        line = [sys.executable, *line[1:]]  # in one process group, as from a terminal
     with start_command(line) as process:
         until(lambda: has_logged(root, 20), process, "step 20 in metrics.csv")
         if sent == signal.SIGINT:
@@ -226,7 +228,7 @@ def interrupt(line: list[str], root: Path, sent: signal.Signals) -> Finished:
 def by_ranks(example: str, *args: str, ranks: int = 1) -> str:
     """Run an example by itself or under torchrun, and return what it printed."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-    line = [sys.executable, *(launcher if ranks > 1 else []), str(EXAMPLES / example), *args]
+    line = [warm_python(), *(launcher if ranks > 1 else []), str(EXAMPLES / example), *args]
     done = run_command(line)
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -238,7 +240,7 @@ def test_a_handwritten_loop_learns_resumes_and_counts_exactly(tmp_path: Path) ->
     common = ("--cpu", "--root", str(tmp_path))
     said = by_ranks("accelerator_loop.py", *common, "--epochs", "5", "--accumulate", "2")
     assert "trained 120 steps on 1 process(es)" in said
-    again = run_command([sys.executable, str(EXAMPLES / "accelerator_loop.py"), *common])
+    again = run_command([warm_python(), str(EXAMPLES / "accelerator_loop.py"), *common])
     assert (again.returncode, again.stdout) == (2, ""), "refused before it trains"
     assert "go on with --resume, or give another folder by --root" in again.stderr
     said = by_ranks("accelerator_loop.py", *common, "--epochs", "8", "--accumulate", "2", "--resume", ranks=2)
@@ -253,7 +255,7 @@ def test_a_handwritten_loop_learns_resumes_and_counts_exactly(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_work_is_done_once_and_seen_everywhere(tmp_path: Path, ranks: int) -> None:
     said = by_ranks("deferred_work.py", "--root", str(tmp_path), ranks=ranks)
     assert said.count("download") == said.count("map") == said.count("save") == 1
@@ -264,7 +266,7 @@ def test_work_is_done_once_and_seen_everywhere(tmp_path: Path, ranks: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks, setter, blocking", [(1, 0, False), (3, 1, False), (3, 2, True)])
+@pytest.mark.parametrize("ranks, setter, blocking", [(1, 0, False), (2, 1, False), (3, 2, True)])
 def test_one_rank_stops_all_at_one_step(ranks: int, setter: int, blocking: bool) -> None:
     args = ("--setter", str(setter), *(["--blocking"] if blocking else []))
     said = by_ranks("early_stop_trigger.py", *args, ranks=ranks)

@@ -35,7 +35,7 @@ from typing import Any
 
 # What nearly every rank imports: the fork server does so once, and a rank starts with it in a fraction of a second.
 # torch's compiler is here because DistributedDataParallel imports it.
-_PRELOADED = (
+PRELOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -106,7 +106,7 @@ def run_ranks(
         RanksFailed: with the traceback and the output of each rank that failed, the first failure first.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
+    context.set_forkserver_preload(list(PRELOADED))
     common = {**os.environ, **_job_env(nproc), **(env or {})}
     payload = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.spawn import finish, free_port, run_command, start_command
+from tests.helpers.warm import warm_python
 from tests.launch.ways import SECRET, UNLAUNCHED, job, reference, same_weights
 
 pytestmark = [pytest.mark.dist]
@@ -20,7 +20,7 @@ def test_the_same_weights(way: str, tmp_path: Path) -> None:
     command = job(tmp_path / "out.json", *(["--devices", "2"] if way == "its own start" else []))
     if way == "torchrun":
         command = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *command)
-    done = run_command([sys.executable, *command], env=UNLAUNCHED, cwd=tmp_path)
+    done = run_command([warm_python(), *command], env=UNLAUNCHED, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert same_weights(tmp_path / "out.json")["world_size"] == 2
 
@@ -30,7 +30,7 @@ def test_pods_of_a_kubernetes_operator(tmp_path: Path) -> None:
     port = str(free_port())
     shared = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
     shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-m", "torch.distributed.run", *job(tmp_path / "out.json")]
+    command = [warm_python(), "-m", "torch.distributed.run", *job(tmp_path / "out.json")]
     with ExitStack() as stack:
         pods = [
             stack.enter_context(

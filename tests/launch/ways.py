@@ -15,13 +15,13 @@ import functools
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.helpers.spawn import Finished, run_command
+from tests.helpers.warm import warm_python
 
 REPO = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("digits_job.py")
@@ -82,7 +82,7 @@ def reference(world: int = 2) -> dict[str, Any]:
 def _run(world: int) -> str:
     with tempfile.TemporaryDirectory(prefix="instep-digits-") as folder:
         out = Path(folder, "out.json")
-        command = [sys.executable, "-c", _OURS, str(world), *job(out)]
+        command = [warm_python(), "-c", _OURS, str(world), *job(out)]
         done = run_command(command, env=UNLAUNCHED, cwd=folder)
         assert done.returncode == 0, done.stderr
         result = json.loads(out.read_text())

@@ -18,6 +18,7 @@ from instep.launch.forked import Forked
 from instep.launchers import notebook
 from instep.launchers.notebook import debug_launcher, notebook_launcher
 from tests.helpers.spawn import HANG_S, Finished, finish, run_command, start_command
+from tests.helpers.warm import warm_python
 from tests.launch.ways import REPO, UNLAUNCHED, same_weights
 
 HEAD = """
@@ -38,7 +39,7 @@ def say(*words):
 def program(folder: Path, code: str) -> list[str]:
     path = folder / "program.py"
     path.write_text(HEAD + textwrap.dedent(code))
-    return [sys.executable, str(path)]
+    return [warm_python(), str(path)]
 
 
 def run(folder: Path, code: str) -> Finished:

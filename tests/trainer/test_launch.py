@@ -15,6 +15,7 @@ import pytest
 from instep import Trainer
 from instep.errors import SettingError
 from tests.helpers.spawn import Finished, free_port, run_command
+from tests.helpers.warm import warm_python
 from tests.launch.ways import check_error_was_told
 
 pytestmark = [pytest.mark.slow]
@@ -30,9 +31,9 @@ def torchrun(nproc: int) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", f"--nproc-per-node={nproc}", f"--master-port={port}", *SCRIPT)
 
 
-def run(root: Path, *args: str, start: tuple[str, ...] = SCRIPT) -> Finished:
+def run(root: Path, *args: str, start: tuple[str, ...] = SCRIPT, python: str | None = None) -> Finished:
     root.mkdir(exist_ok=True)
-    argv = [sys.executable, *start, "--root", str(root), *args]
+    argv = [python or warm_python(), *start, "--root", str(root), *args]
     return run_command(argv, env={"PYTHONPATH": str(REPO)}, cwd=REPO)
 
 
@@ -178,7 +179,7 @@ def test_a_killed_rank_ends_the_job_which_can_be_resumed(pair: dict[str, Any], t
 
 @pytest.mark.dist
 def test_an_error_on_one_rank_is_told(tmp_path: Path) -> None:
-    done = run(tmp_path, "--devices", "2", "--do", "raise", "--rank", "1")
+    done = run(tmp_path, "--devices", "2", "--do", "raise", "--rank", "1", python=sys.executable)  # its ranks' parent
     check_error_was_told(done, tmp_path)
     assert done.stderr.rstrip().endswith("ValueError: boom on purpose"), done.stderr
 

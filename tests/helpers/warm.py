@@ -1,0 +1,244 @@
+"""A Python that has loaded torch and instep already, for tests that start many programs: each starts 2 s of CPU sooner.
+
+`warm_python()` is the path of an executable that takes a script, `-m module` or `-c code`, as `python` does. It asks a
+server for a fork, and is then that program to whoever started it: it has the same output, passes signals on, ends with
+the same status, and takes the program with it when it is killed. In the program `sys.executable` is this executable
+too, so that the ranks which it starts are as quick. Whatever else Python is asked for is done by the real one.
+
+Not for tests of how a program starts or ends, of its process group, or of what it imports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from types import ModuleType
+from typing import Any
+
+_PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
+_KNOWN_VARIABLES = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")  # others change how Python starts
+
+
+def warm_python() -> str:
+    """The executable. Its server is started on first use and ends with this process."""
+    global _executable
+    if _executable is None:
+        _executable = _start_server()
+    return _executable
+
+
+_executable: str | None = None
+
+
+def _start_server() -> str:
+    import atexit  # here and below: the client starts faster without
+    import shutil
+    import subprocess
+    import tempfile
+
+    folder = tempfile.mkdtemp(prefix="warm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    address, executable = f"{folder}/socket", f"{folder}/python"
+    with open(executable, "w") as file:
+        file.write(f'#!/bin/sh\nexec {sys.executable} -I -S {__file__} {address} "$@"\n')
+    os.chmod(executable, 0o700)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.warm", "serve", address, executable],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with server.stdout:
+        assert server.stdout.readline(), "the server did not start; what it said stands above"
+    atexit.register(server.wait)
+    atexit.register(server.stdin.close)  # the one before this one
+    return executable
+
+
+# ---- the client
+
+
+def ask(address: str, words: list[str]) -> None:
+    """Be the program that the server forks, until it ends."""
+    options = 0
+    while words[options : options + 1] and words[options] in ("-u", "-B"):
+        options += 1
+    program = words[options:]
+    unknown = [name for name in os.environ if name.startswith("PYTHON") and name not in _KNOWN_VARIABLES]
+    forks = program[:1] == ["-c"] and "multiprocessing" in program[1]  # with descriptors by number
+    if not program or unknown or forks or (program[0].startswith("-") and program[0] not in ("-c", "-m")):
+        os.execv(sys.executable, [sys.executable, *words])
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(address)
+    request = json.dumps({"words": program, "env": dict(os.environ), "cwd": os.getcwd()}).encode()
+    socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
+    server.sendall(request)
+    pid = int.from_bytes(_receive(server, 4), "big")
+    for name in _PASSED_ON:
+        signal.signal(getattr(signal, name), lambda number, _: _pass_on(pid, number))
+    status = int.from_bytes(_receive(server, 4), "big")
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _pass_on(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # its status is on its way
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+# ---- the server
+
+
+def serve(address: str) -> dict[str, Any]:
+    """Fork a process for each request; returns it in the process that is to be the program."""
+    import gc
+    import importlib
+
+    from tests.helpers.spawn import PRELOADED
+
+    for name in (*PRELOADED, "instep.cli.main", "instep.launch.engine"):
+        if name != "pytest":  # under which a program would not start ranks of its own
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that a program's collections do not copy these pages
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    print("listening", flush=True)
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(0, selectors.EVENT_READ)
+    programs: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of a client and by that of the process
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == 0:  # the tests have ended
+                for pid, _ in programs.values():
+                    os.killpg(pid, signal.SIGKILL)
+                os._exit(0)
+            if key.fileobj is listener:
+                client, _ = listener.accept()
+                try:
+                    size, descriptors, _, _ = socket.recv_fds(client, 4, 3)
+                    request = json.loads(_receive(client, int.from_bytes(size, "big")))
+                except EOFError:
+                    client.close()  # killed before it had asked
+                    continue
+                pid = os.fork()
+                if pid == 0:
+                    for _, other in programs.values():
+                        other.close()
+                    for ends in (selector, listener, client):
+                        ends.close()
+                    for end in [end for end in programs if end != client.fileno()]:
+                        _close(end)
+                    return {**request, "descriptors": descriptors}
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                process = os.pidfd_open(pid)
+                programs[process] = programs[client.fileno()] = (pid, client)
+                selector.register(process, selectors.EVENT_READ)
+                selector.register(client, selectors.EVENT_READ)
+                client.sendall(pid.to_bytes(4, "big"))
+                continue
+            pid, client = programs[key.fd]
+            if key.fileobj is client:  # it was killed
+                _kill(pid)
+                selector.unregister(client)
+                continue
+            _, status = os.waitpid(pid, 0)
+            selector.unregister(key.fileobj)
+            os.close(key.fd)
+            del programs[key.fd]
+            if client.fileno() in selector.get_map():
+                selector.unregister(client)
+            del programs[client.fileno()]
+            try:
+                client.sendall(status.to_bytes(4, "big"))
+            except BrokenPipeError:
+                pass  # it was killed
+            client.close()
+
+
+def _close(descriptor: int) -> None:
+    try:
+        os.close(descriptor)
+    except OSError:
+        pass  # a client, closed with its socket
+
+
+def _kill(pid: int) -> None:
+    for kill in (os.killpg, os.kill):  # it may not have its group yet
+        try:
+            kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def become(request: dict[str, Any]) -> ModuleType:
+    """Make this process what a Python is that has just been started, and return its `__main__`."""
+    import numpy as np
+
+    os.setsid()
+    for number, descriptor in enumerate(request["descriptors"]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    np.random.seed()  # Python's own generator is seeded by the fork
+    words = request["words"]
+    module = words[0] == "-m"
+    code = words[0] == "-c"
+    sys.orig_argv = [sys.executable, *words]
+    sys.argv = words[1:] if module else ["-c", *words[2:]] if code else words
+    folder = request["cwd"] if module else "" if code else os.path.dirname(os.path.realpath(words[0]))
+    paths = [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [folder, *paths, *_own_path]
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    return main
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        sys.executable = sys.argv[3]  # some modules keep it
+        _own_path = [path for path in sys.path if path not in ("", os.getcwd())]
+        asked = serve(sys.argv[2])
+        main = become(asked)
+        if asked["words"][0] == "-m":
+            import runpy
+
+            runpy._run_module_as_main(asked["words"][1])
+        elif asked["words"][0] == "-c":
+            main.__dict__.update(__builtins__=__builtins__)
+            exec(asked["words"][1], main.__dict__)
+        else:
+            main.__dict__.update(__file__=asked["words"][0], __builtins__=__builtins__)
+            with open(asked["words"][0], "rb") as script:
+                code = compile(script.read(), asked["words"][0], "exec")
+            exec(code, main.__dict__)
+    else:
+        ask(sys.argv[1], sys.argv[2:])
