@@ -21,6 +21,7 @@ from instep.launch.agent import job_code
 from instep.launch.engine import LaunchSpec, is_worker, run
 from instep.launch.prepare import job_environment
 from tests.helpers.spawn import HANG_S, Finished, finish, free_port, run_command, start_command
+from tests.helpers.warm import warm_python
 from tests.launch.ways import SECRET
 
 pytestmark = pytest.mark.dist
@@ -317,7 +318,7 @@ def test_without_an_agent_a_rank_says_who_it_is(tmp_path: Path, error: str, said
     """
     file = tmp_path / "error.json"
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(file)}
-    done = run_command([sys.executable, "-c", textwrap.dedent(code)], env=env)
+    done = run_command([warm_python(), "-c", textwrap.dedent(code)], env=env)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("  ")]
     assert len(lines) == len(said), done.stderr
     assert all(line.startswith(start.replace("HOST", HOST)) for line, start in zip(lines, said, strict=True)), lines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from instep.errors import InstepError, SettingError
 from instep.loggers import WandbLogger
+from tests.helpers.warm import warm_python
 from tests.loggers.wandb_file import read_all
 
 # W&B's own threads and subprocess leave sockets to the garbage collector.
@@ -153,7 +153,7 @@ def test_what_is_written_without_a_run_is_in_the_file_when_the_program_ends(tmp_
         folder = tmp_path / how
         folder.mkdir()
         done = subprocess.run(
-            [sys.executable, "-c", code, how], cwd=folder, check=True, timeout=120, capture_output=True, text=True
+            [warm_python(), "-c", code, how], cwd=folder, check=True, timeout=120, capture_output=True, text=True
         )
         assert "Traceback" not in done.stderr
         (found,) = read_all(folder)

@@ -12,6 +12,7 @@ from instep.errors import MissingPackageError, SettingError
 from instep.state import ProcessEnvironment, read_environment
 from instep.state.launchers import meeting_url
 from tests.helpers.spawn import finish, free_port, start_command
+from tests.helpers.warm import warm_python
 
 TORCHRUN = {
     "RANK": "5",
@@ -312,7 +313,7 @@ def test_processes_meet_by_their_launchers_variables(job, places: str, tmp_path:
     with ExitStack() as stack:
         env = {"PYTHONPATH": str(Path.cwd()), "GLOO_SOCKET_IFNAME": "lo"}
         ranks = [
-            stack.enter_context(start_command([sys.executable, str(program)], env={**env, **job(rank, port)}))
+            stack.enter_context(start_command([warm_python(), str(program)], env={**env, **job(rank, port)}))
             for rank in range(2)
         ]
         for rank in ranks:

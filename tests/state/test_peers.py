@@ -8,7 +8,6 @@ to show.
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from instep.distributed import gather_object
 from instep.errors import RemoteError, SettingError, StateError
 from instep.state import AcceleratorState, GradientState, PartialState, Run, active_run, pop_run, push_run
 from tests.helpers.spawn import run_command, run_ranks
+from tests.helpers.warm import warm_python
 
 
 def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
@@ -49,7 +49,7 @@ def test_asking_for_n_cpu_processes_starts_n_that_know_each_other(tmp_path: Path
     """One starts; or N start and each believes to be rank 0 of 1."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = run_command([sys.executable, str(program)])
+    done = run_command([warm_python(), str(program)])
     assert done.stdout.strip() == str([(3, [0, 1, 2])] * 3), done.stderr
 
 
