@@ -19,7 +19,7 @@ from instep.checkpoint import names
 from instep.checkpoint.hashing import Data, FileRecord, OutFile, Trace, hash_file
 from instep.utils import atomic
 from instep.utils.process_id import is_gone, this_process
-from instep.utils.untrusted_files import open_regular, read_regular
+from instep.utils.untrusted_files import open_regular, read_regular, too_large
 
 T = TypeVar("T")
 
@@ -65,6 +65,9 @@ def patiently(read: Callable[[], T]) -> T:
 class Files(ABC):
     """The operations of a store on one kind of file system.
 
+    The abstract methods are what a kind must have. Those for a file system whose writes are safe when they return, and
+    whose folders come with their files, have a body here.
+
     Args:
         trace: called before each operation with its name, its path, and the bytes of a write or the target of a
             rename. What it raises, the operation raises.
@@ -90,10 +93,6 @@ class Files(ABC):
             return out.close()
 
     @abstractmethod
-    def take_in(self, path: Path) -> FileRecord:
-        """The record of a file that somebody else wrote, which is safe when this returns."""
-
-    @abstractmethod
     def size(self, path: Path) -> int:
         """Bytes of a file."""
 
@@ -101,13 +100,20 @@ class Files(ABC):
     def hash(self, path: Path) -> FileRecord:
         """The record of a file as it is there."""
 
-    @abstractmethod
-    def read(self, path: Path, most: int) -> bytes:
-        """The content of a file that has at most so many bytes; OSError where it has more."""
+    def take_in(self, path: Path) -> FileRecord:
+        """The record of a file that somebody else wrote, which is safe when this returns."""
+        return self.hash(path)
 
     @abstractmethod
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
         """Bytes of a file; fewer where it ends before."""
+
+    def read(self, path: Path, most: int) -> bytes:
+        """The content of a file that has at most so many bytes; OSError where it has more."""
+        data = self.read_range(path, 0, most + 1)  # one request, where asking for the size first would be two
+        if len(data) > most:
+            raise too_large(path, self.size(path), most)
+        return bytes(data)
 
     @abstractmethod
     def fetched(self, path: Path, check: bool) -> AbstractContextManager[tuple[Path, FileRecord | None]]:
@@ -116,44 +122,52 @@ class Files(ABC):
     # Folders.
 
     @abstractmethod
+    def entries(self, folder: Path) -> dict[str, bool]:
+        """Names in a folder, hidden ones too, each with whether it is a folder; none where it does not exist."""
+
     def folders(self, root: Path) -> list[str]:
-        """The names of the folders in a folder, hidden ones too; none where it does not exist."""
+        """The names of the folders in a folder, in order."""
+        return sorted(name for name, is_folder in self.entries(root).items() if is_folder)
 
     @abstractmethod
     def sizes(self, folder: Path) -> dict[str, int]:
         """Bytes of every file in a folder and those below it, by relative name with slashes."""
 
-    @abstractmethod
     def looks_damaged(self, folder: Path) -> bool:
         """Whether a visible folder without a manifest was a checkpoint once, and is no save in progress."""
-
-    @abstractmethod
-    def remove_tree(self, folder: Path) -> None:
-        """Remove a folder and all that it holds; nothing happens where it is gone."""
+        return False
 
     # A save, in this order.
 
-    @abstractmethod
-    def make_root(self, root: Path) -> None:
+    def make_root(self, root: Path) -> None:  # noqa: B027  where folders come with their files
         """A folder and its parents where they are missing."""
 
     @abstractmethod
     def begin(self, final: Path) -> Path:
         """The folder that a save writes to; FileExistsError where another save has taken the name."""
 
-    @abstractmethod
-    def write_manifest(self, folder: Path, manifest: bytes) -> None:
+    def write_manifest(self, folder: Path, manifest: bytes) -> None:  # noqa: B027  where `publish` writes it
         """Write the manifest and make the folder safe: all of a commit but its instant."""
 
     @abstractmethod
     def publish(self, folder: Path, final: Path, manifest: bytes) -> None:
         """Commit at one instant: `final` is a checkpoint when this returns, and none where this was not reached."""
 
-    # Small files beside the checkpoints: leases.
+    # Removing.
 
     @abstractmethod
-    def listed(self, folder: Path) -> list[str]:
-        """The names of the files in a folder, and maybe of folders; none where it does not exist."""
+    def delete(self, folder: Path) -> None:
+        """Remove a checkpoint, gone at one instant, or one of `leftovers`; nothing happens where it is gone."""
+
+    @abstractmethod
+    def leftovers(self, root: Path) -> list[tuple[Path, bool | None]]:
+        """List what is no checkpoint: saves in progress, dead ones and half removed folders.
+
+        Returns:
+            Each with whether nobody is at work there; None where that cannot be known from here.
+        """
+
+    # Small files beside the checkpoints: leases.
 
     @abstractmethod
     def create_exclusive(self, path: Path, data: bytes) -> bool:
@@ -166,20 +180,6 @@ class Files(ABC):
     @abstractmethod
     def remove(self, path: Path) -> None:
         """Remove a file; nothing happens where it is gone."""
-
-    # Removing.
-
-    @abstractmethod
-    def delete(self, folder: Path) -> None:
-        """Remove a checkpoint, gone at one instant; or what a failed save left."""
-
-    @abstractmethod
-    def leftovers(self, root: Path) -> list[tuple[Path, bool | None]]:
-        """List what is no checkpoint: saves in progress, dead ones and half removed folders.
-
-        Returns:
-            Each with whether nobody is at work there; None where that cannot be known from here.
-        """
 
 
 class LocalOut(OutFile):
@@ -229,7 +229,7 @@ class LocalFiles(Files):
         return hash_file(path)
 
     def read(self, path: Path, most: int) -> bytes:
-        return read_regular(path, most)
+        return read_regular(path, most)  # which refuses a larger file before it reads any of it
 
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
         with open_regular(path) as file:
@@ -247,12 +247,12 @@ class LocalFiles(Files):
         open_regular(path).close()  # what follows may open it by its name
         yield path, hash_file(path) if check else None
 
-    def folders(self, root: Path) -> list[str]:
+    def entries(self, folder: Path) -> dict[str, bool]:
         try:
-            with os.scandir(root) as entries:
-                return sorted(entry.name for entry in entries if _is_folder(entry))
+            with os.scandir(folder) as found:
+                return {entry.name: _is_folder(entry) for entry in found}
         except FileNotFoundError:
-            return []
+            return {}
 
     def sizes(self, folder: Path) -> dict[str, int]:
         return {
@@ -308,12 +308,6 @@ class LocalFiles(Files):
         """Give a folder another name on the same file system, at one instant."""
         self._before("rename", old, new)
         os.rename(old, new)
-
-    def listed(self, folder: Path) -> list[str]:
-        try:
-            return os.listdir(folder)
-        except FileNotFoundError:
-            return []
 
     def create_exclusive(self, path: Path, data: bytes) -> bool:
         self._before("create_exclusive", path, data)

@@ -154,7 +154,7 @@ class Lease:
         if not made:
             del _held[self._id]
             return False
-        for name in self._files.listed(self.root):
+        for name in self._files.entries(self.root):
             match = _NAME.fullmatch(name)
             older = match is not None and int(match[1]) < self.number
             if older or (name.startswith(".lease-") and is_gone(name.rpartition("@")[2])):  # or half made by the dead
@@ -234,7 +234,7 @@ def check_seen(path: Path, files: Files, rank: int) -> None:
         CheckpointError: it does not.
     """
     deadline = time.monotonic() + SEEN_S
-    while path.name not in files.listed(path.parent):
+    while path.name not in files.entries(path.parent):
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"rank {rank} (host {socket.gethostname()}) does not see {path}, which rank 0 has made. All ranks must "
@@ -245,7 +245,7 @@ def check_seen(path: Path, files: Files, rank: int) -> None:
 
 
 def _highest(root: Path, files: Files) -> int | None:
-    return max((int(match[1]) for name in files.listed(root) if (match := _NAME.fullmatch(name))), default=None)
+    return max((int(match[1]) for name in files.entries(root) if (match := _NAME.fullmatch(name))), default=None)
 
 
 def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:

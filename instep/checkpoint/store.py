@@ -412,7 +412,7 @@ class CheckpointStore:
         try:
             for folder, gone in self.files.leftovers(self.root):
                 if of_other_hosts if gone is None else gone:
-                    self.files.remove_tree(folder)
+                    self.files.delete(folder)
                     removed.append(folder)
         except OSError as error:
             raise CheckpointError(f"could not remove {folder}: {error.strerror or error}", path=folder) from error
