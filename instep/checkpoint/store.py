@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,12 +69,7 @@ class CheckpointStore:
     """
 
     def __init__(
-        self,
-        root: Location,
-        files: Files | None = None,
-        *,
-        ranks: RankGroup | None = None,
-        lease: Lease | None = None,
+        self, root: Location, files: Files | None = None, *, ranks: RankGroup | None = None, lease: Lease | None = None
     ) -> None:
         self.root = to_path(root).absolute()  # a later chdir must not move it
         self.files = files if files is not None else files_of(self.root)
@@ -441,15 +437,10 @@ class CheckpointStore:
         rank, world_size = self.ranks.place()
         by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
         problems: list[str | None] = []
-        error: Exception | None = None
-        try:
+        with self.ranks.together(f"verifying {folder}"):
             problems = [file_problem(folder / name, record) for name, record in by_size[rank::world_size]]
-        except Exception as caught:  # noqa: BLE001  raised again below, together with the other ranks
-            error = caught
-        found = self.ranks.from_every_rank((problems, error is not None))
-        if any(failed for _, failed in found):
-            self.ranks.fail_together(error, f"verifying {folder}")
-        return [problem for of_rank, _ in found for problem in of_rank if problem is not None]
+        every = chain.from_iterable(self.ranks.from_every_rank(problems))
+        return [problem for problem in every if problem is not None]
 
     def _first_verified(self, candidates: Sequence[CheckpointInfo | Broken]) -> tuple[Reader | None, list[str]]:
         """A reader of the first that verifies, and what is wrong with each of those before it."""

@@ -28,7 +28,7 @@ from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object
 
 _FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
-_INDEX = ".json"  # of the files of a model, as the Hugging Face hub has it
+_INDEX = ".json"  # of the files of a model
 _NESTED = ("state_dict", "model", "model_state_dict")  # where Lightning and common scripts keep the weights
 
 _HUB_INDEX = "model.safetensors.index.json"  # as the Hugging Face hub has it
@@ -196,10 +196,7 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
         if count > 1:
             places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-            data = json.dumps(index, indent=2).encode()
-            with LocalFiles().create(temporary / _HUB_INDEX, len(data)) as out:
-                out.write(data)
-                out.close()
+            LocalFiles().write_file(temporary / _HUB_INDEX, json.dumps(index, indent=2).encode())
         LocalFiles().sync_folder(temporary)
 
     return write_new(local_path(folder), write)

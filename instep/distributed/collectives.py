@@ -23,12 +23,7 @@ from instep.state.process import step_group
 from instep.state.rank_records import awaited
 
 REDUCTIONS = ("sum", "mean", "min", "max", "none")
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 def gather(data: Any) -> Any:

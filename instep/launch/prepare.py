@@ -229,5 +229,4 @@ def signals_restored(signals: Iterable[signal.Signals]) -> Iterator[dict[signal.
     finally:
         if threading.current_thread() is threading.main_thread():
             for signum, handler in before.items():
-                if handler is not None:
-                    signal.signal(signum, handler)
+                signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # None: C code installed it

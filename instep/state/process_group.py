@@ -158,13 +158,7 @@ def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any])
     timeout: timedelta | None = options.get("timeout")
     store = _next_store(environment, {} if timeout is None else {"timeout": timeout})
     wait_for_start(store, environment.rank, environment.world_size, (timeout or default_pg_timeout).total_seconds())
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=environment.rank,
-        world_size=environment.world_size,
-        **options,
-    )
+    dist.init_process_group(backend, store=store, rank=environment.rank, world_size=environment.world_size, **options)
     try:
         groups = _with_control_group(environment, timeout, owned=True)
     except BaseException:

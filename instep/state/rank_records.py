@@ -7,6 +7,7 @@ a folder beside it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,22 +15,24 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+import instep
 from instep.errors import DistributedError, InstepError
 from instep.state.secret import job_secret
 from instep.utils.atomic import replace
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
     from torch.distributed import ProcessGroup
 
@@ -143,7 +146,10 @@ _LOOK_S = 0.5
 _WRITE_AFTER_S = 1.0
 _IDLE_S = 5.0  # then the thread ends, until there is a wait again
 _KNOWN_WITHIN_S = 1.0
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = (
+    *(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (instep, torch)),
+    contextlib.__file__,  # `with` blocks and decorators on the way
+)
 _LEFT = "left"
 
 _open: dict[int, awaited] = {}  # by thread
@@ -289,13 +295,7 @@ class awaited:
 
     def _where(self) -> str:
         frame = sys._current_frames().get(self._thread)
-        while frame is not None and (
-            frame.f_back is not None
-            and (frame.f_code.co_filename.startswith(_PACKAGE) or f"{os.sep}torch{os.sep}" in frame.f_code.co_filename)
-        ):
-            frame = frame.f_back
-        place = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-        return f"{self.operation}{place}"
+        return self.operation if frame is None else f"{self.operation} at {':'.join(map(str, call_site(frame)))}"
 
     def _write(self, text: str) -> None:
         with suppress(RuntimeError):  # the store is gone with its process; `_text` says so
@@ -320,6 +320,18 @@ class awaited:
         if others:
             parts.append(f"Waiting too: {'; '.join(others)}.")
         return " ".join([here, *parts, "Every rank must make the same calls; see what the missing ones do."])
+
+
+def call_site(frame: FrameType) -> tuple[str, int]:
+    """File and line of the innermost call that is neither instep's own nor torch's."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Ranks for a message: "rank 3", "ranks 0, 1"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def describe_ended(gone: dict[int, str]) -> str:

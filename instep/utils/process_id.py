@@ -34,7 +34,7 @@ def is_gone(owner: str) -> bool | None:
     life = _life(pid)
     if life != match["life"]:  # the id was given to another process; containers start with the same ones
         return None if life == _UNKNOWN else True
-    return _state(pid) in "ZX"
+    return state_of(pid) in ("Z", "X")
 
 
 def _host() -> str:
@@ -47,12 +47,15 @@ def _host() -> str:
     return f"{name}_{_digest(ids)}"
 
 
-def _state(pid: int) -> str:
-    """Read how a process is, as in `ps`; Z and X are ended ones that their parent has not asked for yet."""
+def state_of(pid: int) -> str:
+    """Read the kernel's letter for a process, as in `ps`; empty where it is gone or not known.
+
+    T is stopped; Z and X have ended, and their parent has not asked for them yet.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return "?"
+        return ""
 
 
 def _boot_id() -> str:

@@ -46,12 +46,7 @@ _OPEN = (Any, object, inspect.Parameter.empty)
 _TIME = re.compile(r"(?:(?P<days>-?\d+) days?, )?(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d+)?)")
 _CHOICES = {"true": True, "false": False}
 _RANGE = re.compile(r"range\((-?\d+)(?:, ?(-?\d+))?(?:, ?(-?\d+))?\)")
-_LISTS = (
-    abc.Sequence,
-    abc.Iterable,
-    abc.Collection,
-    abc.MutableSequence,
-)
+_LISTS = (abc.Sequence, abc.Iterable, abc.Collection, abc.MutableSequence)
 _MAPPINGS = (abc.Mapping, abc.MutableMapping)
 
 _KINDS = (nn.Module, Optimizer, LRScheduler)
