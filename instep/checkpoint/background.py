@@ -99,7 +99,7 @@ class BackgroundSaver:
 
     @property
     def buffer_bytes(self) -> int:
-        """How much host memory is kept for copies: about what this rank writes."""
+        """Bytes of host memory kept for copies: about what this rank writes."""
         return self._buffers.bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -211,7 +211,7 @@ class HostBuffers:
 
     @property
     def bytes(self) -> int:
-        """How much memory is kept."""
+        """Bytes of memory that are kept."""
         return sum(block.size for block in self._blocks.values())
 
     def copy(self, file: str, tensors: Sequence[Tensor]) -> memoryview:

@@ -38,7 +38,7 @@ _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def state_of(obj: Any) -> tuple[str, Any, dict[str, Any]] | None:
-    """How an object is saved; None where it is none of these.
+    """Describe how an object is saved: kind, value and attributes; None where it has no form of its own.
 
     Returns:
         Its tag, its state, which is to be encoded in turn, and JSON values to keep beside.

@@ -34,7 +34,7 @@ _PASSING = {getattr(errno, name) for name in _PASSING_NAMES if hasattr(errno, na
 
 
 def passing(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is one that may not come again: a network's or a server's short fault."""
+    """Tell whether an error, or its cause, may not come again: a short fault of a network or a server."""
     while error is not None:
         if isinstance(error, (ConnectionError, TimeoutError)):
             return True
@@ -84,32 +84,32 @@ class Files(ABC):
 
     @abstractmethod
     def create(self, path: Path, total_bytes: int | None = None) -> OutFile:
-        """A new file to write to."""
+        """Open a new file to write to."""
 
     def write_file(self, path: Path, data: Data) -> FileRecord:
-        """A new file with this content, safe when this returns."""
+        """Write a new file with this content; it is safe when this returns."""
         with self.create(path, len(data)) as out:
             out.write(data)
             return out.close()
 
     @abstractmethod
     def size(self, path: Path) -> int:
-        """Bytes of a file."""
+        """Return the bytes of a file."""
 
     @abstractmethod
     def hash(self, path: Path) -> FileRecord:
-        """The record of a file as it is there."""
+        """Hash a file as it is there."""
 
     def take_in(self, path: Path) -> FileRecord:
-        """The record of a file that somebody else wrote, which is safe when this returns."""
+        """Make a file that somebody else wrote safe, and hash it."""
         return self.hash(path)
 
     @abstractmethod
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
-        """Bytes of a file; fewer where it ends before."""
+        """Read bytes of a file; fewer where it ends before."""
 
     def read(self, path: Path, most: int) -> bytes:
-        """The content of a file that has at most so many bytes; OSError where it has more."""
+        """Read a file that has at most so many bytes; OSError where it has more."""
         data = self.read_range(path, 0, most + 1)  # one request, where asking for the size first would be two
         if len(data) > most:
             raise too_large(path, self.size(path), most)
@@ -117,34 +117,34 @@ class Files(ABC):
 
     @abstractmethod
     def fetched(self, path: Path, check: bool) -> AbstractContextManager[tuple[Path, FileRecord | None]]:
-        """A local file with the content of a file, and its record; without `check` only where it costs nothing."""
+        """Give a local file with the content of a file, and its record; without `check` only where it costs nothing."""
 
     # Folders.
 
     @abstractmethod
     def entries(self, folder: Path) -> dict[str, bool]:
-        """Names in a folder, hidden ones too, each with whether it is a folder; none where it does not exist."""
+        """List the names in a folder, hidden ones too, each with whether it is a folder; none without the folder."""
 
     def folders(self, root: Path) -> list[str]:
-        """The names of the folders in a folder, in order."""
+        """List the names of the folders in a folder, in order."""
         return sorted(name for name, is_folder in self.entries(root).items() if is_folder)
 
     @abstractmethod
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Bytes of every file in a folder and those below it, by relative name with slashes."""
+        """Return the bytes of every file in a folder and those below it, by relative name with slashes."""
 
     def looks_damaged(self, folder: Path) -> bool:
-        """Whether a visible folder without a manifest was a checkpoint once, and is no save in progress."""
+        """Tell whether a visible folder without a manifest was a checkpoint once, and is no save in progress."""
         return False
 
     # A save, in this order.
 
     def make_root(self, root: Path) -> None:  # noqa: B027  where folders come with their files
-        """A folder and its parents where they are missing."""
+        """Make a folder and its parents where they are missing."""
 
     @abstractmethod
     def begin(self, final: Path) -> Path:
-        """The folder that a save writes to; FileExistsError where another save has taken the name."""
+        """Make the folder that a save writes to; FileExistsError where another save has taken the name."""
 
     def write_manifest(self, folder: Path, manifest: bytes) -> None:  # noqa: B027  where `publish` writes it
         """Write the manifest and make the folder safe: all of a commit but its instant."""
@@ -183,7 +183,7 @@ class Files(ABC):
 
 
 class LocalOut(OutFile):
-    """On a local disk: fsynced at its end."""
+    """New file on a local disk, fsynced at its end."""
 
     _fd = -1
 
@@ -266,13 +266,13 @@ class LocalFiles(Files):
         return names.split_name(folder.name) is not None and any(folder.glob("*.safetensors"))
 
     def make_root(self, root: Path) -> None:
-        """A folder and its parents where they are missing, each one on the disk."""
+        """Make a folder and its parents where they are missing, each one on the disk."""
         missing = [folder for folder in (root, *root.parents) if not folder.exists()]
         for folder in reversed(missing):
             self.make_folder(folder, exist_ok=True)
 
     def make_folder(self, folder: Path, exist_ok: bool = False) -> None:
-        """A folder, on the disk when this returns."""
+        """Make a folder, which is on the disk when this returns."""
         self._before("mkdir", folder)
         folder.mkdir(exist_ok=exist_ok)
         self.sync_folder(folder.parent)

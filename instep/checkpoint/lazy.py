@@ -28,7 +28,7 @@ _FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}  # a torch may lack s
 
 
 def _span(value: Any) -> bool:
-    """A list of two numbers of bytes."""
+    """Tell whether a value is a list of two numbers of bytes."""
     return list_of(count)(value) and len(value) == 2
 
 
@@ -62,7 +62,7 @@ class FileSlice:
     name: str
 
     def take(self, begin: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of the part; of memory that nobody else has, but not always contiguous."""
+        """Read a box of the part, into memory of its own, which is not always contiguous."""
         dtype = dtype_from_name(self.dtype)
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=dtype)
@@ -164,7 +164,7 @@ class LazyTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return torch.Size(self.parts[0].shape)
 
     @property
@@ -173,7 +173,7 @@ class LazyTensor:
         return dtype_from_name(self.parts[0].dtype)
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """The tensor or a box of it, on the CPU, in memory of its own; only what the box needs is read.
+        """Read the tensor or a box of it, on the CPU, in memory of its own; only what the box needs is read.
 
         Raises:
             CorruptCheckpointError: the parts do not make up the tensor.
@@ -219,7 +219,7 @@ class LazyTensor:
 
 
 def join_tensors(files: Iterable[Mapping[str, FileSlice]]) -> dict[str, LazyTensor]:
-    """The tensors of several files, each made of all parts of that name."""
+    """Join the tensors of several files, each made of all parts of that name."""
     parts: dict[str, list[FileSlice]] = {}
     for file in files:
         for name, part in file.items():
@@ -228,7 +228,7 @@ def join_tensors(files: Iterable[Mapping[str, FileSlice]]) -> dict[str, LazyTens
 
 
 def read_all(stored: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
-    """Every tensor; those that share their parts are the same object."""
+    """Read every tensor; those that share their parts become the same object."""
     read: dict[tuple[FileSlice, ...], Tensor] = {}
     for tensor in stored.values():
         if tensor.parts not in read:
@@ -237,7 +237,7 @@ def read_all(stored: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
 
 
 def join_trees(trees: Iterable[Any]) -> Any:
-    """One state of those that several ranks wrote, each with what it holds.
+    """Join the states that several ranks wrote, each with what that rank holds.
 
     Dicts are united, lists joined by position (lists of names united, in order), and tensors put together. Of other
     values the first one is taken, and of None the other one.

@@ -104,7 +104,7 @@ class Lease:
             ) from error
 
     def check(self) -> None:
-        """Called right before a commit or a deletion; from any thread.
+        """Check that the lease still holds, right before a commit or a deletion; from any thread.
 
         Raises:
             LeaseLostError: the folder was taken over; nothing may be written into it.
@@ -179,7 +179,7 @@ class Lease:
         return json.dumps(content, indent=1).encode()
 
     def _problem(self) -> str:
-        """Why this lease does not hold any more; empty where it does."""
+        """Say why this lease does not hold any more; empty where it does."""
         highest = _highest(self.root, self._files)
         there = None if highest is None else _read(self.root, highest, self._files)
         if isinstance(self.root, Path) and not self.root.is_dir():  # a bucket has no folders
@@ -213,7 +213,7 @@ class Lease:
                     )
 
     def _renew(self) -> str:
-        """Error that came in the way; None without one."""
+        """Renew the lease; the error that came in the way, empty without one."""
         with self._writing:
             try:
                 if self._stop.is_set():
@@ -249,7 +249,7 @@ def _highest(root: Path, files: Files) -> int | None:
 
 
 def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
-    """A lease's content, empty where it cannot be understood; None where it is gone."""
+    """Read a lease's content, empty where it cannot be understood; None where it is gone."""
     try:
         content = parse_json(files.read(root / f".lease-{number:08d}", LEASE_BYTES))
     except FileNotFoundError:
@@ -317,7 +317,7 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
 
 
 def _was_ours(content: dict[str, Any]) -> bool | None:
-    """Whether an earlier start of this job took it, which is over; None where that cannot be said.
+    """Tell whether an earlier start of this job, which is over, took the lease; None where that cannot be said.
 
     A rank of it that still runs on a host that was cut off finds the higher number before its next commit.
     """

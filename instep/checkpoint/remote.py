@@ -31,7 +31,7 @@ _AHEAD = 4  # ranges
 
 
 def files_of(path: Path) -> Files:
-    """The operations for the file system that a path is on."""
+    """Choose the operations for the file system that a path is on."""
     return LocalFiles() if isinstance(path, Path) else RemoteFiles()
 
 
@@ -65,7 +65,7 @@ class RemoteFiles(Files):
 
     @contextmanager
     def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:
-        """A temporary copy, hashed on the way in any case. `TMPDIR` says on which disk."""
+        """Give a temporary copy, hashed on the way in any case. `TMPDIR` says on which disk."""
         with tempfile.NamedTemporaryFile(prefix="instep-", suffix=path.suffix) as file:
             hasher = Hasher()
             for piece in self._pieces(path):
@@ -119,7 +119,7 @@ class RemoteFiles(Files):
         return found
 
     def create_exclusive(self, path: Path, data: bytes) -> bool:
-        """A new object with this content; False where there is one already.
+        """Make a new object with this content; False where there is one already.
 
         Exact where the store has conditional puts (S3 since 2024, Google, Azure, newer MinIO, and within one process
         memory). Elsewhere it looks first, and of two that do so at one instant both may succeed.
@@ -140,7 +140,7 @@ class RemoteFiles(Files):
         return True
 
     def replace(self, path: Path, data: bytes) -> None:
-        """An object with this content, at one instant, whatever was there."""
+        """Put an object with this content, at one instant, whatever was there."""
         self._before("put", path)
         with _as_os_error(path):
             _fs(path).pipe_file(_key(path), data)
@@ -154,7 +154,7 @@ class RemoteFiles(Files):
             pass  # gone already
 
     def _pieces(self, path: Path) -> Iterator[bytes]:
-        """The content in order, some ranges ahead."""
+        """Read the content in order, some ranges ahead."""
         fs, key, size = _fs(path), _key(path), self.size(path)
 
         def ask(start: int) -> bytes:
@@ -228,7 +228,7 @@ def _key(path: Any) -> str:
 
 @contextmanager
 def _as_os_error(path: Path) -> Iterator[None]:
-    """Every store's library has its own errors; from here on they are OSErrors."""
+    """Turn errors of a store's library into OSErrors."""
     try:
         yield
     except (MemoryError, AttributeError, TypeError, NameError):

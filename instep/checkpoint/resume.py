@@ -70,7 +70,7 @@ class Resume:
 
     @classmethod
     def weights(cls, strict: bool | None = None) -> Resume:
-        """The weights alone: a new run begins with them. Files of weights are enough.
+        """Restore the weights alone: a new run begins with them. Files of weights are enough.
 
         Args:
             strict: as above.

@@ -42,14 +42,14 @@ class Retention(ABC):
 
     @abstractmethod
     def kept(self, saved: Sequence[Saved]) -> set[str]:
-        """The keys of those that the policy wants.
+        """Return the keys of those that the policy wants.
 
         Args:
             saved: what there is, the oldest first.
         """
 
     def to_delete(self, saved: Sequence[Saved]) -> list[str]:
-        """The keys of those to delete, the oldest first; never the newest.
+        """Return the keys of those to delete, the oldest first; never the newest.
 
         Args:
             saved: what there is and verifies, the oldest first.
@@ -58,7 +58,7 @@ class Retention(ABC):
         return [it.key for it in saved[:-1] if it.key not in kept]
 
     def takes(self, new: Saved, saved: Sequence[Saved]) -> bool:
-        """Whether a new one would be wanted beside those there are, so that it is worth saving."""
+        """Tell whether a new one would be wanted beside those there are, so that it is worth saving."""
         return new.key in self.kept([*saved, new])
 
     def __or__(self, other: Retention) -> Retention:
@@ -162,7 +162,7 @@ def _order(value: float) -> tuple[bool, float]:
 
 
 def modes(policy: Retention) -> set[str]:
-    """By which modes of `KeepBest` a policy goes; none where no score matters."""
+    """Return the modes of `KeepBest` in a policy; none where no score matters."""
     return {part.mode for part in _parts(policy) if isinstance(part, KeepBest)}
 
 

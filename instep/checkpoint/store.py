@@ -140,7 +140,7 @@ class CheckpointStore:
         return saved
 
     def scan(self) -> list[CheckpointInfo]:
-        """The checkpoints whose manifest can be read, the highest (step, attempt) first. Local; reads no other file.
+        """List the checkpoints whose manifest can be read, the highest (step, attempt) first. Local.
 
         Returns:
             What was found; empty where the folder does not exist.
@@ -280,7 +280,7 @@ class CheckpointStore:
         return self.ranks.on_rank_zero(lambda: self._sweep(of_other_hosts), f"sweeping {self.root}")
 
     def clean_stale(self) -> None:
-        """`sweep`, with a warning where it fails: for a save that must not end for it. Collective."""
+        """Sweep, with a warning where that fails: for a save that must not end for it. Collective."""
         try:
             self.sweep(of_other_hosts=self.lease is not None)
         except (CheckpointError, RemoteError) as error:
@@ -443,7 +443,7 @@ class CheckpointStore:
         return [problem for problem in every if problem is not None]
 
     def _first_verified(self, candidates: Sequence[CheckpointInfo | Broken]) -> tuple[Reader | None, list[str]]:
-        """A reader of the first that verifies, and what is wrong with each of those before it."""
+        """Open the first that verifies, and say what is wrong with each of those before it."""
         broken: list[str] = []
         for candidate in candidates:
             if isinstance(candidate, Broken):
@@ -490,7 +490,7 @@ class _Passing:
 def _joined(
     parts: Sequence[tuple[int, dict[str, FileRecord]]], sizes: Mapping[str, int], folder: Path
 ) -> dict[str, FileRecord]:
-    """The records of all ranks, held against what rank 0 sees."""
+    """Join the records of all ranks, after a look at what rank 0 sees."""
     steps = {step for step, _ in parts}
     if len(steps) > 1:
         each = ", ".join(f"rank {rank}: {step}" for rank, (step, _) in enumerate(parts))

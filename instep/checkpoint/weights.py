@@ -69,7 +69,7 @@ def load_weights(path: Location) -> dict[str, Tensor]:
 
 
 def stored_weights(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
-    """The weights that `load_weights` would read, each one left there until it, or a box of it, is read.
+    """Open the weights that `load_weights` would read, each left there until it, or a box of it, is read.
 
     Args:
         path: what is neither a checkpoint nor a safetensors file is read whole.
@@ -81,7 +81,7 @@ def stored_weights(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tens
 
 
 def _stored_folder(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor] | None:
-    """The weights of a folder that DeepSpeed or torch.distributed.checkpoint wrote; None where neither did."""
+    """Open the weights of a folder of DeepSpeed or torch.distributed.checkpoint; None where it is neither's."""
     zero = find_zero_folder(path)
     if zero is not None:
         return load_zero_weights(zero, read_torch_file)
@@ -96,7 +96,7 @@ def _stored_in(path: Path) -> dict[str, LazyTensor]:
 
 
 def indexed_files(path: Path) -> list[Path]:
-    """The files that an index names (`*.index.json`, as the Hugging Face hub has it), which lie in its folder.
+    """List the files that an index (`*.index.json`, as on the Hugging Face hub) names, which lie in its folder.
 
     Raises:
         CorruptCheckpointError: it is no index.
@@ -110,7 +110,7 @@ def indexed_files(path: Path) -> list[Path]:
 
 
 def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a state dict without what a file may have put on them; tied ones stay one object."""
+    """Free the tensors of a state dict of what a file may have put on them; tied ones stay one object."""
     once: dict[int, Tensor] = {}
     return {str(name): once.setdefault(id(it), torch.Tensor.detach(it)) for name, it in state.items()}
 

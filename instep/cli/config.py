@@ -359,7 +359,7 @@ def use(path: Path) -> str:
 
 
 def assignments(words: Iterable[str]) -> dict[str, Any]:
-    """Settings as `NAME=VALUE` words, checked; `NAME.MEMBER=VALUE` for a member of one that is a mapping.
+    """Read settings as `NAME=VALUE` words, checked; `NAME.MEMBER=VALUE` for a member of one that is a mapping.
 
     Raises:
         SettingError: a word is none, or its value is wrong.
@@ -395,7 +395,7 @@ def split(path: str) -> tuple[str, str]:
 
 
 def laid_over(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with others laid over them, as a launch lays its sources over one another."""
+    """Lay settings over others, as a launch lays its sources over one another."""
     merged = dict(values)
     put(new, dict.fromkeys(new, "here"), merged, dict.fromkeys(merged, "there"))
     return merged

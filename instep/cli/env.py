@@ -105,7 +105,7 @@ def _devices() -> Iterator[dict[str, Any]]:
 
 
 def _main_memory() -> tuple[int | None, int | None]:
-    """Bytes in all, and what programs can get; None where the system does not say."""
+    """Read the bytes of memory in all, and those that programs can get; None where the system does not say."""
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return tuple(int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))  # pyright: ignore

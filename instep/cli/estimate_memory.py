@@ -1,4 +1,4 @@
-"""How much memory training takes in each process, by strategy, precision and number of processes.
+"""Estimate the memory that training takes in each process, by strategy, precision and number of processes.
 
 WHAT is a TrainModule or a function that makes one (package.module:Name), a folder or file with a model's configuration
 for transformers, or safetensors files. Two steps run on tensors that have sizes and no values, so nothing is downloaded

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs.
+"""Output of commands: tables for people, JSON for programs.
 
 On a terminal tables are rich's; elsewhere they are aligned text without colours, boxes or line breaks.
 """
@@ -130,7 +130,7 @@ def count(number: int, what: str) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as people read them.
+    """Write bytes as people read them.
 
     Example:
         >>> size(999), size(1500), size(2.5e9)

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) -> tuple[list[str], str, bool]:
-    """The arguments after the Python executable, the folder to run in, and whether the program starts its own ranks."""
+    """Find the arguments after the Python executable, the folder to run in, and whether the program starts ranks."""
     given = shlex.split(args.command) if args.command else args.after
     if given and Path(given[0]).name.startswith("python"):
         given = given[1:]

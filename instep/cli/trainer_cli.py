@@ -233,10 +233,10 @@ class TrainerCLI:
         """Add arguments, links (`parser.link_arguments`) and defaults (`parser.set_defaults`) to a command's parser."""
 
     def before_instantiate_classes(self) -> None:
-        """Called when the words are parsed, with the result in `self.config`."""
+        """Act when the words are parsed, with the result in `self.config`."""
 
     def after_instantiate_classes(self) -> None:
-        """Called when `self.model`, `self.datamodule` and `self.trainer` are there."""
+        """Act when `self.model`, `self.datamodule` and `self.trainer` are there."""
 
     def configure_optimizers(self, module: TrainModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
         """Configure the optimizers that the command line names, in place of the module's own.
@@ -253,7 +253,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The commands, which are methods of the Trainer, and those of their arguments that the CLI passes itself."""
+        """List the commands, methods of the Trainer, each with those of its arguments that the CLI passes itself."""
         evaluation = {"model", "dataloaders", "datamodule"}
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
@@ -535,7 +535,7 @@ def _names_in(value: Any, stand_ins: Mapping[str, StandIn]) -> list[str]:
 
 
 def _put_back(value: Any, stand_ins: Mapping[str, StandIn]) -> Any:
-    """Plain values with what the stand-ins stand for."""
+    """Put what the stand-ins stand for back into plain values."""
     if isinstance(value, dict):
         return {_put_back(key, stand_ins): _put_back(it, stand_ins) for key, it in value.items()}
     if isinstance(value, list):

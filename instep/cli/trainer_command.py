@@ -137,7 +137,7 @@ def is_run(words: Sequence[str]) -> bool:
 
 
 def dotted(words: Sequence[str]) -> list[str]:
-    """Words with each class that is given as `package.module:Class` or `folder/file.py:Class` by its dotted path.
+    """Replace each class that is given as `package.module:Class` or `folder/file.py:Class` by its dotted path.
 
     Example:
         >>> dotted(["--module", "examples/digits.py:Digits", "--model.lr=0.1"])

@@ -50,7 +50,7 @@ class NodeWatch:
         self.beats = HeartbeatFile.make(folder / "heartbeats", count)
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Variables for the ranks: where the file is, and those that switch torch's flight recorder on.
+        """Make variables for the ranks: where the file is, and those that switch torch's flight recorder on.
 
         Args:
             given: what is set already and stays.
@@ -66,7 +66,7 @@ class NodeWatch:
         }
 
     def begin(self) -> None:
-        """Ranks are about to start."""
+        """Forget the ranks of the last start, before others start."""
         self.beats.clear()
         self._watch = HangDetector(self.beats)
         self._ended: dict[int, int] = {}
@@ -187,7 +187,7 @@ def _phase(beat: RankProgress) -> str:
 
 
 def _is_held(beats: HeartbeatFile, beat: RankProgress) -> bool:
-    """Whether a rank cannot run, or cannot run Python: then `faulthandler` has written its stacks, or nobody can."""
+    """Tell whether a rank cannot run, or cannot run Python: then only `faulthandler` can have written its stacks."""
     state = state_of(beat.pid)
     return state in ("T", "t", "D") or (state in ("R", "S") and bool(beats.stacks(beat.local_rank)))
 

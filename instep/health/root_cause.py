@@ -41,7 +41,7 @@ class RankEnd:
 
     @property
     def how(self) -> str:
-        """Its exit code or signal."""
+        """Exit code or signal of the rank."""
         if self.code >= 0:
             return f"exit code {self.code}"
         try:
@@ -56,7 +56,7 @@ class RankEnd:
         return "" if self.report is None else self.report.message.partition("\n")[0]
 
     def as_json(self) -> dict[str, Any]:
-        """For another agent, which does not print the traceback."""
+        """Make a message for another agent, which does not print the traceback."""
         report = None if self.report is None else vars(replace(self.report, traceback=""))
         return {**vars(self), "report": report}
 
@@ -68,7 +68,7 @@ class RankEnd:
 
 
 def find_cause(ends: Sequence[RankEnd], alarmed: int = 0) -> RankEnd | None:
-    """The rank to blame: one that a signal ended first of all; the first to report an error of its own; else any first.
+    """Find the rank to blame: a signal ended it first; or it was first to report an error of its own; else any first.
 
     Who was killed reports nothing, and the others then report their broken connections.
 

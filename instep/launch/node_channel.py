@@ -1,4 +1,4 @@
-"""What the agents of a job tell each other during a round: that it is over and why, and what became of each node.
+"""Messages between a job's agents in a round: that it is over and why, and what became of each node.
 
 A thread asks the agents' store a few times a second, over a connection of its own, since an answer may never come: a
 node that hears nothing for `patience_s` is cut off. Each node counts up a number there, its beat, and is watched by

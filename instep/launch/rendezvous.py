@@ -1,4 +1,4 @@
-"""Where agents and their ranks meet: a fixed set of nodes or whoever comes, and a new store for the ranks every time.
+"""Rendezvous of agents and ranks: a fixed set of nodes or whoever comes, and a new store for the ranks every time.
 
 torch's rendezvous for a fixed set of nodes keeps one store for all rounds, so ranks that were started again read the
 addresses of dead ones and hang; its elastic one numbers the restarts by agent and may do the same. Here the ranks of

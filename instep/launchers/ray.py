@@ -256,7 +256,7 @@ def _signal(agents: Mapping[int, _Agent], number: int) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The numbers of the signals that this process gets; what is ignored stays so."""
+    """Collect the numbers of the signals that this process gets; what is ignored stays so."""
     received: list[int] = []
     with signals_restored(_SIGNALS) as before:
         for number, handler in before.items():

@@ -1,4 +1,4 @@
-"""What runs on the nodes of a Ray cluster: the actor that holds one rank's place, and the node's agent below it.
+"""Programs on the nodes of a Ray cluster: the actor that holds a rank's place, and the node's agent below it.
 
 Only the standard library is imported here, since every actor loads this file; `python -m instep.launchers.ray_actor` is
 the agent, and loads the rest.
@@ -74,7 +74,7 @@ class Place:
             self._printed.append((name, data))
 
     def poll(self) -> tuple[int | None, list[tuple[str, bytes]]]:
-        """The agent's exit code, None while it runs; and what it and its ranks have printed since the last time."""
+        """Return the agent's exit code, None while it runs, and what it and its ranks have printed since."""
         assert self._agent is not None
         code = self._agent.poll()
         if code is not None:

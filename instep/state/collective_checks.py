@@ -58,7 +58,7 @@ def announce(
     timeout_s: float | None = None,
     any_line: bool = False,
 ) -> None:
-    """In checked mode compare what all ranks are about to do; otherwise do nothing. Then a collective.
+    """Compare what all ranks are about to do, in checked mode; then it is a collective, otherwise it does nothing.
 
     Args:
         group: the control group; None for a process alone.
@@ -118,7 +118,7 @@ class _CallRecords:
         return DistributedError("\n".join(lines))
 
     def _alone(self, call: str, waited_s: float, error: RuntimeError) -> DistributedError:
-        """What to say when the others could not be met."""
+        """Make the error for when the others could not be met."""
         try:
             here, before = self._records.read(self._count), self._records.read(self._count - 1)
             self._records.write(self._count, f"{here.get(self._rank, call)} (gave up after {waited_s:.1f} s)")

@@ -14,7 +14,7 @@ from instep.errors import SettingError, one_of
 
 
 class DistributedType(str, Enum):
-    """How the processes of a run compute together."""
+    """Kinds of processes that compute together in a run."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -81,7 +81,7 @@ _GPU = ("cuda", "xpu", "mps")
 
 
 def find_device_kind(accelerator: str = "auto", field: str = "accelerator") -> DeviceKind:
-    """The row for an accelerator's name.
+    """Find the row for an accelerator's name.
 
     Args:
         accelerator: "cpu", "cuda", "mps", "xpu", "hpu", "npu", "xla"; "gpu" for the first of cuda, xpu and mps that is
@@ -112,7 +112,7 @@ def find_device_kind(accelerator: str = "auto", field: str = "accelerator") -> D
 
 
 def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
-    """The device of one process of a node.
+    """Choose the device of one process of a node.
 
     Args:
         kind: a row of the table.
@@ -136,7 +136,7 @@ def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
 
 
 def visible(indices: Iterable[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for these of the devices that this process sees."""
+    """Make CUDA_VISIBLE_DEVICES for some of the devices that this process sees."""
     seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return ",".join(seen[index] if seen else str(index) for index in indices)
 

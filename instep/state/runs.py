@@ -99,7 +99,7 @@ def pop_run(run: Run) -> None:
 
 
 def active_run() -> Run | None:
-    """The run on top, or None outside any run."""
+    """Return the run on top, or None outside any run."""
     return _runs[-1] if _runs else None
 
 

@@ -72,7 +72,7 @@ class AcceleratorState(PartialState):
 
 
 class GradientState:
-    """Where the active run stands in its accumulation window and its loader.
+    """Position of the active run in its accumulation window and its loader.
 
     A view that everybody can read and only the run's loop can write. Outside any run it says what holds there: every
     backward is its own window, no loader is active.

@@ -119,7 +119,7 @@ def _write_beside(path: Path, data: bytes, mode: int = 0o666, sync: bool = False
 
 
 def _beside(path: Path) -> Path:
-    """The name that a file has until it is whole, which says who writes it."""
+    """Make the name that a file has until it is whole, which says who writes it."""
     return path.with_name(f"{path.name}.{threading.get_ident()}@{this_process()}")
 
 

@@ -1,4 +1,4 @@
-"""What a launcher asks of programs that leave it open: an environment variable for each such setting.
+"""Settings that a launcher hands to programs which leave them open, each in an environment variable.
 
 `instep launch` sets them for its ranks, from its command line, config file and own environment; whoever starts a
 program in another way may set them too. An argument in the program always wins. This is the only place that reads them.

@@ -282,7 +282,7 @@ def _fitting(
 
 
 def _home_of(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The settings of the one saved group that parameters were in; none where they were in several, or in none."""
+    """Return the settings of the one saved group that parameters were in; none where they were in several or none."""
     homes = [group for group in groups if not set(names).isdisjoint(group["params"])]
     return {key: value for key, value in homes[0].items() if key != "params"} if len(homes) == 1 else {}
 

@@ -20,7 +20,7 @@ def this_process() -> str:
 
 
 def is_gone(owner: str) -> bool | None:
-    """Whether a process named by `this_process` has ended; None where that cannot be known: of another host, hidden."""
+    """Tell whether a process named by `this_process` has ended; None where it is of another host or hidden."""
     match = _PATTERN.fullmatch(owner)
     if match is None or match["host"] != _host():
         return None
@@ -38,7 +38,7 @@ def is_gone(owner: str) -> bool | None:
 
 
 def _host() -> str:
-    """The host's name and a digest of its boot and of the namespace of process ids: two containers may share a name."""
+    """Return the host's name and a digest of its boot and process namespace: two containers may share a name."""
     name = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:31] or "host"
     try:
         ids = f"{_boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -67,7 +67,7 @@ def _digest(text: str) -> str:
 
 
 def _life(pid: int) -> str:
-    """Differs between two processes with the same id, where the system tells."""
+    """Make a digest that differs between two processes with the same id, where the system tells."""
     try:
         boot = _boot_id()
         # Field 22 is the start in clock ticks since boot; the name in field 2 may hold spaces and brackets.

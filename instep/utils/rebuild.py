@@ -55,7 +55,7 @@ _FUNCTIONAL = "torch.nn.functional"
 
 
 def allowed_class(path: Any, key: str) -> type:
-    """A class that a checkpoint may have built.
+    """Find a class that a checkpoint may have built.
 
     Args:
         path: its dotted path.
@@ -77,7 +77,7 @@ def allowed_class(path: Any, key: str) -> type:
 
 
 def allowed_function(path: Any, owner: type, key: str) -> Any:
-    """A function that a checkpoint may pass to a class.
+    """Find a function that a checkpoint may pass to a class.
 
     Args:
         path: its dotted path.
@@ -101,7 +101,7 @@ def allowed_function(path: Any, owner: type, key: str) -> Any:
 
 
 def refused(what: Any, key: str) -> CheckpointError:
-    """The error of an argument that is not what a checkpoint may give."""
+    """Make the error of an argument that is not what a checkpoint may give."""
     return CheckpointError(
         f"the checkpoint's {key} is a {short(what)}. Only modules, optimizers and schedulers that the program has "
         "imported, and functions of torch and of the module's own file, are taken from a checkpoint, where the "
@@ -110,13 +110,13 @@ def refused(what: Any, key: str) -> CheckpointError:
 
 
 def short(what: Any) -> str:
-    """A text, or what a value looks like, cut to a length for an error."""
+    """Cut a text, or what a value looks like, to a length for an error."""
     text = what if isinstance(what, str) else repr(what)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _loaded(path: Any) -> Any:
-    """What loaded modules have under a dotted path; None where there is no such thing."""
+    """Find what loaded modules have under a dotted path; None where there is no such thing."""
     parts = path.split(".") if isinstance(path, str) and len(path) < 1000 else []
     for split in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:split]))
@@ -157,7 +157,7 @@ def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[
 
 
 def configured_class(cls: type[T], saved: Mapping[str, Any]) -> type[T]:
-    """The class that was configured, where the program has loaded it and it is a subclass of `cls`; else `cls`."""
+    """Find the class that was configured, where it is loaded and a subclass of `cls`; else `cls`."""
     try:
         own = allowed_class(saved[CLASS_PATH], "module")
     except CheckpointError:
@@ -166,7 +166,7 @@ def configured_class(cls: type[T], saved: Mapping[str, Any]) -> type[T]:
 
 
 def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a module, built from its hyperparameters.
+    """Build the arguments of a module from its hyperparameters.
 
     Args:
         cls: the module's class, or a base of the one that was configured.
@@ -180,7 +180,7 @@ def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, StandIn]]:
-    """The arguments of a module as defaults for a parser, without any text of the checkpoint.
+    """Describe the arguments of a module as defaults for a parser, without any text of the checkpoint.
 
     Args:
         cls: the module's class, or a base of the one that was configured.
@@ -199,7 +199,7 @@ def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, 
 
 @dataclass(frozen=True)
 class StandIn:
-    """What a text in `described_arguments` stands for.
+    """Value that a text in `described_arguments` stands for.
 
     Args:
         value: the checkpoint's.
@@ -249,7 +249,7 @@ class _Building:
             ) from None
 
     def value(self, value: Any, hint: Any, key: str, owner: type) -> Any:
-        """A value as the type of its argument says.
+        """Build a value as the type of its argument says.
 
         Raises:
             _Unfit: it is not of this type.
@@ -280,7 +280,7 @@ class _Building:
         return self.leaf(value, origin)
 
     def open(self, value: Any, key: str, owner: type) -> Any:
-        """A value whose type is not known: objects are built, and texts are not looked into."""
+        """Build a value whose type is not known: objects are built, and texts are not looked into."""
         if isinstance(value, Mapping):
             if isinstance(value.get("class_path"), str) and value.keys() <= _SPEC:
                 named = allowed_class(value["class_path"], key)
@@ -295,7 +295,7 @@ class _Building:
         return value
 
     def one_of(self, value: Any, hints: tuple[Any, ...], key: str, owner: type) -> Any:
-        """A value of the first type that it fits; a text is no number where texts fit."""
+        """Build a value as the first type that it fits; a text is no number where texts fit."""
         error: CheckpointError | None = None
         if isinstance(value, str) and str in hints:
             hints = tuple(hint for hint in hints if hint not in (bool, int, float, complex))
@@ -317,14 +317,14 @@ class _Building:
         return self.arguments({**parts[0], **parts[1]}, named, key)
 
     def spec(self, value: Mapping[str, Any], base: type, key: str) -> Any:
-        """An object of a class that is a subclass of its argument's type."""
+        """Build an object of a class that is a subclass of its argument's type."""
         named = allowed_class(value["class_path"], key)
         if not issubclass(named, base):
             raise refused(f"{value['class_path']}, which is no {base.__name__}", key)
         return self.made(named, self.spec_arguments(value, named, key), partly=False)
 
     def function(self, value: Any, hint: Any, key: str, owner: type) -> Any:
-        """A function, an object that can be called, or a class with some of its arguments."""
+        """Find a function, build an object that can be called, or a class with some of its arguments."""
         if isinstance(value, str):
             try:
                 return allowed_function(value, owner, key)
@@ -392,7 +392,7 @@ class _Building:
         return self.structure(origin, made)
 
     def leaf(self, value: Any, kind: type) -> Any:
-        """A number, or a text and what is written as one."""
+        """Build a number, or a text and what is written as one."""
         if kind is str:
             return self.text(_same(isinstance(value, str), value))
         if kind is bool:
@@ -418,7 +418,7 @@ class _Building:
         return _same(isinstance(value, kind), value)
 
     def written(self, text: str, kind: Any) -> Any:
-        """What has a form as a text."""
+        """Build what has a form as a text."""
         if issubclass(kind, bytes | bytearray):
             return kind(base64.b64decode(text, validate=True))
         if kind is timedelta:
@@ -471,7 +471,7 @@ class _Describing(_Building):
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The types of a class's arguments, of those of its bases too; `Any` where one cannot be found out."""
+    """Read the types of a class's arguments, of those of its bases too; `Any` where one cannot be found out."""
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         init = vars(base).get("__init__")
@@ -492,7 +492,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _bare(hint: Any) -> tuple[Any, Any]:
-    """A type without what only says more about it, and its origin, or itself."""
+    """Return a type without what only says more about it, and its origin, or itself."""
     while True:
         if get_origin(hint) is Annotated or getattr(get_origin(hint), "_name", "") in ("Required", "NotRequired"):
             hint = get_args(hint)[0]

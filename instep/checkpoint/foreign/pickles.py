@@ -28,7 +28,7 @@ _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET"
 
 
 class Record:
-    """What stands in the place of a name, or of an object made by it.
+    """Record in the place of a name in a pickle, or of an object made by it.
 
     Attributes:
         name: with its module, such as "collections.OrderedDict"; empty for a persistent id.
@@ -48,7 +48,7 @@ class Record:
 
 
 def read_pickle(data: bytes | BinaryIO) -> Any:
-    """What a pickle holds, with records for all that it names.
+    """Read a pickle as data, with records in place of all that it names.
 
     Args:
         data: the pickle; of a stream the next one, which is left at its end.
@@ -69,7 +69,7 @@ def read_pickle(data: bytes | BinaryIO) -> Any:
 
 
 def records_in(value: Any) -> Iterable[Record]:
-    """Every record in what `read_pickle` returned, once."""
+    """Return every record in what `read_pickle` returned, once."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:

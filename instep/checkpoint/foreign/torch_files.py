@@ -55,7 +55,7 @@ class _Clipped(io.BufferedReader):
 
 
 def read_torch_file(path: Path) -> Any:
-    """What torch.save wrote, on the CPU; a file that would run code is refused.
+    """Read a file of torch.save, on the CPU; one that would run code is refused.
 
     Args:
         path: a file of one `torch.save`.
@@ -74,7 +74,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def load_torch(file: BinaryIO, path: Path) -> Any:
-    """The same of an open file; other errors of its content are raised as they come.
+    """Read an open file of torch.save; other errors of its content are raised as they come.
 
     Args:
         file: at its beginning.
@@ -150,7 +150,7 @@ def _check_directory(file: BinaryIO, size: int) -> None:
 
 
 def _check_legacy(file: BinaryIO, size: int) -> None:
-    """The format before torch 1.6: five pickles, and the storages behind them."""
+    """Check a file of the format before torch 1.6: five pickles, and the storages behind them."""
     head = file.read(tarfile.BLOCKSIZE)
     file.seek(0)
     if head and _is_tar(head):

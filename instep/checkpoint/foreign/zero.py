@@ -27,7 +27,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 
 class _Unread:
-    """In place of an object of DeepSpeed's that weights do not need."""
+    """Stand-in for an object of DeepSpeed's that weights do not need."""
 
 
 _STAND_INS: list[Any] = [
@@ -39,7 +39,7 @@ _STAND_INS: list[Any] = [
 
 
 def find_zero_folder(path: Path) -> Path | None:
-    """The folder of a tag: the path itself, or the tag in it that `latest` names; None where it is no such folder."""
+    """Find the folder of a tag: the path itself, or the tag in it that `latest` names; None where there is none."""
     latest = path / "latest"
     tagged = path
     if isinstance(path, Path) and latest.is_file():
@@ -49,7 +49,7 @@ def find_zero_folder(path: Path) -> Path | None:
 
 
 def load_zero_weights(folder: Path, read_file: Callable[[Path], Any]) -> dict[str, Tensor]:
-    """The float32 weights, buffers and frozen parameters of a folder of DeepSpeed's.
+    """Read the float32 weights, buffers and frozen parameters of a folder of DeepSpeed's.
 
     Args:
         folder: what `find_zero_folder` found.
@@ -100,7 +100,7 @@ def _put_together(folder: Path, optimizers: Sequence[Any], models: Sequence[Any]
 
 
 def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], gaps: Any) -> dict[str, Tensor]:
-    """Each group flattened and cut over ranks, perhaps with gaps after parameters."""
+    """Join groups that are flattened and cut over ranks, perhaps with gaps after parameters."""
     found: dict[str, Tensor] = {}
     for index, group in enumerate(shapes):
         flat = torch.cat([rank[index].reshape(-1) for rank in parts]).float()
@@ -112,7 +112,7 @@ def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], ga
 
 
 def _stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Each parameter cut over ranks, and the parts of all of them in a row."""
+    """Join parameters that are each cut over ranks; a rank has the parts of all of them in a row."""
     found: dict[str, Tensor] = {}
     begin = 0
     for name, shape in (item for group in shapes for item in group.items()):
@@ -138,7 +138,7 @@ def _runs(groups: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def _in_order(names: Sequence[str], ending: str, folder: Path) -> list[str]:
-    """The files of all ranks, by rank: their numbers are not padded with zeros."""
+    """Sort the files of all ranks by rank: their numbers are not padded with zeros."""
 
     def rank(name: str) -> tuple[int, ...]:
         found = _RANK.search(name)

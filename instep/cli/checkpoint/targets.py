@@ -1,4 +1,4 @@
-"""What a PATH on the command line means."""
+"""Checkpoints that a PATH on the command line means."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def pass_over(problem: str) -> None:
 
 
 def sizes(folder: Path, files: Files) -> dict[str, int]:
-    """Bytes of every file of a checkpoint, the manifest too."""
+    """Return the bytes of every file of a checkpoint, the manifest too."""
     try:
         return files.sizes(folder)
     except FileNotFoundError:  # a save that goes on has renamed it

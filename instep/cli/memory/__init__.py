@@ -1,4 +1,4 @@
-"""How much memory training takes, found by training with tensors that have sizes and no values.
+"""Memory that training takes, found by training with tensors that have sizes and no values.
 
 - `subject`: what is trained: a module by import path, a model of transformers, a file of weights.
 - `simulate`: two steps of it under a strategy, with every byte counted.

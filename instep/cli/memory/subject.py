@@ -1,4 +1,4 @@
-"""What is trained: a module by import path, a model of transformers, or a file of weights."""
+"""Subject of an estimate: a module by import path, a model of transformers, or a file of weights."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _imported(path: str) -> Any:
 
 
 def _batch_of(inputs: Sequence[str]) -> Callable[[], Any]:
-    """`8x64` and `8:int64` are a tuple of tensors, `ids=8x64:int64` and the like a dict; one alone is a tensor."""
+    """Make a batch of `8x64` and `8:int64` (a tuple; one alone: a tensor), or of `ids=8x64:int64` and such (a dict)."""
     parsed = [_parse_input(text) for text in inputs]
     names = [name for name, _, _ in parsed]
     if any(names) != all(names):

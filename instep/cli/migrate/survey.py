@@ -48,7 +48,7 @@ class Plan:
     found: set[str] = field(default_factory=set)
 
     def line(self, node: cst.CSTNode) -> int:
-        """Where a node stands."""
+        """Return the line where a node stands."""
         return self.lines[node].start.line
 
     def todo(self, node: cst.CSTNode, text: str) -> None:
