@@ -240,8 +240,8 @@ class HostBuffers:
             begin, end = end, end + tensor.nbytes
             targets.append(block.content[begin:end].view(tensor.dtype).view(tensor.shape))
         for device in {tensor.device for tensor in tensors}:
-            pairs = [(to, it) for to, it in zip(targets, tensors, strict=True) if it.device == device]
-            self._copy([to for to, _ in pairs], [it for _, it in pairs], device)
+            pairs = [(to, tensor) for to, tensor in zip(targets, tensors, strict=True) if tensor.device == device]
+            self._copy([to for to, _ in pairs], [tensor for _, tensor in pairs], device)
         return memoryview(block.memory)[:size]
 
     def wait(self) -> None:

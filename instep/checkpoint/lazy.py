@@ -96,7 +96,8 @@ def read_parts(path: Path) -> dict[str, FileSlice]:
         header = parse_object(patiently(lambda: files.read_range(path, 8, 8 + length)))
         notes = header.pop("__metadata__", {})
         check(notes, {}, "its metadata", dict.fromkeys(notes, text))
-        raw, aliases, shards, offsets = (parse_object(notes.get(it, "{}")) for it in (DTYPES, ALIASES, SHARDS, OFFSETS))
+        ours = (DTYPES, ALIASES, SHARDS, OFFSETS)
+        raw, aliases, shards, offsets = (parse_object(notes.get(key, "{}")) for key in ours)
         found: dict[str, FileSlice] = {}
         for name, entry in header.items():
             check(entry, _ENTRY, name)
@@ -134,7 +135,7 @@ def _check_place(part: FileSlice) -> None:
 
 def _check_ranges(parts: Iterable[FileSlice], begin: int, size: int) -> None:
     """Refuse tensors with gaps between them, or over each other: as the format says, they fill the file."""
-    for part in sorted(parts, key=lambda it: (it.begin, it.end)):
+    for part in sorted(parts, key=lambda part: (part.begin, part.end)):
         if part.begin != begin or part.end < begin:
             raise ValueError(f"{part.name} does not begin where the tensor before it ends")
         begin = part.end
@@ -180,8 +181,8 @@ class LazyTensor:
         """
         shape = self.parts[0].shape
         box = tuple(slice(0, size) for size in shape) if box is None else box
-        begin = [it.start for it in box]
-        sizes = [max(it.stop - it.start, 0) for it in box]
+        begin = [side.start for side in box]
+        sizes = [max(side.stop - side.start, 0) for side in box]
         there = sum(math.prod(part.sizes) for part in self.parts)
         if there != math.prod(shape):
             one = self.parts[0]

@@ -263,7 +263,7 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
     """Values of the kinds that a lease has, of a file that anybody may have written; the rest is left out."""
     texts = ("id", "owner", "host", "run_id", "command", "since")
     kept: dict[str, Any] = {
-        key: it[:_LONG] for key in texts if isinstance(it := content.get(key), str) and it.isprintable()
+        key: value[:_LONG] for key in texts if isinstance(value := content.get(key), str) and value.isprintable()
     }
     for key, least in (("pid", 0), ("counter", 0), ("interval_s", 1e-3)):
         value = content.get(key)

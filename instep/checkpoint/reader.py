@@ -89,7 +89,7 @@ class Reader:
 
     def files_of(self, name: str) -> list[str]:
         """List the files of a name: itself, or the parts of it that each rank wrote; empty where there is none."""
-        return [it for it in sorted(self.manifest.files) if name in (it, whole_name(it))]
+        return [file for file in sorted(self.manifest.files) if name in (file, whole_name(file))]
 
     def joined(self, name: str) -> dict[str, LazyTensor]:
         """Open the tensors of a safetensors file, or of the parts that each rank wrote, to be read when asked for."""
@@ -111,7 +111,7 @@ class Reader:
             decode(self.json(name), self._stored([file] if self.has(file) else []))
             for name, file in zip(found, beside, strict=True)
         )
-        return tree if lazy else map_leaves(lambda it: it.read() if isinstance(it, LazyTensor) else it, tree)
+        return tree if lazy else map_leaves(lambda leaf: leaf.read() if isinstance(leaf, LazyTensor) else leaf, tree)
 
     def weights(self) -> dict[str, Tensor]:
         """Read the model's weights, whole: of `model.safetensors`, or of the parts that each rank wrote.
@@ -129,8 +129,8 @@ class Reader:
         return self._stored(self._weight_files())
 
     def _weight_files(self) -> list[str]:
-        files = sorted(it for it in self.manifest.files if it.endswith(".safetensors"))
-        found = [it for it in files if it.startswith("model") and whole_name(it) != "model_extra.safetensors"]
+        files = sorted(name for name in self.manifest.files if name.endswith(".safetensors"))
+        found = [name for name in files if name.startswith("model") and whole_name(name) != "model_extra.safetensors"]
         if not found:
             raise CheckpointNotFoundError(f"{self.path} holds no model*.safetensors", path=self.path)
         return found

@@ -63,7 +63,7 @@ class Resume:
             )
         if self.lr is not None:
             rates = [self.lr] if isinstance(self.lr, float | int) else list(self.lr)
-            if not rates or not all(isinstance(it, float | int) and 0 <= it < math.inf for it in rates):
+            if not rates or not all(isinstance(rate, float | int) and 0 <= rate < math.inf for rate in rates):
                 raise SettingError(f"Resume(lr={self.lr!r}): a number, or one for each parameter group", field="lr")
             if not isinstance(self.lr, float | int):
                 object.__setattr__(self, "lr", tuple(rates))

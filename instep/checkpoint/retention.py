@@ -55,7 +55,7 @@ class Retention(ABC):
             saved: what there is and verifies, the oldest first.
         """
         kept = self.kept(saved)
-        return [it.key for it in saved[:-1] if it.key not in kept]
+        return [one.key for one in saved[:-1] if one.key not in kept]
 
     def takes(self, new: Saved, saved: Sequence[Saved]) -> bool:
         """Tell whether a new one would be wanted beside those there are, so that it is worth saving."""
@@ -70,7 +70,7 @@ class KeepAll(Retention):
     """Delete nothing."""
 
     def kept(self, saved: Sequence[Saved]) -> set[str]:
-        return {it.key for it in saved}
+        return {one.key for one in saved}
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class KeepNewest(Retention):
         _check(self, "count", self.count, 0)
 
     def kept(self, saved: Sequence[Saved]) -> set[str]:
-        return {it.key for it in saved[max(len(saved) - self.count, 0) :]}
+        return {one.key for one in saved[max(len(saved) - self.count, 0) :]}
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class KeepEvery(Retention):
 
     def kept(self, saved: Sequence[Saved]) -> set[str]:
         first: dict[int, str] = {}
-        for it in sorted(saved, key=lambda it: it.step):
-            first.setdefault(it.step // self.steps, it.key)
+        for one in sorted(saved, key=lambda one: one.step):
+            first.setdefault(one.step // self.steps, one.key)
         return {key for multiple, key in first.items() if multiple}
 
 
@@ -128,7 +128,7 @@ class KeepBest(Retention):
             raise one_of("mode", self.mode, ("min", "max"))
 
     def kept(self, saved: Sequence[Saved]) -> set[str]:
-        return {it.key for it in best_first(saved, self.mode)[: self.count]}
+        return {one.key for one in best_first(saved, self.mode)[: self.count]}
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ def best_first(saved: Sequence[Saved], mode: str) -> list[Saved]:
         mode: "min" or "max".
     """
     sign = 1.0 if mode == "min" else -1.0
-    scored = [(it.score, it) for it in saved if it.score is not None]
-    return [it for _, it in sorted(scored, key=lambda pair: _order(sign * pair[0]))]  # stable
+    scored = [(one.score, one) for one in saved if one.score is not None]
+    return [one for _, one in sorted(scored, key=lambda pair: _order(sign * pair[0]))]  # stable
 
 
 def _order(value: float) -> tuple[bool, float]:

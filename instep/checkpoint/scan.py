@@ -190,7 +190,7 @@ def facts(root: Path, by_name: bool = False) -> list[Facts]:
         if stamp is not None:
             now[name] = known
     _index[str(root)] = now
-    return sorted(found, key=lambda it: (it.step, it.attempt, it.name), reverse=True)
+    return sorted(found, key=lambda one: (one.step, one.attempt, one.name), reverse=True)
 
 
 def _stamp(manifest: str) -> _Stamp | None:
@@ -238,7 +238,7 @@ def find_checkpoint(path: Location) -> Path:
     if whole:
         return max(whole, key=lambda info: info.attempt).path
     if path.exists():
-        inside = [it.path for folder in (path, path / "checkpoints") if folder.is_dir() for it in look(folder)[:1]]
+        inside = [what.path for folder in (path, path / "checkpoints") if folder.is_dir() for what in look(folder)[:1]]
         hint = f". The newest in it is {inside[0]}" if inside else ""
         raise CheckpointNotFoundError(problem + hint, path=path)
     for what in attempts:

@@ -339,7 +339,7 @@ class CheckpointStore:
         try:
             self.files.make_root(self.root)
             # One number for all saves of a step, so that the order of two folders with other names is certain too.
-            used = [it.attempt for it in facts(self.root, by_name=True) if it.step == step]
+            used = [other.attempt for other in facts(self.root, by_name=True) if other.step == step]
             used += [parts[1] for parts in map(names.split_name, folder_names(self.root)) if parts and parts[0] == base]
             attempt = max([*used, before.attempt]) + 1
             while True:

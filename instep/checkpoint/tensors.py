@@ -209,7 +209,9 @@ def framing(
         notes[DTYPES] = json.dumps(raw)
     shards = {name: part for name in stored if isinstance(part := tensors[name], Shard)}
     if shards:
-        offsets = {name: shards[name].offsets if name in shards else (0,) * it.ndim for name, it in stored.items()}
+        offsets = {
+            name: shards[name].offsets if name in shards else (0,) * tensor.ndim for name, tensor in stored.items()
+        }
         wide = {name: {"saved_offsets": [*begin, *[0] * (name in raw)]} for name, begin in offsets.items()}
         notes[OFFSETS] = json.dumps(wide)
         notes[SHARDS] = json.dumps({name: _about(part) for name, part in shards.items()})

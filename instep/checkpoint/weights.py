@@ -65,7 +65,7 @@ def load_weights(path: Location) -> dict[str, Tensor]:
     foreign = _stored_folder(path)
     if foreign is None:
         return Reader(find_checkpoint(path)).weights()
-    return {name: it if isinstance(it, Tensor) else it.read() for name, it in foreign.items()}
+    return {name: tensor if isinstance(tensor, Tensor) else tensor.read() for name, tensor in foreign.items()}
 
 
 def stored_weights(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
@@ -112,7 +112,7 @@ def indexed_files(path: Path) -> list[Path]:
 def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Free the tensors of a state dict of what a file may have put on them; tied ones stay one object."""
     once: dict[int, Tensor] = {}
-    return {str(name): once.setdefault(id(it), torch.Tensor.detach(it)) for name, it in state.items()}
+    return {str(name): once.setdefault(id(tensor), torch.Tensor.detach(tensor)) for name, tensor in state.items()}
 
 
 def _load_foreign(path: Path) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
         CheckpointNotFoundError: as for `merge`, as are the others.
     """
     weights = stored_weights(to_path(path))
-    sizes = {name: it.dtype.itemsize * it.shape.numel() for name, it in weights.items()}
+    sizes = {name: tensor.dtype.itemsize * tensor.shape.numel() for name, tensor in weights.items()}
     parts: list[list[str]] = [[]]
     room = max_bytes
     for name, size in sizes.items():
@@ -219,7 +219,7 @@ def write_plain(weights: _Weights, file: Path, names: Iterable[str] | None = Non
     # Of the right shape and dtype, and of no size in memory.
     shells = {name: torch.empty((), dtype=weights[name].dtype).expand(weights[name].shape) for name in names}
     head, order = framing(shells)
-    with LocalFiles().create(file, len(head) + sum(it.nbytes for it in order.values())) as out:
+    with LocalFiles().create(file, len(head) + sum(tensor.nbytes for tensor in order.values())) as out:
         out.write(head)
         for name in order:
             tensor = weights[name]

@@ -53,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     output.table(("what", "version"), versions.items())
     output.say()
-    rows = [(it["device"], it["name"], *(_size(it[key]) for key in ("memory_bytes", "free_bytes"))) for it in devices]
+    rows = [
+        (device["device"], device["name"], *(_size(device[key]) for key in ("memory_bytes", "free_bytes")))
+        for device in devices
+    ]
     output.table(("device", "name", "memory", "free"), rows, right=("memory", "free"))
     output.say()
     if variables:

@@ -140,9 +140,9 @@ def _recorded(recorded: Any, path: Path) -> tuple[dict[str, Any], bool]:
         return {}, False
     how = {key: value for key, value in recorded.items() if key != "mark"} if isinstance(recorded, dict) else {}
     words = [how.get("arguments"), how.get("left_out", [])]
-    texts = [it for part in words if isinstance(part, list) for it in part]
+    texts = [text for part in words if isinstance(part, list) for text in part]
     sound = all(isinstance(part, list) for part in words) and how.get("arguments")
-    if not sound or not all(isinstance(it, str) and "\0" not in it for it in [*texts, how.get("folder") or ""]):
+    if not sound or not all(isinstance(text, str) and "\0" not in text for text in [*texts, how.get("folder") or ""]):
         raise CorruptCheckpointError(f"{path} has no sound command. Give the program with --command.", path=path)
     return how, is_own(how, recorded.get("mark"))
 

@@ -365,10 +365,10 @@ class TrainerCLI:
         for name, value in (model["init_args"] if inner else model).items():
             if names := _names_in(value, stand_ins):
                 self._of_checkpoint[name] = _put_back(value, stand_ins)
-                if not all(stand_ins[it].is_text for it in names):
+                if not all(stand_ins[name].is_text for name in names):
                     unsaved.append(f"model.{inner}{name}")
         prefix = "" if self.subcommand is None else f"{self.subcommand}."
-        texts = {name: it.value for name, it in stand_ins.items() if it.is_text}
+        texts = {name: stand_in.value for name, stand_in in stand_ins.items() if stand_in.is_text}
         self._parser().leave_out(unsaved, texts)
         if prefix:
             self.parser.leave_out([prefix + key for key in unsaved], texts)
@@ -528,18 +528,18 @@ def _returned(cls: Any) -> type:
 def _names_in(value: Any, stand_ins: Mapping[str, StandIn]) -> list[str]:
     """Collect the stand-ins in plain values."""
     if isinstance(value, dict):
-        return [name for pair in value.items() for it in pair for name in _names_in(it, stand_ins)]
+        return [name for pair in value.items() for inner in pair for name in _names_in(inner, stand_ins)]
     if isinstance(value, list):
-        return [name for it in value for name in _names_in(it, stand_ins)]
+        return [name for inner in value for name in _names_in(inner, stand_ins)]
     return [value] if isinstance(value, str) and value in stand_ins else []
 
 
 def _put_back(value: Any, stand_ins: Mapping[str, StandIn]) -> Any:
     """Put what the stand-ins stand for back into plain values."""
     if isinstance(value, dict):
-        return {_put_back(key, stand_ins): _put_back(it, stand_ins) for key, it in value.items()}
+        return {_put_back(key, stand_ins): _put_back(inner, stand_ins) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_put_back(it, stand_ins) for it in value]
+        return [_put_back(inner, stand_ins) for inner in value]
     return stand_ins[value].value if isinstance(value, str) and value in stand_ins else value
 
 

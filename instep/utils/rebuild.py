@@ -263,7 +263,7 @@ class _Building:
         if value is None or hint in (None, NoneType):
             return _same(value is None, value)
         if origin is Literal:
-            fitting = [it for it in get_args(hint) if type(it) is type(value) and it == value]
+            fitting = [choice for choice in get_args(hint) if type(choice) is type(value) and choice == value]
             return fitting[0] if fitting else _same(False, value)
         if hint in _OPEN or not isinstance(origin, type):
             return self.open(value, key, owner)
@@ -306,8 +306,8 @@ class _Building:
                 return self.value(value, hint, key, owner)
             except _Unfit:
                 continue
-            except CheckpointError as it:
-                error = it
+            except CheckpointError as refusal:
+                error = refusal
         raise error or _Unfit
 
     def spec_arguments(self, value: Mapping[str, Any], named: type, key: str) -> dict[str, Any]:
@@ -352,12 +352,12 @@ class _Building:
         if issubclass(origin, tuple) and names is not None:
             hints = typing.get_type_hints(origin)
             given = dict(zip(names, value, strict=False))
-            fields = {name: self.value(it, hints.get(name, Any), key, owner) for name, it in given.items()}
+            fields = {name: self.value(item, hints.get(name, Any), key, owner) for name, item in given.items()}
             return self.structure(origin, _same(len(value) <= len(names), fields))
         if issubclass(origin, tuple) and inner and inner[-1] is not Ellipsis:
             _same(len(value) == len(inner), value)
-            return tuple(self.value(it, of, key, owner) for it, of in zip(value, inner, strict=True))
-        made = [self.value(it, inner[0] if inner else Any, key, owner) for it in value]
+            return tuple(self.value(item, of, key, owner) for item, of in zip(value, inner, strict=True))
+        made = [self.value(item, inner[0] if inner else Any, key, owner) for item in value]
         if origin in _LISTS:
             return made
         if issubclass(origin, list | tuple | set | frozenset | collections.deque):
@@ -370,12 +370,12 @@ class _Building:
         if typing.is_typeddict(origin):
             hints = typing.get_type_hints(origin)
             _same(value.keys() <= hints.keys(), value)
-            return {name: self.value(it, hints[name], f"{key}.{name}", owner) for name, it in value.items()}
+            return {name: self.value(inner, hints[name], f"{key}.{name}", owner) for name, inner in value.items()}
         if origin in _MAPPINGS or issubclass(origin, dict):
             of_key, of_value = (*get_args(hint), Any, Any)[:2]
             made = {
-                self.value(name, of_key, key, owner): self.value(it, of_value, f"{key}.{name}", owner)
-                for name, it in value.items()
+                self.value(name, of_key, key, owner): self.value(inner, of_value, f"{key}.{name}", owner)
+                for name, inner in value.items()
             }
             ordered = issubclass(origin, collections.OrderedDict)
             return collections.OrderedDict(made) if ordered else made
@@ -388,7 +388,7 @@ class _Building:
             raise _Unfit
         _same(value.keys() <= set(fields), value)
         hints = _hints(origin)
-        made = {name: self.value(it, hints.get(name, Any), f"{key}.{name}", owner) for name, it in value.items()}
+        made = {name: self.value(inner, hints.get(name, Any), f"{key}.{name}", owner) for name, inner in value.items()}
         return self.structure(origin, made)
 
     def leaf(self, value: Any, kind: type) -> Any:
@@ -422,10 +422,10 @@ class _Building:
         if issubclass(kind, bytes | bytearray):
             return kind(base64.b64decode(text, validate=True))
         if kind is timedelta:
-            match = _TIME.fullmatch(text)
-            return timedelta(**{name: float(it) for name, it in _found(match).groupdict().items() if it is not None})
+            parts = _found(_TIME.fullmatch(text)).groupdict()
+            return timedelta(**{name: float(part) for name, part in parts.items() if part is not None})
         if kind is range:
-            return range(*(int(it) for it in _found(_RANGE.fullmatch(text)).groups() if it is not None))
+            return range(*(int(part) for part in _found(_RANGE.fullmatch(text)).groups() if part is not None))
         if kind is torch.dtype:
             found = vars(torch).get(text.removeprefix("torch."))
             return _same(isinstance(found, torch.dtype), found)

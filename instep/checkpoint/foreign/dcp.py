@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def find_dcp_folder(path: Path) -> Path | None:
         return None
     if (path / MANIFEST).exists():
         return None
-    return next((it for it in (path, path / _WITHIN) if (it / _METADATA).is_file()), None)
+    return next((folder for folder in (path, path / _WITHIN) if (folder / _METADATA).is_file()), None)
 
 
 def stored_dcp_weights(folder: Path, roots: tuple[str, ...]) -> Mapping[str, StoredTensor]:
@@ -140,7 +141,7 @@ def _tensor(name: str, about: Mapping[str, Any], places: Mapping[Any, Mapping[st
 def _check_ranges(tensors: Any) -> None:
     """Refuse pieces that lie over each other, or beyond the end of a file that is there."""
     ranges: dict[Path, set[tuple[int, int]]] = {}
-    for piece in (it for tensor in tensors for it in tensor._pieces):
+    for piece in chain.from_iterable(tensor._pieces for tensor in tensors):
         ranges.setdefault(piece.path, set()).add((piece.begin, piece.length))
     for path, found in ranges.items():
         end = 0

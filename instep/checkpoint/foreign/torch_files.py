@@ -243,8 +243,8 @@ def _growth(storage: Any, _offset: Any, sizes: Any, strides: Any, *more: Any) ->
         raise ValueError("a tensor without a storage or sizes")
     for stride in strides:
         _count(stride)
-    dtypes = [vars(torch).get(it.name.removeprefix("torch.")) for it in more if type(it) is Record]
-    widths = [it.itemsize for it in dtypes if isinstance(it, torch.dtype)]
+    dtypes = [vars(torch).get(record.name.removeprefix("torch.")) for record in more if type(record) is Record]
+    widths = [dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)]
     width = max(widths, default=_item_bytes(storage.args[1]))
     return max(0, math.prod(map(_count, sizes)) * width - _storage(storage.args)[1])
 

@@ -41,7 +41,7 @@ _INPUT = "Give the batch that it needs by --input SIZES[:DTYPE] for each tensor,
 _STEPS = 2  # the first one makes the optimizer's state
 
 _OTHERS = (
-    *(os.path.join(os.path.dirname(str(it.__file__)), "") for it in (torch, instep)),
+    *(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (torch, instep)),
     sysconfig.get_path("stdlib"),
     "<",
 )
@@ -67,7 +67,7 @@ def users_code(what: str, advice: str, batch: Any = None) -> Iterator[None]:
     except (InstepError, *_VALUES_ASKED_FOR):
         raise
     except Exception as error:
-        frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith(_OTHERS)]
+        frames = [call for call in traceback.extract_tb(error.__traceback__) if not call.filename.startswith(_OTHERS)]
         where = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
         on = "" if batch is None else f" on a batch of {tree_map_only(Tensor, _shape, batch)}"
         raise UsageError(f"{what} failed{on}: {type(error).__name__}: {error}{where}. {advice}") from error
@@ -124,7 +124,7 @@ class Bytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(is_traceable_wrapper_subclass_type(it) for it in types):
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a DTensor's own operators come here again with the tensors that it is made of
         result = func(*args, **(kwargs or {}))
         for leaf in () if self._aside else tree_leaves(result):
@@ -272,7 +272,7 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
         grads = count.now - fixed - state
         strategy.gradients.step(optimizer)
         state = count.now - fixed - grads
-    grads += sum(it.untyped_storage().nbytes() for it in buckets)
+    grads += sum(bucket.untyped_storage().nbytes() for bucket in buckets)
     return Estimate(weights, grads, state, None if batch is None else left, count.peak, largest)
 
 

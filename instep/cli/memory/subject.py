@@ -102,7 +102,7 @@ def _imported(path: str) -> Any:
         raise SettingError(f"{module!r} cannot be imported: {error}", field="what", got=path) from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise one_of(f"a name of {module}", part, [it for it in vars(found) if not it.startswith("_")])
+            raise one_of(f"a name of {module}", part, [known for known in vars(found) if not known.startswith("_")])
         found = getattr(found, part)
     return found
 
@@ -166,9 +166,9 @@ def _batch_from(data: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
 
 def _optimizer_class(name: str) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     kinds = {
-        key: it
-        for key, it in vars(torch.optim).items()
-        if isinstance(it, type) and issubclass(it, Optimizer) and it is not Optimizer
+        key: kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
     }
     if name not in kinds:
         raise one_of("optimizer", name, sorted(kinds))
