@@ -195,7 +195,7 @@ class LocalOut(OutFile):
 
     def _finish(self) -> None:
         self._trace("fsync", self.path, None)
-        _fsync(self._fd)
+        atomic.fsync(self._fd)
         fd, self._fd = self._fd, -1
         os.close(fd)
 
@@ -218,7 +218,7 @@ class LocalFiles(Files):
     def take_in(self, path: Path) -> FileRecord:
         self._before("fsync", path)
         with open_regular(path) as file:
-            _fsync(file.fileno())
+            atomic.fsync(file.fileno())
         return hash_file(path)
 
     def size(self, path: Path) -> int:
@@ -295,14 +295,7 @@ class LocalFiles(Files):
     def sync_folder(self, path: Path) -> None:
         """Wait until the disk has the folder's entries."""
         self._before("fsync_folder", path)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            _fsync(fd)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that knows no fsync of folders
-                raise
-        finally:
-            os.close(fd)
+        atomic.sync_path(path)
 
     def rename(self, old: Path, new: Path) -> None:
         """Give a folder another name on the same file system, at one instant."""
@@ -360,16 +353,3 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()  # mostly without a question to the system, unlike Path.is_dir
     except OSError:
         return False  # a link that leads to itself
-
-
-def _fsync(fd: int) -> None:
-    try:
-        import fcntl  # late: not on every platform
-    except ImportError:
-        os.fsync(fd)
-        return
-    full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync leaves the data in the drive's cache
-    if full is not None:
-        fcntl.fcntl(fd, full)
-    else:
-        os.fsync(fd)

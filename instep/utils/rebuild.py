@@ -396,9 +396,7 @@ class _Building:
         if kind is str:
             return self.text(_same(isinstance(value, str), value))
         if kind is bool:
-            return (
-                value if isinstance(value, bool) else _CHOICES.get(value) if value in _CHOICES else _same(False, value)
-            )
+            return value if isinstance(value, bool) else _CHOICES[_same(value in _CHOICES, value)]
         if issubclass(kind, Enum):
             found = [member for name, member in kind.__members__.items() if value in (name, member.value)]
             return found[0] if found else _same(False, value)

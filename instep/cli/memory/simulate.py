@@ -313,9 +313,19 @@ def _loss_of(output: Any, subject: Subject) -> Tensor:
 
 
 @contextmanager
+def _patched(owner: Any, name: str, function: Any) -> Iterator[None]:
+    """Put a function in the place of one of torch's within the block."""
+    original = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
 def _converting() -> Iterator[None]:
     """Let `Module.to` change parameters in place: torch exchanges those without values, where it can."""
-    original = nn.Module._apply
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         for child in self.children() if recurse else ():
@@ -325,11 +335,8 @@ def _converting() -> Iterator[None]:
                 tensor.data = fn(tensor.data)
         return self
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
+    with _patched(nn.Module, "_apply", apply):
         yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -344,11 +351,8 @@ def _shapes_aside(count: Bytes) -> Iterator[None]:
         with count.aside():
             return original(*args, **kwargs)
 
-    setattr(ShardingPropagator, name, propagate)
-    try:
+    with _patched(ShardingPropagator, name, propagate):
         yield
-    finally:
-        setattr(ShardingPropagator, name, original)
 
 
 def _mesh_strategy() -> type[Strategy]:
