@@ -76,7 +76,7 @@ class PendingSave:
 
 
 class BackgroundSaver:
-    """Saves checkpoints beside the training, one at a time. Its methods are called on the training thread.
+    """Saver of checkpoints beside the training, one at a time. Its methods are called on the training thread.
 
     Example:
         >>> import tempfile
@@ -271,7 +271,7 @@ class HostBuffers:
 
 
 class Recorder(BaseWriter):
-    """Takes what a Writer would write, as it is now, to be written later by `replay`.
+    """Copy of what a Writer would write, as it is now, to be written later by `replay`.
 
     States are encoded at once, since they may change; tensors are copied into the buffers.
 

@@ -93,7 +93,7 @@ def _enum_state(member: Enum) -> tuple[str, Any, dict[str, Any]]:
 
 
 def _class_named(module: str, qualified: str) -> Any:
-    """Attribute of a loaded module, by name. Never `getattr`: a module's own may import, a class's may run code."""
+    """Find an attribute of a loaded module. Never by `getattr`: a module's own may import, a class's may run code."""
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         if not isinstance(found, (ModuleType, type)):

@@ -1,4 +1,4 @@
-"""The edge of a reader: whatever a file's content makes of the code behind it becomes one error with the path.
+"""Errors at the edge of readers: whatever a file's content makes their code raise becomes one error with the path.
 
 A table of kinds says what values a file must hold, and is checked at once.
 """

@@ -1,4 +1,4 @@
-"""Every change that a store makes to a file system, in one place, hashed on the way; and which faults are tried again.
+"""Operations of a store on a file system, in one place, hashed on the way; and which faults are tried again.
 
 Tests kill, fail and record at each operation through `Files.trace`, which is called before it happens.
 """

@@ -41,7 +41,7 @@ class FileRecord:
 
 
 class Hasher:
-    """The record of a file from its content in order, piece by piece."""
+    """Maker of a file's record from its content in order, piece by piece."""
 
     def __init__(self) -> None:
         import xxhash  # late: `instep.trainer` imports this package, most programs never hash

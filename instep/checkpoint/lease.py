@@ -260,7 +260,7 @@ def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
 
 
 def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    """Values of the kinds that a lease has, of a file that anybody may have written; the rest is left out."""
+    """Keep the values of the kinds that a lease has, of a file that anybody may have written."""
     texts = ("id", "owner", "host", "run_id", "command", "since")
     kept: dict[str, Any] = {
         key: value[:_LONG] for key in texts if isinstance(value := content.get(key), str) and value.isprintable()

@@ -1,4 +1,4 @@
-"""The names of folders in a store."""
+"""Names of folders in a store."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from instep.utils.untrusted_files import STATE_BYTES, parse_json
 
 
 class Reader:
-    """Reads the files of one checkpoint. Local to this process.
+    """Reader of the files of one checkpoint. Local to this process.
 
     Args:
         path: the checkpoint's folder.

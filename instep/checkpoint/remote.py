@@ -181,7 +181,7 @@ class RemoteFiles(Files):
 
 
 class _RemoteOut(OutFile):
-    """Streams through the file system's own upload in parts, which is given up as a whole if it fails."""
+    """New object, sent by the file system's own upload in parts, which is given up as a whole if it fails."""
 
     _file: Any = None
 

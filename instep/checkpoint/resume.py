@@ -1,4 +1,4 @@
-"""Which parts of a checkpoint a run takes up, and what came of it."""
+"""Parts of a checkpoint that a run takes up, and the report of what came of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SWITCHES = ("optimizer", "schedulers", "position", "callbacks", "loggers")
 
 @dataclass(frozen=True)
 class Resume:
-    """Which parts of a checkpoint are taken up beside the weights; by default all of them, so that the run goes on.
+    """Parts of a checkpoint that are taken up beside the weights; by default all of them, so that the run goes on.
 
     Args:
         optimizer: the optimizers' states, and the loss scale.

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: small policies that decide and touch no disk. `a | b` keeps what either keeps.
+"""Policies for which checkpoints to keep: they decide and touch no disk. `a | b` keeps what either keeps.
 
 A policy judges records, the oldest first, and says which are to go. The newest is never among them, whatever the
 policy: where all older ones turn out to be damaged, it is what a run goes on from.
@@ -75,7 +75,7 @@ class KeepAll(Retention):
 
 @dataclass(frozen=True)
 class KeepNewest(Retention):
-    """The newest ones.
+    """Keep the newest ones.
 
     Args:
         count: how many.
@@ -92,7 +92,7 @@ class KeepNewest(Retention):
 
 @dataclass(frozen=True)
 class KeepEvery(Retention):
-    """The first one at or after every multiple of so many steps, for ever.
+    """Keep the first one at or after every multiple of so many steps, for ever.
 
     Args:
         steps: optimizer steps.

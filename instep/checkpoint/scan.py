@@ -97,7 +97,7 @@ class Broken:
 
     @property
     def damage(self) -> str:
-        """A message for who asked for it."""
+        """Message for the user who asked for the checkpoint."""
         return f"{self.path} is damaged: {self.problem}. `instep checkpoint verify {self.path}` says what of it is."
 
 
@@ -194,7 +194,7 @@ def facts(root: Path, by_name: bool = False) -> list[Facts]:
 
 
 def _stamp(manifest: str) -> _Stamp | None:
-    """Stamp that tells a file from a later one of its name; None where it is missing."""
+    """Stamp a file, to tell it from a later one of its name; None where it is missing."""
     try:
         seen = os.stat(manifest)
     except OSError:

@@ -134,8 +134,8 @@ class CheckpointStore:
             UnsavableStateError: a state holds something that cannot be encoded.
             RemoteError: another rank failed; has that rank's traceback.
         """
-        saved: Path | _Passing = _Passing(0, 0, "")
-        while isinstance(saved, _Passing):
+        saved: Path | _FailedTries = _FailedTries(0, 0, "")
+        while isinstance(saved, _FailedTries):
             saved = self._try(step, write, info or {}, name, run_id, saved)
         return saved
 
@@ -294,13 +294,13 @@ class CheckpointStore:
         info: Mapping[str, Any],
         name: str | None,
         run_id: str,
-        before: _Passing,
-    ) -> Path | _Passing:
+        before: _FailedTries,
+    ) -> Path | _FailedTries:
         """Save once. All ranks know from the same messages whether it failed in passing, which the last try raises."""
         begun = self.ranks.on_rank_zero(
             lambda: before.or_again(lambda: self._begin(step, name, before), before.attempt), "starting a checkpoint"
         )
-        if isinstance(begun, _Passing):
+        if isinstance(begun, _FailedTries):
             return begun
         folder, final, attempt = begun
         rank, world_size = self.ranks.place()
@@ -328,7 +328,7 @@ class CheckpointStore:
 
     # Rank 0 only, from here on.
 
-    def _begin(self, step: int, name: str | None, before: _Passing) -> tuple[Path, Path, int]:
+    def _begin(self, step: int, name: str | None, before: _FailedTries) -> tuple[Path, Path, int]:
         if before.tries:
             wait(
                 PAUSES_S[before.tries - 1],
@@ -463,7 +463,7 @@ class CheckpointStore:
 
 
 @dataclass(frozen=True)
-class _Passing:
+class _FailedTries:
     """Tries of a save so far, each of which failed by a fault that may not come again."""
 
     tries: int
@@ -474,10 +474,10 @@ class _Passing:
     def last(self) -> bool:
         return self.tries == len(PAUSES_S)
 
-    def again(self, attempt: int, why: str) -> _Passing:
-        return _Passing(self.tries + 1, attempt, why)
+    def again(self, attempt: int, why: str) -> _FailedTries:
+        return _FailedTries(self.tries + 1, attempt, why)
 
-    def or_again(self, act: Callable[[], T], attempt: int) -> T | _Passing:
+    def or_again(self, act: Callable[[], T], attempt: int) -> T | _FailedTries:
         """Call `act`; its result, or that there is to be another try."""
         try:
             return act()

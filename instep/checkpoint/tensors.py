@@ -91,7 +91,7 @@ class Shard:
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        """Which part of what it is."""
+        """Shape of the whole, and place of the part in it."""
         return tuple(self.shape), tuple(self.offsets), self.flat
 
 

@@ -97,7 +97,7 @@ class BaseWriter(ABC):
 
 
 class Writer(BaseWriter):
-    """Writes the files of one rank into a checkpoint that is being saved.
+    """Writer of one rank's files into a checkpoint that is being saved.
 
     Args:
         folder: the hidden folder being written. What else is put there becomes part of the checkpoint too.

@@ -90,7 +90,7 @@ def _source(src: str) -> str | Path:
 
 
 def parse_size(field: str, text: str) -> int:
-    """Bytes, of a text such as 5GB or 200 MiB.
+    """Read bytes from a text such as 5GB or 200 MiB.
 
     Raises:
         SettingError: it is none, or not above 0.

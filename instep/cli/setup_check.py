@@ -75,7 +75,7 @@ def _data(world: int) -> TensorDataset:
 
 
 class Watch(Callback):
-    """Notes the epochs' losses, and saves after the last but one."""
+    """Callback that notes the epochs' losses, and saves after the last but one."""
 
     def __init__(self, save_to: Path | None = None) -> None:
         self.losses: list[float] = []

@@ -51,7 +51,7 @@ from instep.utils.seed import seed_everything
 
 
 class SaveConfigCallback(Callback):
-    """Saves what a `TrainerCLI` was configured with as `config.yaml` in the run folder.
+    """Callback that saves the configuration of a `TrainerCLI` as `config.yaml` in the run folder.
 
     The file appears in one instant and is on the disk before the first step. A run that is resumed with another
     configuration saves that as `config-1.yaml` and so on: nothing is overwritten. Without a run folder (no logger and
@@ -83,13 +83,13 @@ class SaveConfigCallback(Callback):
         self._saved = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Before the first step; a resume that was refused has saved nothing."""
+        """Save before the first step; a resume that was refused has saved nothing."""
         self._save(trainer, module)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
     def save_config(self, trainer: Any, module: Any, stage: str) -> None:
-        """Override it to save the configuration somewhere else as well. Called on the main process only.
+        """Save the configuration somewhere else as well, in a subclass. Called on the main process only.
 
         Example:
             >>> class Logged(SaveConfigCallback):

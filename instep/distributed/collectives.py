@@ -222,7 +222,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _group_of(state: PartialState, tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """CPU tensors go over the gloo group: the default group of a GPU job need not know the CPU."""
+    """Choose the group for a tensor: gloo's on a CPU, which the default group of a GPU job need not know."""
     return state.control_group if tensor.device.type == "cpu" else None
 
 

@@ -65,7 +65,7 @@ def iter_leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def send_to_device(data: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
-    """Nested data with every tensor on a device.
+    """Move every tensor of nested data to a device.
 
     Whatever has a `to` method (tensors, packed sequences, tokenizer batches) moves itself; the rest stays as it is.
 

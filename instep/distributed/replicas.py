@@ -1,4 +1,4 @@
-"""Whether what should be the same on several ranks is the same: parameters compared by hash."""
+"""Comparison, by hash, of parameters that should be the same on several ranks."""
 
 from __future__ import annotations
 

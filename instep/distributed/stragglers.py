@@ -101,7 +101,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 class PaceWatch:
-    """The thread, until `close`.
+    """Thread that compares the paces of the ranks, until `close`.
 
     Args:
         numbers: this process's slot of the heartbeat file.

@@ -206,7 +206,7 @@ class Triggers:
         return True
 
     def abandon(self) -> None:
-        """After an error: forget the outstanding agreement without waiting; from now on nothing is agreed any more."""
+        """Forget the outstanding agreement without waiting, after an error; nothing is agreed from now on."""
         self._abandoned = True
         self._outstanding = None
         self._next = _NEVER

@@ -38,7 +38,7 @@ _NCCL_DUMP = "nccl_trace_rank_"
 
 
 class NodeWatch:
-    """The agent's side: it makes the file, and looks whether the ranks hang.
+    """Agent's view of its ranks' heartbeats: it makes the file, and looks whether the ranks hang.
 
     Args:
         folder: where the file lies, and what NCCL's flight recorder writes.

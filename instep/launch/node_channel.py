@@ -27,7 +27,7 @@ _ANSWER_S = 3.0
 
 @dataclass(frozen=True)
 class Alarm:
-    """Why a round is over; the first one holds for all nodes.
+    """Reason that a round is over; the first one holds for all nodes.
 
     Args:
         kind: a rank "failed"; a node is "lost"; another node waits, and the group is to "grow".
@@ -123,7 +123,7 @@ class NodeChannel:
 
     @property
     def cut_off(self) -> str:
-        """Why this node can reach the others no more; empty where it can."""
+        """Reason that this node cannot reach the others any more; empty where it can."""
         if self._thread is None:
             return ""
         silent_s = time.monotonic() - self._heard

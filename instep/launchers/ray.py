@@ -35,7 +35,7 @@ _ANSWER_S = 60.0  # an actor that answers nothing for so long is as good as lost
 
 @dataclass(frozen=True)
 class RayLauncher:
-    """Runs jobs on an existing Ray cluster.
+    """Launcher of jobs on an existing Ray cluster.
 
     The program and the data have to be there on every node under the same paths, or come by `runtime_env`; so has
     instep. Variables whose names begin with `INSTEP_` travel, others in `LaunchSpec.env`.

@@ -314,7 +314,7 @@ def _name_of(environ: Environ, *names: str) -> str:
 
 
 def _xla(environ: Environ) -> ProcessEnvironment:
-    """torch_xla's launcher tells a process its number on the node only; its runtime knows the rest."""
+    """Read the place from torch_xla: its launcher tells the number on the node only, its runtime knows the rest."""
     runtime = require("torch_xla.runtime", extra="xla", purpose="a process that torch_xla's launcher started")
     size = read_number(environ, "PJRT_LOCAL_PROCESS_COUNT", low=1)
     world_size = int(runtime.world_size())

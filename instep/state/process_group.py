@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def resolve_backend(backend: str | None, kind: DeviceKind, environment: ProcessEnvironment) -> str:
-    """Torch's full name of the backend for a kind of device.
+    """Find torch's full name of the backend for a kind of device.
 
     The group serves CPU tensors as well, so that a reduced metric need not visit the device.
 

@@ -1,4 +1,4 @@
-"""Which process a temporary folder belongs to, and whether that process is gone."""
+"""Names of processes, for their temporary folders, and whether such a process is gone."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class _Unfit(ValueError):
 
 
 class _Building:
-    """Turns the values of a checkpoint into arguments, by the types of the parameters."""
+    """Builder of arguments from the values of a checkpoint, by the types of the parameters."""
 
     def text(self, text: str) -> Any:
         return text
@@ -439,7 +439,7 @@ class _Building:
 
 
 class _Describing(_Building):
-    """Turns the values of a checkpoint into defaults of a parser, in which stand-ins take the place of texts."""
+    """Builder of a parser's defaults from the values of a checkpoint, with stand-ins in the place of texts."""
 
     def __init__(self) -> None:
         self.stand_ins: dict[str, StandIn] = {}

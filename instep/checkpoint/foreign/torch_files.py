@@ -47,7 +47,7 @@ _LOCATOR_64 = struct.Struct("<4sLQL")
 
 
 class _Clipped(io.BufferedReader):
-    """Asks for no more bytes than the file has: a length in a pickle would be allocated before anything is read."""
+    """Open file that gives no more bytes than it has: a length in a pickle would be allocated before it is read."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         left = max(0, os.fstat(self.fileno()).st_size - self.tell())

@@ -84,7 +84,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 class Bytes(TorchDispatchMode):
-    """Inside, the bytes of all tensors that were made inside and are not gone yet, and the most of them at a time.
+    """Counter of the bytes of all tensors that are made inside and not gone yet, and of the most of them at a time.
 
     Beside what operators return, it sees storages being resized, which is how FSDP lets go of what it gathered. What an
     operator needs while it runs is not seen.
@@ -99,7 +99,7 @@ class Bytes(TorchDispatchMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, what is made is not counted."""
+        """Leave what is made in the block out of the count."""
         self._aside += 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""Carries out a plan: the new text of a script."""
+"""New text of a script, as a plan says."""
 
 from __future__ import annotations
 

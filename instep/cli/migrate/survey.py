@@ -1,4 +1,4 @@
-"""Finds what a script has of Lightning and Accelerate, and decides what becomes of each place."""
+"""Survey of what a script has of Lightning and Accelerate, and of what becomes of each place."""
 
 from __future__ import annotations
 

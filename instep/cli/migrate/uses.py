@@ -93,7 +93,7 @@ def wrong_value(argument: str, value: Any) -> str | None:
 
 
 class Uses(cst.CSTVisitor):
-    """Holds what the script does with Lightning's and Accelerate's classes against instep's, and fills the plan.
+    """Visitor that compares uses of Lightning's and Accelerate's classes with instep's, and fills the plan.
 
     A variable is known by its text: `self.accelerator` is an Accelerator wherever it stands, if one was assigned to it.
     """
@@ -276,7 +276,7 @@ class Uses(cst.CSTVisitor):
 
 
 class _Receivers(cst.CSTVisitor):
-    """Finds the variables that hold a Trainer or an Accelerator."""
+    """Visitor that finds the variables that hold a Trainer or an Accelerator."""
 
     def __init__(self, uses: Uses) -> None:
         super().__init__()
