@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from instep.errors import SettingError
 
 _SWITCHES = ("optimizer", "schedulers", "position", "callbacks", "loggers")
+_MOST_NAMES = 8  # that a report says of a kind
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,6 @@ def compare(
     return fits
 
 
-def _few(names: Iterable[str], most: int = 8) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f", and {more} more" if more > 0 else "")

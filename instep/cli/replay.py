@@ -200,10 +200,8 @@ def _execute(command: list[str], folder: str, order: str, ranks: int) -> int:
     from instep.trainer.replay import VARIABLE  # late: loads torch
 
     if ranks == 1:
-        arguments = [sys.executable, *command]
-        return subprocess.run(
-            arguments, cwd=folder, env={**os.environ, VARIABLE: order}, stdout=2, check=False
-        ).returncode
+        environment = {**os.environ, VARIABLE: order}
+        return subprocess.run([sys.executable, *command], cwd=folder, env=environment, stdout=2, check=False).returncode
     from instep.launch.engine import LaunchSpec, run  # late, as above
 
     with _as_in(folder):

@@ -391,8 +391,8 @@ class NodeAgent:
         elif cause is not None and not mine:
             said = f": {cause.message}" if cause.message else ""
             _say(f"{cause.title} failed with {cause.how}{said}; the output of its node has more")
-        if channel.nodes > 1 and not lost:
-            self._take_turns(mine)
+        if channel.nodes > 1 and not lost:  # where several write to one terminal the cause comes last
+            channel.exchange("said", True, _SAID_S if mine else 0.0)
         if cause is None or not mine:
             return
         if self._forked is not None and last:
@@ -424,10 +424,6 @@ class NodeAgent:
         problem = in_time(lambda: finish_status(folder, pid, error, signal_name, own))
         if problem:
             _say(f"{folder / NAME} could not be finished: {problem}")
-
-    def _take_turns(self, last: bool) -> None:
-        """Wait until the other agents have spoken: where several write to one terminal the cause comes last."""
-        self._talk.exchange("said", True, _SAID_S if last else 0.0)
 
 
 def _say(text: str) -> None:

@@ -131,10 +131,10 @@ class NodeChannel:
             self._broken = f"this node is cut off: the agents' store did not answer for {silent_s:.0f} s"
         return self._broken
 
-    def raise_alarm(self, kind: Literal["failed", "lost", "grow"], text: str = "") -> None:
+    def raise_alarm(self, kind: Literal["failed", "grow"]) -> None:
         """Say that the round is over; where another node has said so already, its reason holds."""
         if not self.cut_off:
-            self._do(lambda: self._raise(Alarm(kind, self.node, self.nodes, text)))
+            self._do(lambda: self._raise(Alarm(kind, self.node, self.nodes)))
 
     def refresh(self) -> None:
         """Know of all that was said before now."""

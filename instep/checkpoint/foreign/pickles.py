@@ -184,9 +184,6 @@ class _Machine:
             raise ValueError(f"members of a {type(target).__name__}")
         target.update(map(self._key, values))
 
-    def _drop_marked(self) -> None:
-        self._pop_marked()
-
     def _stack_list(self) -> None:
         found = self._pop_marked()
         self._stack.append(found)
@@ -218,10 +215,10 @@ class _Machine:
         self._stack.append(Record("", pid))
 
 
-_INSTRUCTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
+_INSTRUCTIONS: Mapping[str, Callable[[_Machine, Any], Any]] = {
     "MARK": _Machine._mark,
     "POP": lambda machine, _: machine._pop(),
-    "POP_MARK": lambda machine, _: machine._drop_marked(),
+    "POP_MARK": lambda machine, _: machine._pop_marked(),
     "LIST": lambda machine, _: machine._stack_list(),
     "TUPLE": lambda machine, _: machine._push_frozen(tuple(machine._pop_marked())),
     "DICT": _Machine._make_dict,
