@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", metavar="WHAT", help="an import path, a configuration of transformers, or safetensors files")
     add("--args", metavar="JSON", default="{}", help="the module's arguments")
-    add("--input", metavar="SIZES[:DTYPE]", action="append", default=[], help="batch's tensor; NAME=... for a dict")
+    add("--input", metavar="SIZES[:DTYPE]", action="append", default=[], help="a batch's tensor; NAME=... for a dict")
     add("--data", metavar="PATH", help="import path of a DataModule, or a function that gives a loader or a batch")
     add("--data-args", metavar="JSON", default="{}", help="its arguments")
     add("--batch-size", type=int, metavar="N", default=1, help="for transformers (default: 1)")
