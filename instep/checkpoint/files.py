@@ -65,8 +65,8 @@ def patiently(read: Callable[[], T]) -> T:
 class Files(ABC):
     """The operations of a store on one kind of file system.
 
-    The abstract methods are what a kind must have. Those for a file system whose writes are safe when they return, and
-    whose folders come with their files, have a body here.
+    Each kind implements the abstract methods. The others are right as they stand where a write is safe once it has
+    returned and folders come with their files, as in an object store.
 
     Args:
         trace: called before each operation with its name, its path, and the bytes of a write or the target of a
@@ -100,7 +100,7 @@ class Files(ABC):
     def hash(self, path: Path) -> FileRecord:
         """Hash a file as it is there."""
 
-    def take_in(self, path: Path) -> FileRecord:
+    def sync_and_hash(self, path: Path) -> FileRecord:
         """Make a file that somebody else wrote safe, and hash it."""
         return self.hash(path)
 
@@ -215,7 +215,7 @@ class LocalFiles(Files):
     def create(self, path: Path, total_bytes: int | None = None) -> OutFile:
         return LocalOut(path, total_bytes, self._before)
 
-    def take_in(self, path: Path) -> FileRecord:
+    def sync_and_hash(self, path: Path) -> FileRecord:
         self._before("fsync", path)
         with open_regular(path) as file:
             atomic.fsync(file.fileno())

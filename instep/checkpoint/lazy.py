@@ -19,7 +19,7 @@ from instep.checkpoint.edge import Kind, check, count, flag, list_of, reading, t
 from instep.checkpoint.files import patiently
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.tensors import ALIASES, DTYPES, FORMAT_NAMES, OFFSETS, SHARDS, dtype_from_name
-from instep.errors import CheckpointError, CorruptCheckpointError
+from instep.errors import CorruptCheckpointError
 from instep.utils.untrusted_files import parse_object
 
 _LONGEST = 100 * 10**6  # bytes of a header, as the safetensors library allows
@@ -71,10 +71,8 @@ class FileSlice:
         last = first + _flat_index([size - 1 for size in sizes], strides)
         start = self.begin + first * dtype.itemsize
         stop = self.begin + (last + 1) * dtype.itemsize
-        try:
+        with reading(self.path, f"does not hold {self.name}"):
             data = patiently(lambda: files_of(self.path).read_range(self.path, start, stop))
-        except OSError as error:
-            raise CheckpointError(f"could not read {self.path}: {error.strerror or error}", path=self.path) from error
         if len(data) != stop - start:
             raise CorruptCheckpointError(f"{self.path} is cut short: it ends within {self.name}", path=self.path)
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(tuple(sizes), strides)

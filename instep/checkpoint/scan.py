@@ -109,7 +109,7 @@ def folder_names(root: Path) -> list[str]:
         raise CheckpointError(f"could not list {root}: {error.strerror or error}", path=root) from error
 
 
-def look(root: Path) -> list[CheckpointInfo | Broken]:
+def list_checkpoints(root: Path) -> list[CheckpointInfo | Broken]:
     """List the checkpoints of a folder and what is left of broken ones, by (step, attempt), the highest first.
 
     A broken one is ordered by its name; one whose name does not say its step comes first, since it may be the newest.
@@ -157,8 +157,8 @@ _index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}
 def facts(root: Path, by_name: bool = False) -> list[Facts]:
     """List the checkpoints of a folder, the highest (step, attempt) first; this process reads a manifest once.
 
-    What was read holds as long as the manifest is the same file. Nothing is loaded by this: `look` and the reader read
-    every manifest again.
+    What was read holds as long as the manifest is the same file. Nothing is loaded by this: `list_checkpoints` and the
+    reader read every manifest again.
 
     Args:
         root: the folder.
@@ -232,13 +232,14 @@ def find_checkpoint(path: Location) -> Path:
     manifest, problem = read_or_say(path)
     if manifest is not None:
         return path
-    beside = look(path.parent)
+    beside = list_checkpoints(path.parent)
     attempts = [what for what in beside if _base(what.path) == path.name]
     whole = [what for what in attempts if isinstance(what, CheckpointInfo)]
     if whole:
         return max(whole, key=lambda info: info.attempt).path
     if path.exists():
-        inside = [what.path for folder in (path, path / "checkpoints") if folder.is_dir() for what in look(folder)[:1]]
+        folders = [folder for folder in (path, path / "checkpoints") if folder.is_dir()]
+        inside = [what.path for folder in folders for what in list_checkpoints(folder)[:1]]
         hint = f". The newest in it is {inside[0]}" if inside else ""
         raise CheckpointNotFoundError(problem + hint, path=path)
     for what in attempts:

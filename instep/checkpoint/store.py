@@ -28,7 +28,7 @@ from instep.checkpoint.scan import (
     check_keyword,
     facts,
     folder_names,
-    look,
+    list_checkpoints,
     read_or_say,
 )
 from instep.checkpoint.writer import Writer
@@ -148,7 +148,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the folder cannot be listed.
         """
-        return [found for found in look(self.root) if isinstance(found, CheckpointInfo)]
+        return [found for found in list_checkpoints(self.root) if isinstance(found, CheckpointInfo)]
 
     def verify(self, path: Location) -> list[str]:
         """List what is wrong with a checkpoint: empty where every byte of it is what was written. Local."""
@@ -194,7 +194,7 @@ class CheckpointStore:
         """
 
         def look_for_them() -> list[CheckpointInfo | Broken]:
-            found = look(self.root)
+            found = list_checkpoints(self.root)
             return [one for one in found if isinstance(one, Broken) or job in (None, one.manifest.info.get("job"))]
 
         candidates = self.ranks.on_rank_zero(look_for_them, f"looking for checkpoints in {self.root}")
@@ -220,11 +220,11 @@ class CheckpointStore:
         check_keyword(keyword)
         kind = "full" if keyword == "auto" and kind is None else kind
         if keyword == "best":
-            found = self.ranks.on_rank_zero(
-                lambda: best_first(self.scan(), monitor), f"looking for the best in {self.root}"
-            )
+            doing = f"looking for the best in {self.root}"
+            found = self.ranks.on_rank_zero(lambda: best_first(self.scan(), monitor), doing)
         else:
-            found = self.ranks.on_rank_zero(lambda: look(self.root), f"looking for checkpoints in {self.root}")
+            doing = f"looking for checkpoints in {self.root}"
+            found = self.ranks.on_rank_zero(lambda: list_checkpoints(self.root), doing)
         chosen, broken = self._first_verified([c for c in found if isinstance(c, Broken) or kind in (None, c.kind)])
         if chosen is not None:
             return chosen
@@ -376,7 +376,7 @@ class CheckpointStore:
                 world_size=len(parts),
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 versions={"instep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-                files={**{name: self.files.take_in(folder / name) for name in foreign}, **records},
+                files={**{name: self.files.sync_and_hash(folder / name) for name in foreign}, **records},
                 info=info,
             ).to_bytes()
             self.files.write_manifest(folder, manifest)

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     output.table(("what", "version"), versions.items())
     output.say()
     rows = [
-        (device["device"], device["name"], *(_size(device[key]) for key in ("memory_bytes", "free_bytes")))
+        (device["device"], device["name"], *(output.size(device[key]) for key in ("memory_bytes", "free_bytes")))
         for device in devices
     ]
     output.table(("device", "name", "memory", "free"), rows, right=("memory", "free"))
@@ -126,7 +126,3 @@ def _processor() -> str:
 
 def _variables() -> dict[str, str]:
     return hide({name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)})
-
-
-def _size(count: int | None) -> str | None:
-    return None if count is None else output.size(count)

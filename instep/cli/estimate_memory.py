@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     output.say(f"{subject.name}: memory of each process")
     columns = ("weights", "gradients", "optimizer", "activations", "peak")
     cells = [
-        (row["precision"], row["strategy"], row["devices"], *(_size(row[column]) for column in columns)) for row in rows
+        (row["precision"], row["strategy"], row["devices"], *(output.size(row[column], "?") for column in columns))
+        for row in rows
     ]
     output.table(("precision", "strategy", "devices", *columns), cells, right=("devices", *columns))
     if subject.batch is None:
@@ -96,7 +97,3 @@ def _json(field: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SettingError(f"{field}={text!r} must be a JSON object of arguments", field=field, got=text)
     return value
-
-
-def _size(count: int | None) -> str:
-    return "?" if count is None else output.size(count)

@@ -260,7 +260,7 @@ class Watchdog:
         while not self._closed.wait(self._poll_s):
             self._note_compiler()
             # What one rank has found is so on all: the others report at once, before its end breaks their connections.
-            if watch.look() or any(beat.said for beat in self._beats.read()):
+            if watch.detect() or any(beat.said for beat in self._beats.read()):
                 self._end()
             self._set_alarm()
 

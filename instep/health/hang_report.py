@@ -65,7 +65,7 @@ class NodeWatch:
             **{name: value for name, value in recorder.items() if name not in given},
         }
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Forget the ranks of the last start, before others start."""
         self.beats.clear()
         self._watch = HangDetector(self.beats)
@@ -90,7 +90,7 @@ class NodeWatch:
         Args:
             says_so: a rank ended with the code of a hang.
         """
-        return self._watch.look() or (says_so and any(beat.said for beat in self.beats.read()))
+        return self._watch.detect() or (says_so and any(beat.said for beat in self.beats.read()))
 
     def report(self) -> str:
         """Wait for the ranks' own reports, write this node's, and say it in short."""

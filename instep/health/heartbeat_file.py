@@ -189,7 +189,7 @@ class HangDetector:
         self._still_s = [0.0] * beats.count
         self._looked = time.monotonic()
 
-    def look(self) -> bool:
+    def detect(self) -> bool:
         """Read the slots again and tell whether the ranks hang."""
         now = time.monotonic()
         # Whoever looks may have been stopped or starved itself, and knows nothing of that time.

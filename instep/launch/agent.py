@@ -171,7 +171,7 @@ class NodeAgent:
     def starting(self, group: WorkerGroup) -> Iterator[None]:
         """Open the round before a start of ranks, and take the signals that torch's agent took during it."""
         self._open_round(group)
-        self._watch.begin()
+        self._watch.reset()
         self._hung = False
         self._started = time.monotonic()
         with nullcontext() if self._forked is None else self._forked.starting(group.spec.local_world_size):

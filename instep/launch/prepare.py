@@ -65,7 +65,8 @@ def share_cores(count: int, system: Path = _SYSTEM, allowed: Sequence[int] | Non
         For each rank the numbers of its logical CPUs, at least one.
     """
     mine = sorted(os.sched_getaffinity(0)) if allowed is None else sorted(allowed)
-    nodes = [cores for path in sorted(system.glob("node/node[0-9]*"), key=_number) if (cores := _cores(path, mine))]
+    paths = sorted(system.glob("node/node[0-9]*"), key=lambda path: int(path.name.removeprefix("node")))
+    nodes = [cores for path in paths if (cores := _cores(path, mine))]
     nodes = nodes or [mine]
     shares: list[list[int]] = []
     for index, cores in enumerate(nodes):
@@ -75,10 +76,6 @@ def share_cores(count: int, system: Path = _SYSTEM, allowed: Sequence[int] | Non
             begin, end = rank * len(ordered) // ranks, (rank + 1) * len(ordered) // ranks
             shares.append(ordered[begin:end] or [ordered[begin]])
     return shares
-
-
-def _number(path: Path) -> int:
-    return int(path.name.removeprefix("node"))
 
 
 def _cores(node: Path, allowed: Sequence[int]) -> list[int]:

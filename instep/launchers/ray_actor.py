@@ -66,7 +66,8 @@ class Place:
             pump.start()
             self._pumps.append(pump)
         assert self._agent.stdin is not None
-        self._agent.stdin.write(json.dumps({**spec, "executable": sys.executable, **_own(spec)}).encode())
+        executable = sys.executable if spec["python"] else spec["executable"]  # this node's Python, not the driver's
+        self._agent.stdin.write(json.dumps({**spec, "executable": executable}).encode())
         self._agent.stdin.close()
 
     def _pump(self, name: str, stream: IO[bytes]) -> None:
@@ -86,11 +87,6 @@ class Place:
         """Send a signal to the agent."""
         if self._agent is not None:
             self._agent.send_signal(number)
-
-
-def _own(spec: Mapping[str, Any]) -> dict[str, str]:
-    """Replace the Python of the driver by this node's; another program stays."""
-    return {} if spec["python"] else {"executable": spec["executable"]}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def begin(group: ProcessGroup, debug: bool) -> None:
+def switch_checked_mode(group: ProcessGroup, debug: bool) -> None:
     """Switch checked mode on or off for a new control group. A collective.
 
     Raises:

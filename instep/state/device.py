@@ -55,10 +55,6 @@ def _count(name: str) -> Callable[[], int]:
     return count
 
 
-def _mps_count() -> int:
-    return int(torch.backends.mps.is_available())
-
-
 def _xla_count() -> int:
     return int(find_spec("torch_xla") is not None)
 
@@ -70,7 +66,7 @@ KINDS = {
         DeviceKind("xpu", "xccl", DistributedType.MULTI_XPU, _count("xpu")),
         DeviceKind("hpu", "hccl", DistributedType.MULTI_HPU, _count("hpu"), "habana_frameworks.torch.distributed.hccl"),
         DeviceKind("npu", "hccl", DistributedType.MULTI_NPU, _count("npu"), "torch_npu"),
-        DeviceKind("mps", None, DistributedType.NO, _mps_count),
+        DeviceKind("mps", None, DistributedType.NO, lambda: int(torch.backends.mps.is_available())),
         DeviceKind("xla", "xla", DistributedType.XLA, _xla_count, "torch_xla.distributed.xla_backend"),
         DeviceKind("cpu", "gloo", DistributedType.MULTI_CPU, lambda: 1),
     )

@@ -136,7 +136,7 @@ def _build(asked: dict[str, Any]) -> Process:
         return Process(environment, device, DistributedType.NO, None, debug, None, asked)
     backend, groups = _join(environment, kind, asked)
     try:
-        collective_checks.begin(groups.control, debug)
+        collective_checks.switch_checked_mode(groups.control, debug)
     except BaseException:
         process_group.leave(groups, abort=True)
         raise

@@ -234,7 +234,7 @@ def _with_control_group(environment: ProcessEnvironment, timeout: timedelta | No
     step: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_step")
     # From here on nobody needs the store, so that rank 0, which may be its host, can end before the others.
     hosts = tuple(map(str, exchange(socket.gethostname(), control)))
-    rank_records.begin(hosts)
+    rank_records.note_hosts(hosts)
     return Groups(_world(), control, step, owned, timeout or default_pg_timeout, hosts)
 
 

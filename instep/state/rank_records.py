@@ -157,7 +157,7 @@ _watcher: tuple[int, threading.Thread] | None = None
 _hosts: tuple[str, ...] = ()
 
 
-def begin(hosts: tuple[str, ...]) -> None:
+def note_hosts(hosts: tuple[str, ...]) -> None:
     """Note the machines of the ranks, once the groups were made."""
     global _hosts
     _hosts = hosts
@@ -254,7 +254,7 @@ class awaited:
         text = self._text(f"waited {waited_s:.0f} s for the other ranks in {self._where()}, {problem}", gone)
         raise DistributedError(text) from error
 
-    def look(self) -> None:
+    def check_age(self) -> None:
         """Say or do what the wait's age asks for; in the watcher's thread."""
         age_s = time.monotonic() - self._since
         if age_s < _WRITE_AFTER_S:
@@ -389,4 +389,4 @@ def _watch() -> None:
         idle_s = 0.0 if waits else idle_s + _LOOK_S
         for wait in waits:
             with suppress(RuntimeError):  # the group was left meanwhile
-                wait.look()
+                wait.check_age()
