@@ -365,7 +365,7 @@ class TrainerCLI:
         for name, value in (model["init_args"] if inner else model).items():
             if names := _names_in(value, stand_ins):
                 self._of_checkpoint[name] = _put_back(value, stand_ins)
-                if not all(stand_ins[name].is_text for name in names):
+                if not all(stand_ins[text].is_text for text in names):
                     unsaved.append(f"model.{inner}{name}")
         prefix = "" if self.subcommand is None else f"{self.subcommand}."
         texts = {name: stand_in.value for name, stand_in in stand_ins.items() if stand_in.is_text}
@@ -376,8 +376,8 @@ class TrainerCLI:
 
     def _dumped(self) -> dict[str, Any]:
         """Return the command's configuration as plain values."""
-        plain = json.loads(self.parser.dump(self.config, format="json", skip_link_targets=False, skip_unset=False))
-        return plain if self.subcommand is None else plain[self.subcommand]
+        dumped = self.parser.dump(self.config, format="json", skip_link_targets=False, skip_unset=False)
+        return self._own(json.loads(dumped))
 
     # ---- building
 
@@ -394,8 +394,7 @@ class TrainerCLI:
     def _set_seed(self) -> None:
         seed = self._get(self.config, "seed_everything")
         if seed is not False:
-            config = self.config if self.subcommand is None else self.config[self.subcommand]
-            config["seed_everything"] = seed_everything(0 if seed is True else seed)
+            self._own(self.config)["seed_everything"] = seed_everything(0 if seed is True else seed)
 
     def instantiate_classes(self) -> None:
         """Build the data, the module and the Trainer."""
@@ -431,8 +430,7 @@ class TrainerCLI:
         always = self.trainer_defaults.get("callbacks", [])
         extra += [always] if isinstance(always, Callback) else list(always)
         if self.save_config_callback is not None and not settings.get("fast_dev_run"):
-            own = self.config if self.subcommand is None else self.config[self.subcommand]
-            extra.append(self.save_config_callback(self._parser(), own, **self.save_config_kwargs))
+            extra.append(self.save_config_callback(self._parser(), self._own(self.config), **self.save_config_kwargs))
         if "callbacks" in settings:
             given = settings["callbacks"]
             given = [] if given is None else [given] if isinstance(given, Callback) else list(given)
@@ -517,7 +515,11 @@ class TrainerCLI:
 
     def _get(self, config: Namespace, key: str) -> Any:
         """Return a value of the command's configuration."""
-        return (config if self.subcommand is None else config[self.subcommand]).get(key)
+        return self._own(config).get(key)
+
+    def _own(self, config: Any) -> Any:
+        """Return the command's part of a configuration."""
+        return config if self.subcommand is None else config[self.subcommand]
 
 
 def _returned(cls: Any) -> type:
