@@ -110,7 +110,7 @@ class BackgroundSaver:
         """Copy what `write` writes, once the save before has ended. Local."""
         self.wait()
         self._buffers.wait()  # copies of a record that was never started
-        recorder = Recorder(self._buffers, *RankGroup().place())
+        recorder = Recorder(self._buffers, *RankGroup().rank_and_size())
         write(recorder)
         return recorder
 

@@ -96,7 +96,7 @@ class CheckpointStore:
         name = self.ranks.on_rank_zero(take, f"taking {self.root} for this run")
         try:
             with self.ranks.together(f"looking for {name} in {self.root}"):
-                check_seen(self.root / name, self.files, self.ranks.place()[0])
+                check_seen(self.root / name, self.files, self.ranks.rank_and_size()[0])
         except BaseException:
             if self.lease is not None:
                 self.lease.release()
@@ -284,7 +284,7 @@ class CheckpointStore:
         try:
             self.sweep(of_other_hosts=self.lease is not None)
         except (CheckpointError, RemoteError) as error:
-            if self.ranks.place()[0] == 0:
+            if self.ranks.rank_and_size()[0] == 0:
                 warnings.warn(f"what an earlier run left in {self.root} stays there: {error}", stacklevel=3)
 
     def _try(
@@ -303,7 +303,7 @@ class CheckpointStore:
         if isinstance(begun, _FailedTries):
             return begun
         folder, final, attempt = begun
-        rank, world_size = self.ranks.place()
+        rank, world_size = self.ranks.rank_and_size()
         error: BaseException | None = None
         writer = Writer(folder, self.files, rank, world_size)
         try:
@@ -434,7 +434,7 @@ class CheckpointStore:
 
     def _problems(self, folder: Path, manifest: Manifest) -> list[str]:
         """List what is wrong with the files of a checkpoint, each read by one rank. Collective."""
-        rank, world_size = self.ranks.place()
+        rank, world_size = self.ranks.rank_and_size()
         by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
         problems: list[str | None] = []
         with self.ranks.together(f"verifying {folder}"):
@@ -453,7 +453,7 @@ class CheckpointStore:
                 if not problems:
                     return Reader(candidate.path, False, candidate.manifest), broken
             broken.append(f"{candidate.path.name}: {'; '.join(problems)}")
-            if self.ranks.place()[0] == 0:
+            if self.ranks.rank_and_size()[0] == 0:
                 warnings.warn(f"the checkpoint {candidate.path} is passed over: {'; '.join(problems)}", stacklevel=3)
         return None, broken
 

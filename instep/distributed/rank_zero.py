@@ -55,7 +55,7 @@ class RankGroup:
                 self._group.abort()
             destroy_process_group(self._group)
 
-    def place(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """Return this process's rank, and the world size."""
         if self._group is not None:
             return self._group.rank(), self._group.size()
@@ -118,7 +118,7 @@ class RankGroup:
         """Return the group that messages go over; None for a process alone."""
         if self._given_up:
             raise DistributedError("this process has given this save up, so it says nothing more of it")
-        if self.place()[1] == 1:
+        if self.rank_and_size()[1] == 1:
             return None
         return PartialState().control_group if self._group is None else self._group
 
