@@ -46,11 +46,11 @@ from tests.launch.ways import UNLAUNCHED
 REPO = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md"))))
 PROGRAMS = ("bash", "gcloud", "instep", "make", "mpirun", "pip", "python", "srun", "tensorboard", "torchrun")
-NO_CLUSTER = "needs a cluster; tests/launch/test_ray.py runs it"
+NO_CLUSTER = "needs a cluster; tests/launchers/test_ray.py runs it"
 NO_XLA = "needs torch_xla; tests/strategies/test_xla.py runs the like"
 LEFT_OUT = {  # by page and the block's first line
     ("docs/launching.md", "instep launch [OPTIONS] SCRIPT [ARGUMENTS]"): "says what stands where; no command",
-    ("docs/launching.md", "#SBATCH --nodes=2"): "needs SLURM; tests/launch/test_slurm.py runs one",
+    ("docs/launching.md", "#SBATCH --nodes=2"): "needs SLURM; tests/launchers/test_slurm.py runs one",
     ("docs/launching.md", "from instep.launch.engine import LaunchSpec"): NO_CLUSTER,
     ("docs/launching.md", "gcloud compute tpus tpu-vm ssh NAME"): "Google's own tool, and machines of theirs",
     ("docs/strategies.md", "from instep.strategies import XLAStrategy"): NO_XLA,

@@ -76,7 +76,7 @@ class PendingSave:
 
 
 class BackgroundSaver:
-    """Saves checkpoints beside the training, one at a time. Its methods are called on the training thread.
+    """Saver of checkpoints beside the training, one at a time. Its methods are called on the training thread.
 
     Example:
         >>> import tempfile
@@ -99,7 +99,7 @@ class BackgroundSaver:
 
     @property
     def buffer_bytes(self) -> int:
-        """How much host memory is kept for copies: about what this rank writes."""
+        """Bytes of host memory kept for copies: about what this rank writes."""
         return self._buffers.bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -110,7 +110,7 @@ class BackgroundSaver:
         """Copy what `write` writes, once the save before has ended. Local."""
         self.wait()
         self._buffers.wait()  # copies of a record that was never started
-        recorder = Recorder(self._buffers, *RankGroup().place())
+        recorder = Recorder(self._buffers, *RankGroup().rank_and_size())
         write(recorder)
         return recorder
 
@@ -211,7 +211,7 @@ class HostBuffers:
 
     @property
     def bytes(self) -> int:
-        """How much memory is kept."""
+        """Bytes of memory that are kept."""
         return sum(block.size for block in self._blocks.values())
 
     def copy(self, file: str, tensors: Sequence[Tensor]) -> memoryview:
@@ -240,8 +240,8 @@ class HostBuffers:
             begin, end = end, end + tensor.nbytes
             targets.append(block.content[begin:end].view(tensor.dtype).view(tensor.shape))
         for device in {tensor.device for tensor in tensors}:
-            pairs = [(to, it) for to, it in zip(targets, tensors, strict=True) if it.device == device]
-            self._copy([to for to, _ in pairs], [it for _, it in pairs], device)
+            pairs = [(to, tensor) for to, tensor in zip(targets, tensors, strict=True) if tensor.device == device]
+            self._copy([to for to, _ in pairs], [tensor for _, tensor in pairs], device)
         return memoryview(block.memory)[:size]
 
     def wait(self) -> None:
@@ -271,7 +271,7 @@ class HostBuffers:
 
 
 class Recorder(BaseWriter):
-    """Takes what a Writer would write, as it is now, to be written later by `replay`.
+    """Copy of what a Writer would write, as it is now, to be written later by `replay`.
 
     States are encoded at once, since they may change; tensors are copied into the buffers.
 

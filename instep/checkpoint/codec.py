@@ -38,7 +38,7 @@ _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def state_of(obj: Any) -> tuple[str, Any, dict[str, Any]] | None:
-    """How an object is saved; None where it is none of these.
+    """Describe how an object is saved: kind, value and attributes; None where it has no form of its own.
 
     Returns:
         Its tag, its state, which is to be encoded in turn, and JSON values to keep beside.
@@ -93,7 +93,7 @@ def _enum_state(member: Enum) -> tuple[str, Any, dict[str, Any]]:
 
 
 def _class_named(module: str, qualified: str) -> Any:
-    """Attribute of a loaded module, by name. Never `getattr`: a module's own may import, a class's may run code."""
+    """Find an attribute of a loaded module. Never by `getattr`: a module's own may import, a class's may run code."""
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         if not isinstance(found, (ModuleType, type)):

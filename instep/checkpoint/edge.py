@@ -1,4 +1,4 @@
-"""The edge of a reader: whatever a file's content makes of the code behind it becomes one error with the path.
+"""Errors at the edge of readers: whatever a file's content makes their code raise becomes one error with the path.
 
 A table of kinds says what values a file must hold, and is checked at once.
 """
@@ -77,57 +77,57 @@ def taking_up(path: Path, what: str) -> Iterator[None]:
 
 
 def count(value: Any) -> bool:
-    """A number of things, which 64 bits hold."""
+    """Tell whether a value is a count, from 0 on, that 64 bits hold."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def text(value: Any) -> bool:
-    """A text."""
+    """Tell whether a value is a text."""
     return isinstance(value, str)
 
 
 def flag(value: Any) -> bool:
-    """True or False."""
+    """Tell whether a value is True or False."""
     return isinstance(value, bool)
 
 
 def number(value: Any) -> bool:
-    """A number, nan and infinite ones too, that a float can hold."""
+    """Tell whether a value is a number that a float can hold, nan and infinite ones too."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
 
 
 def finite(value: Any) -> bool:
-    """A number that is neither nan nor infinite."""
+    """Tell whether a value is a number that is neither nan nor infinite."""
     return number(value) and math.isfinite(value)
 
 
 def mapping(value: Any) -> bool:
-    """A dict."""
+    """Tell whether a value is a dict."""
     return isinstance(value, dict)
 
 
 def named(value: Any) -> bool:
-    """A dict with texts for keys."""
+    """Tell whether a value is a dict with texts for keys."""
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 def anything(_: Any) -> bool:
-    """Any value."""
+    """Take any value."""
     return True
 
 
 def none_or(kind: Kind) -> Kind:
-    """None, or a value of a kind."""
+    """Make the kind of None, or a value of a kind."""
     return _called(f"None or {kind.__name__}", lambda value: value is None or kind(value))
 
 
 def list_of(kind: Kind) -> Kind:
-    """A list or tuple of values of a kind."""
+    """Make the kind of a list or tuple of values of a kind."""
     return _called(f"list of {kind.__name__}", lambda value: isinstance(value, list | tuple) and all(map(kind, value)))
 
 
 def dict_of(kind: Kind) -> Kind:
-    """A dict with texts for keys and values of a kind."""
+    """Make the kind of a dict with texts for keys and values of a kind."""
     return _called(f"dict of {kind.__name__}", lambda value: named(value) and all(map(kind, value.values())))
 
 

@@ -1,4 +1,4 @@
-"""Every change that a store makes to a file system, in one place, hashed on the way; and which faults are tried again.
+"""Operations of a store on a file system, in one place, hashed on the way; and which faults are tried again.
 
 Tests kill, fail and record at each operation through `Files.trace`, which is called before it happens.
 """
@@ -19,7 +19,7 @@ from instep.checkpoint import names
 from instep.checkpoint.hashing import Data, FileRecord, OutFile, Trace, hash_file
 from instep.utils import atomic
 from instep.utils.process_id import is_gone, this_process
-from instep.utils.untrusted_files import open_regular, read_regular
+from instep.utils.untrusted_files import open_regular, read_regular, too_large
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ _PASSING = {getattr(errno, name) for name in _PASSING_NAMES if hasattr(errno, na
 
 
 def passing(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is one that may not come again: a network's or a server's short fault."""
+    """Tell whether an error, or its cause, may not come again: a short fault of a network or a server."""
     while error is not None:
         if isinstance(error, (ConnectionError, TimeoutError)):
             return True
@@ -65,6 +65,9 @@ def patiently(read: Callable[[], T]) -> T:
 class Files(ABC):
     """The operations of a store on one kind of file system.
 
+    Each kind implements the abstract methods. The others are right as they stand where a write is safe once it has
+    returned and folders come with their files, as in an object store.
+
     Args:
         trace: called before each operation with its name, its path, and the bytes of a write or the target of a
             rename. What it raises, the operation raises.
@@ -81,79 +84,90 @@ class Files(ABC):
 
     @abstractmethod
     def create(self, path: Path, total_bytes: int | None = None) -> OutFile:
-        """A new file to write to."""
+        """Open a new file to write to."""
 
     def write_file(self, path: Path, data: Data) -> FileRecord:
-        """A new file with this content, safe when this returns."""
+        """Write a new file with this content; it is safe when this returns."""
         with self.create(path, len(data)) as out:
             out.write(data)
             return out.close()
 
     @abstractmethod
-    def take_in(self, path: Path) -> FileRecord:
-        """The record of a file that somebody else wrote, which is safe when this returns."""
-
-    @abstractmethod
     def size(self, path: Path) -> int:
-        """Bytes of a file."""
+        """Return the bytes of a file."""
 
     @abstractmethod
     def hash(self, path: Path) -> FileRecord:
-        """The record of a file as it is there."""
+        """Hash a file as it is there."""
 
-    @abstractmethod
-    def read(self, path: Path, most: int) -> bytes:
-        """The content of a file that has at most so many bytes; OSError where it has more."""
+    def sync_and_hash(self, path: Path) -> FileRecord:
+        """Make a file that somebody else wrote safe, and hash it."""
+        return self.hash(path)
 
     @abstractmethod
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
-        """Bytes of a file; fewer where it ends before."""
+        """Read bytes of a file; fewer where it ends before."""
+
+    def read(self, path: Path, most: int) -> bytes:
+        """Read a file that has at most so many bytes; OSError where it has more."""
+        data = self.read_range(path, 0, most + 1)  # one request, where asking for the size first would be two
+        if len(data) > most:
+            raise too_large(path, self.size(path), most)
+        return bytes(data)
 
     @abstractmethod
     def fetched(self, path: Path, check: bool) -> AbstractContextManager[tuple[Path, FileRecord | None]]:
-        """A local file with the content of a file, and its record; without `check` only where it costs nothing."""
+        """Give a local file with the content of a file, and its record; without `check` only where it costs nothing."""
 
     # Folders.
 
     @abstractmethod
+    def entries(self, folder: Path) -> dict[str, bool]:
+        """List the names in a folder, hidden ones too, each with whether it is a folder; none without the folder."""
+
     def folders(self, root: Path) -> list[str]:
-        """The names of the folders in a folder, hidden ones too; none where it does not exist."""
+        """List the names of the folders in a folder, in order."""
+        return sorted(name for name, is_folder in self.entries(root).items() if is_folder)
 
     @abstractmethod
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Bytes of every file in a folder and those below it, by relative name with slashes."""
+        """Return the bytes of every file in a folder and those below it, by relative name with slashes."""
 
-    @abstractmethod
     def looks_damaged(self, folder: Path) -> bool:
-        """Whether a visible folder without a manifest was a checkpoint once, and is no save in progress."""
-
-    @abstractmethod
-    def remove_tree(self, folder: Path) -> None:
-        """Remove a folder and all that it holds; nothing happens where it is gone."""
+        """Tell whether a visible folder without a manifest was a checkpoint once, and is no save in progress."""
+        return False
 
     # A save, in this order.
 
-    @abstractmethod
-    def make_root(self, root: Path) -> None:
-        """A folder and its parents where they are missing."""
+    def make_root(self, root: Path) -> None:  # noqa: B027  where folders come with their files
+        """Make a folder and its parents where they are missing."""
 
     @abstractmethod
     def begin(self, final: Path) -> Path:
-        """The folder that a save writes to; FileExistsError where another save has taken the name."""
+        """Make the folder that a save writes to; FileExistsError where another save has taken the name."""
 
-    @abstractmethod
-    def write_manifest(self, folder: Path, manifest: bytes) -> None:
+    def write_manifest(self, folder: Path, manifest: bytes) -> None:  # noqa: B027  where `publish` writes it
         """Write the manifest and make the folder safe: all of a commit but its instant."""
 
     @abstractmethod
     def publish(self, folder: Path, final: Path, manifest: bytes) -> None:
         """Commit at one instant: `final` is a checkpoint when this returns, and none where this was not reached."""
 
-    # Small files beside the checkpoints: leases.
+    # Removing.
 
     @abstractmethod
-    def listed(self, folder: Path) -> list[str]:
-        """The names of the files in a folder, and maybe of folders; none where it does not exist."""
+    def delete(self, folder: Path) -> None:
+        """Remove a checkpoint, gone at one instant, or one of `leftovers`; nothing happens where it is gone."""
+
+    @abstractmethod
+    def leftovers(self, root: Path) -> list[tuple[Path, bool | None]]:
+        """List what is no checkpoint: saves in progress, dead ones and half removed folders.
+
+        Returns:
+            Each with whether nobody is at work there; None where that cannot be known from here.
+        """
+
+    # Small files beside the checkpoints: leases.
 
     @abstractmethod
     def create_exclusive(self, path: Path, data: bytes) -> bool:
@@ -167,23 +181,9 @@ class Files(ABC):
     def remove(self, path: Path) -> None:
         """Remove a file; nothing happens where it is gone."""
 
-    # Removing.
-
-    @abstractmethod
-    def delete(self, folder: Path) -> None:
-        """Remove a checkpoint, gone at one instant; or what a failed save left."""
-
-    @abstractmethod
-    def leftovers(self, root: Path) -> list[tuple[Path, bool | None]]:
-        """List what is no checkpoint: saves in progress, dead ones and half removed folders.
-
-        Returns:
-            Each with whether nobody is at work there; None where that cannot be known from here.
-        """
-
 
 class LocalOut(OutFile):
-    """On a local disk: fsynced at its end."""
+    """New file on a local disk, fsynced at its end."""
 
     _fd = -1
 
@@ -195,7 +195,7 @@ class LocalOut(OutFile):
 
     def _finish(self) -> None:
         self._trace("fsync", self.path, None)
-        _fsync(self._fd)
+        atomic.fsync(self._fd)
         fd, self._fd = self._fd, -1
         os.close(fd)
 
@@ -215,10 +215,10 @@ class LocalFiles(Files):
     def create(self, path: Path, total_bytes: int | None = None) -> OutFile:
         return LocalOut(path, total_bytes, self._before)
 
-    def take_in(self, path: Path) -> FileRecord:
+    def sync_and_hash(self, path: Path) -> FileRecord:
         self._before("fsync", path)
         with open_regular(path) as file:
-            _fsync(file.fileno())
+            atomic.fsync(file.fileno())
         return hash_file(path)
 
     def size(self, path: Path) -> int:
@@ -229,7 +229,7 @@ class LocalFiles(Files):
         return hash_file(path)
 
     def read(self, path: Path, most: int) -> bytes:
-        return read_regular(path, most)
+        return read_regular(path, most)  # which refuses a larger file before it reads any of it
 
     def read_range(self, path: Path, begin: int, end: int) -> bytearray:
         with open_regular(path) as file:
@@ -247,12 +247,12 @@ class LocalFiles(Files):
         open_regular(path).close()  # what follows may open it by its name
         yield path, hash_file(path) if check else None
 
-    def folders(self, root: Path) -> list[str]:
+    def entries(self, folder: Path) -> dict[str, bool]:
         try:
-            with os.scandir(root) as entries:
-                return sorted(entry.name for entry in entries if _is_folder(entry))
+            with os.scandir(folder) as found:
+                return {entry.name: _is_folder(entry) for entry in found}
         except FileNotFoundError:
-            return []
+            return {}
 
     def sizes(self, folder: Path) -> dict[str, int]:
         return {
@@ -266,13 +266,13 @@ class LocalFiles(Files):
         return names.split_name(folder.name) is not None and any(folder.glob("*.safetensors"))
 
     def make_root(self, root: Path) -> None:
-        """A folder and its parents where they are missing, each one on the disk."""
+        """Make a folder and its parents where they are missing, each one on the disk."""
         missing = [folder for folder in (root, *root.parents) if not folder.exists()]
         for folder in reversed(missing):
             self.make_folder(folder, exist_ok=True)
 
     def make_folder(self, folder: Path, exist_ok: bool = False) -> None:
-        """A folder, on the disk when this returns."""
+        """Make a folder, which is on the disk when this returns."""
         self._before("mkdir", folder)
         folder.mkdir(exist_ok=exist_ok)
         self.sync_folder(folder.parent)
@@ -295,25 +295,12 @@ class LocalFiles(Files):
     def sync_folder(self, path: Path) -> None:
         """Wait until the disk has the folder's entries."""
         self._before("fsync_folder", path)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            _fsync(fd)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that knows no fsync of folders
-                raise
-        finally:
-            os.close(fd)
+        atomic.sync_path(path)
 
     def rename(self, old: Path, new: Path) -> None:
         """Give a folder another name on the same file system, at one instant."""
         self._before("rename", old, new)
         os.rename(old, new)
-
-    def listed(self, folder: Path) -> list[str]:
-        try:
-            return os.listdir(folder)
-        except FileNotFoundError:
-            return []
 
     def create_exclusive(self, path: Path, data: bytes) -> bool:
         self._before("create_exclusive", path, data)
@@ -366,16 +353,3 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()  # mostly without a question to the system, unlike Path.is_dir
     except OSError:
         return False  # a link that leads to itself
-
-
-def _fsync(fd: int) -> None:
-    try:
-        import fcntl  # late: not on every platform
-    except ImportError:
-        os.fsync(fd)
-        return
-    full = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync leaves the data in the drive's cache
-    if full is not None:
-        fcntl.fcntl(fd, full)
-    else:
-        os.fsync(fd)

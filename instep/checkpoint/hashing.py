@@ -41,7 +41,7 @@ class FileRecord:
 
 
 class Hasher:
-    """The record of a file from its content in order, piece by piece."""
+    """Maker of a file's record from its content in order, piece by piece."""
 
     def __init__(self) -> None:
         import xxhash  # late: `instep.trainer` imports this package, most programs never hash
@@ -73,14 +73,14 @@ class Hasher:
 
 
 def digest(data: Data) -> str:
-    """The xxh3-128 of some bytes, in hex."""
+    """Compute the xxh3-128 of some bytes, in hex."""
     import xxhash  # late, see Hasher
 
     return xxhash.xxh3_128(data).hexdigest()
 
 
 def hash_file(path: Path) -> FileRecord:
-    """The record of a file as it is on the disk."""
+    """Hash a file as it is on the disk."""
     hasher = Hasher()
     buffer = memoryview(bytearray(4 * 2**20))
     with open_regular(path) as file:

@@ -19,7 +19,7 @@ from instep.checkpoint.edge import Kind, check, count, flag, list_of, reading, t
 from instep.checkpoint.files import patiently
 from instep.checkpoint.remote import files_of
 from instep.checkpoint.tensors import ALIASES, DTYPES, FORMAT_NAMES, OFFSETS, SHARDS, dtype_from_name
-from instep.errors import CheckpointError, CorruptCheckpointError
+from instep.errors import CorruptCheckpointError
 from instep.utils.untrusted_files import parse_object
 
 _LONGEST = 100 * 10**6  # bytes of a header, as the safetensors library allows
@@ -28,7 +28,7 @@ _FORMATS_OWN = {*_TORCH_NAMES, "F4", "F6_E2M3", "F6_E3M2"}  # a torch may lack s
 
 
 def _span(value: Any) -> bool:
-    """A list of two numbers of bytes."""
+    """Tell whether a value is a list of two numbers of bytes."""
     return list_of(count)(value) and len(value) == 2
 
 
@@ -62,7 +62,7 @@ class FileSlice:
     name: str
 
     def take(self, begin: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of the part; of memory that nobody else has, but not always contiguous."""
+        """Read a box of the part, into memory of its own, which is not always contiguous."""
         dtype = dtype_from_name(self.dtype)
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=dtype)
@@ -71,10 +71,8 @@ class FileSlice:
         last = first + _flat_index([size - 1 for size in sizes], strides)
         start = self.begin + first * dtype.itemsize
         stop = self.begin + (last + 1) * dtype.itemsize
-        try:
+        with reading(self.path, f"does not hold {self.name}"):
             data = patiently(lambda: files_of(self.path).read_range(self.path, start, stop))
-        except OSError as error:
-            raise CheckpointError(f"could not read {self.path}: {error.strerror or error}", path=self.path) from error
         if len(data) != stop - start:
             raise CorruptCheckpointError(f"{self.path} is cut short: it ends within {self.name}", path=self.path)
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(tuple(sizes), strides)
@@ -96,7 +94,8 @@ def read_parts(path: Path) -> dict[str, FileSlice]:
         header = parse_object(patiently(lambda: files.read_range(path, 8, 8 + length)))
         notes = header.pop("__metadata__", {})
         check(notes, {}, "its metadata", dict.fromkeys(notes, text))
-        raw, aliases, shards, offsets = (parse_object(notes.get(it, "{}")) for it in (DTYPES, ALIASES, SHARDS, OFFSETS))
+        ours = (DTYPES, ALIASES, SHARDS, OFFSETS)
+        raw, aliases, shards, offsets = (parse_object(notes.get(key, "{}")) for key in ours)
         found: dict[str, FileSlice] = {}
         for name, entry in header.items():
             check(entry, _ENTRY, name)
@@ -134,7 +133,7 @@ def _check_place(part: FileSlice) -> None:
 
 def _check_ranges(parts: Iterable[FileSlice], begin: int, size: int) -> None:
     """Refuse tensors with gaps between them, or over each other: as the format says, they fill the file."""
-    for part in sorted(parts, key=lambda it: (it.begin, it.end)):
+    for part in sorted(parts, key=lambda part: (part.begin, part.end)):
         if part.begin != begin or part.end < begin:
             raise ValueError(f"{part.name} does not begin where the tensor before it ends")
         begin = part.end
@@ -164,7 +163,7 @@ class LazyTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return torch.Size(self.parts[0].shape)
 
     @property
@@ -173,15 +172,15 @@ class LazyTensor:
         return dtype_from_name(self.parts[0].dtype)
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """The tensor or a box of it, on the CPU, in memory of its own; only what the box needs is read.
+        """Read the tensor or a box of it, on the CPU, in memory of its own; only what the box needs is read.
 
         Raises:
             CorruptCheckpointError: the parts do not make up the tensor.
         """
         shape = self.parts[0].shape
         box = tuple(slice(0, size) for size in shape) if box is None else box
-        begin = [it.start for it in box]
-        sizes = [max(it.stop - it.start, 0) for it in box]
+        begin = [side.start for side in box]
+        sizes = [max(side.stop - side.start, 0) for side in box]
         there = sum(math.prod(part.sizes) for part in self.parts)
         if there != math.prod(shape):
             one = self.parts[0]
@@ -219,7 +218,7 @@ class LazyTensor:
 
 
 def join_tensors(files: Iterable[Mapping[str, FileSlice]]) -> dict[str, LazyTensor]:
-    """The tensors of several files, each made of all parts of that name."""
+    """Join the tensors of several files, each made of all parts of that name."""
     parts: dict[str, list[FileSlice]] = {}
     for file in files:
         for name, part in file.items():
@@ -228,7 +227,7 @@ def join_tensors(files: Iterable[Mapping[str, FileSlice]]) -> dict[str, LazyTens
 
 
 def read_all(stored: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
-    """Every tensor; those that share their parts are the same object."""
+    """Read every tensor; those that share their parts become the same object."""
     read: dict[tuple[FileSlice, ...], Tensor] = {}
     for tensor in stored.values():
         if tensor.parts not in read:
@@ -237,7 +236,7 @@ def read_all(stored: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
 
 
 def join_trees(trees: Iterable[Any]) -> Any:
-    """One state of those that several ranks wrote, each with what it holds.
+    """Join the states that several ranks wrote, each with what that rank holds.
 
     Dicts are united, lists joined by position (lists of names united, in order), and tensors put together. Of other
     values the first one is taken, and of None the other one.

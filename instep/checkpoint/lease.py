@@ -104,7 +104,7 @@ class Lease:
             ) from error
 
     def check(self) -> None:
-        """Called right before a commit or a deletion; from any thread.
+        """Check that the lease still holds, right before a commit or a deletion; from any thread.
 
         Raises:
             LeaseLostError: the folder was taken over; nothing may be written into it.
@@ -154,7 +154,7 @@ class Lease:
         if not made:
             del _held[self._id]
             return False
-        for name in self._files.listed(self.root):
+        for name in self._files.entries(self.root):
             match = _NAME.fullmatch(name)
             older = match is not None and int(match[1]) < self.number
             if older or (name.startswith(".lease-") and is_gone(name.rpartition("@")[2])):  # or half made by the dead
@@ -179,7 +179,7 @@ class Lease:
         return json.dumps(content, indent=1).encode()
 
     def _problem(self) -> str:
-        """Why this lease does not hold any more; empty where it does."""
+        """Say why this lease does not hold any more; empty where it does."""
         highest = _highest(self.root, self._files)
         there = None if highest is None else _read(self.root, highest, self._files)
         if isinstance(self.root, Path) and not self.root.is_dir():  # a bucket has no folders
@@ -213,7 +213,7 @@ class Lease:
                     )
 
     def _renew(self) -> str:
-        """Error that came in the way; None without one."""
+        """Renew the lease; the error that came in the way, empty without one."""
         with self._writing:
             try:
                 if self._stop.is_set():
@@ -234,7 +234,7 @@ def check_seen(path: Path, files: Files, rank: int) -> None:
         CheckpointError: it does not.
     """
     deadline = time.monotonic() + SEEN_S
-    while path.name not in files.listed(path.parent):
+    while path.name not in files.entries(path.parent):
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"rank {rank} (host {socket.gethostname()}) does not see {path}, which rank 0 has made. All ranks must "
@@ -245,11 +245,11 @@ def check_seen(path: Path, files: Files, rank: int) -> None:
 
 
 def _highest(root: Path, files: Files) -> int | None:
-    return max((int(match[1]) for name in files.listed(root) if (match := _NAME.fullmatch(name))), default=None)
+    return max((int(match[1]) for name in files.entries(root) if (match := _NAME.fullmatch(name))), default=None)
 
 
 def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
-    """A lease's content, empty where it cannot be understood; None where it is gone."""
+    """Read a lease's content, empty where it cannot be understood; None where it is gone."""
     try:
         content = parse_json(files.read(root / f".lease-{number:08d}", LEASE_BYTES))
     except FileNotFoundError:
@@ -260,10 +260,10 @@ def _read(root: Path, number: int, files: Files) -> dict[str, Any] | None:
 
 
 def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    """Values of the kinds that a lease has, of a file that anybody may have written; the rest is left out."""
+    """Keep the values of the kinds that a lease has, of a file that anybody may have written."""
     texts = ("id", "owner", "host", "run_id", "command", "since")
     kept: dict[str, Any] = {
-        key: it[:_LONG] for key in texts if isinstance(it := content.get(key), str) and it.isprintable()
+        key: value[:_LONG] for key in texts if isinstance(value := content.get(key), str) and value.isprintable()
     }
     for key, least in (("pid", 0), ("counter", 0), ("interval_s", 1e-3)):
         value = content.get(key)
@@ -317,7 +317,7 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
 
 
 def _was_ours(content: dict[str, Any]) -> bool | None:
-    """Whether an earlier start of this job took it, which is over; None where that cannot be said.
+    """Tell whether an earlier start of this job, which is over, took the lease; None where that cannot be said.
 
     A rank of it that still runs on a host that was cut off finds the higher number before its next commit.
     """

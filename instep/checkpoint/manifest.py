@@ -66,7 +66,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def to_bytes(self) -> bytes:
-        """The content of manifest.json.
+        """Make the content of manifest.json.
 
         Raises:
             UnsavableStateError: `info` holds something else than JSON values.
@@ -126,7 +126,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
+    """Read the manifest of a checkpoint folder.
 
     Raises:
         CheckpointNotFoundError: the folder has none: it is not a checkpoint, or only a part of one.

@@ -1,4 +1,4 @@
-"""The names of folders in a store."""
+"""Names of folders in a store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_BYTES = 150  # file systems allow 255; the prefix and the owner need the re
 
 
 def base_name(step: int, name: str | None) -> str:
-    """The name of a checkpoint without its attempt.
+    """Make the name of a checkpoint without its attempt.
 
     Raises:
         SettingError: the name cannot be that of one visible folder, or the step is not a count.
@@ -45,35 +45,35 @@ def base_name(step: int, name: str | None) -> str:
 
 
 def split_name(folder: str) -> tuple[str, int] | None:
-    """Base and attempt of a folder's name; None where it is not a checkpoint's name."""
+    """Split a folder's name into base and attempt; None where it is not a checkpoint's name."""
     match = _NUMBERED.fullmatch(folder)
     return None if match is None else (match["base"], int(match["attempt"]))
 
 
 def step_of(folder: str) -> tuple[int, int] | None:
-    """Step and attempt by the name alone, for a folder whose manifest cannot be read; None where it does not say."""
+    """Read step and attempt from a folder's name alone; None where it does not say them."""
     parts = split_name(folder)
     match = None if parts is None else _STEP.fullmatch(parts[0])
     return None if match is None or parts is None else (int(match["step"]), parts[1])
 
 
 def saving_name(final: str, owner: str) -> str:
-    """The hidden sibling that a save is written to."""
+    """Make the name of the hidden sibling that a save is written to."""
     return f"{SAVING}{final}@{owner}"
 
 
 def saving_owner(folder: str) -> str:
-    """The process that writes to a hidden sibling."""
+    """Return the process that writes to a hidden sibling."""
     return folder.rpartition("@")[2]
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is that of a visible file in the folder itself, and not the manifest's."""
+    """Tell whether a name is that of a visible file in the folder itself, and not the manifest's."""
     return "/" not in name and is_inner_name(name)
 
 
 def is_inner_name(name: str) -> bool:
-    """Whether a name is that of a visible file in the folder or in one below it, and not the manifest's."""
+    """Tell whether a name is that of a visible file in the folder or below it, and not the manifest's."""
     parts = name.split("/")
     return name != MANIFEST and all(
         part == Path(part).name and not part.startswith(".") and "\0" not in part and part != "" for part in parts
@@ -81,7 +81,7 @@ def is_inner_name(name: str) -> bool:
 
 
 def inside(folder: Path, name: Any, said_by: Path) -> Path:
-    """The path of what a file names in a folder.
+    """Make the path of what a file names in a folder.
 
     Args:
         folder: where it must lie.

@@ -23,7 +23,7 @@ from instep.utils.untrusted_files import STATE_BYTES, parse_json
 
 
 class Reader:
-    """Reads the files of one checkpoint. Local to this process.
+    """Reader of the files of one checkpoint. Local to this process.
 
     Args:
         path: the checkpoint's folder.
@@ -42,11 +42,11 @@ class Reader:
         self._unverified = set(self.manifest.files) if verify else set()
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has a file of that name."""
+        """Tell whether the checkpoint has a file of that name."""
         return name in self.manifest.files
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a safetensors file, on the CPU, under all their names.
+        """Read the tensors of a safetensors file, on the CPU, under all their names.
 
         Raises:
             CheckpointNotFoundError: the checkpoint has no such file.
@@ -68,7 +68,7 @@ class Reader:
             raise self._corrupt(_unreadable(name, error)) from error
 
     def json(self, name: str) -> Any:
-        """The value of a JSON file; raises like `tensors`."""
+        """Read the value of a JSON file; raises like `tensors`."""
         path = self._listed(name)
         try:
             data = patiently(lambda: files_of(path).read(path, STATE_BYTES))
@@ -84,15 +84,15 @@ class Reader:
             raise self._corrupt(f"{name} is not JSON: {error}") from error
 
     def has_state(self, base: str) -> bool:
-        """Whether `state(base)` finds something."""
+        """Tell whether `state(base)` finds something."""
         return bool(self.files_of(f"{base}.json"))
 
     def files_of(self, name: str) -> list[str]:
-        """The files of a name: itself, or the parts of it that each rank wrote; empty where there is none."""
-        return [it for it in sorted(self.manifest.files) if name in (it, whole_name(it))]
+        """List the files of a name: itself, or the parts of it that each rank wrote; empty where there is none."""
+        return [file for file in sorted(self.manifest.files) if name in (file, whole_name(file))]
 
     def joined(self, name: str) -> dict[str, LazyTensor]:
-        """The tensors of a safetensors file, or of the parts of it that each rank wrote, to be read when asked for."""
+        """Open the tensors of a safetensors file, or of the parts that each rank wrote, to be read when asked for."""
         return self._stored(self.files_of(name) or [name])
 
     def state(self, base: str, lazy: bool = False) -> Any:
@@ -111,10 +111,10 @@ class Reader:
             decode(self.json(name), self._stored([file] if self.has(file) else []))
             for name, file in zip(found, beside, strict=True)
         )
-        return tree if lazy else map_leaves(lambda it: it.read() if isinstance(it, LazyTensor) else it, tree)
+        return tree if lazy else map_leaves(lambda leaf: leaf.read() if isinstance(leaf, LazyTensor) else leaf, tree)
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's weights, whole; of `model.safetensors`, or of the parts that each rank wrote.
+        """Read the model's weights, whole: of `model.safetensors`, or of the parts that each rank wrote.
 
         Raises:
             CheckpointNotFoundError: there are none.
@@ -125,12 +125,12 @@ class Reader:
         return read_all(self._stored(self._weight_files()))
 
     def stored_weights(self) -> Mapping[str, StoredTensor]:
-        """The model's weights, each left in its file until it, or a box of it, is read."""
+        """Open the model's weights, each left in its file until it, or a box of it, is read."""
         return self._stored(self._weight_files())
 
     def _weight_files(self) -> list[str]:
-        files = sorted(it for it in self.manifest.files if it.endswith(".safetensors"))
-        found = [it for it in files if it.startswith("model") and whole_name(it) != "model_extra.safetensors"]
+        files = sorted(name for name in self.manifest.files if name.endswith(".safetensors"))
+        found = [name for name in files if name.startswith("model") and whole_name(name) != "model_extra.safetensors"]
         if not found:
             raise CheckpointNotFoundError(f"{self.path} holds no model*.safetensors", path=self.path)
         return found
@@ -164,7 +164,7 @@ class Reader:
 
 
 def whole_name(name: str) -> str:
-    """A file's name without the rank that wrote this part.
+    """Return a file's name without the rank that wrote this part.
 
     Example:
         >>> whole_name("model-00000-of-00002.safetensors")

@@ -21,7 +21,7 @@ from instep.checkpoint import names
 from instep.checkpoint.files import Files, LocalFiles
 from instep.checkpoint.hashing import FileRecord, Hasher, OutFile
 from instep.utils.process_id import is_gone, this_process
-from instep.utils.untrusted_files import LEASE_BYTES, too_large
+from instep.utils.untrusted_files import LEASE_BYTES
 
 _OWNER = ".owner"
 _PART_BYTES = 32 * 2**20  # of an upload; up to about three of them are in memory
@@ -31,7 +31,7 @@ _AHEAD = 4  # ranges
 
 
 def files_of(path: Path) -> Files:
-    """The operations for the file system that a path is on."""
+    """Choose the operations for the file system that a path is on."""
     return LocalFiles() if isinstance(path, Path) else RemoteFiles()
 
 
@@ -44,9 +44,6 @@ class RemoteFiles(Files):
     def create(self, path: Path, total_bytes: int | None = None) -> OutFile:
         return _RemoteOut(path, total_bytes, self._before)
 
-    def take_in(self, path: Path) -> FileRecord:
-        return self.hash(path)
-
     def size(self, path: Path) -> int:
         with _as_os_error(path):
             return int(_fs(path).info(_key(path))["size"])
@@ -57,24 +54,18 @@ class RemoteFiles(Files):
             hasher.update(piece)
         return hasher.record()
 
-    def read(self, path: Path, most: int) -> bytes:
+    def read_range(self, path: Path, begin: int, end: int) -> bytearray:
         try:
-            data = self.read_range(path, 0, most + 1)  # one request, where asking for the size first would be two
+            with _as_os_error(path):
+                return bytearray(_fs(path).cat_file(_key(path), start=begin, end=end))
         except OSError:
             if self.size(path) == 0:  # of which some stores have no range
-                return b""
+                return bytearray()
             raise
-        if len(data) > most:
-            raise too_large(path, self.size(path), most)
-        return bytes(data)
-
-    def read_range(self, path: Path, begin: int, end: int) -> bytearray:
-        with _as_os_error(path):
-            return bytearray(_fs(path).cat_file(_key(path), start=begin, end=end))
 
     @contextmanager
     def fetched(self, path: Path, check: bool) -> Iterator[tuple[Path, FileRecord | None]]:
-        """A temporary copy, hashed on the way in any case. `TMPDIR` says on which disk."""
+        """Give a temporary copy, hashed on the way in any case. `TMPDIR` says on which disk."""
         with tempfile.NamedTemporaryFile(prefix="instep-", suffix=path.suffix) as file:
             hasher = Hasher()
             for piece in self._pieces(path):
@@ -83,13 +74,13 @@ class RemoteFiles(Files):
             file.flush()
             yield Path(file.name), hasher.record()
 
-    def folders(self, root: Path) -> list[str]:
+    def entries(self, folder: Path) -> dict[str, bool]:
         try:
-            with _as_os_error(root):
-                found = _fs(root).ls(_key(root), detail=True)
+            with _as_os_error(folder):
+                found = _fs(folder).ls(_key(folder), detail=True)
         except FileNotFoundError:
-            return []
-        return sorted(PurePosixPath(entry["name"]).name for entry in found if entry["type"] == "directory")
+            return {}
+        return {PurePosixPath(entry["name"]).name: entry["type"] == "directory" for entry in found}
 
     def sizes(self, folder: Path) -> dict[str, int]:
         with _as_os_error(folder):
@@ -97,35 +88,23 @@ class RemoteFiles(Files):
         start = _key(folder).rstrip("/") + "/"
         return {name.removeprefix(start): int(entry["size"]) for name, entry in found.items()}
 
-    def looks_damaged(self, folder: Path) -> bool:
-        return False  # without a manifest it is a save in progress, or a dead one, which `leftovers` tells
-
-    def make_root(self, root: Path) -> None:
-        pass  # folders come with their files; a bucket is not made for a misspelled name
-
     def begin(self, final: Path) -> Path:
         if not self.create_exclusive(final / _OWNER, this_process().encode()):
             raise FileExistsError(errno.EEXIST, "another save has taken this name", str(final))
         return final
 
-    def write_manifest(self, folder: Path, manifest: bytes) -> None:
-        pass
-
     def publish(self, folder: Path, final: Path, manifest: bytes) -> None:
         self.replace(final / names.MANIFEST, manifest)
 
     def delete(self, folder: Path) -> None:
-        if self.sizes(folder):
-            self.replace(folder / _OWNER, b"")  # nobody's: any run may remove what this one leaves
-            self.remove_tree(folder)
-
-    def remove_tree(self, folder: Path) -> None:
-        found = self.sizes(folder)
-        rest = sorted(found.keys() - {names.MANIFEST, _OWNER})
-        for some in ([names.MANIFEST] * (names.MANIFEST in found), rest, [_OWNER] * (_OWNER in found)):
-            for name in some:
+        found = self.sizes(folder).keys()
+        if not found:
+            return
+        self.replace(folder / _OWNER, b"")  # nobody's: any run may remove what this one leaves
+        for some in (found & {names.MANIFEST}, found - {names.MANIFEST, _OWNER}, {_OWNER}):
+            for name in sorted(some):
                 self._before("unlink", folder / name)
-            self._remove(folder, some)
+            self._remove(folder, sorted(some))
 
     def leftovers(self, root: Path) -> list[tuple[Path, bool | None]]:
         inside: dict[str, set[str]] = {}
@@ -140,7 +119,7 @@ class RemoteFiles(Files):
         return found
 
     def create_exclusive(self, path: Path, data: bytes) -> bool:
-        """A new object with this content; False where there is one already.
+        """Make a new object with this content; False where there is one already.
 
         Exact where the store has conditional puts (S3 since 2024, Google, Azure, newer MinIO, and within one process
         memory). Elsewhere it looks first, and of two that do so at one instant both may succeed.
@@ -161,17 +140,10 @@ class RemoteFiles(Files):
         return True
 
     def replace(self, path: Path, data: bytes) -> None:
-        """An object with this content, at one instant, whatever was there."""
+        """Put an object with this content, at one instant, whatever was there."""
         self._before("put", path)
         with _as_os_error(path):
             _fs(path).pipe_file(_key(path), data)
-
-    def listed(self, folder: Path) -> list[str]:
-        try:
-            with _as_os_error(folder):
-                return [PurePosixPath(name).name for name in _fs(folder).ls(_key(folder), detail=False)]
-        except FileNotFoundError:
-            return []
 
     def remove(self, path: Path) -> None:
         self._before("unlink", path)
@@ -182,7 +154,7 @@ class RemoteFiles(Files):
             pass  # gone already
 
     def _pieces(self, path: Path) -> Iterator[bytes]:
-        """The content in order, some ranges ahead."""
+        """Read the content in order, some ranges ahead."""
         fs, key, size = _fs(path), _key(path), self.size(path)
 
         def ask(start: int) -> bytes:
@@ -209,7 +181,7 @@ class RemoteFiles(Files):
 
 
 class _RemoteOut(OutFile):
-    """Streams through the file system's own upload in parts, which is given up as a whole if it fails."""
+    """New object, sent by the file system's own upload in parts, which is given up as a whole if it fails."""
 
     _file: Any = None
 
@@ -256,7 +228,7 @@ def _key(path: Any) -> str:
 
 @contextmanager
 def _as_os_error(path: Path) -> Iterator[None]:
-    """Every store's library has its own errors; from here on they are OSErrors."""
+    """Turn errors of a store's library into OSErrors."""
     try:
         yield
     except (MemoryError, AttributeError, TypeError, NameError):

@@ -1,9 +1,9 @@
-"""Which parts of a checkpoint a run takes up, and what came of it."""
+"""Parts of a checkpoint that a run takes up, and the report of what came of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 from instep.errors import SettingError
 
 _SWITCHES = ("optimizer", "schedulers", "position", "callbacks", "loggers")
+_MOST_NAMES = 8  # that a report says of a kind
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Which parts of a checkpoint are taken up beside the weights; by default all of them, so that the run goes on.
+    """Parts of a checkpoint that are taken up beside the weights; by default all of them, so that the run goes on.
 
     Args:
         optimizer: the optimizers' states, and the loss scale.
@@ -63,14 +64,14 @@ class Resume:
             )
         if self.lr is not None:
             rates = [self.lr] if isinstance(self.lr, float | int) else list(self.lr)
-            if not rates or not all(isinstance(it, float | int) and 0 <= it < math.inf for it in rates):
+            if not rates or not all(isinstance(rate, float | int) and 0 <= rate < math.inf for rate in rates):
                 raise SettingError(f"Resume(lr={self.lr!r}): a number, or one for each parameter group", field="lr")
             if not isinstance(self.lr, float | int):
                 object.__setattr__(self, "lr", tuple(rates))
 
     @classmethod
     def weights(cls, strict: bool | None = None) -> Resume:
-        """The weights alone: a new run begins with them. Files of weights are enough.
+        """Restore the weights alone: a new run begins with them. Files of weights are enough.
 
         Args:
             strict: as above.
@@ -167,6 +168,6 @@ def compare(
     return fits
 
 
-def _few(names: Iterable[str], most: int = 8) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f", and {more} more" if more > 0 else "")

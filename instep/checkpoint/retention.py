@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: small policies that decide and touch no disk. `a | b` keeps what either keeps.
+"""Policies for which checkpoints to keep: they decide and touch no disk. `a | b` keeps what either keeps.
 
 A policy judges records, the oldest first, and says which are to go. The newest is never among them, whatever the
 policy: where all older ones turn out to be damaged, it is what a run goes on from.
@@ -42,23 +42,23 @@ class Retention(ABC):
 
     @abstractmethod
     def kept(self, saved: Sequence[Saved]) -> set[str]:
-        """The keys of those that the policy wants.
+        """Return the keys of those that the policy wants.
 
         Args:
             saved: what there is, the oldest first.
         """
 
     def to_delete(self, saved: Sequence[Saved]) -> list[str]:
-        """The keys of those to delete, the oldest first; never the newest.
+        """Return the keys of those to delete, the oldest first; never the newest.
 
         Args:
             saved: what there is and verifies, the oldest first.
         """
         kept = self.kept(saved)
-        return [it.key for it in saved[:-1] if it.key not in kept]
+        return [one.key for one in saved[:-1] if one.key not in kept]
 
     def takes(self, new: Saved, saved: Sequence[Saved]) -> bool:
-        """Whether a new one would be wanted beside those there are, so that it is worth saving."""
+        """Tell whether a new one would be wanted beside those there are, so that it is worth saving."""
         return new.key in self.kept([*saved, new])
 
     def __or__(self, other: Retention) -> Retention:
@@ -70,12 +70,12 @@ class KeepAll(Retention):
     """Delete nothing."""
 
     def kept(self, saved: Sequence[Saved]) -> set[str]:
-        return {it.key for it in saved}
+        return {one.key for one in saved}
 
 
 @dataclass(frozen=True)
 class KeepNewest(Retention):
-    """The newest ones.
+    """Keep the newest ones.
 
     Args:
         count: how many.
@@ -87,12 +87,12 @@ class KeepNewest(Retention):
         _check(self, "count", self.count, 0)
 
     def kept(self, saved: Sequence[Saved]) -> set[str]:
-        return {it.key for it in saved[max(len(saved) - self.count, 0) :]}
+        return {one.key for one in saved[max(len(saved) - self.count, 0) :]}
 
 
 @dataclass(frozen=True)
 class KeepEvery(Retention):
-    """The first one at or after every multiple of so many steps, for ever.
+    """Keep the first one at or after every multiple of so many steps, for ever.
 
     Args:
         steps: optimizer steps.
@@ -105,8 +105,8 @@ class KeepEvery(Retention):
 
     def kept(self, saved: Sequence[Saved]) -> set[str]:
         first: dict[int, str] = {}
-        for it in sorted(saved, key=lambda it: it.step):
-            first.setdefault(it.step // self.steps, it.key)
+        for one in sorted(saved, key=lambda one: one.step):
+            first.setdefault(one.step // self.steps, one.key)
         return {key for multiple, key in first.items() if multiple}
 
 
@@ -128,7 +128,7 @@ class KeepBest(Retention):
             raise one_of("mode", self.mode, ("min", "max"))
 
     def kept(self, saved: Sequence[Saved]) -> set[str]:
-        return {it.key for it in best_first(saved, self.mode)[: self.count]}
+        return {one.key for one in best_first(saved, self.mode)[: self.count]}
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ def best_first(saved: Sequence[Saved], mode: str) -> list[Saved]:
         mode: "min" or "max".
     """
     sign = 1.0 if mode == "min" else -1.0
-    scored = [(it.score, it) for it in saved if it.score is not None]
-    return [it for _, it in sorted(scored, key=lambda pair: _order(sign * pair[0]))]  # stable
+    scored = [(one.score, one) for one in saved if one.score is not None]
+    return [one for _, one in sorted(scored, key=lambda pair: _order(sign * pair[0]))]  # stable
 
 
 def _order(value: float) -> tuple[bool, float]:
@@ -162,7 +162,7 @@ def _order(value: float) -> tuple[bool, float]:
 
 
 def modes(policy: Retention) -> set[str]:
-    """By which modes of `KeepBest` a policy goes; none where no score matters."""
+    """Return the modes of `KeepBest` in a policy; none where no score matters."""
     return {part.mode for part in _parts(policy) if isinstance(part, KeepBest)}
 
 

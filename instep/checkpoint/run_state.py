@@ -154,7 +154,7 @@ class SavedRun:
         return state
 
     def rank(self, rank: int) -> dict[str, Any] | None:
-        """State that a rank saved of itself; None where there was no such rank. Raises like `shared`."""
+        """Read the state that a rank saved of itself; None where there was no such rank. Raises like `shared`."""
         if rank not in self._ranks:
             name = f"rank-{rank:05d}"
             if not self.reader.has_state(name):
@@ -166,7 +166,7 @@ class SavedRun:
         return self._ranks[rank]
 
     def ranks(self) -> Iterator[dict[str, Any]]:
-        """States that the ranks saved of themselves, in rank order.
+        """Read the states that the ranks saved of themselves, in rank order.
 
         Raises:
             CheckpointNotFoundError: the state of a rank is missing; else as `shared`.
@@ -181,7 +181,7 @@ class SavedRun:
         self._ranks.clear()
 
     def same_sharding(self, rank: int, world_size: int, strategy: Strategy) -> bool:
-        """Whether this rank reads the data that the rank of its number read when it saved. Local."""
+        """Tell whether this rank reads the data that the rank of its number read when it saved. Local."""
         own = self.rank(rank)
         if own is None:
             return False
@@ -190,7 +190,7 @@ class SavedRun:
         return now == (self.shared["world_size"], self.shared["data_world_size"], own["data_rank"], counted)
 
     def model_state(self, lazy: bool) -> dict[str, Any]:
-        """The weights, and what state dicts have beside tensors.
+        """Read the weights, and what state dicts have beside tensors.
 
         Args:
             lazy: leave the tensors where they are until they, or boxes of them, are read.
@@ -199,14 +199,14 @@ class SavedRun:
         return state | self.reader.state("model_extra") if self.reader.has_state("model_extra") else state
 
     def optimizer_trees(self, lazy: bool) -> list[Any]:
-        """The optimizers' states, in the saved order; `lazy` as in `model_state`."""
+        """Read the optimizers' states, in the saved order; `lazy` as in `model_state`."""
         trees: list[Any] = self.reader.state("optimizer", lazy=lazy) if self.reader.has_state("optimizer") else []
         with taking_up(self.path, "the optimizers"):
             check_trees(trees)
         return trees
 
     def random_state(self, own: dict[str, Any] | None, data_rank: int) -> dict[str, Any] | None:
-        """The random generators of a rank that read this part of the data; those of one part are alike.
+        """Find the random state of a rank that read this part of the data; ranks of one part have the same.
 
         Args:
             own: what the rank in this one's place saved, where nothing changed; None looks at all of them.

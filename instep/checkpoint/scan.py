@@ -40,7 +40,7 @@ class CheckpointInfo:
 
 
 def best_first(found: Sequence[CheckpointInfo], monitor: str | None = None) -> list[CheckpointInfo]:
-    """By the monitored score, the best first and the older first among equals, as ModelCheckpoint ranks them.
+    """Sort by the monitored score, the best first and the older first among equals, as ModelCheckpoint does.
 
     A checkpoint without a score, or with nan, is left out: it is never the best.
 
@@ -75,7 +75,7 @@ def best_first(found: Sequence[CheckpointInfo], monitor: str | None = None) -> l
 
 
 def check_keyword(keyword: str) -> str:
-    """The keyword, or SettingError where it is none of those known."""
+    """Return the keyword; SettingError where it is none of those known."""
     if keyword not in ("last", "best", "auto"):
         raise SettingError(
             f"{keyword!r} names no checkpoint. Use a path, 'last', 'best' or 'auto'.", field="ckpt_path", got=keyword
@@ -97,20 +97,20 @@ class Broken:
 
     @property
     def damage(self) -> str:
-        """A message for who asked for it."""
+        """Message for the user who asked for the checkpoint."""
         return f"{self.path} is damaged: {self.problem}. `instep checkpoint verify {self.path}` says what of it is."
 
 
 def folder_names(root: Path) -> list[str]:
-    """The folders in a folder, hidden ones too; none where it does not exist."""
+    """List the folders in a folder, hidden ones too; none where it does not exist."""
     try:
         return patiently(lambda: files_of(root).folders(root))
     except OSError as error:
         raise CheckpointError(f"could not list {root}: {error.strerror or error}", path=root) from error
 
 
-def look(root: Path) -> list[CheckpointInfo | Broken]:
-    """The checkpoints of a folder and what is left of broken ones, by (step, attempt), the highest first.
+def list_checkpoints(root: Path) -> list[CheckpointInfo | Broken]:
+    """List the checkpoints of a folder and what is left of broken ones, by (step, attempt), the highest first.
 
     A broken one is ordered by its name; one whose name does not say its step comes first, since it may be the newest.
     """
@@ -155,10 +155,10 @@ _index: dict[str, dict[str, tuple[_Stamp, Facts]]] = {}
 
 
 def facts(root: Path, by_name: bool = False) -> list[Facts]:
-    """The checkpoints of a folder, the highest (step, attempt) first, each manifest read once by this process.
+    """List the checkpoints of a folder, the highest (step, attempt) first; this process reads a manifest once.
 
-    What was read holds as long as the manifest is the same file. Nothing is loaded by this: `look` and the reader read
-    every manifest again.
+    What was read holds as long as the manifest is the same file. Nothing is loaded by this: `list_checkpoints` and the
+    reader read every manifest again.
 
     Args:
         root: the folder.
@@ -190,11 +190,11 @@ def facts(root: Path, by_name: bool = False) -> list[Facts]:
         if stamp is not None:
             now[name] = known
     _index[str(root)] = now
-    return sorted(found, key=lambda it: (it.step, it.attempt, it.name), reverse=True)
+    return sorted(found, key=lambda one: (one.step, one.attempt, one.name), reverse=True)
 
 
 def _stamp(manifest: str) -> _Stamp | None:
-    """Stamp that tells a file from a later one of its name; None where it is missing."""
+    """Stamp a file, to tell it from a later one of its name; None where it is missing."""
     try:
         seen = os.stat(manifest)
     except OSError:
@@ -203,7 +203,7 @@ def _stamp(manifest: str) -> _Stamp | None:
 
 
 def read_or_say(folder: Path) -> tuple[Manifest | None, str]:
-    """The manifest of a folder, or what is wrong with it."""
+    """Read the manifest of a folder, or say what is wrong with it."""
     try:
         return read_manifest(folder), ""
     except CheckpointError as error:
@@ -211,12 +211,12 @@ def read_or_say(folder: Path) -> tuple[Manifest | None, str]:
 
 
 def is_checkpoint(path: Location) -> bool:
-    """Whether a path is a folder with a manifest that can be read. `verify` reads the rest."""
+    """Tell whether a path is a folder with a manifest that can be read. `verify` reads the rest."""
     return read_or_say(to_path(path))[0] is not None
 
 
 def find_checkpoint(path: Location) -> Path:
-    """The checkpoint that a path means: the folder itself, or the latest attempt where the path leaves the number out.
+    """Find the checkpoint that a path means: the folder itself, or the latest attempt of a name without number.
 
     Args:
         path: such as "runs/best-2", or "runs/best" for the highest "runs/best-<attempt>".
@@ -232,13 +232,14 @@ def find_checkpoint(path: Location) -> Path:
     manifest, problem = read_or_say(path)
     if manifest is not None:
         return path
-    beside = look(path.parent)
+    beside = list_checkpoints(path.parent)
     attempts = [what for what in beside if _base(what.path) == path.name]
     whole = [what for what in attempts if isinstance(what, CheckpointInfo)]
     if whole:
         return max(whole, key=lambda info: info.attempt).path
     if path.exists():
-        inside = [it.path for folder in (path, path / "checkpoints") if folder.is_dir() for it in look(folder)[:1]]
+        folders = [folder for folder in (path, path / "checkpoints") if folder.is_dir()]
+        inside = [what.path for folder in folders for what in list_checkpoints(folder)[:1]]
         hint = f". The newest in it is {inside[0]}" if inside else ""
         raise CheckpointNotFoundError(problem + hint, path=path)
     for what in attempts:

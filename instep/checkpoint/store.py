@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from instep.checkpoint.scan import (
     check_keyword,
     facts,
     folder_names,
-    look,
+    list_checkpoints,
     read_or_say,
 )
 from instep.checkpoint.writer import Writer
@@ -68,12 +69,7 @@ class CheckpointStore:
     """
 
     def __init__(
-        self,
-        root: Location,
-        files: Files | None = None,
-        *,
-        ranks: RankGroup | None = None,
-        lease: Lease | None = None,
+        self, root: Location, files: Files | None = None, *, ranks: RankGroup | None = None, lease: Lease | None = None
     ) -> None:
         self.root = to_path(root).absolute()  # a later chdir must not move it
         self.files = files if files is not None else files_of(self.root)
@@ -100,7 +96,7 @@ class CheckpointStore:
         name = self.ranks.on_rank_zero(take, f"taking {self.root} for this run")
         try:
             with self.ranks.together(f"looking for {name} in {self.root}"):
-                check_seen(self.root / name, self.files, self.ranks.place()[0])
+                check_seen(self.root / name, self.files, self.ranks.rank_and_size()[0])
         except BaseException:
             if self.lease is not None:
                 self.lease.release()
@@ -138,13 +134,13 @@ class CheckpointStore:
             UnsavableStateError: a state holds something that cannot be encoded.
             RemoteError: another rank failed; has that rank's traceback.
         """
-        saved: Path | _Passing = _Passing(0, 0, "")
-        while isinstance(saved, _Passing):
+        saved: Path | _FailedTries = _FailedTries(0, 0, "")
+        while isinstance(saved, _FailedTries):
             saved = self._try(step, write, info or {}, name, run_id, saved)
         return saved
 
     def scan(self) -> list[CheckpointInfo]:
-        """The checkpoints whose manifest can be read, the highest (step, attempt) first. Local; reads no other file.
+        """List the checkpoints whose manifest can be read, the highest (step, attempt) first. Local.
 
         Returns:
             What was found; empty where the folder does not exist.
@@ -152,7 +148,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the folder cannot be listed.
         """
-        return [found for found in look(self.root) if isinstance(found, CheckpointInfo)]
+        return [found for found in list_checkpoints(self.root) if isinstance(found, CheckpointInfo)]
 
     def verify(self, path: Location) -> list[str]:
         """List what is wrong with a checkpoint: empty where every byte of it is what was written. Local."""
@@ -198,7 +194,7 @@ class CheckpointStore:
         """
 
         def look_for_them() -> list[CheckpointInfo | Broken]:
-            found = look(self.root)
+            found = list_checkpoints(self.root)
             return [one for one in found if isinstance(one, Broken) or job in (None, one.manifest.info.get("job"))]
 
         candidates = self.ranks.on_rank_zero(look_for_them, f"looking for checkpoints in {self.root}")
@@ -224,11 +220,11 @@ class CheckpointStore:
         check_keyword(keyword)
         kind = "full" if keyword == "auto" and kind is None else kind
         if keyword == "best":
-            found = self.ranks.on_rank_zero(
-                lambda: best_first(self.scan(), monitor), f"looking for the best in {self.root}"
-            )
+            doing = f"looking for the best in {self.root}"
+            found = self.ranks.on_rank_zero(lambda: best_first(self.scan(), monitor), doing)
         else:
-            found = self.ranks.on_rank_zero(lambda: look(self.root), f"looking for checkpoints in {self.root}")
+            doing = f"looking for checkpoints in {self.root}"
+            found = self.ranks.on_rank_zero(lambda: list_checkpoints(self.root), doing)
         chosen, broken = self._first_verified([c for c in found if isinstance(c, Broken) or kind in (None, c.kind)])
         if chosen is not None:
             return chosen
@@ -284,11 +280,11 @@ class CheckpointStore:
         return self.ranks.on_rank_zero(lambda: self._sweep(of_other_hosts), f"sweeping {self.root}")
 
     def clean_stale(self) -> None:
-        """`sweep`, with a warning where it fails: for a save that must not end for it. Collective."""
+        """Sweep, with a warning where that fails: for a save that must not end for it. Collective."""
         try:
             self.sweep(of_other_hosts=self.lease is not None)
         except (CheckpointError, RemoteError) as error:
-            if self.ranks.place()[0] == 0:
+            if self.ranks.rank_and_size()[0] == 0:
                 warnings.warn(f"what an earlier run left in {self.root} stays there: {error}", stacklevel=3)
 
     def _try(
@@ -298,16 +294,16 @@ class CheckpointStore:
         info: Mapping[str, Any],
         name: str | None,
         run_id: str,
-        before: _Passing,
-    ) -> Path | _Passing:
+        before: _FailedTries,
+    ) -> Path | _FailedTries:
         """Save once. All ranks know from the same messages whether it failed in passing, which the last try raises."""
         begun = self.ranks.on_rank_zero(
             lambda: before.or_again(lambda: self._begin(step, name, before), before.attempt), "starting a checkpoint"
         )
-        if isinstance(begun, _Passing):
+        if isinstance(begun, _FailedTries):
             return begun
         folder, final, attempt = begun
-        rank, world_size = self.ranks.place()
+        rank, world_size = self.ranks.rank_and_size()
         error: BaseException | None = None
         writer = Writer(folder, self.files, rank, world_size)
         try:
@@ -332,7 +328,7 @@ class CheckpointStore:
 
     # Rank 0 only, from here on.
 
-    def _begin(self, step: int, name: str | None, before: _Passing) -> tuple[Path, Path, int]:
+    def _begin(self, step: int, name: str | None, before: _FailedTries) -> tuple[Path, Path, int]:
         if before.tries:
             wait(
                 PAUSES_S[before.tries - 1],
@@ -343,7 +339,7 @@ class CheckpointStore:
         try:
             self.files.make_root(self.root)
             # One number for all saves of a step, so that the order of two folders with other names is certain too.
-            used = [it.attempt for it in facts(self.root, by_name=True) if it.step == step]
+            used = [other.attempt for other in facts(self.root, by_name=True) if other.step == step]
             used += [parts[1] for parts in map(names.split_name, folder_names(self.root)) if parts and parts[0] == base]
             attempt = max([*used, before.attempt]) + 1
             while True:
@@ -380,7 +376,7 @@ class CheckpointStore:
                 world_size=len(parts),
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 versions={"instep": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-                files={**{name: self.files.take_in(folder / name) for name in foreign}, **records},
+                files={**{name: self.files.sync_and_hash(folder / name) for name in foreign}, **records},
                 info=info,
             ).to_bytes()
             self.files.write_manifest(folder, manifest)
@@ -412,7 +408,7 @@ class CheckpointStore:
         try:
             for folder, gone in self.files.leftovers(self.root):
                 if of_other_hosts if gone is None else gone:
-                    self.files.remove_tree(folder)
+                    self.files.delete(folder)
                     removed.append(folder)
         except OSError as error:
             raise CheckpointError(f"could not remove {folder}: {error.strerror or error}", path=folder) from error
@@ -438,21 +434,16 @@ class CheckpointStore:
 
     def _problems(self, folder: Path, manifest: Manifest) -> list[str]:
         """List what is wrong with the files of a checkpoint, each read by one rank. Collective."""
-        rank, world_size = self.ranks.place()
+        rank, world_size = self.ranks.rank_and_size()
         by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
         problems: list[str | None] = []
-        error: Exception | None = None
-        try:
+        with self.ranks.together(f"verifying {folder}"):
             problems = [file_problem(folder / name, record) for name, record in by_size[rank::world_size]]
-        except Exception as caught:  # noqa: BLE001  raised again below, together with the other ranks
-            error = caught
-        found = self.ranks.from_every_rank((problems, error is not None))
-        if any(failed for _, failed in found):
-            self.ranks.fail_together(error, f"verifying {folder}")
-        return [problem for of_rank, _ in found for problem in of_rank if problem is not None]
+        every = chain.from_iterable(self.ranks.from_every_rank(problems))
+        return [problem for problem in every if problem is not None]
 
     def _first_verified(self, candidates: Sequence[CheckpointInfo | Broken]) -> tuple[Reader | None, list[str]]:
-        """A reader of the first that verifies, and what is wrong with each of those before it."""
+        """Open the first that verifies, and say what is wrong with each of those before it."""
         broken: list[str] = []
         for candidate in candidates:
             if isinstance(candidate, Broken):
@@ -462,7 +453,7 @@ class CheckpointStore:
                 if not problems:
                     return Reader(candidate.path, False, candidate.manifest), broken
             broken.append(f"{candidate.path.name}: {'; '.join(problems)}")
-            if self.ranks.place()[0] == 0:
+            if self.ranks.rank_and_size()[0] == 0:
                 warnings.warn(f"the checkpoint {candidate.path} is passed over: {'; '.join(problems)}", stacklevel=3)
         return None, broken
 
@@ -472,7 +463,7 @@ class CheckpointStore:
 
 
 @dataclass(frozen=True)
-class _Passing:
+class _FailedTries:
     """Tries of a save so far, each of which failed by a fault that may not come again."""
 
     tries: int
@@ -483,10 +474,10 @@ class _Passing:
     def last(self) -> bool:
         return self.tries == len(PAUSES_S)
 
-    def again(self, attempt: int, why: str) -> _Passing:
-        return _Passing(self.tries + 1, attempt, why)
+    def again(self, attempt: int, why: str) -> _FailedTries:
+        return _FailedTries(self.tries + 1, attempt, why)
 
-    def or_again(self, act: Callable[[], T], attempt: int) -> T | _Passing:
+    def or_again(self, act: Callable[[], T], attempt: int) -> T | _FailedTries:
         """Call `act`; its result, or that there is to be another try."""
         try:
             return act()
@@ -499,7 +490,7 @@ class _Passing:
 def _joined(
     parts: Sequence[tuple[int, dict[str, FileRecord]]], sizes: Mapping[str, int], folder: Path
 ) -> dict[str, FileRecord]:
-    """The records of all ranks, held against what rank 0 sees."""
+    """Join the records of all ranks, after a look at what rank 0 sees."""
     steps = {step for step, _ in parts}
     if len(steps) > 1:
         each = ", ".join(f"rank {rank}: {step}" for rank, (step, _) in enumerate(parts))

@@ -91,7 +91,7 @@ class Shard:
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        """Which part of what it is."""
+        """Shape of the whole, and place of the part in it."""
         return tuple(self.shape), tuple(self.offsets), self.flat
 
 
@@ -100,7 +100,7 @@ class StoredTensor(Protocol):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         ...
 
     @property
@@ -109,7 +109,7 @@ class StoredTensor(Protocol):
         ...
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """The tensor, or a box of it, on the CPU, in memory of its own; only what the box needs is read.
+        """Read the tensor, or a box of it, on the CPU, in memory of its own; only what the box needs is read.
 
         Args:
             box: a slice with start and stop per dimension; None for all of it.
@@ -118,12 +118,12 @@ class StoredTensor(Protocol):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name without `torch.`."""
+    """Return a dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """The dtype of that name; ValueError where this torch has none."""
+    """Find the dtype of that name; ValueError where this torch has none."""
     dtype = vars(torch).get(name)  # no attribute: torch's own imports modules of that name
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
@@ -189,7 +189,7 @@ def write_tensors(
 def framing(
     tensors: Mapping[str, Tensor | Shard], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Tensor]]:
-    """Beginning of a safetensors file, and the tensors whose contents follow in this order, without gaps.
+    """Make the beginning of a safetensors file, and order the tensors whose contents follow without gaps.
 
     Args:
         tensors: as for `write_tensors`; shared ones follow once.
@@ -209,7 +209,9 @@ def framing(
         notes[DTYPES] = json.dumps(raw)
     shards = {name: part for name in stored if isinstance(part := tensors[name], Shard)}
     if shards:
-        offsets = {name: shards[name].offsets if name in shards else (0,) * it.ndim for name, it in stored.items()}
+        offsets = {
+            name: shards[name].offsets if name in shards else (0,) * tensor.ndim for name, tensor in stored.items()
+        }
         wide = {name: {"saved_offsets": [*begin, *[0] * (name in raw)]} for name, begin in offsets.items()}
         notes[OFFSETS] = json.dumps(wide)
         notes[SHARDS] = json.dumps({name: _about(part) for name, part in shards.items()})
@@ -229,7 +231,7 @@ def framing(
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, on the CPU.
+    """Read every tensor of a safetensors file, on the CPU.
 
     Shared names get the same tensor object. The tensors own their memory: the library maps the file, and a mapped file
     that is cut short later kills the process that touches it.
@@ -299,7 +301,7 @@ def _split_shared(tensors: Mapping[str, Tensor | Shard]) -> tuple[dict[str, Tens
 
 
 def content_of(tensor: Tensor) -> Data:
-    """The bytes that a file has of a tensor."""
+    """Return the bytes that a file has of a tensor."""
     if tensor.numel() == 0:
         return b""
     plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()

@@ -28,7 +28,7 @@ from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object
 
 _FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
-_INDEX = ".json"  # of the files of a model, as the Hugging Face hub has it
+_INDEX = ".json"  # of the files of a model
 _NESTED = ("state_dict", "model", "model_state_dict")  # where Lightning and common scripts keep the weights
 
 _HUB_INDEX = "model.safetensors.index.json"  # as the Hugging Face hub has it
@@ -65,11 +65,11 @@ def load_weights(path: Location) -> dict[str, Tensor]:
     foreign = _stored_folder(path)
     if foreign is None:
         return Reader(find_checkpoint(path)).weights()
-    return {name: it if isinstance(it, Tensor) else it.read() for name, it in foreign.items()}
+    return {name: tensor if isinstance(tensor, Tensor) else tensor.read() for name, tensor in foreign.items()}
 
 
 def stored_weights(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
-    """The weights that `load_weights` would read, each one left there until it, or a box of it, is read.
+    """Open the weights that `load_weights` would read, each left there until it, or a box of it, is read.
 
     Args:
         path: what is neither a checkpoint nor a safetensors file is read whole.
@@ -81,7 +81,7 @@ def stored_weights(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tens
 
 
 def _stored_folder(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor] | None:
-    """The weights of a folder that DeepSpeed or torch.distributed.checkpoint wrote; None where neither did."""
+    """Open the weights of a folder of DeepSpeed or torch.distributed.checkpoint; None where it is neither's."""
     zero = find_zero_folder(path)
     if zero is not None:
         return load_zero_weights(zero, read_torch_file)
@@ -96,7 +96,7 @@ def _stored_in(path: Path) -> dict[str, LazyTensor]:
 
 
 def indexed_files(path: Path) -> list[Path]:
-    """The files that an index names (`*.index.json`, as the Hugging Face hub has it), which lie in its folder.
+    """List the files that an index (`*.index.json`, as on the Hugging Face hub) names, which lie in its folder.
 
     Raises:
         CorruptCheckpointError: it is no index.
@@ -110,9 +110,9 @@ def indexed_files(path: Path) -> list[Path]:
 
 
 def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a state dict without what a file may have put on them; tied ones stay one object."""
+    """Free the tensors of a state dict of what a file may have put on them; tied ones stay one object."""
     once: dict[int, Tensor] = {}
-    return {str(name): once.setdefault(id(it), torch.Tensor.detach(it)) for name, it in state.items()}
+    return {str(name): once.setdefault(id(tensor), torch.Tensor.detach(tensor)) for name, tensor in state.items()}
 
 
 def _load_foreign(path: Path) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
         CheckpointNotFoundError: as for `merge`, as are the others.
     """
     weights = stored_weights(to_path(path))
-    sizes = {name: it.dtype.itemsize * it.shape.numel() for name, it in weights.items()}
+    sizes = {name: tensor.dtype.itemsize * tensor.shape.numel() for name, tensor in weights.items()}
     parts: list[list[str]] = [[]]
     room = max_bytes
     for name, size in sizes.items():
@@ -196,10 +196,7 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
         if count > 1:
             places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-            data = json.dumps(index, indent=2).encode()
-            with LocalFiles().create(temporary / _HUB_INDEX, len(data)) as out:
-                out.write(data)
-                out.close()
+            LocalFiles().write_file(temporary / _HUB_INDEX, json.dumps(index, indent=2).encode())
         LocalFiles().sync_folder(temporary)
 
     return write_new(local_path(folder), write)
@@ -222,7 +219,7 @@ def write_plain(weights: _Weights, file: Path, names: Iterable[str] | None = Non
     # Of the right shape and dtype, and of no size in memory.
     shells = {name: torch.empty((), dtype=weights[name].dtype).expand(weights[name].shape) for name in names}
     head, order = framing(shells)
-    with LocalFiles().create(file, len(head) + sum(it.nbytes for it in order.values())) as out:
+    with LocalFiles().create(file, len(head) + sum(tensor.nbytes for tensor in order.values())) as out:
         out.write(head)
         for name in order:
             tensor = weights[name]

@@ -19,7 +19,7 @@ from instep.errors import SettingError, UnsavableStateError
 
 
 class BaseWriter(ABC):
-    """How states become files; where these go is the subclass's choice.
+    """Writer of states as files; the subclass chooses where these go.
 
     File names are shared by all ranks: put the rank into those of per-rank files.
 
@@ -97,7 +97,7 @@ class BaseWriter(ABC):
 
 
 class Writer(BaseWriter):
-    """Writes the files of one rank into a checkpoint that is being saved.
+    """Writer of one rank's files into a checkpoint that is being saved.
 
     Args:
         folder: the hidden folder being written. What else is put there becomes part of the checkpoint too.
@@ -125,7 +125,7 @@ class Writer(BaseWriter):
 
 
 def checked_name(name: str) -> str:
-    """The name; SettingError where it cannot be that of a checkpoint's file."""
+    """Return the name; SettingError where it cannot be that of a checkpoint's file."""
     if not is_plain_name(name):
         raise SettingError(f"{name!r} cannot name a file of a checkpoint: give a plain, visible name", got=name)
     return name

@@ -31,11 +31,7 @@ _ASKED = (
     "accelerator", "devices", "num_processes", "num_nodes", "rdzv_endpoint", "node_rank", "master_addr", "master_port",
     "strategy", "strategy_options", "precision", "accumulate_grad_batches", "hang_timeout_s", "log_dir",
 )  # fmt: skip
-_MICRO_BATCHES = "Micro-batches per optimizer step"
-_HANG = "After how many seconds without a step does a rank hang? 0 for never"
-_LOG_DIR = "Folder for what each rank prints; - for none"
 _COMMON_STRATEGIES = "auto, ddp, fsdp, hsdp, tp, cp, pp, deepspeed_stage_2, deepspeed_stage_3, xla ..."
-_RESTARTS = "How often may the job start over after a failure?"
 _PRECISIONS = "32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true, fp8"
 CONFIG_HELP = "the file (default: INSTEP_CONFIG_FILE, else ~/.config/instep/config.yaml)"
 
@@ -263,38 +259,34 @@ class Templates:
 
 
 def _answers(now: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
-    here = f"Which devices? Here are {', '.join(kinds)}"
-    values = {"accelerator": _ask("accelerator", here, now["accelerator"])}
-    count = now["devices"] if values["accelerator"] == now["accelerator"] else 1
-    values["devices"] = _ask("devices", "How many processes on each machine, or indices as 0,1", count)
-    values["num_nodes"] = _ask(
-        "num_nodes", "How many machines? MIN:MAX lets a job go on with less", now.get("num_nodes", 1)
-    )
-    if values["num_nodes"] != 1:
-        elastic = ":" in str(values["num_nodes"])
-        if elastic:
-            values["rdzv_endpoint"] = _ask(
-                "rdzv_endpoint", "HOST:PORT on one of them where all can meet", now.get("rdzv_endpoint")
-            )
-        else:
-            values["node_rank"] = _ask("node_rank", "Which of them is this one? From 0", now.get("node_rank", 0))
-            values["master_addr"] = _ask("master_addr", "Address of machine 0", now.get("master_addr"))
-            values["master_port"] = _ask("master_port", "A free port there", now.get("master_port", 29500))
-        values["max_restarts"] = _ask("max_restarts", _RESTARTS, now.get("max_restarts", 3))
-    values["strategy"] = _ask("strategy", f"How is the model spread? {_COMMON_STRATEGIES}", now.get("strategy", "auto"))
-    if values["strategy"] != "auto":
-        options = now.get("strategy_options", "") if values["strategy"] == now.get("strategy") else ""
-        question = f"Arguments of {values['strategy']}, as name=value,name=value"
-        options = _ask("strategy_options", question, options)
-        values |= {"strategy_options": options} if options else {}
-    values["precision"] = _ask("precision", f"Precision? {_PRECISIONS}", now.get("precision", "32-true"))
-    values["accumulate_grad_batches"] = _ask(
-        "accumulate_grad_batches", _MICRO_BATCHES, now.get("accumulate_grad_batches", 1)
-    )
-    timeout = _ask("hang_timeout_s", _HANG, now.get("hang_timeout_s", 0), none="0")
-    values |= {"hang_timeout_s": timeout} if timeout else {}
-    folder = _ask("log_dir", _LOG_DIR, now.get("log_dir", "-"), none="-")
-    return values | ({"log_dir": folder} if folder else {})
+    values: dict[str, Any] = {}
+
+    def ask(name: str, question: str, default: Any = None, none: str = "") -> Any:
+        values[name] = _ask(name, question, now.get(name, default), none)
+        return values[name]
+
+    before = now["accelerator"], now.get("strategy")
+    if ask("accelerator", f"Which devices? Here are {', '.join(kinds)}") != before[0]:
+        now = {**now, "devices": 1}
+    ask("devices", "How many processes on each machine, or indices as 0,1")
+    nodes = ask("num_nodes", "How many machines? MIN:MAX lets a job go on with less", 1)
+    if ":" in str(nodes):
+        ask("rdzv_endpoint", "HOST:PORT on one of them where all can meet")
+    elif nodes != 1:
+        ask("node_rank", "Which of them is this one? From 0", 0)
+        ask("master_addr", "Address of machine 0")
+        ask("master_port", "A free port there", 29500)
+    if nodes != 1:
+        ask("max_restarts", "How often may the job start over after a failure?", 3)
+    strategy = ask("strategy", f"How is the model spread? {_COMMON_STRATEGIES}", "auto")
+    if strategy != "auto":
+        now = now if strategy == before[1] else {**now, "strategy_options": ""}
+        ask("strategy_options", f"Arguments of {strategy}, as name=value,name=value", "")
+    ask("precision", f"Precision? {_PRECISIONS}", "32-true")
+    ask("accumulate_grad_batches", "Micro-batches per optimizer step", 1)
+    ask("hang_timeout_s", "After how many seconds without a step does a rank hang? 0 for never", 0, none="0")
+    ask("log_dir", "Folder for what each rank prints; - for none", "-", none="-")
+    return {name: value for name, value in values.items() if value not in (None, {})}
 
 
 def _ask(name: str, question: str, default: Any, none: str = "") -> Any:
@@ -359,7 +351,7 @@ def use(path: Path) -> str:
 
 
 def assignments(words: Iterable[str]) -> dict[str, Any]:
-    """Settings as `NAME=VALUE` words, checked; `NAME.MEMBER=VALUE` for a member of one that is a mapping.
+    """Read settings as `NAME=VALUE` words, checked; `NAME.MEMBER=VALUE` for a member of one that is a mapping.
 
     Raises:
         SettingError: a word is none, or its value is wrong.
@@ -395,7 +387,7 @@ def split(path: str) -> tuple[str, str]:
 
 
 def laid_over(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with others laid over them, as a launch lays its sources over one another."""
+    """Lay settings over others, as a launch lays its sources over one another."""
     merged = dict(values)
     put(new, dict.fromkeys(new, "here"), merged, dict.fromkeys(merged, "there"))
     return merged

@@ -53,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     output.table(("what", "version"), versions.items())
     output.say()
-    rows = [(it["device"], it["name"], *(_size(it[key]) for key in ("memory_bytes", "free_bytes"))) for it in devices]
+    rows = [
+        (device["device"], device["name"], *(output.size(device[key]) for key in ("memory_bytes", "free_bytes")))
+        for device in devices
+    ]
     output.table(("device", "name", "memory", "free"), rows, right=("memory", "free"))
     output.say()
     if variables:
@@ -105,7 +108,7 @@ def _devices() -> Iterator[dict[str, Any]]:
 
 
 def _main_memory() -> tuple[int | None, int | None]:
-    """Bytes in all, and what programs can get; None where the system does not say."""
+    """Read the bytes of memory in all, and those that programs can get; None where the system does not say."""
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return tuple(int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))  # pyright: ignore
@@ -123,7 +126,3 @@ def _processor() -> str:
 
 def _variables() -> dict[str, str]:
     return hide({name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)})
-
-
-def _size(count: int | None) -> str | None:
-    return None if count is None else output.size(count)

@@ -1,4 +1,4 @@
-"""How much memory training takes in each process, by strategy, precision and number of processes.
+"""Estimate the memory that training takes in each process, by strategy, precision and number of processes.
 
 WHAT is a TrainModule or a function that makes one (package.module:Name), a folder or file with a model's configuration
 for transformers, or safetensors files. Two steps run on tensors that have sizes and no values, so nothing is downloaded
@@ -31,13 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", metavar="WHAT", help="an import path, a configuration of transformers, or safetensors files")
     add("--args", metavar="JSON", default="{}", help="the module's arguments")
-    add(
-        "--input",
-        metavar="SIZES[:DTYPE]",
-        action="append",
-        default=[],
-        help="a tensor of the batch; NAME=... for a dict",
-    )
+    add("--input", metavar="SIZES[:DTYPE]", action="append", default=[], help="a batch's tensor; NAME=... for a dict")
     add("--data", metavar="PATH", help="import path of a DataModule, or a function that gives a loader or a batch")
     add("--data-args", metavar="JSON", default="{}", help="its arguments")
     add("--batch-size", type=int, metavar="N", default=1, help="for transformers (default: 1)")
@@ -86,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     output.say(f"{subject.name}: memory of each process")
     columns = ("weights", "gradients", "optimizer", "activations", "peak")
     cells = [
-        (row["precision"], row["strategy"], row["devices"], *(_size(row[column]) for column in columns)) for row in rows
+        (row["precision"], row["strategy"], row["devices"], *(output.size(row[column], "?") for column in columns))
+        for row in rows
     ]
     output.table(("precision", "strategy", "devices", *columns), cells, right=("devices", *columns))
     if subject.batch is None:
@@ -102,7 +97,3 @@ def _json(field: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SettingError(f"{field}={text!r} must be a JSON object of arguments", field=field, got=text)
     return value
-
-
-def _size(count: int | None) -> str:
-    return "?" if count is None else output.size(count)

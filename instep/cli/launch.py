@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Be the agent of the ranks; what the job ended with."""
+    """Be the agent of the ranks; return what the job ended with."""
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not program:
         args.fail("SCRIPT is missing")

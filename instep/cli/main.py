@@ -186,7 +186,7 @@ def _run(command: Command, words: list[str]) -> int:
 
 
 def _overview(words: Sequence[str]) -> int:
-    """Help for no command or a group of them; an error for what is not known."""
+    """Print the help for no command or a group of them; an error for what is not known."""
     if words == ["--version"]:
         sys.stdout.write(f"instep {__version__}\n")
         return 0

@@ -21,17 +21,8 @@ from instep.cli import output
 from instep.errors import SettingError
 from instep.utils.paths import local_path
 
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _INDICES = ("model.safetensors.index.json", "model.safetensors")
 
 
@@ -99,7 +90,7 @@ def _source(src: str) -> str | Path:
 
 
 def parse_size(field: str, text: str) -> int:
-    """Bytes, of a text such as 5GB or 200 MiB.
+    """Read bytes from a text such as 5GB or 200 MiB.
 
     Raises:
         SettingError: it is none, or not above 0.

@@ -24,7 +24,7 @@ _METAVARS = {
 
 
 class _Say(argparse.Action):
-    """Keeps what the command line says, by setting, with the word that says it."""
+    """Action that keeps what the command line says, by setting, with the word that says it."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         said = dict(namespace.said)

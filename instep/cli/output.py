@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs.
+"""Output of commands: tables for people, JSON for programs.
 
 On a terminal tables are rich's; elsewhere they are aligned text without colours, boxes or line breaks.
 """
@@ -129,13 +129,15 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def size(count: float) -> str:
-    """Bytes as people read them.
+def size(count: float | None, unknown: str = "") -> str:
+    """Write bytes as people read them; `unknown` for None.
 
     Example:
         >>> size(999), size(1500), size(2.5e9)
         ('999 B', '1.5 kB', '2.5 GB')
     """
+    if count is None:
+        return unknown
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 1000 or unit == "TB":
             break

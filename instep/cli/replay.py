@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace, recorded: Any, path: Path, ranks: int) -> tuple[list[str], str, bool]:
-    """The arguments after the Python executable, the folder to run in, and whether the program starts its own ranks."""
+    """Find the arguments after the Python executable, the folder to run in, and whether the program starts ranks."""
     given = shlex.split(args.command) if args.command else args.after
     if given and Path(given[0]).name.startswith("python"):
         given = given[1:]
@@ -140,9 +140,9 @@ def _recorded(recorded: Any, path: Path) -> tuple[dict[str, Any], bool]:
         return {}, False
     how = {key: value for key, value in recorded.items() if key != "mark"} if isinstance(recorded, dict) else {}
     words = [how.get("arguments"), how.get("left_out", [])]
-    texts = [it for part in words if isinstance(part, list) for it in part]
+    texts = [text for part in words if isinstance(part, list) for text in part]
     sound = all(isinstance(part, list) for part in words) and how.get("arguments")
-    if not sound or not all(isinstance(it, str) and "\0" not in it for it in [*texts, how.get("folder") or ""]):
+    if not sound or not all(isinstance(text, str) and "\0" not in text for text in [*texts, how.get("folder") or ""]):
         raise CorruptCheckpointError(f"{path} has no sound command. Give the program with --command.", path=path)
     return how, is_own(how, recorded.get("mark"))
 
@@ -200,10 +200,8 @@ def _execute(command: list[str], folder: str, order: str, ranks: int) -> int:
     from instep.trainer.replay import VARIABLE  # late: loads torch
 
     if ranks == 1:
-        arguments = [sys.executable, *command]
-        return subprocess.run(
-            arguments, cwd=folder, env={**os.environ, VARIABLE: order}, stdout=2, check=False
-        ).returncode
+        environment = {**os.environ, VARIABLE: order}
+        return subprocess.run([sys.executable, *command], cwd=folder, env=environment, stdout=2, check=False).returncode
     from instep.launch.engine import LaunchSpec, run  # late, as above
 
     with _as_in(folder):

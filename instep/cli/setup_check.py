@@ -1,4 +1,4 @@
-"""What `instep test` does in each rank: one check after another, with its time, and its bandwidth where that tells.
+"""Checks of `instep test` in each rank, one after another, with their times, and bandwidths where these tell.
 
 Every rank runs every check, and all exchange what went wrong before the next one begins.
 """
@@ -75,7 +75,7 @@ def _data(world: int) -> TensorDataset:
 
 
 class Watch(Callback):
-    """Notes the epochs' losses, and saves after the last but one."""
+    """Callback that notes the epochs' losses, and saves after the last but one."""
 
     def __init__(self, save_to: Path | None = None) -> None:
         self.losses: list[float] = []
@@ -317,7 +317,7 @@ def _training(state: PartialState, asked: Trainer) -> Iterator[Result]:
 
 @contextlib.contextmanager
 def _folder(state: PartialState) -> Iterator[Path]:
-    """A folder that all ranks see: a temporary one; with several nodes in this folder, which they share."""
+    """Make a folder that all ranks see: a temporary one; with several nodes in this folder, which they share."""
     parent = None if state.num_nodes == 1 else os.getcwd()
     with contextlib.ExitStack() as stack:
         if state.is_main_process:

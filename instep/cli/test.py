@@ -23,7 +23,7 @@ _LONGEST_S = 86400
 
 
 def main(words: Sequence[str]) -> int | None:
-    """`Trainer.test` where the words are for it."""
+    """Run `Trainer.test` where the words are for it."""
     return run_trainer("test", words) if is_run(words) else None
 
 

@@ -51,7 +51,7 @@ from instep.utils.seed import seed_everything
 
 
 class SaveConfigCallback(Callback):
-    """Saves what a `TrainerCLI` was configured with as `config.yaml` in the run folder.
+    """Callback that saves the configuration of a `TrainerCLI` as `config.yaml` in the run folder.
 
     The file appears in one instant and is on the disk before the first step. A run that is resumed with another
     configuration saves that as `config-1.yaml` and so on: nothing is overwritten. Without a run folder (no logger and
@@ -83,13 +83,13 @@ class SaveConfigCallback(Callback):
         self._saved = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Before the first step; a resume that was refused has saved nothing."""
+        """Save before the first step; a resume that was refused has saved nothing."""
         self._save(trainer, module)
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
     def save_config(self, trainer: Any, module: Any, stage: str) -> None:
-        """Override it to save the configuration somewhere else as well. Called on the main process only.
+        """Save the configuration somewhere else as well, in a subclass. Called on the main process only.
 
         Example:
             >>> class Logged(SaveConfigCallback):
@@ -233,10 +233,10 @@ class TrainerCLI:
         """Add arguments, links (`parser.link_arguments`) and defaults (`parser.set_defaults`) to a command's parser."""
 
     def before_instantiate_classes(self) -> None:
-        """Called when the words are parsed, with the result in `self.config`."""
+        """Act when the words are parsed, with the result in `self.config`."""
 
     def after_instantiate_classes(self) -> None:
-        """Called when `self.model`, `self.datamodule` and `self.trainer` are there."""
+        """Act when `self.model`, `self.datamodule` and `self.trainer` are there."""
 
     def configure_optimizers(self, module: TrainModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
         """Configure the optimizers that the command line names, in place of the module's own.
@@ -253,7 +253,7 @@ class TrainerCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The commands, which are methods of the Trainer, and those of their arguments that the CLI passes itself."""
+        """List the commands, methods of the Trainer, each with those of its arguments that the CLI passes itself."""
         evaluation = {"model", "dataloaders", "datamodule"}
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
@@ -365,10 +365,10 @@ class TrainerCLI:
         for name, value in (model["init_args"] if inner else model).items():
             if names := _names_in(value, stand_ins):
                 self._of_checkpoint[name] = _put_back(value, stand_ins)
-                if not all(stand_ins[it].is_text for it in names):
+                if not all(stand_ins[text].is_text for text in names):
                     unsaved.append(f"model.{inner}{name}")
         prefix = "" if self.subcommand is None else f"{self.subcommand}."
-        texts = {name: it.value for name, it in stand_ins.items() if it.is_text}
+        texts = {name: stand_in.value for name, stand_in in stand_ins.items() if stand_in.is_text}
         self._parser().leave_out(unsaved, texts)
         if prefix:
             self.parser.leave_out([prefix + key for key in unsaved], texts)
@@ -376,8 +376,8 @@ class TrainerCLI:
 
     def _dumped(self) -> dict[str, Any]:
         """Return the command's configuration as plain values."""
-        plain = json.loads(self.parser.dump(self.config, format="json", skip_link_targets=False, skip_unset=False))
-        return plain if self.subcommand is None else plain[self.subcommand]
+        dumped = self.parser.dump(self.config, format="json", skip_link_targets=False, skip_unset=False)
+        return self._own(json.loads(dumped))
 
     # ---- building
 
@@ -394,8 +394,7 @@ class TrainerCLI:
     def _set_seed(self) -> None:
         seed = self._get(self.config, "seed_everything")
         if seed is not False:
-            config = self.config if self.subcommand is None else self.config[self.subcommand]
-            config["seed_everything"] = seed_everything(0 if seed is True else seed)
+            self._own(self.config)["seed_everything"] = seed_everything(0 if seed is True else seed)
 
     def instantiate_classes(self) -> None:
         """Build the data, the module and the Trainer."""
@@ -431,8 +430,7 @@ class TrainerCLI:
         always = self.trainer_defaults.get("callbacks", [])
         extra += [always] if isinstance(always, Callback) else list(always)
         if self.save_config_callback is not None and not settings.get("fast_dev_run"):
-            own = self.config if self.subcommand is None else self.config[self.subcommand]
-            extra.append(self.save_config_callback(self._parser(), own, **self.save_config_kwargs))
+            extra.append(self.save_config_callback(self._parser(), self._own(self.config), **self.save_config_kwargs))
         if "callbacks" in settings:
             given = settings["callbacks"]
             given = [] if given is None else [given] if isinstance(given, Callback) else list(given)
@@ -517,7 +515,11 @@ class TrainerCLI:
 
     def _get(self, config: Namespace, key: str) -> Any:
         """Return a value of the command's configuration."""
-        return (config if self.subcommand is None else config[self.subcommand]).get(key)
+        return self._own(config).get(key)
+
+    def _own(self, config: Any) -> Any:
+        """Return the command's part of a configuration."""
+        return config if self.subcommand is None else config[self.subcommand]
 
 
 def _returned(cls: Any) -> type:
@@ -528,18 +530,18 @@ def _returned(cls: Any) -> type:
 def _names_in(value: Any, stand_ins: Mapping[str, StandIn]) -> list[str]:
     """Collect the stand-ins in plain values."""
     if isinstance(value, dict):
-        return [name for pair in value.items() for it in pair for name in _names_in(it, stand_ins)]
+        return [name for pair in value.items() for inner in pair for name in _names_in(inner, stand_ins)]
     if isinstance(value, list):
-        return [name for it in value for name in _names_in(it, stand_ins)]
+        return [name for inner in value for name in _names_in(inner, stand_ins)]
     return [value] if isinstance(value, str) and value in stand_ins else []
 
 
 def _put_back(value: Any, stand_ins: Mapping[str, StandIn]) -> Any:
-    """Plain values with what the stand-ins stand for."""
+    """Put what the stand-ins stand for back into plain values."""
     if isinstance(value, dict):
-        return {_put_back(key, stand_ins): _put_back(it, stand_ins) for key, it in value.items()}
+        return {_put_back(key, stand_ins): _put_back(inner, stand_ins) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_put_back(it, stand_ins) for it in value]
+        return [_put_back(inner, stand_ins) for inner in value]
     return stand_ins[value].value if isinstance(value, str) and value in stand_ins else value
 
 

@@ -31,7 +31,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print_config", action="store_true", help="print all that holds, as YAML, and exit")
 
 
-class Fit:
+class _Command:
+    arguments = staticmethod(arguments)
+
+    @classmethod
+    def main(cls, words: Sequence[str]) -> int:
+        """Run the method of the Trainer that the class is named after."""
+        return run_trainer(cls.__name__.lower(), words)
+
+
+class Fit(_Command):
     """Train a module with data as a configuration and the command line say.
 
     Settings come from, the first wins: the command line, --config files (the last one first), variables such as
@@ -49,15 +58,8 @@ class Fit:
       instep fit -c instep_runs/version_0/config.yaml --ckpt_path auto
     """
 
-    arguments = staticmethod(arguments)
 
-    @staticmethod
-    def main(words: Sequence[str]) -> int:
-        """Train."""
-        return run_trainer("fit", words)
-
-
-class Validate:
+class Validate(_Command):
     """Run a module over its validation data as a configuration and the command line say.
 
     The settings are those of `instep fit --help`: that command's config.yaml can be given as it is. Arguments of the
@@ -71,15 +73,8 @@ class Validate:
       instep validate --module pkg:Model --data pkg:Data --ckpt_path runs/step-00001200-1 --trainer.limit_val_batches 10
     """
 
-    arguments = staticmethod(arguments)
 
-    @staticmethod
-    def main(words: Sequence[str]) -> int:
-        """Validate."""
-        return run_trainer("validate", words)
-
-
-class Predict:
+class Predict(_Command):
     """Run a module's predict_step over its data as a configuration and the command line say.
 
     The settings are those of `instep fit --help`: that command's config.yaml can be given as it is. What is predicted
@@ -91,13 +86,6 @@ class Predict:
       instep predict --config instep_runs/version_0/config.yaml --ckpt_path best
       instep predict -c run.yaml --ckpt_path best --trainer.callbacks+=pkg.WriteToDisk --return_predictions false
     """
-
-    arguments = staticmethod(arguments)
-
-    @staticmethod
-    def main(words: Sequence[str]) -> int:
-        """Predict."""
-        return run_trainer("predict", words)
 
 
 def run_trainer(name: str, words: Sequence[str]) -> int:
@@ -149,7 +137,7 @@ def is_run(words: Sequence[str]) -> bool:
 
 
 def dotted(words: Sequence[str]) -> list[str]:
-    """Words with each class that is given as `package.module:Class` or `folder/file.py:Class` by its dotted path.
+    """Replace each class that is given as `package.module:Class` or `folder/file.py:Class` by its dotted path.
 
     Example:
         >>> dotted(["--module", "examples/digits.py:Digits", "--model.lr=0.1"])

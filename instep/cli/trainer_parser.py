@@ -49,7 +49,7 @@ LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
 
 @dataclass
 class LRSchedulerOptions:
-    """When a configured learning-rate scheduler steps.
+    """Options that say when a configured learning-rate scheduler steps.
 
     Args:
         interval: "step", counted in optimizer steps, or "epoch"; by default "step" for OneCycleLR, else "epoch".

@@ -1,4 +1,4 @@
-"""Where the settings of a launch come from: command line, then config file, then environment, then the default.
+"""Sources of the settings of a launch: command line, then config file, then environment, then the default.
 
 A setting that a higher source names hides those below, but the members of `env` and `rdzv_conf`, and the options of one
 and the same strategy, are taken from all.

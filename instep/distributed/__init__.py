@@ -1,4 +1,4 @@
-"""What processes tell each other: collectives on nested data, objects, errors, and triggers.
+"""Communication between processes: collectives on nested data, objects, errors, and triggers.
 
 Everything works alike with one process, where nothing is sent.
 

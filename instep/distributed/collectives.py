@@ -23,12 +23,7 @@ from instep.state.process import step_group
 from instep.state.rank_records import awaited
 
 REDUCTIONS = ("sum", "mean", "min", "max", "none")
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 def gather(data: Any) -> Any:
@@ -154,7 +149,7 @@ def all_reduce_(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def broadcast(data: Any, from_process: int = 0) -> Any:
-    """One rank's tensors on every rank. A collective.
+    """Give one rank's tensors to every rank. A collective.
 
     Args:
         data: a tensor or nested tensors of one structure, shape and dtype on all ranks; not changed. None stays None.
@@ -222,12 +217,12 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], data: Any) ->
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, without a copy: backends move every dtype as bytes, but know few by name."""
+    """View a contiguous tensor as bytes: backends move every dtype as bytes, but know few by name."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _group_of(state: PartialState, tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """CPU tensors go over the gloo group: the default group of a GPU job need not know the CPU."""
+    """Choose the group for a tensor: gloo's on a CPU, which the default group of a GPU job need not know."""
     return state.control_group if tensor.device.type == "cpu" else None
 
 
@@ -243,7 +238,7 @@ def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _all_gather(state: PartialState, tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks, which have equally many."""
+    """Gather the rows of all ranks, which have equally many."""
     if state.num_processes == 1:
         return tensor
     rows = tensor.new_empty((state.num_processes * tensor.shape[0], *tensor.shape[1:]))
@@ -255,7 +250,7 @@ def _all_gather(state: PartialState, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_rows(state: PartialState, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """The rows of all ranks, so many of each."""
+    """Gather the rows of all ranks, so many of each."""
     longest = max(counts)
     if min(counts) == longest:
         return _all_gather(state, tensor)

@@ -59,7 +59,7 @@ _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # where torch has NCC
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The latest collectives, the oldest first; empty where this torch records none.
+    """List the latest collectives, the oldest first; empty where this torch records none.
 
     Safe in any thread, while the others wait for a device or another rank.
     """
@@ -74,7 +74,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def described(entry: dict[str, Any]) -> str:
-    """A collective in words.
+    """Describe a collective in words.
 
     Example:
         >>> described({"profiling_name": "gloo:all_reduce", "collective_seq_id": 7, "process_group": ["0", "default"],
@@ -120,7 +120,7 @@ class Heartbeat:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """A phase in the middle of another one, which goes on after it."""
+        """Enter a phase in the middle of another one, which goes on after it."""
         outer, batch = PHASES[self.numbers[PHASE]], self.numbers[BATCH]
         self.enter(phase)
         yield
@@ -170,7 +170,7 @@ class Heartbeat:
             yield
 
     def end(self) -> None:
-        """An error ends this rank's run: its cleanup may take long, and the others wait for it: it counts as behind.
+        """Note that an error ends this rank's run: its cleanup may take long, so it counts as behind the others.
 
         It does not return where the watchdog has found a hang, and is about to end the process: what is raised then,
         since another rank has gone, comes of the hang and must not replace it in `status.json`.
@@ -186,12 +186,12 @@ class Heartbeat:
             self.enter("outside")
 
     def set_folder(self, folder: Path | None) -> None:
-        """The run folder is known."""
+        """Tell where the run folder is."""
         if folder is not None and self._beats is not None and hasattr(self, "_name"):
             self._beats.set_folder(self._slot, str(folder.absolute() / self._name))
 
     def _offer(self, timeout_s: float | None) -> str | None:
-        """A file for this node's ranks, made by the first of them where there is no agent that made one."""
+        """Make a file for this node's ranks, by the first of them, where there is no agent that made one."""
         if timeout_s is None or self._beats is not None or self._local_rank:
             return None
         number, path = tempfile.mkstemp(prefix="instep-heartbeat-")
@@ -201,7 +201,7 @@ class Heartbeat:
 
 
 def _is_deep(path: str) -> bool:
-    """Whether a file is torch's, Python's or that of a collective: it matters less who waits than who called."""
+    """Tell whether a file is torch's, Python's or a collective's: who called matters more than where it waits."""
     if os.path.basename(path) in _COLLECTIVES and f"{os.sep}instep{os.sep}" in path:
         return True
     packages = f"{os.sep}site-packages{os.sep}"
@@ -212,7 +212,7 @@ _one: Heartbeat | None = None
 
 
 def heartbeat() -> Heartbeat:
-    """This process's heartbeat."""
+    """Return this process's heartbeat."""
     global _one
     if _one is None or _one.pid != os.getpid():  # a forked child is another process
         _one = Heartbeat()
@@ -260,7 +260,7 @@ class Watchdog:
         while not self._closed.wait(self._poll_s):
             self._note_compiler()
             # What one rank has found is so on all: the others report at once, before its end breaks their connections.
-            if watch.look() or any(beat.said for beat in self._beats.read()):
+            if watch.detect() or any(beat.said for beat in self._beats.read()):
                 self._end()
             self._set_alarm()
 
@@ -317,7 +317,7 @@ class Watchdog:
         os._exit(EXIT_HUNG)
 
     def _first(self) -> bool:
-        """Whether this rank speaks for its node: the first one that can."""
+        """Tell whether this rank speaks for its node: the first one that can."""
         return next(beat.local_rank for beat in self._beats.read() if beat.said) == self._slot
 
     def _write(self, records: list[dict[str, Any]]) -> None:

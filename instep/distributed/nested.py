@@ -50,7 +50,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def iter_leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its path, such as `['a'][0]`, in the order of `map_leaves`."""
+    """Iterate over the leaves, each with its path, such as `['a'][0]`, in the order of `map_leaves`."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from iter_leaves(value, f"{where}[{key!r}]")
@@ -65,7 +65,7 @@ def iter_leaves(data: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def send_to_device(data: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
-    """Nested data with every tensor on a device.
+    """Move every tensor of nested data to a device.
 
     Whatever has a `to` method (tensors, packed sequences, tokenizer batches) moves itself; the rest stays as it is.
 
@@ -101,7 +101,7 @@ def send_to_device(data: Any, device: torch.device | str | int, non_blocking: bo
 
 
 def find_batch_size(data: Any) -> int | None:
-    """The size of dimension 0 of the first tensor that has one; None where there is no such tensor.
+    """Find the size of dimension 0 of the first tensor that has one; None where there is no such tensor.
 
     Example:
         >>> find_batch_size({"x": torch.ones(4, 2), "y": torch.ones(4)})
@@ -114,7 +114,7 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def tensor_leaves(data: Any, operation: str) -> list[tuple[str, torch.Tensor]]:
-    """Every tensor with its path; None is skipped.
+    """List every tensor with its path; None is skipped.
 
     Raises:
         DataError: a leaf is neither a tensor nor None.
@@ -132,7 +132,7 @@ def tensor_leaves(data: Any, operation: str) -> list[tuple[str, torch.Tensor]]:
 
 
 def with_tensors(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """The same structure with other tensors, in the order of `tensor_leaves`."""
+    """Build the same structure with other tensors, in the order of `tensor_leaves`."""
     following = iter(tensors)
     return map_leaves(lambda leaf: next(following) if isinstance(leaf, torch.Tensor) else leaf, data)
 
@@ -182,7 +182,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def slice_tensors(data: Any, tensor_slice: slice) -> Any:
-    """The same rows of every tensor, such as one process's part of a batch.
+    """Take the same rows of every tensor, such as one process's part of a batch.
 
     Args:
         data: nested data; not changed. 0-dim tensors, and what is no tensor, stay as they are.

@@ -51,7 +51,7 @@ def check_rank(from_process: int) -> None:
 
 
 def control_group() -> ProcessGroup | None:
-    """The CPU (gloo) group of all processes for control messages; None for one process."""
+    """Return the CPU (gloo) group of all processes for control messages; None for one process."""
     return PartialState().control_group
 
 
@@ -61,7 +61,7 @@ def wait_for_everyone(name: str | None = None, timeout_s: float | None = None) -
 
 
 def gather_object(obj: Any) -> list[Any]:
-    """Every rank's object, in rank order, on every rank. A collective.
+    """Give every rank all ranks' objects, in rank order. A collective.
 
     Args:
         obj: anything that can be pickled. It is one entry of the list, whatever it is: a dict is not taken apart.
@@ -79,7 +79,7 @@ def gather_object(obj: Any) -> list[Any]:
 
 
 def broadcast_object(obj: Any, from_process: int = 0) -> Any:
-    """One rank's object on every rank. A collective.
+    """Give one rank's object to every rank. A collective.
 
     Args:
         obj: anything that can be pickled; read on `from_process` only.

@@ -55,8 +55,8 @@ class RankGroup:
                 self._group.abort()
             destroy_process_group(self._group)
 
-    def place(self) -> tuple[int, int]:
-        """This process's rank, and the world size."""
+    def rank_and_size(self) -> tuple[int, int]:
+        """Return this process's rank, and the world size."""
         if self._group is not None:
             return self._group.rank(), self._group.size()
         if not process.is_held() and read_environment().world_size == 1:
@@ -65,7 +65,7 @@ class RankGroup:
         return state.process_index, state.num_processes
 
     def from_every_rank(self, value: T) -> list[T]:
-        """Every rank's value, in rank order. Collective."""
+        """Give every rank all ranks' values, in rank order. Collective."""
         return exchange(value, self._messages())
 
     def fail_together(self, error: BaseException | None, doing: str) -> None:
@@ -115,10 +115,10 @@ class RankGroup:
         return value  # pyright: ignore[reportReturnType]
 
     def _messages(self) -> ProcessGroup | None:
-        """The group that messages go over; None for a process alone."""
+        """Return the group that messages go over; None for a process alone."""
         if self._given_up:
             raise DistributedError("this process has given this save up, so it says nothing more of it")
-        if self.place()[1] == 1:
+        if self.rank_and_size()[1] == 1:
             return None
         return PartialState().control_group if self._group is None else self._group
 

@@ -1,4 +1,4 @@
-"""Whether what should be the same on several ranks is the same: parameters compared by hash."""
+"""Comparison, by hash, of parameters that should be the same on several ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def compare_replicas(tensors: Mapping[str, Tensor]) -> list[ReplicaDifference]:
 
 
 def digest(tensor: Tensor) -> int:
-    """A number of 64 bits that stands for a tensor's bytes.
+    """Hash a tensor's bytes to 64 bits.
 
     On a CPU it is a hash. Elsewhere it is made there, of weighted sums over the bytes, so that only 8 bytes are copied.
     """
@@ -80,7 +80,7 @@ def digest(tensor: Tensor) -> int:
 
 
 def weigh(data: Tensor) -> int:
-    """A number that stands for bytes, made on their device.
+    """Hash bytes to a number on their device.
 
     Args:
         data: uint8, of one dimension.
@@ -94,7 +94,7 @@ def weigh(data: Tensor) -> int:
 
 
 def _local(tensor: Tensor) -> tuple[Tensor | None, str]:
-    """What this rank holds of a tensor, and which part of it that is; None where it is a part of a sum."""
+    """Return what this rank holds of a tensor, and which part that is; None where it is a part of a sum."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return (None if torch.nn.parameter.is_lazy(tensor) else tensor), ""

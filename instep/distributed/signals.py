@@ -31,7 +31,7 @@ _open = 0
 
 
 class Deadline:
-    """Ends the process `grace_s` after the first of some signals, or soon after a second one.
+    """Thread that ends the process `grace_s` after the first of some signals, or soon after a second one.
 
     Args:
         numbers: the signals.
@@ -116,7 +116,7 @@ def _close_in_children() -> None:
 
 
 class SignalGuard:
-    """While entered, SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask for a resumable stop; a second one stops at once.
+    """Block in which SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask for a resumable stop; a second one stops at once.
 
     What is ignored stays ignored, and of SIGUSR1 and SIGUSR2 a handler of the program's own stays. Repeats of a signal
     within a second are duplicates: batch systems tell the launcher and the ranks, and the launcher tells its ranks as

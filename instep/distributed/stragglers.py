@@ -49,7 +49,7 @@ _TRAIN = PHASES.index("train")
 
 @dataclass(frozen=True)
 class Pace:
-    """What a rank did in its steps.
+    """Times of a rank's steps.
 
     Args:
         step_s: the time of a step.
@@ -65,12 +65,12 @@ class Pace:
 
     @property
     def busy_s(self) -> float:
-        """What the others may wait for."""
+        """Seconds of work that the others may wait for."""
         return self.work_s + self.data_s
 
 
 def activity(frame: FrameType | None) -> str:
-    """What a thread is doing: "wait", "data" or "work"."""
+    """Tell what a thread is doing: "wait", "data" or "work"."""
     while frame is not None:
         path = frame.f_code.co_filename
         if any(part in path for part in _WAITS):
@@ -82,7 +82,7 @@ def activity(frame: FrameType | None) -> str:
 
 
 def find_stragglers(paces: Mapping[int, Pace]) -> list[int]:
-    """The ranks that work much longer in a step than most.
+    """Find the ranks that work much longer in a step than most.
 
     Example:
         >>> find_stragglers({rank: Pace(0.4, 0.3 if rank == 2 else 0.1, 0.0, "a") for rank in range(4)})
@@ -95,13 +95,13 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[int]:
 
 
 def _median(values: Iterable[float]) -> float:
-    """The lower one of two."""
+    """Return the median; the lower one of two."""
     found = sorted(values)
     return found[(len(found) - 1) // 2]
 
 
 class PaceWatch:
-    """The thread, until `close`.
+    """Thread that compares the paces of the ranks, until `close`.
 
     Args:
         numbers: this process's slot of the heartbeat file.
@@ -144,7 +144,7 @@ class PaceWatch:
             turn += 1
 
     def _measure(self) -> Pace | None:
-        """This rank's pace over the next samples of training; None when closed."""
+        """Measure this rank's pace over the next samples of training; None when closed."""
         seen = {"wait": 0, "data": 0, "work": 0}
         steps, seconds, turn = 0, 0.0, -1
         step, at = self._numbers[STEP], time.monotonic()

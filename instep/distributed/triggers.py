@@ -126,7 +126,7 @@ class Triggers:
         return tuple(self._agreed[name] for name in sorted(self._unclaimed))
 
     def seen(self, name: str) -> bool:
-        """Whether a trigger was agreed on so far."""
+        """Tell whether a trigger was agreed on so far."""
         return name in self._agreed
 
     # Collective: every process calls these at the same step.
@@ -166,7 +166,7 @@ class Triggers:
 
     @contextmanager
     def inner(self) -> Iterator[None]:
-        """A loop within the loop, such as validation: `tick` counts its steps, at a distance of their own.
+        """Enter a loop within the loop, such as validation: `tick` counts its steps, at a distance of their own.
 
         Nothing is under way at its start and its end. What is set is agreed on in either loop.
         """
@@ -177,7 +177,7 @@ class Triggers:
         self._every, self._next = every, 0
 
     def check(self, name: str | None = None) -> bool:
-        """Whether any process has set a trigger. Blocking.
+        """Tell whether any process has set a trigger. Blocking.
 
         If so, all processes get True and it is reset on all of them. A name of the loop's own is not reset: the loop
         has yet to see it.
@@ -206,7 +206,7 @@ class Triggers:
         return True
 
     def abandon(self) -> None:
-        """After an error: forget the outstanding agreement without waiting; from now on nothing is agreed any more."""
+        """Forget the outstanding agreement without waiting, after an error; nothing is agreed from now on."""
         self._abandoned = True
         self._outstanding = None
         self._next = _NEVER
@@ -244,7 +244,7 @@ class Triggers:
         return max(1, min(wanted, 2 * self._every, MAX_EVERY))
 
     def _any(self, operation: str, snapshot: dict[str, str]) -> bool:
-        """Whether any rank has set something."""
+        """Tell whether any rank has set something."""
         if self._group is None:
             return bool(snapshot)
         announce(self._group, operation)

@@ -1,4 +1,4 @@
-"""How a rank's uncaught exception reaches the end of the agent's stderr.
+"""Reports of a rank's uncaught exception, which the agent prints at the end of its stderr.
 
 Each rank has a file of its own (`TORCHELASTIC_ERROR_FILE`, set by the elastic agent, also by plain torchrun). The rank
 writes the exception there; the agent finds the first one that is not a consequence of another rank's and prints it
@@ -64,7 +64,7 @@ def under_plain_torchrun() -> bool:
 
 
 def report_failures() -> None:
-    """In a rank: report an uncaught exception to the agent, or say which rank it was. The second time it does nothing.
+    """Let an uncaught exception of this rank be reported to the agent, or said with the rank. Twice is once.
 
     Under instep's own agent the rank does not print the traceback, because the agent does. Elsewhere it does, below a
     line with its rank, host and step, and torchrun's own report has it as well; a rank that only lost its connection
@@ -129,7 +129,7 @@ def write_report(path: str | os.PathLike[str], error: BaseException) -> bool:
 
 
 def tell_run_folder(folder: Path) -> None:
-    """In the main process: tell instep's agent where `status.json` is, which may have to be finished for a rank."""
+    """Tell instep's agent where `status.json` is, which it may have to finish for this main process."""
     path = os.environ.get(_ERROR_FILE)
     if path and _agent_lives():
         Path(path).with_name(_RUN_FOLDER).write_text(str(folder.absolute()))

@@ -17,8 +17,9 @@ import torch
 from instep.errors import EXIT_HUNG
 from instep.health.heartbeat_file import HEARTBEAT_FILE, HangDetector, HeartbeatFile, RankProgress, folder_of
 from instep.health.run_status import end_status, read_status
-from instep.state.rank_records import ENDED_FILE
+from instep.state.rank_records import ENDED_FILE, named_ranks
 from instep.utils.atomic import replace
+from instep.utils.process_id import state_of
 
 _TO_SAY_S = 10.0  # what ranks that can run get to write their reports, on a busy machine
 _TO_WRITE_S = 5.0
@@ -37,7 +38,7 @@ _NCCL_DUMP = "nccl_trace_rank_"
 
 
 class NodeWatch:
-    """The agent's side: it makes the file, and looks whether the ranks hang.
+    """Agent's view of its ranks' heartbeats: it makes the file, and looks whether the ranks hang.
 
     Args:
         folder: where the file lies, and what NCCL's flight recorder writes.
@@ -47,10 +48,9 @@ class NodeWatch:
     def __init__(self, folder: Path, count: int) -> None:
         self._folder = folder
         self.beats = HeartbeatFile.make(folder / "heartbeats", count)
-        self._watch = HangDetector(self.beats)
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Variables for the ranks: where the file is, and those that switch torch's flight recorder on.
+        """Make variables for the ranks: where the file is, and those that switch torch's flight recorder on.
 
         Args:
             given: what is set already and stays.
@@ -65,8 +65,8 @@ class NodeWatch:
             **{name: value for name, value in recorder.items() if name not in given},
         }
 
-    def begin(self) -> None:
-        """Ranks are about to start."""
+    def reset(self) -> None:
+        """Forget the ranks of the last start, before others start."""
         self.beats.clear()
         self._watch = HangDetector(self.beats)
         self._ended: dict[int, int] = {}
@@ -90,8 +90,7 @@ class NodeWatch:
         Args:
             says_so: a rank ended with the code of a hang.
         """
-        hangs = self._watch.look()
-        return hangs or (says_so and any(beat.said for beat in self.beats.read()))
+        return self._watch.detect() or (says_so and any(beat.said for beat in self.beats.read()))
 
     def report(self) -> str:
         """Wait for the ranks' own reports, write this node's, and say it in short."""
@@ -131,14 +130,6 @@ def report(beats: HeartbeatFile, nccl_dumps: Path | None = None) -> str:
     return f"{text}\nStacks of all threads: {folder}" + (f" (it could not be written: {problem})" if problem else "")
 
 
-def state_of(pid: int) -> str:
-    """Read the kernel's letter for a process: T is stopped, Z has ended; empty where it is gone or not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
 def _text(beats: HeartbeatFile, found: list[RankProgress]) -> str:
     begun = [beat for beat in found if beat.pid]
     limit = max((beat.limit_s for beat in begun), default=0.0)
@@ -153,7 +144,7 @@ def _text(beats: HeartbeatFile, found: list[RankProgress]) -> str:
         if beat.said:
             groups.setdefault(beats.where(beat.local_rank).partition("\n")[2], []).append(beat.rank)
     for stack, ranks in groups.items():
-        lines += [f"{_ranks(ranks)} (main thread, the innermost call last):", stack.rstrip()]
+        lines += [f"{named_ranks(ranks)} (main thread, the innermost call last):", stack.rstrip()]
     return "\n".join(lines)
 
 
@@ -196,7 +187,7 @@ def _phase(beat: RankProgress) -> str:
 
 
 def _is_held(beats: HeartbeatFile, beat: RankProgress) -> bool:
-    """Whether a rank cannot run, or cannot run Python: then `faulthandler` has written its stacks, or nobody can."""
+    """Tell whether a rank cannot run, or cannot run Python: then only `faulthandler` can have written its stacks."""
     state = state_of(beat.pid)
     return state in ("T", "t", "D") or (state in ("R", "S") and bool(beats.stacks(beat.local_rank)))
 
@@ -207,18 +198,14 @@ def _state(beat: RankProgress) -> str:
     return _STATES.get(state_of(beat.pid), "gone")
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def _write(beats: HeartbeatFile, found: list[RankProgress], folder: Path, text: str, nccl_dumps: Path | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for beat in found:
         if beat.pid and not beat.said:
-            stacks = beats.stacks(beat.local_rank)
             about = f"rank {beat.rank} on {socket.gethostname()}, pid {beat.pid}, is {_state(beat)}\n"
             about += f"step {beat.step}, batch {beat.batch}, phase {beat.phase}\n\n"
-            (folder / f"rank-{beat.rank}.txt").write_text(about + (stacks or "It could not write its stacks.\n"))
+            about += beats.stacks(beat.local_rank) or "It could not write its stacks.\n"
+            (folder / f"rank-{beat.rank}.txt").write_text(about)
     first = min((beat.rank for beat in found if beat.pid), default=0)
     (folder / f"node-of-rank-{first}.txt").write_text(f"{text}\n")
     for dump in sorted(nccl_dumps.glob(f"{_NCCL_DUMP}*")) if nccl_dumps is not None else ():
@@ -245,12 +232,12 @@ def in_time(work: Callable[[], None]) -> str:
     problems: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def run() -> None:
+        problem = ""
         try:
             work()
         except (OSError, ValueError) as error:
-            problems.put(f"{type(error).__name__}: {error}")
-        else:
-            problems.put("")
+            problem = f"{type(error).__name__}: {error}"
+        problems.put(problem)
 
     threading.Thread(target=run, name="instep-report", daemon=True).start()
     try:

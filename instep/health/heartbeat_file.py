@@ -71,7 +71,7 @@ class RankProgress:
 
     @property
     def patience_s(self) -> float:
-        """How long it may stay as it is; infinity where nobody watches."""
+        """Seconds that the rank may stay as it is; infinity where nobody watches."""
         if not self.limit_s:
             return float("inf")
         steps = self.phase in LOOPS and self.batch >= 0 and not self.compiles
@@ -155,7 +155,7 @@ class HeartbeatFile:
         return self._get(local_rank, _WHERE, _SLOT)
 
     def stacks_at(self, local_rank: int) -> int:
-        """Where in the file the stacks of a rank begin that `faulthandler` writes, in bytes."""
+        """Return where in the file, in bytes, the stacks of a rank begin that `faulthandler` writes."""
         return self.count * _SLOT + local_rank * _STACKS
 
     def stacks(self, local_rank: int) -> str:
@@ -189,7 +189,7 @@ class HangDetector:
         self._still_s = [0.0] * beats.count
         self._looked = time.monotonic()
 
-    def look(self) -> bool:
+    def detect(self) -> bool:
         """Read the slots again and tell whether the ranks hang."""
         now = time.monotonic()
         # Whoever looks may have been stopped or starved itself, and knows nothing of that time.

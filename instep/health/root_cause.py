@@ -1,4 +1,4 @@
-"""Which rank's failure is the cause of all the others', and how that is said."""
+"""Root cause of a failed job: the rank whose failure the others' come from, and the exit code of all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from instep.errors import EXIT_PREEMPTED
+from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED
 from instep.health.error_report import FailureReport
 
 
@@ -41,7 +41,7 @@ class RankEnd:
 
     @property
     def how(self) -> str:
-        """Its exit code or signal."""
+        """Exit code or signal of the rank."""
         if self.code >= 0:
             return f"exit code {self.code}"
         try:
@@ -56,7 +56,7 @@ class RankEnd:
         return "" if self.report is None else self.report.message.partition("\n")[0]
 
     def as_json(self) -> dict[str, Any]:
-        """For another agent, which does not print the traceback."""
+        """Make a message for another agent, which does not print the traceback."""
         report = None if self.report is None else vars(replace(self.report, traceback=""))
         return {**vars(self), "report": report}
 
@@ -68,7 +68,7 @@ class RankEnd:
 
 
 def find_cause(ends: Sequence[RankEnd], alarmed: int = 0) -> RankEnd | None:
-    """The rank to blame: one that a signal ended first of all; the first to report an error of its own; else any first.
+    """Find the rank to blame: a signal ended it first; or it was first to report an error of its own; else any first.
 
     Who was killed reports nothing, and the others then report their broken connections.
 
@@ -83,3 +83,21 @@ def find_cause(ends: Sequence[RankEnd], alarmed: int = 0) -> RankEnd | None:
     first = [end for end in near if end.first and end.code != EXIT_PREEMPTED]
     rest = [end for end in near if end.code != EXIT_PREEMPTED]
     return next(iter((*killed, *own, *first, *rest)), None)
+
+
+def job_code(first: list[int], last: list[int], killed: bool, early: bool = False) -> int:
+    """Compute the job's exit code.
+
+    Args:
+        first: the codes seen when the first rank ended badly; empty when none did before the end was asked for.
+        last: the codes of all ranks in the end; negative for a signal.
+        killed: a rank did not end in its time and was killed.
+        early: that first rank had started shortly before.
+    """
+    if EXIT_HUNG in first:  # who reports a hang comes first; what the others then die of is a consequence
+        return EXIT_HUNG
+    if early and not {-signal.SIGUSR1, -signal.SIGUSR2}.isdisjoint(first):
+        return EXIT_PREEMPTED  # the limit was announced before a rank had a handler for it: nothing is lost
+    if killed or any(code not in (0, EXIT_PREEMPTED) for code in (*first, *last)):
+        return EXIT_FAILED
+    return EXIT_PREEMPTED if EXIT_PREEMPTED in last else 0

@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def leave_failure(folder: Path, rank: int, error: str) -> None:
-    """On a rank that fails: its error, for the main process, if it can be left."""
+    """Leave the error of a rank that fails for the main process, if it can be left."""
     with contextlib.suppress(OSError):  # another disk than the main process's, or a full one: the error is printed
         replace(folder / _FAILED.format(rank), _json({"rank": rank, "error": error, "time_ns": time.time_ns()}))
 
@@ -105,7 +105,7 @@ def find_failure(folder: Path) -> str:
 
 
 def finish_status(folder: Path, pid: int, error: str, signal: str | None = None, own: bool = False) -> None:
-    """On the agent, when the ranks have ended badly: say the cause where the main process could not.
+    """Say the cause, from the agent, when the ranks have ended badly and the main process could not.
 
     What it has said of an error of its own, and that it was done, preempted, interrupted or hung, stays.
 

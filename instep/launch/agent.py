@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, InstepError
 from instep.health.hang_report import NodeWatch, in_time
-from instep.health.root_cause import RankEnd, find_cause
+from instep.health.root_cause import RankEnd, find_cause, job_code
 from instep.health.run_status import NAME, finish_status
 from instep.launch.forked import Failure, Forked
 from instep.launch.node_channel import Alarm, NodeChannel, Round, open_round
@@ -54,7 +54,6 @@ _PASSED_ON = {  # what the agent gets: what the ranks get
     signal.SIGUSR1: signal.SIGUSR1,  # how batch systems announce the end of an allocation
     signal.SIGUSR2: signal.SIGUSR2,
 }
-_ANNOUNCED = (-signal.SIGUSR1, -signal.SIGUSR2)  # the code of a rank that has no handler for the announcement
 _STARTING_S = 300.0
 _ALL_SIGNALS = (*_PASSED_ON, signal.SIGQUIT)
 _AFTER_FAILURE_S = 5.0
@@ -102,24 +101,6 @@ def run_agent(spec: LaunchSpec, forked: Forked | None = None) -> int:
                 raise
             _say(str(error))
     return agent.exit_code
-
-
-def job_code(first: list[int], last: list[int], killed: bool, early: bool = False) -> int:
-    """Compute the job's exit code.
-
-    Args:
-        first: the codes seen when the first rank ended badly; empty when none did before the end was asked for.
-        last: the codes of all ranks in the end; negative for a signal.
-        killed: a rank did not end in its time and was killed.
-        early: that first rank had started shortly before.
-    """
-    if EXIT_HUNG in first:  # who reports a hang comes first; what the others then die of is a consequence
-        return EXIT_HUNG
-    if early and any(code in _ANNOUNCED for code in first):
-        return EXIT_PREEMPTED  # it came before the ranks could take it: nothing is lost
-    if killed or any(code not in (0, EXIT_PREEMPTED) for code in (*first, *last)):
-        return EXIT_FAILED
-    return EXIT_PREEMPTED if EXIT_PREEMPTED in last else 0
 
 
 class NodeAgent:
@@ -178,13 +159,19 @@ class NodeAgent:
             self._known = Ranks(processes, _say)
         return self._known
 
+    @property
+    def _talk(self) -> NodeChannel:
+        """The channel of this round, which is open."""
+        assert self._channel is not None
+        return self._channel
+
     # --- the steps of torch's agent ----------------------------------------------------------------------------------
 
     @contextmanager
     def starting(self, group: WorkerGroup) -> Iterator[None]:
         """Open the round before a start of ranks, and take the signals that torch's agent took during it."""
         self._open_round(group)
-        self._watch.begin()
+        self._watch.reset()
         self._hung = False
         self._started = time.monotonic()
         with nullcontext() if self._forked is None else self._forked.starting(group.spec.local_world_size):
@@ -220,8 +207,7 @@ class NodeAgent:
 
     def monitor(self) -> RunResult:
         """Look at the ranks, and end the round where there is a reason to."""
-        channel = self._channel
-        assert channel is not None
+        channel = self._talk
         codes = self._ranks.codes()
         self._watch.note_ends(codes)
         if not self._hung and self._watch.hangs(says_so=EXIT_HUNG in codes.values()):
@@ -239,8 +225,7 @@ class NodeAgent:
 
     def leave(self) -> None:
         """Wait for the other agents: their store must not go before all have read there what they need."""
-        assert self._channel is not None
-        self._channel.exchange("left", True, _AFTER_FAILURE_S)
+        self._talk.exchange("left", True, _AFTER_FAILURE_S)
 
     def end_ranks(self, signum: signal.Signals) -> None:
         """End the ranks that run after an error in the agent, or when a signal came between a start and its end."""
@@ -268,8 +253,7 @@ class NodeAgent:
             end_with: end the ranks of a round that is over anyway; else the reason is a code, a signal received, or
                 what another agent said.
         """
-        channel, ranks = self._channel, self._ranks
-        assert channel is not None
+        channel, ranks = self._talk, self._ranks
         self._first: list[int] = [EXIT_HUNG] if self._hung else []
         self._early = False
         deadline = term_at = float("inf")
@@ -322,8 +306,7 @@ class NodeAgent:
 
     def _verdict(self) -> RunResult:
         """Decide how the round ended, and whether there is another one; all agents come to the same answer."""
-        channel, ranks = self._channel, self._ranks
-        assert channel is not None
+        channel, ranks = self._talk, self._ranks
         ranks.processes.stop_tails()
         ends = ranks.bad_ends(self._first, self._watch.beats)
         mine = {
@@ -369,8 +352,7 @@ class NodeAgent:
 
     def _exchange(self, mine: dict[str, Any]) -> dict[int, Any]:
         """Exchange with the other nodes what became of each; without those that do not say so in time."""
-        channel = self._channel
-        assert channel is not None
+        channel = self._talk
         if not (channel.alarm or channel.cut_off):
             told = channel.exchange("saved", mine, self._shutdown_s)
             if not channel.alarm:
@@ -397,8 +379,7 @@ class NodeAgent:
 
     def _say_failures(self, ends: list[RankEnd], others: list[RankEnd], lost: str, last: bool) -> None:
         """Say what became of this node's ranks; the agent of the rank that is the cause speaks after all the others."""
-        channel = self._channel
-        assert channel is not None
+        channel = self._talk
         cause = None if lost else find_cause([*ends, *others], channel.alarm.node if channel.alarm else 0)
         self._finish_status(cause, lost)
         for end in ends:
@@ -410,8 +391,8 @@ class NodeAgent:
         elif cause is not None and not mine:
             said = f": {cause.message}" if cause.message else ""
             _say(f"{cause.title} failed with {cause.how}{said}; the output of its node has more")
-        if channel.nodes > 1 and not lost:
-            self._take_turns(mine)
+        if channel.nodes > 1 and not lost:  # where several write to one terminal the cause comes last
+            channel.exchange("said", True, _SAID_S if mine else 0.0)
         if cause is None or not mine:
             return
         if self._forked is not None and last:
@@ -443,11 +424,6 @@ class NodeAgent:
         problem = in_time(lambda: finish_status(folder, pid, error, signal_name, own))
         if problem:
             _say(f"{folder / NAME} could not be finished: {problem}")
-
-    def _take_turns(self, last: bool) -> None:
-        """Wait until the other agents have spoken: where several write to one terminal the cause comes last."""
-        assert self._channel is not None
-        self._channel.exchange("said", True, _SAID_S if last else 0.0)
 
 
 def _say(text: str) -> None:

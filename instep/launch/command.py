@@ -1,4 +1,4 @@
-"""How to run this program again, and whether one can be run."""
+"""Command that runs this program again, and the check that a program can be run."""
 
 from __future__ import annotations
 

@@ -43,5 +43,5 @@ def run(spec: LaunchSpec) -> int:
 
 
 def is_worker() -> bool:
-    """Whether this process is a rank that a launcher started: this engine, torchrun, or RANK and kin set by hand."""
+    """Tell whether this process is a rank that a launcher started: this engine, torchrun, or RANK set by hand."""
     return read_environment().launcher != "none"

@@ -155,7 +155,7 @@ class ForkedRank:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Exit code of the rank, negative for a signal; None while it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:

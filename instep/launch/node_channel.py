@@ -1,4 +1,4 @@
-"""What the agents of a job tell each other during a round: that it is over and why, and what became of each node.
+"""Messages between a job's agents in a round: that it is over and why, and what became of each node.
 
 A thread asks the agents' store a few times a second, over a connection of its own, since an answer may never come: a
 node that hears nothing for `patience_s` is cut off. Each node counts up a number there, its beat, and is watched by
@@ -27,7 +27,7 @@ _ANSWER_S = 3.0
 
 @dataclass(frozen=True)
 class Alarm:
-    """Why a round is over; the first one holds for all nodes.
+    """Reason that a round is over; the first one holds for all nodes.
 
     Args:
         kind: a rank "failed"; a node is "lost"; another node waits, and the group is to "grow".
@@ -123,7 +123,7 @@ class NodeChannel:
 
     @property
     def cut_off(self) -> str:
-        """Why this node can reach the others no more; empty where it can."""
+        """Reason that this node cannot reach the others any more; empty where it can."""
         if self._thread is None:
             return ""
         silent_s = time.monotonic() - self._heard
@@ -131,10 +131,10 @@ class NodeChannel:
             self._broken = f"this node is cut off: the agents' store did not answer for {silent_s:.0f} s"
         return self._broken
 
-    def raise_alarm(self, kind: Literal["failed", "lost", "grow"], text: str = "") -> None:
+    def raise_alarm(self, kind: Literal["failed", "grow"]) -> None:
         """Say that the round is over; where another node has said so already, its reason holds."""
         if not self.cut_off:
-            self._do(lambda: self._raise(Alarm(kind, self.node, self.nodes, text)))
+            self._do(lambda: self._raise(Alarm(kind, self.node, self.nodes)))
 
     def refresh(self) -> None:
         """Know of all that was said before now."""

@@ -65,7 +65,8 @@ def share_cores(count: int, system: Path = _SYSTEM, allowed: Sequence[int] | Non
         For each rank the numbers of its logical CPUs, at least one.
     """
     mine = sorted(os.sched_getaffinity(0)) if allowed is None else sorted(allowed)
-    nodes = [cores for path in sorted(system.glob("node/node[0-9]*"), key=_number) if (cores := _cores(path, mine))]
+    paths = sorted(system.glob("node/node[0-9]*"), key=lambda path: int(path.name.removeprefix("node")))
+    nodes = [cores for path in paths if (cores := _cores(path, mine))]
     nodes = nodes or [mine]
     shares: list[list[int]] = []
     for index, cores in enumerate(nodes):
@@ -75,10 +76,6 @@ def share_cores(count: int, system: Path = _SYSTEM, allowed: Sequence[int] | Non
             begin, end = rank * len(ordered) // ranks, (rank + 1) * len(ordered) // ranks
             shares.append(ordered[begin:end] or [ordered[begin]])
     return shares
-
-
-def _number(path: Path) -> int:
-    return int(path.name.removeprefix("node"))
 
 
 def _cores(node: Path, allowed: Sequence[int]) -> list[int]:
@@ -93,7 +90,7 @@ def _first_sibling(system: Path, core: int) -> int:
 
 
 def _parse(text: str) -> set[int]:
-    """`0-2,8` is {0, 1, 2, 8}."""
+    """Read `0-2,8` as {0, 1, 2, 8}."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -103,7 +100,7 @@ def _parse(text: str) -> set[int]:
 
 @contextlib.contextmanager
 def agent_folder() -> Iterator[str]:
-    """A private temporary folder for an agent, which first removes those that killed agents of this user have left.
+    """Make a private temporary folder for an agent, and remove those that killed agents of this user have left.
 
     A file in it is locked for as long as the agent, or a rank that was forked from it, lives.
     """
@@ -195,7 +192,7 @@ def secret_of(spec: LaunchSpec) -> Secret:
 
 
 def private_environment(secret: Secret, folder: Path) -> dict[str, str | None]:
-    """Variables for what ranks find in the agent's folder; the secret itself is in none of them."""
+    """Make variables for what ranks find in the agent's folder; the secret itself is in none of them."""
     file = folder / "secret"
     write_secret(file, secret)
     return {JOB_SECRET: None, JOB_SECRET_FILE: str(file), MEETING_FILE: None}
@@ -203,7 +200,7 @@ def private_environment(secret: Secret, folder: Path) -> dict[str, str | None]:
 
 @contextlib.contextmanager
 def environment(added: Mapping[str, str | None]) -> Iterator[None]:
-    """The agent's class gives its own environment to the ranks and has no other way in; None takes a variable out."""
+    """Set variables of this process within the block: torch's agent gives them to the ranks. None takes one out."""
     before = {name: os.environ.get(name) for name in added}
     _update(added)
     try:
@@ -222,12 +219,11 @@ def _update(variables: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def signals_restored(signals: Iterable[signal.Signals]) -> Iterator[dict[signal.Signals, Any]]:
-    """The handlers of these signals, which hold again in the end."""
+    """Put the handlers of these signals back at the end of the block, which gets them."""
     before = {signum: signal.getsignal(signum) for signum in signals}
     try:
         yield before
     finally:
         if threading.current_thread() is threading.main_thread():
             for signum, handler in before.items():
-                if handler is not None:
-                    signal.signal(signum, handler)
+                signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # None: C code installed it

@@ -51,7 +51,7 @@ class Ranks:
             process.send_signal(signum)
 
     def kill(self) -> None:
-        """SIGKILL to the ranks that still run, with all they started: each leads a session of its own."""
+        """Send SIGKILL to the ranks that still run, with all they started: each leads a session of its own."""
         self._note_ends()
         running = [(rank, process) for rank, process in self.processes.by_rank().items() if process.poll() is None]
         for rank, process in running:

@@ -1,4 +1,4 @@
-"""Where agents and their ranks meet: a fixed set of nodes or whoever comes, and a new store for the ranks every time.
+"""Rendezvous of agents and ranks: a fixed set of nodes or whoever comes, and a new store for the ranks every time.
 
 torch's rendezvous for a fixed set of nodes keeps one store for all rounds, so ranks that were started again read the
 addresses of dead ones and hang; its elastic one numbers the restarts by agent and may do the same. Here the ranks of
@@ -246,24 +246,23 @@ def make_rendezvous(spec: LaunchSpec, secret: Secret, folder: Path) -> Nodes:
     return (ElasticNodes if spec.rdzv_backend == "c10d" else FixedNodes)(spec, secret)
 
 
-def _serve(address: str, port: int) -> TCPStore:
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_NODES_MEET_S))
+def _serve(address: str, port: int, timeout_s: float = _NODES_MEET_S) -> TCPStore:
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
-def _join(address: str, port: int) -> TCPStore:
-    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_NODES_MEET_S))
+def _join(address: str, port: int, timeout_s: float = _NODES_MEET_S) -> TCPStore:
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def _serve_or_join(address: str, port: int, here: bool, timeout_s: float) -> TCPStore:
     """Connect to the agents' store, which the first agent of the endpoint's machine hosts."""
-    timeout = timedelta(seconds=timeout_s)
     if here:
         try:
-            return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout)
+            return _serve(address, port, timeout_s)
         except RuntimeError:  # another agent of this machine came first
             pass
     try:
-        return TCPStore(address, port, is_master=False, timeout=timeout)
+        return _join(address, port, timeout_s)
     except RuntimeError as error:
         raise InstepError(
             f"nothing answers at rdzv_endpoint={address}:{port}: {error}. One of the nodes must be reachable under it; "

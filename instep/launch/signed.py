@@ -70,7 +70,7 @@ class SignedStore:
 
 
 class NotOurs(RendezvousStateError):
-    """The rendezvous's state was not signed with this job's secret."""
+    """Error of a rendezvous whose state was not signed with this job's secret."""
 
 
 class SignedBackend(RendezvousBackend):

@@ -1,4 +1,4 @@
-"""What one agent runs: the specification that the engine and its parts share."""
+"""Specification of what one agent runs, shared by the engine and its parts."""
 
 from __future__ import annotations
 

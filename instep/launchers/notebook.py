@@ -6,7 +6,6 @@ programs.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from instep.errors import EXIT_PREEMPTED, DistributedError, Preempted, RemoteError, UsageError, one_of
 from instep.launch.forked import Forked
+from instep.launch.prepare import environment
 from instep.launch.spec import LaunchSpec
 from instep.state import find_device_kind, read_environment
 from instep.state.process import is_held
@@ -91,16 +91,9 @@ def debug_launcher(
 
 def _devices() -> tuple[str, int]:
     """Find the kind of device that is here, and how many ranks that is."""
-    variable = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch's other way to count leaves CUDA unusable after a fork
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
+    with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):  # torch's other way leaves CUDA unusable after a fork
         kind = find_device_kind("auto")
         return kind.name, 1 if kind.name == "cpu" else kind.count()
-    finally:
-        del os.environ[variable]
-        if before is not None:
-            os.environ[variable] = before
 
 
 def _check_first(name: str, settings: dict[str, Any]) -> None:

@@ -18,7 +18,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, SettingError, UsageError, one_of
+from instep.errors import EXIT_FAILED, SettingError, UsageError, one_of
+from instep.health.root_cause import job_code
+from instep.launch.prepare import signals_restored
 from instep.launch.spec import LaunchSpec
 from instep.launchers.ray_actor import Place
 from instep.state.environment import JOB_ID, RESTART
@@ -33,7 +35,7 @@ _ANSWER_S = 60.0  # an actor that answers nothing for so long is as good as lost
 
 @dataclass(frozen=True)
 class RayLauncher:
-    """Runs jobs on an existing Ray cluster.
+    """Launcher of jobs on an existing Ray cluster.
 
     The program and the data have to be there on every node under the same paths, or come by `runtime_env`; so has
     instep. Variables whose names begin with `INSTEP_` travel, others in `LaunchSpec.env`.
@@ -244,7 +246,7 @@ def _watch(ray: Any, agents: list[_Agent], received: list[int], spec: LaunchSpec
         time.sleep(_POLL_S)
     if lost and (spec.min_nodes is None or not codes):
         return None
-    return _job_code(codes)
+    return job_code(codes, codes, killed=False)
 
 
 def _signal(agents: Mapping[int, _Agent], number: int) -> None:
@@ -252,30 +254,15 @@ def _signal(agents: Mapping[int, _Agent], number: int) -> None:
         agent.place.signal.remote(number)
 
 
-def _job_code(codes: list[int]) -> int:
-    if EXIT_HUNG in codes:
-        return EXIT_HUNG
-    if any(code not in (0, EXIT_PREEMPTED) for code in codes):
-        return EXIT_FAILED
-    return EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0
-
-
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The numbers of the signals that this process gets; what is ignored stays so."""
+    """Collect the numbers of the signals that this process gets; what is ignored stays so."""
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda got, _: received.append(got))
-    try:
-        yield received
-    finally:
+    with signals_restored(_SIGNALS) as before:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if handler is not signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+                signal.signal(number, lambda got, _: received.append(got))
+        yield received
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What runs on the nodes of a Ray cluster: the actor that holds one rank's place, and the node's agent below it.
+"""Programs on the nodes of a Ray cluster: the actor that holds a rank's place, and the node's agent below it.
 
 Only the standard library is imported here, since every actor loads this file; `python -m instep.launchers.ray_actor` is
 the agent, and loads the rest.
@@ -66,7 +66,8 @@ class Place:
             pump.start()
             self._pumps.append(pump)
         assert self._agent.stdin is not None
-        self._agent.stdin.write(json.dumps({**spec, "executable": sys.executable, **_own(spec)}).encode())
+        executable = sys.executable if spec["python"] else spec["executable"]  # this node's Python, not the driver's
+        self._agent.stdin.write(json.dumps({**spec, "executable": executable}).encode())
         self._agent.stdin.close()
 
     def _pump(self, name: str, stream: IO[bytes]) -> None:
@@ -74,7 +75,7 @@ class Place:
             self._printed.append((name, data))
 
     def poll(self) -> tuple[int | None, list[tuple[str, bytes]]]:
-        """The agent's exit code, None while it runs; and what it and its ranks have printed since the last time."""
+        """Return the agent's exit code, None while it runs, and what it and its ranks have printed since."""
         assert self._agent is not None
         code = self._agent.poll()
         if code is not None:
@@ -86,11 +87,6 @@ class Place:
         """Send a signal to the agent."""
         if self._agent is not None:
             self._agent.send_signal(number)
-
-
-def _own(spec: Mapping[str, Any]) -> dict[str, str]:
-    """Replace the Python of the driver by this node's; another program stays."""
-    return {} if spec["python"] else {"executable": spec["executable"]}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Who am I: the process, the active run, and where the run stands with its gradients.
+"""State of this process, of the active run, and of the run's gradients.
 
 `PartialState` is the process: set once, from the launcher's environment. `AcceleratorState` and `GradientState` are
 views of the active run, which a Trainer or an Accelerator pushes and pops. Nothing above this floor reads RANK or

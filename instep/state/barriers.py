@@ -130,7 +130,7 @@ def _write(groups: Groups, turn: int, name: str | None) -> None:
 
 
 def _report(groups: Groups, turn: int, name: str | None, problem: str, last: bool = True) -> str:
-    """Who is missing, and what the others wait for; `last` where this rank gives up."""
+    """Say who is missing, and what the others wait for; `last` where this rank gives up."""
     here = f"rank {groups.control.rank()} waited for everyone {_quoted(name)}, and {problem}."
     try:
         records = RankRecords("waiting", groups.control)

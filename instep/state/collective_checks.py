@@ -23,15 +23,13 @@ import torch
 import torch.distributed as dist
 
 from instep.errors import DistributedError, SettingError
-from instep.state.rank_records import RankRecords, digest_of
+from instep.state.rank_records import RankRecords, call_site, digest_of, named_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
-
-def begin(group: ProcessGroup, debug: bool) -> None:
+def switch_checked_mode(group: ProcessGroup, debug: bool) -> None:
     """Switch checked mode on or off for a new control group. A collective.
 
     Raises:
@@ -44,8 +42,8 @@ def begin(group: ProcessGroup, debug: bool) -> None:
     checked = every.nonzero().flatten().tolist()
     if checked and len(checked) < group.size():
         raise SettingError(
-            f"checked mode is on for {_ranks(checked)} of {group.size()} only. Set INSTEP_DEBUG, or debug=, alike on "
-            f"every rank.",
+            f"checked mode is on for {named_ranks(checked)} of {group.size()} only. Set INSTEP_DEBUG, or debug=, alike "
+            f"on every rank.",
             field="debug",
             got=debug,
         )
@@ -60,7 +58,7 @@ def announce(
     timeout_s: float | None = None,
     any_line: bool = False,
 ) -> None:
-    """In checked mode compare what all ranks are about to do; otherwise do nothing. Then a collective.
+    """Compare what all ranks are about to do, in checked mode; then it is a collective, otherwise it does nothing.
 
     Args:
         group: the control group; None for a process alone.
@@ -87,7 +85,7 @@ class _CallRecords:
         self._count = 0
 
     def announce(self, operation: str, details: str, timeout_s: float | None, any_line: bool) -> None:
-        path, line = _call_site()
+        path, line = call_site(sys._getframe())
         call = f"{operation} at {path}:{line}"
         self._count += 1
         # The file's name alone: nodes may hold the same program in different folders.
@@ -107,7 +105,8 @@ class _CallRecords:
     def _different(self, digests: list[int]) -> DistributedError:
         common, alike = Counter(digests).most_common(1)[0]
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
-        who = f": {_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the others" if 2 * alike > self._world else ""
+        differ = f"differ{'s' if len(odd) == 1 else ''} from the others"
+        who = f": {named_ranks(odd)} {differ}" if 2 * alike > self._world else ""
         try:
             here = self._records.read(self._count)
         except RuntimeError:
@@ -119,7 +118,7 @@ class _CallRecords:
         return DistributedError("\n".join(lines))
 
     def _alone(self, call: str, waited_s: float, error: RuntimeError) -> DistributedError:
-        """What to say when the others could not be met."""
+        """Make the error for when the others could not be met."""
         try:
             here, before = self._records.read(self._count), self._records.read(self._count - 1)
             self._records.write(self._count, f"{here.get(self._rank, call)} (gave up after {waited_s:.1f} s)")
@@ -130,7 +129,7 @@ class _CallRecords:
             )
         self._records.keep_store_alive(self._count, here)
         missing = [rank for rank in range(self._world) if rank not in here]
-        what = f"{_ranks(missing)} did not come" if missing else "the connection broke"
+        what = f"{named_ranks(missing)} did not come" if missing else "the connection broke"
         lines = [f"{call}: {what}; waited {waited_s:.1f} s ({error}). By rank:"]
         for rank in range(self._world):
             last = before.get(rank, "none so far")
@@ -139,19 +138,3 @@ class _CallRecords:
 
 
 _active: _CallRecords | None = None
-
-
-def _call_site() -> tuple[str, int]:
-    """File and line of the innermost call that is not instep's own."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
-
-
-def _is_inside(path: str) -> bool:
-    return path.startswith(_PACKAGE) or path.endswith("contextlib.py")  # `with` and decorators on the way
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

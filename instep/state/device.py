@@ -14,7 +14,7 @@ from instep.errors import SettingError, one_of
 
 
 class DistributedType(str, Enum):
-    """How the processes of a run compute together."""
+    """Kinds of processes that compute together in a run."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -55,10 +55,6 @@ def _count(name: str) -> Callable[[], int]:
     return count
 
 
-def _mps_count() -> int:
-    return int(torch.backends.mps.is_available())
-
-
 def _xla_count() -> int:
     return int(find_spec("torch_xla") is not None)
 
@@ -70,7 +66,7 @@ KINDS = {
         DeviceKind("xpu", "xccl", DistributedType.MULTI_XPU, _count("xpu")),
         DeviceKind("hpu", "hccl", DistributedType.MULTI_HPU, _count("hpu"), "habana_frameworks.torch.distributed.hccl"),
         DeviceKind("npu", "hccl", DistributedType.MULTI_NPU, _count("npu"), "torch_npu"),
-        DeviceKind("mps", None, DistributedType.NO, _mps_count),
+        DeviceKind("mps", None, DistributedType.NO, lambda: int(torch.backends.mps.is_available())),
         DeviceKind("xla", "xla", DistributedType.XLA, _xla_count, "torch_xla.distributed.xla_backend"),
         DeviceKind("cpu", "gloo", DistributedType.MULTI_CPU, lambda: 1),
     )
@@ -81,7 +77,7 @@ _GPU = ("cuda", "xpu", "mps")
 
 
 def find_device_kind(accelerator: str = "auto", field: str = "accelerator") -> DeviceKind:
-    """The row for an accelerator's name.
+    """Find the row for an accelerator's name.
 
     Args:
         accelerator: "cpu", "cuda", "mps", "xpu", "hpu", "npu", "xla"; "gpu" for the first of cuda, xpu and mps that is
@@ -112,7 +108,7 @@ def find_device_kind(accelerator: str = "auto", field: str = "accelerator") -> D
 
 
 def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
-    """The device of one process of a node.
+    """Choose the device of one process of a node.
 
     Args:
         kind: a row of the table.
@@ -136,7 +132,7 @@ def device_of(kind: DeviceKind, local_rank: int) -> torch.device:
 
 
 def visible(indices: Iterable[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for these of the devices that this process sees."""
+    """Make CUDA_VISIBLE_DEVICES for some of the devices that this process sees."""
     seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return ",".join(seen[index] if seen else str(index) for index in indices)
 

@@ -49,7 +49,7 @@ def read_number(
     high: int | None = None,
     beside: Iterable[str] = (),
 ) -> int:
-    """An environment variable's integer.
+    """Read the integer of an environment variable.
 
     Args:
         environ: the variables.
@@ -97,7 +97,7 @@ class Job(NamedTuple):
 
 
 def read_job(environ: Mapping[str, str] | None = None) -> Job | None:
-    """The job, as the elastic agent's `INSTEP_JOB_ID` and `INSTEP_RESTART` say it, or SLURM of a step of its own.
+    """Read the job that INSTEP_JOB_ID and INSTEP_RESTART of the elastic agent name, or a SLURM step.
 
     Args:
         environ: the variables; `os.environ` by default.

@@ -36,7 +36,7 @@ MPI: tuple[Launcher, ...] = ("openmpi", "mvapich", "intelmpi", "mpich")
 
 
 class _Variables(NamedTuple):
-    """What a launcher calls the numbers."""
+    """Names of a launcher's variables."""
 
     rank: str
     world_size: str
@@ -85,7 +85,7 @@ def read_environment(environ: Environ | None = None) -> ProcessEnvironment:
 
 
 def meeting_url(place: ProcessEnvironment, environ: Environ | None = None) -> str:
-    """Where the processes meet, as a URL for torch's `rendezvous`.
+    """Make the URL, for torch's `rendezvous`, where the processes meet.
 
     Raises:
         SettingError: neither the variables nor the launcher say it.
@@ -120,12 +120,12 @@ def meeting_url(place: ProcessEnvironment, environ: Environ | None = None) -> st
 
 
 def meeting_variable(address: str, port: int, path: str) -> str:
-    """The value of `MEETING_FILE` for processes whose agent has them meet in a file."""
+    """Make the value of `MEETING_FILE` for processes whose agent has them meet in a file."""
     return f"{address}:{port}={path}"
 
 
 def meeting_file(environ: Environ | None = None) -> str:
-    """The file where the processes of one node meet instead of at a port; empty where their agent made none.
+    """Find the file where the processes of one node meet instead of at a port; empty where their agent made none.
 
     Its variable names the address that it stands for, since programs that a rank starts inherit it.
 
@@ -149,7 +149,7 @@ def _places(environ: Environ) -> Iterator[ProcessEnvironment]:
 
 
 def _check_world_size(environ: Environ, place: ProcessEnvironment) -> None:
-    """A job script may set WORLD_SIZE for everybody, but not to another number than the launcher's."""
+    """Refuse a WORLD_SIZE, which a job script may set for everybody, that is not the launcher's."""
     world_size = read_number(environ, "WORLD_SIZE", place.world_size, low=1)
     if world_size != place.world_size:
         if place.launcher == "none":
@@ -204,7 +204,7 @@ def _torchrun(environ: Environ) -> ProcessEnvironment:
 
 
 def _mpi(launcher: Launcher, names: _Variables) -> Callable[[Environ], ProcessEnvironment]:
-    """A reader. MPI does not number the nodes: they are taken as equal and filled in order until the processes meet."""
+    """Make a reader. MPI does not number nodes: until the processes meet they are taken as equal, filled in order."""
 
     def read(environ: Environ) -> ProcessEnvironment:
         world_size = read_number(environ, names.world_size, low=1, beside=names)
@@ -220,7 +220,7 @@ def _mpi(launcher: Launcher, names: _Variables) -> Callable[[Environ], ProcessEn
 
 
 def _is_hydra(environ: Environ) -> bool:
-    """Whether mpiexec started this process; srun may set PMI_SIZE as well, but not the number on the node."""
+    """Tell whether mpiexec started this process; srun may set PMI_SIZE as well, but not the number on the node."""
     several = read_number(environ, "PMI_SIZE", 1) > 1
     return "PMI_SIZE" in environ and (_HYDRA.local_rank in environ or (several and not _is_srun(environ)))
 
@@ -265,7 +265,7 @@ def _slurm(environ: Environ) -> ProcessEnvironment:
 
 
 def _tasks_per_node(environ: Environ, world_size: int) -> list[int]:
-    """`2(x3),1` is [2, 2, 2, 1]; without that variable the tasks are spread evenly over the nodes."""
+    """Read `2(x3),1` as [2, 2, 2, 1]; without that variable spread the tasks evenly over the nodes."""
     text = _first_of(environ, "SLURM_STEP_TASKS_PER_NODE")
     if text:
         parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
@@ -283,21 +283,21 @@ def _tasks_per_node(environ: Environ, world_size: int) -> list[int]:
 
 
 def _first_host(environ: Environ) -> str:
-    """Rank 0's host: `gpu[07-09,12],login1` begins with gpu07."""
+    """Find rank 0's host: `gpu[07-09,12],login1` begins with gpu07."""
     hosts = _first_of(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0]) if first else ""
 
 
 def _port_of_job(environ: Environ) -> int:
-    """Another one for each job and step."""
+    """Choose a port, another one for each job and step."""
     job = read_number(environ, _name_of(environ, "SLURM_JOB_ID", "SLURM_JOBID"), 0)
     step = read_number(environ, _name_of(environ, *_STEP_ID), 0)
     return _port_of(job + 101 * step) if job else 0
 
 
 def _port_of(number: int) -> int:
-    """A port of 20000 to 29999, below those that the kernel gives away."""
+    """Choose a port of 20000 to 29999, below those that the kernel gives away."""
     return 20000 + number % 10000
 
 
@@ -306,7 +306,7 @@ def _first_of(environ: Environ, *names: str) -> str:
 
 
 def _name_of(environ: Environ, *names: str) -> str:
-    """The first name that is set, or the first."""
+    """Return the first name that is set, or the first."""
     return next((name for name in names if environ.get(name)), names[0])
 
 
@@ -314,7 +314,7 @@ def _name_of(environ: Environ, *names: str) -> str:
 
 
 def _xla(environ: Environ) -> ProcessEnvironment:
-    """torch_xla's launcher tells a process its number on the node only; its runtime knows the rest."""
+    """Read the place from torch_xla: its launcher tells the number on the node only, its runtime knows the rest."""
     runtime = require("torch_xla.runtime", extra="xla", purpose="a process that torch_xla's launcher started")
     size = read_number(environ, "PJRT_LOCAL_PROCESS_COUNT", low=1)
     world_size = int(runtime.world_size())

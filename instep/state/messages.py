@@ -57,12 +57,12 @@ def meet(group: ProcessGroup, operation: str, described: Sequence[str], sizes: S
 
 
 def header(digest: int, *numbers: int) -> torch.Tensor:
-    """A first message."""
+    """Make a first message."""
     return torch.tensor([digest, *numbers, *[0] * (HEADER - 1 - len(numbers))])
 
 
 def gather_texts(text: str, group: ProcessGroup) -> list[str]:
-    """Every rank's text: what all ranks call whose first messages differ. A collective."""
+    """Gather every rank's text; all ranks call it when their first messages differ. A collective."""
     data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
     sizes = all_gather(torch.tensor([len(data)]), group).flatten().tolist()
     mine = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -71,7 +71,7 @@ def gather_texts(text: str, group: ProcessGroup) -> list[str]:
 
 
 def all_gather(mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Every rank's tensor, which is of one size on all of them, inside of `awaited`. A collective."""
+    """Gather every rank's tensor, of one size on all of them, inside of `awaited`. A collective."""
     table = mine.new_empty((group.size(), len(mine)))
     work: Any = dist.all_gather(list(table.unbind()), mine, group=group, async_op=True)
     finish(work)
@@ -87,7 +87,7 @@ def _describe(operation: str, texts: list[str]) -> str:
 
 
 class _Error(NamedTuple):
-    """What arrives in an object's place: the traceback of the attempt to pack it."""
+    """Traceback of the attempt to pack an object, which arrives in its place."""
 
     traceback: str
 
@@ -95,7 +95,7 @@ class _Error(NamedTuple):
 def exchange(
     obj: Any, group: ProcessGroup | None, operation: str = "gather_object", any_line: bool = False
 ) -> list[Any]:
-    """Every rank's object, in rank order, on every rank. A collective; alone where there is no group.
+    """Give every rank all ranks' objects, in rank order. A collective; without a group the process is alone.
 
     Args:
         obj: anything that can be pickled.
@@ -125,7 +125,7 @@ def exchange(
 
 
 def hand_out(obj: Any, source: int, group: ProcessGroup, operation: str, device: torch.device | None = None) -> Any:
-    """One rank's object on every rank of a group. A collective, which the caller announces.
+    """Give one rank's object to every rank of a group. A collective, which the caller announces.
 
     Args:
         obj: anything that can be pickled; read on `source` only.
@@ -192,7 +192,7 @@ def share_error(
 
 
 def _packed(obj: Any) -> tuple[bytes, Exception | None]:
-    """A message; where the object cannot be pickled one that says so, or the other ranks would wait for it."""
+    """Pack a message; one that says so where the object cannot be pickled, since the other ranks wait for it."""
     if type(obj) in (type(None), bool, int, float, str):  # not isinstance: an enum of strings is to arrive as one
         return _JSON + json.dumps(obj).encode(), None
     try:
@@ -202,13 +202,13 @@ def _packed(obj: Any) -> tuple[bytes, Exception | None]:
 
 
 def _head(parcel: bytes, group: ProcessGroup, rank: int) -> list[int]:
-    """The size of a message and its MAC, as int64 numbers."""
+    """Return the size of a message and its MAC, as int64 numbers."""
     mac = job_secret().mac(_place(group, rank), parcel)
     return [len(parcel), *torch.frombuffer(bytearray(mac), dtype=torch.int64).tolist()]
 
 
 def _read(parcel: bytes, head: torch.Tensor, group: ProcessGroup, rank: int) -> Any:
-    """The object in a message, or an `_Error`.
+    """Read the object in a message, or an `_Error`.
 
     Raises:
         DistributedError: it was not signed with this job's secret.

@@ -23,7 +23,7 @@ from instep.state.runs import clear_runs
 
 
 def share_of(inputs: Any, index: int, count: int, pad: bool = False) -> Any:
-    """The part of `inputs` that process `index` of `count` takes.
+    """Take the part of `inputs` that belongs to process `index` of `count`.
 
     The first `len(inputs) % count` processes take one more than the others.
 
@@ -58,7 +58,7 @@ def share_of(inputs: Any, index: int, count: int, pad: bool = False) -> Any:
 
 
 def _lengths(value: Any, where: str) -> dict[str, int]:
-    """The length of every leaf, by its path."""
+    """Return the length of every leaf, by its path."""
     if isinstance(value, dict):
         found: dict[str, int] = {}
         for key, item in value.items():
@@ -104,7 +104,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 def run_where(function: Callable[..., Any] | None, here: Callable[[], bool]) -> Any:
-    """`function` behind the question `here()`, with its name kept; a decorator if there is no function yet."""
+    """Make a function run only where `here()` is true, with its name kept; a decorator if there is no function yet."""
     if function is None:
         return lambda function: run_where(function, here)
 
@@ -124,7 +124,7 @@ def check_index(decorator: str, name: str, index: int | None) -> None:
 
 
 def is_index(environment: ProcessEnvironment, name: str, index: int | None, local: bool) -> bool:
-    """Whether this process has that number; a process alone has every number."""
+    """Tell whether this process has that number; a process alone has every number."""
     if environment.world_size == 1:
         return True
     count = environment.local_world_size if local else environment.world_size
@@ -136,7 +136,7 @@ def is_index(environment: ProcessEnvironment, name: str, index: int | None, loca
 
 
 class ProcessMethods:
-    """What a process does by its number: methods that `PartialState` and `Accelerator` have alike."""
+    """Methods of a process by its rank, which `PartialState` and `Accelerator` have alike."""
 
     __slots__ = ()
 
@@ -193,7 +193,7 @@ class ProcessMethods:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Rank 0 runs the block, then all others do. A collective.
+        """Run the block on rank 0, then on all others. A collective.
 
         Inside such a block another one changes nothing: the order holds already.
 
@@ -209,7 +209,7 @@ class ProcessMethods:
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """The first process of every node runs the block, then all others do. A collective over all nodes.
+        """Run the block on the first process of every node, then on all others. A collective over all nodes.
 
         Raises:
             RemoteError: on every other process, if the block raised on the first process of any node.
@@ -299,7 +299,7 @@ class ProcessMethods:
 
 
 class PartialState(ProcessMethods):
-    """Who this process is: its rank, its device, and how it meets the others.
+    """Identity of this process: its rank, its device, and how it meets the others.
 
     The first construction reads the launcher's environment, chooses the device and, for a job of several processes,
     joins the process group; it is then a collective. Later ones give the same state. An argument that contradicts what
@@ -355,7 +355,7 @@ class PartialState(ProcessMethods):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """What the processes are together; `DistributedType.NO` for one."""
+        """Kind of processes of this run; `DistributedType.NO` for one alone."""
         return process.held().distributed_type
 
     @property

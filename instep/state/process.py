@@ -26,7 +26,7 @@ _OPTIONS = ("backend", "timeout", "pg_options", "device_id")
 
 @dataclass(frozen=True)
 class Process:
-    """What the state holds.
+    """Record of this process, which `PartialState` shows.
 
     Args:
         environment: the place of this process in its job.
@@ -67,12 +67,12 @@ def ensure(cpu: bool | None, debug: bool | None, xla: bool | None, kwargs: dict[
 
 
 def is_held() -> bool:
-    """Whether there is a record whose process group still exists."""
+    """Tell whether there is a record whose process group still exists."""
     return _process is not None and _is_whole(_process)
 
 
 def held() -> Process:
-    """The record; StateError where there is none."""
+    """Return the record; StateError where there is none."""
     if _process is None:
         raise StateError(f"the process state holds nothing: {_gone}. Build PartialState() (again) first.")
     if not _is_whole(_process):
@@ -81,7 +81,7 @@ def held() -> Process:
 
 
 def step_group() -> ProcessGroup | None:
-    """The group for what the loops agree on at each step; None for a process alone."""
+    """Return the group for what the loops agree on at each step; None for a process alone."""
     groups = held().groups
     return None if groups is None else groups.step
 
@@ -107,7 +107,7 @@ def _is_whole(process: Process) -> bool:
 
 
 def _checked(switches: dict[str, bool | None], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What the caller asks for, without what is left out."""
+    """Check what the caller asks for; what is left out is not in the result."""
     for name in kwargs:
         if name not in _OPTIONS:
             raise one_of("PartialState's argument", name, (*switches, *_OPTIONS))
@@ -136,7 +136,7 @@ def _build(asked: dict[str, Any]) -> Process:
         return Process(environment, device, DistributedType.NO, None, debug, None, asked)
     backend, groups = _join(environment, kind, asked)
     try:
-        collective_checks.begin(groups.control, debug)
+        collective_checks.switch_checked_mode(groups.control, debug)
     except BaseException:
         process_group.leave(groups, abort=True)
         raise
@@ -156,7 +156,7 @@ def _kind(asked: dict[str, Any], environment: ProcessEnvironment) -> DeviceKind:
 
 
 def _on_nodes(environment: ProcessEnvironment, hosts: tuple[str, ...]) -> ProcessEnvironment:
-    """The place with its node's number, which MPI does not tell."""
+    """Add the node's number, which MPI does not tell, to the place."""
     if environment.launcher not in MPI:
         return environment
     nodes = list(dict.fromkeys(hosts))

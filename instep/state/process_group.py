@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def resolve_backend(backend: str | None, kind: DeviceKind, environment: ProcessEnvironment) -> str:
-    """Torch's full name of the backend for a kind of device.
+    """Find torch's full name of the backend for a kind of device.
 
     The group serves CPU tensors as well, so that a reduced metric need not visit the device.
 
@@ -135,7 +135,7 @@ _generation = 0
 
 
 def exists() -> bool:
-    """Whether this process has a default group already."""
+    """Tell whether this process has a default group already."""
     return dist.is_initialized()
 
 
@@ -158,13 +158,7 @@ def join(environment: ProcessEnvironment, backend: str, options: dict[str, Any])
     timeout: timedelta | None = options.get("timeout")
     store = _next_store(environment, {} if timeout is None else {"timeout": timeout})
     wait_for_start(store, environment.rank, environment.world_size, (timeout or default_pg_timeout).total_seconds())
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=environment.rank,
-        world_size=environment.world_size,
-        **options,
-    )
+    dist.init_process_group(backend, store=store, rank=environment.rank, world_size=environment.world_size, **options)
     try:
         groups = _with_control_group(environment, timeout, owned=True)
     except BaseException:
@@ -210,7 +204,7 @@ def leave(groups: Groups, abort: bool = False) -> None:
 
 
 def is_current(groups: Groups) -> bool:
-    """Whether torch's default group is still the one that was joined."""
+    """Tell whether torch's default group is still the one that was joined."""
     return _world() is groups.default
 
 
@@ -240,7 +234,7 @@ def _with_control_group(environment: ProcessEnvironment, timeout: timedelta | No
     step: Any = dist.new_group(backend="gloo", timeout=timeout, group_desc="instep_step")
     # From here on nobody needs the store, so that rank 0, which may be its host, can end before the others.
     hosts = tuple(map(str, exchange(socket.gethostname(), control)))
-    rank_records.begin(hosts)
+    rank_records.note_hosts(hosts)
     return Groups(_world(), control, step, owned, timeout or default_pg_timeout, hosts)
 
 

@@ -7,6 +7,7 @@ a folder beside it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,22 +15,24 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+import instep
 from instep.errors import DistributedError, InstepError
 from instep.state.secret import job_secret
 from instep.utils.atomic import replace
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
     from torch.distributed import ProcessGroup
 
@@ -69,7 +72,7 @@ class RankRecords:
         self._store.set(key, job_secret().sign(f"{self._name}/{key}", [number, text]))
 
     def read(self, number: int, or_later: bool = False) -> dict[int, str]:
-        """The records `number` of the ranks that have left one; with `or_later`, or what came in its place since."""
+        """Read the records `number` of the ranks that left one; with `or_later` also what has taken its place since."""
         found: dict[int, str] = {}
         for rank in range(self._world):
             key = f"{rank}/{number % self._kept}"
@@ -83,7 +86,7 @@ class RankRecords:
         return found
 
     def keep_store_alive(self, number: int, ranks: Iterable[int]) -> None:
-        """Rank 0 may hold the store: let nobody end before all these have read the records `number`."""
+        """Wait until all these ranks have read the records `number`: rank 0, which may end now, may hold the store."""
         try:
             self._store.set(f"read/{number}/{self._rank}", "")
             self._store.wait([f"read/{number}/{rank}" for rank in ranks], _LINGER)
@@ -92,7 +95,7 @@ class RankRecords:
 
 
 class _Folder:
-    """What `RankRecords` needs of a store: a file for each key.
+    """Folder with a file for each key, in place of a store for `RankRecords`.
 
     Args:
         path: where; made on first use.
@@ -132,7 +135,7 @@ class _Folder:
 
 
 def digest_of(text: str) -> int:
-    """64 bits of a text, the same in every process."""
+    """Hash a text to 64 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -143,7 +146,10 @@ _LOOK_S = 0.5
 _WRITE_AFTER_S = 1.0
 _IDLE_S = 5.0  # then the thread ends, until there is a wait again
 _KNOWN_WITHIN_S = 1.0
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = (
+    *(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (instep, torch)),
+    contextlib.__file__,  # `with` blocks and decorators on the way
+)
 _LEFT = "left"
 
 _open: dict[int, awaited] = {}  # by thread
@@ -151,8 +157,8 @@ _watcher: tuple[int, threading.Thread] | None = None
 _hosts: tuple[str, ...] = ()
 
 
-def begin(hosts: tuple[str, ...]) -> None:
-    """The groups were made, of ranks on these machines."""
+def note_hosts(hosts: tuple[str, ...]) -> None:
+    """Note the machines of the ranks, once the groups were made."""
     global _hosts
     _hosts = hosts
 
@@ -181,7 +187,7 @@ def finish(work: Any, within_s: float = float("inf")) -> bool:
 
 
 def ended_ranks() -> dict[int, str]:
-    """What the agent has seen of ranks that ended while others run, by rank; empty without an agent of instep's."""
+    """Read what the agent has seen of ranks that ended while others run, by rank; empty without instep's agent."""
     try:
         with open(os.environ[ENDED_FILE]) as file:
             codes = json.load(file)
@@ -194,7 +200,7 @@ def ended_ranks() -> dict[int, str]:
 
 
 def record_end(group: ProcessGroup) -> None:
-    """At the end of the program: who waits for this rank later on learns that it has gone. Never waits long itself."""
+    """Record at the end of the program that this rank has gone, for ranks that wait for it later. Never waits long."""
     how = "has ended its program" + (" after an error" if hasattr(sys, "last_value") else "")
     with suppress(RuntimeError):  # the store has gone with its process
         RankRecords(_LEFT, group).write(0, how)
@@ -248,8 +254,8 @@ class awaited:
         text = self._text(f"waited {waited_s:.0f} s for the other ranks in {self._where()}, {problem}", gone)
         raise DistributedError(text) from error
 
-    def look(self) -> None:
-        """In the watcher's thread: say or do what the wait's age asks for."""
+    def check_age(self) -> None:
+        """Say or do what the wait's age asks for; in the watcher's thread."""
         age_s = time.monotonic() - self._since
         if age_s < _WRITE_AFTER_S:
             return
@@ -268,7 +274,7 @@ class awaited:
                 sys.stderr.write(f"instep: {said}\n")
 
     def gone(self) -> dict[int, str]:
-        """How ranks of the group have ended, by rank."""
+        """Find how ranks of the group have ended, by rank."""
         ranks = self._ranks()
         gone = {}
         with suppress(RuntimeError):
@@ -276,7 +282,7 @@ class awaited:
         return gone | {rank: how for rank, how in ended_ranks().items() if rank in ranks}
 
     def gone_by_now(self) -> dict[int, str]:
-        """The same after an error: a connection breaks a moment before it is known that the process has ended."""
+        """Find the same after an error: a connection breaks a moment before it is known that the process has ended."""
         deadline = time.monotonic() + _KNOWN_WITHIN_S
         known = ended_ranks if ENDED_FILE in os.environ else self.gone  # the agent knows how a rank has ended
         while not known() and time.monotonic() < deadline:
@@ -284,18 +290,12 @@ class awaited:
         return self.gone()
 
     def _ranks(self) -> list[int]:
-        """The ranks of the group, of the whole job."""
+        """List the ranks of the group, by their number in the whole job."""
         return dist.get_process_group_ranks(self.group)
 
     def _where(self) -> str:
         frame = sys._current_frames().get(self._thread)
-        while frame is not None and (
-            frame.f_back is not None
-            and (frame.f_code.co_filename.startswith(_PACKAGE) or f"{os.sep}torch{os.sep}" in frame.f_code.co_filename)
-        ):
-            frame = frame.f_back
-        place = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-        return f"{self.operation}{place}"
+        return self.operation if frame is None else f"{self.operation} at {':'.join(map(str, call_site(frame)))}"
 
     def _write(self, text: str) -> None:
         with suppress(RuntimeError):  # the store is gone with its process; `_text` says so
@@ -322,8 +322,20 @@ class awaited:
         return " ".join([here, *parts, "Every rank must make the same calls; see what the missing ones do."])
 
 
+def call_site(frame: FrameType) -> tuple[str, int]:
+    """Find file and line of the innermost call that is neither instep's own nor torch's."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in a message: "rank 3", "ranks 0, 1"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 def describe_ended(gone: dict[int, str]) -> str:
-    """How ranks have ended, in a sentence for each; nothing where none has."""
+    """Say how ranks have ended, in a sentence for each; nothing where none has."""
     return " ".join(f"Rank {rank} {how}." for rank, how in sorted(gone.items()))
 
 
@@ -377,4 +389,4 @@ def _watch() -> None:
         idle_s = 0.0 if waits else idle_s + _LOOK_S
         for wait in waits:
             with suppress(RuntimeError):  # the group was left meanwhile
-                wait.look()
+                wait.check_age()

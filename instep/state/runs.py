@@ -6,6 +6,7 @@ on top is the active one. The loop writes `run.gradient`; everybody else reads i
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from instep.errors import SettingError, one_of
@@ -13,13 +14,12 @@ from instep.errors import SettingError, one_of
 MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
+@dataclass(slots=True, eq=False)
 class GradientRecord:
-    """What the loop says about gradients; read through `GradientState`.
+    """State of the loop's gradients, which the loop writes; read through `GradientState`.
 
     Args:
         num_steps: micro-batches of one accumulation window.
-
-    Attributes:
         sync_gradients: the running micro-batch ends its window: gradients are reduced, the optimizer steps.
         end_of_dataloader: the running micro-batch is the last of the active loader.
         remainder: samples of the last global batch that are no padding; -1 where that is not known.
@@ -31,28 +31,15 @@ class GradientRecord:
         is_xla_gradients_synced: whether XLA has reduced the gradients of this window.
     """
 
-    __slots__ = (
-        "active_dataloader",
-        "adjust_scheduler",
-        "dataloader_references",
-        "end_of_dataloader",
-        "is_xla_gradients_synced",
-        "num_steps",
-        "remainder",
-        "sync_gradients",
-        "sync_with_dataloader",
-    )
-
-    def __init__(self, num_steps: int = 1) -> None:
-        self.sync_gradients = True
-        self.num_steps = num_steps
-        self.end_of_dataloader = False
-        self.remainder = -1
-        self.active_dataloader: Any = None
-        self.dataloader_references: list[Any] = []
-        self.adjust_scheduler = False
-        self.sync_with_dataloader = True
-        self.is_xla_gradients_synced = False
+    num_steps: int = 1
+    sync_gradients: bool = True
+    end_of_dataloader: bool = False
+    remainder: int = -1
+    active_dataloader: Any = None
+    dataloader_references: list[Any] = field(default_factory=list)
+    adjust_scheduler: bool = False
+    sync_with_dataloader: bool = True
+    is_xla_gradients_synced: bool = False
 
 
 class Run:
@@ -112,7 +99,7 @@ def pop_run(run: Run) -> None:
 
 
 def active_run() -> Run | None:
-    """The run on top, or None outside any run."""
+    """Return the run on top, or None outside any run."""
     return _runs[-1] if _runs else None
 
 

@@ -57,12 +57,12 @@ class Secret:
         self._key = key
 
     def text(self) -> str:
-        """What `parse` reads."""
+        """Write the secret as a text for `parse`."""
         return self._key.decode() or TRUSTED_NETWORK
 
     @staticmethod
     def parse(text: str, where: str) -> Secret:
-        """The secret that a variable or a file holds.
+        """Read the secret that a variable or a file holds.
 
         Raises:
             SettingError: it is too short to be one.
@@ -79,21 +79,21 @@ class Secret:
         return Secret(text.encode())
 
     def mac(self, place: str, data: bytes) -> bytes:
-        """The MAC of bytes that belong in a place, such as a store's key or a rank's turn."""
+        """Compute the MAC of bytes that belong in a place, such as a store's key or a rank's turn."""
         named = place.encode()
         return hmac.digest(self._key, len(named).to_bytes(8, "little") + named + data, hashlib.sha256)
 
     def fits(self, mac: bytes, place: str, data: bytes) -> bool:
-        """Whether bytes were written for this place by who knows the secret."""
+        """Tell whether bytes were written for this place by somebody who knows the secret."""
         return hmac.compare_digest(mac, self.mac(place, data))
 
     def sign(self, place: str, value: Any) -> str:
-        """A JSON value for a store, behind its MAC."""
+        """Put a JSON value for a store behind its MAC."""
         text = json.dumps(value)
         return self.mac(place, text.encode()).hex() + text
 
     def verify(self, place: str, signed: bytes) -> Any:
-        """The value that `sign` was given.
+        """Check and read a value that `sign` was given.
 
         Raises:
             DistributedError: it was signed with another secret, for another place, or not at all.
@@ -105,7 +105,7 @@ class Secret:
 
 
 def not_ours(what: str) -> DistributedError:
-    """The error about something that was not signed with this job's secret."""
+    """Make the error about something that was not signed with this job's secret."""
     return DistributedError(
         f"{what} was not signed with this job's secret, and is not read. Either the secret differs between the nodes: "
         f"{HOW_TO_GIVE}; or a stranger has written to a port of this job, and it should run where others cannot reach "
@@ -114,7 +114,7 @@ def not_ours(what: str) -> DistributedError:
 
 
 def given_secret(environ: Mapping[str, str] | None = None, file: str | os.PathLike[str] | None = None) -> Secret | None:
-    """The secret that the user gives; None where there is none.
+    """Read the secret that the user gives; None where there is none.
 
     Args:
         environ: the variables; `os.environ` by default.
@@ -132,7 +132,7 @@ def given_secret(environ: Mapping[str, str] | None = None, file: str | os.PathLi
 
 
 def make_secret() -> Secret:
-    """A new random secret."""
+    """Make a new random secret."""
     return Secret(secrets.token_hex(32).encode())
 
 
@@ -143,7 +143,7 @@ def write_secret(path: Path, secret: Secret) -> None:
 
 
 def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] | None = None) -> Secret:
-    """The secret of a job of several ranks, as the table above says.
+    """Find the secret of a job of several ranks, as the table above says.
 
     Args:
         environment: this rank's place.
@@ -166,14 +166,14 @@ def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] 
 
 
 def _is_one_node(environment: ProcessEnvironment, environ: Mapping[str, str]) -> bool:
-    """Whether all ranks surely share a machine; all come to the same answer."""
+    """Tell whether all ranks surely share a machine; all come to the same answer."""
     # Who sets RANK and WORLD_SIZE alone may do so on several machines, each with an address of its own for the first.
     by_hand = environment.launcher == "torchrun" and "LOCAL_WORLD_SIZE" not in environ
     return environment.num_nodes == 1 and not by_hand
 
 
 def _secret_of_user(environ: Mapping[str, str]) -> Secret:
-    """The secret that all processes of this user on this machine share; who needs it first makes it."""
+    """Read the secret that all processes of this user share on this machine; the first to need it makes it."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     inside = os.path.isdir(runtime) and os.access(runtime, os.W_OK)
     folder = Path(runtime, "instep") if inside else Path(tempfile.gettempdir(), f"instep-{os.geteuid()}")
@@ -214,5 +214,5 @@ def use_secret(secret: Secret) -> None:
 
 
 def job_secret() -> Secret:
-    """What this rank's messages are signed with."""
+    """Return the secret that this rank's messages are signed with."""
     return _of_this_job

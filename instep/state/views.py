@@ -58,12 +58,12 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """The active run's: "no", "fp16", "bf16" or "fp8"."""
+        """Precision of the active run: "no", "fp16", "bf16" or "fp8"."""
         return _run().mixed_precision
 
     @property
     def plugin(self) -> Any:
-        """The active run's strategy, with its settings."""
+        """Strategy of the active run, with its settings."""
         return _run().plugin
 
     @property
@@ -72,7 +72,7 @@ class AcceleratorState(PartialState):
 
 
 class GradientState:
-    """Where the active run stands in its accumulation window and its loader.
+    """Position of the active run in its accumulation window and its loader.
 
     A view that everybody can read and only the run's loop can write. Outside any run it says what holds there: every
     backward is its own window, no loader is active.

@@ -62,10 +62,10 @@ def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
     try:
         yield temporary
         if sync:
-            _sync(temporary)
+            sync_path(temporary)
         os.replace(temporary, path)
         if sync:
-            _sync(path.parent)
+            sync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -86,7 +86,7 @@ def creating(path: Path) -> Iterator[Path]:
             raise FileExistsError(errno.EEXIST, "it exists", str(path))
         else:
             temporary.rename(path)
-        _sync(path.parent)
+        sync_path(path.parent)
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)
@@ -111,7 +111,7 @@ def _write_beside(path: Path, data: bytes, mode: int = 0o666, sync: bool = False
             file.write(data)
             if sync:
                 file.flush()
-                os.fsync(file.fileno())
+                fsync(file.fileno())
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -119,14 +119,25 @@ def _write_beside(path: Path, data: bytes, mode: int = 0o666, sync: bool = False
 
 
 def _beside(path: Path) -> Path:
-    """The name that a file has until it is whole, which says who writes it."""
+    """Make the name that a file has until it is whole, which says who writes it."""
     return path.with_name(f"{path.name}.{threading.get_ident()}@{this_process()}")
 
 
-def _sync(path: Path) -> None:
+def fsync(fd: int) -> None:
+    """Wait until the disk has what was written to an open file."""
+    try:
+        import fcntl  # late: not on every platform
+
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS alone has it, where fsync leaves the data in the drive's cache
+    except (ImportError, AttributeError):
+        os.fsync(fd)
+
+
+def sync_path(path: Path) -> None:
+    """Wait until the disk has a file, or the entries of a folder."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        fsync(fd)
     except OSError as error:
         if error.errno != errno.EINVAL:  # a file system that knows no fsync of folders
             raise

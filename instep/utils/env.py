@@ -1,4 +1,4 @@
-"""What a launcher asks of programs that leave it open: an environment variable for each such setting.
+"""Settings that a launcher hands to programs which leave them open, each in an environment variable.
 
 `instep launch` sets them for its ranks, from its command line, config file and own environment; whoever starts a
 program in another way may set them too. An argument in the program always wins. This is the only place that reads them.
@@ -13,14 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from instep.errors import SettingError
-
-_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-
-
-def _switch(text: str) -> bool:
-    if text.lower() not in _SWITCH:
-        raise ValueError
-    return _SWITCH[text.lower()]
+from instep.utils.checks import read_flag
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -39,7 +32,7 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], str]] = {
     "accumulate_grad_batches": (int, "an integer"),
     "grace_period_s": (float, "a number of seconds"),
     "hang_timeout_s": (float, "a number of seconds"),
-    "debug": (_switch, "1 or 0"),
+    "debug": (read_flag, "1 or 0"),
 }
 
 
@@ -121,12 +114,9 @@ def as_variables(settings: Mapping[str, Any]) -> dict[str, str]:
         >>> as_variables({"strategy": "deepspeed", "strategy_options": {"stage": 3}, "debug": True, "precision": None})
         {'INSTEP_STRATEGY': 'deepspeed', 'INSTEP_STRATEGY_OPTIONS': '{"stage": 3}', 'INSTEP_DEBUG': '1'}
     """
-    given = {name: value for name, value in settings.items() if value is not None}
-    return {
-        variable_of(name): str(int(value))
-        if isinstance(value, bool)
-        else json.dumps(value)
-        if isinstance(value, dict)
-        else str(value)
-        for name, value in given.items()
-    }
+
+    def text(value: Any) -> str:
+        value = int(value) if isinstance(value, bool) else value
+        return json.dumps(value) if isinstance(value, dict) else str(value)
+
+    return {variable_of(name): text(value) for name, value in settings.items() if value is not None}

@@ -63,7 +63,7 @@ class AttributeDict(dict[str, Any]):
 
 
 class HyperParameters:
-    """Gives a class `save_hyperparameters` and `hparams`; the base of TrainModule and DataModule.
+    """Base of TrainModule and DataModule, with `save_hyperparameters` and `hparams`.
 
     Example:
         >>> class Model(HyperParameters):

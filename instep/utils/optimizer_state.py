@@ -282,7 +282,7 @@ def _fitting(
 
 
 def _home_of(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The settings of the one saved group that parameters were in; none where they were in several, or in none."""
+    """Return the settings of the one saved group that parameters were in; none where they were in several or none."""
     homes = [group for group in groups if not set(names).isdisjoint(group["params"])]
     return {key: value for key, value in homes[0].items() if key != "params"} if len(homes) == 1 else {}
 
@@ -362,7 +362,7 @@ def _alike(own: Any, saved: Any) -> bool:
             return saved.bit_length() < _FLOAT_BITS
         return isinstance(saved, float) or (isinstance(saved, Tensor) and saved.numel() == 1)
     if isinstance(own, list | tuple):
-        return isinstance(saved, list | tuple) and all(any(_alike(one, it) for one in own) for it in saved if own)
+        return isinstance(saved, list | tuple) and all(any(_alike(one, other) for one in own) for other in saved if own)
     if isinstance(own, dict):
         return isinstance(saved, dict)
     return isinstance(saved, type(own))

@@ -128,7 +128,7 @@ def _put(into: Any, key: Any, value: Any) -> None:
 
 
 class OptimizerProxy:
-    """Forwards attributes to an optimizer, and passes for it: `isinstance(proxy, torch.optim.Adam)` holds.
+    """Proxy that passes for an optimizer: `isinstance(proxy, torch.optim.Adam)` holds, and attributes are forwarded.
 
     So a scheduler can be made with either, and code that looks at `param_groups` need not know.
 

@@ -41,7 +41,7 @@ def read_text(path: Path) -> str:
 
 
 def load(text: str, where: object) -> Any:
-    """Plain values of YAML, where 1e-5 is a number, as in JSON and YAML 1.2, and a date is a text.
+    """Read plain values of YAML, where 1e-5 is a number, as in JSON and YAML 1.2, and a date is a text.
 
     Args:
         text: of one document.
@@ -58,7 +58,7 @@ def load(text: str, where: object) -> Any:
 
 
 def compose(text: str, where: object) -> tuple[Any, Any]:
-    """The same, after the tree of the library's nodes, which know their lines; None for an empty text."""
+    """Read the tree of the library's nodes, which know their lines, and the plain values; None for an empty text."""
     import yaml  # late: not needed where there is no file
 
     try:

@@ -323,10 +323,7 @@ DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
 """What Accelerate's `distributed_type` stands for."""
 
 REFUSED = {
-    (
-        "WandbLogger",
-        "log_model",
-    ): "log the checkpoint's folder as an artifact, in `after_save_checkpoint` of a subclass",
+    ("WandbLogger", "log_model"): "log the checkpoint's folder as an artifact in `after_save_checkpoint` of a subclass",
     ("WandbLogger", "add_file_policy"): "there is none, since models are not uploaded",
     ("WandbLogger", "checkpoint_name"): "there is none, since models are not uploaded",
 }

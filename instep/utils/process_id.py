@@ -1,4 +1,4 @@
-"""Which process a temporary folder belongs to, and whether that process is gone."""
+"""Names of processes, for their temporary folders, and whether such a process is gone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def this_process() -> str:
 
 
 def is_gone(owner: str) -> bool | None:
-    """Whether a process named by `this_process` has ended; None where that cannot be known: of another host, hidden."""
+    """Tell whether a process named by `this_process` has ended; None where it is of another host or hidden."""
     match = _PATTERN.fullmatch(owner)
     if match is None or match["host"] != _host():
         return None
@@ -34,11 +34,11 @@ def is_gone(owner: str) -> bool | None:
     life = _life(pid)
     if life != match["life"]:  # the id was given to another process; containers start with the same ones
         return None if life == _UNKNOWN else True
-    return _state(pid) in "ZX"
+    return state_of(pid) in ("Z", "X")
 
 
 def _host() -> str:
-    """The host's name and a digest of its boot and of the namespace of process ids: two containers may share a name."""
+    """Return the host's name and a digest of its boot and process namespace: two containers may share a name."""
     name = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:31] or "host"
     try:
         ids = f"{_boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -47,12 +47,15 @@ def _host() -> str:
     return f"{name}_{_digest(ids)}"
 
 
-def _state(pid: int) -> str:
-    """Read how a process is, as in `ps`; Z and X are ended ones that their parent has not asked for yet."""
+def state_of(pid: int) -> str:
+    """Read the kernel's letter for a process, as in `ps`; empty where it is gone or not known.
+
+    T is stopped; Z and X have ended, and their parent has not asked for them yet.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return "?"
+        return ""
 
 
 def _boot_id() -> str:
@@ -64,7 +67,7 @@ def _digest(text: str) -> str:
 
 
 def _life(pid: int) -> str:
-    """Differs between two processes with the same id, where the system tells."""
+    """Make a digest that differs between two processes with the same id, where the system tells."""
     try:
         boot = _boot_id()
         # Field 22 is the start in clock ticks since boot; the name in field 2 may hold spaces and brackets.

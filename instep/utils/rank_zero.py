@@ -56,7 +56,7 @@ _INNER = 3  # frames of lightning-utilities between these functions and `warning
 
 
 def _library() -> Any:
-    """lightning-utilities' module, told this process's rank."""
+    """Return lightning-utilities' module, told this process's rank."""
     from lightning_utilities.core import rank_zero  # late: 40 ms, which importing the Trainer does not pay
 
     from instep.state import process, read_environment  # late: loads torch

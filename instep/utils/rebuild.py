@@ -46,12 +46,7 @@ _OPEN = (Any, object, inspect.Parameter.empty)
 _TIME = re.compile(r"(?:(?P<days>-?\d+) days?, )?(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d+)?)")
 _CHOICES = {"true": True, "false": False}
 _RANGE = re.compile(r"range\((-?\d+)(?:, ?(-?\d+))?(?:, ?(-?\d+))?\)")
-_LISTS = (
-    abc.Sequence,
-    abc.Iterable,
-    abc.Collection,
-    abc.MutableSequence,
-)
+_LISTS = (abc.Sequence, abc.Iterable, abc.Collection, abc.MutableSequence)
 _MAPPINGS = (abc.Mapping, abc.MutableMapping)
 
 _KINDS = (nn.Module, Optimizer, LRScheduler)
@@ -60,7 +55,7 @@ _FUNCTIONAL = "torch.nn.functional"
 
 
 def allowed_class(path: Any, key: str) -> type:
-    """A class that a checkpoint may have built.
+    """Find a class that a checkpoint may have built.
 
     Args:
         path: its dotted path.
@@ -82,7 +77,7 @@ def allowed_class(path: Any, key: str) -> type:
 
 
 def allowed_function(path: Any, owner: type, key: str) -> Any:
-    """A function that a checkpoint may pass to a class.
+    """Find a function that a checkpoint may pass to a class.
 
     Args:
         path: its dotted path.
@@ -106,7 +101,7 @@ def allowed_function(path: Any, owner: type, key: str) -> Any:
 
 
 def refused(what: Any, key: str) -> CheckpointError:
-    """The error of an argument that is not what a checkpoint may give."""
+    """Make the error of an argument that is not what a checkpoint may give."""
     return CheckpointError(
         f"the checkpoint's {key} is a {short(what)}. Only modules, optimizers and schedulers that the program has "
         "imported, and functions of torch and of the module's own file, are taken from a checkpoint, where the "
@@ -115,13 +110,13 @@ def refused(what: Any, key: str) -> CheckpointError:
 
 
 def short(what: Any) -> str:
-    """A text, or what a value looks like, cut to a length for an error."""
+    """Cut a text, or what a value looks like, to a length for an error."""
     text = what if isinstance(what, str) else repr(what)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _loaded(path: Any) -> Any:
-    """What loaded modules have under a dotted path; None where there is no such thing."""
+    """Find what loaded modules have under a dotted path; None where there is no such thing."""
     parts = path.split(".") if isinstance(path, str) and len(path) < 1000 else []
     for split in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:split]))
@@ -162,7 +157,7 @@ def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[
 
 
 def configured_class(cls: type[T], saved: Mapping[str, Any]) -> type[T]:
-    """The class that was configured, where the program has loaded it and it is a subclass of `cls`; else `cls`."""
+    """Find the class that was configured, where it is loaded and a subclass of `cls`; else `cls`."""
     try:
         own = allowed_class(saved[CLASS_PATH], "module")
     except CheckpointError:
@@ -171,7 +166,7 @@ def configured_class(cls: type[T], saved: Mapping[str, Any]) -> type[T]:
 
 
 def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a module, built from its hyperparameters.
+    """Build the arguments of a module from its hyperparameters.
 
     Args:
         cls: the module's class, or a base of the one that was configured.
@@ -185,7 +180,7 @@ def configured_arguments(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, StandIn]]:
-    """The arguments of a module as defaults for a parser, without any text of the checkpoint.
+    """Describe the arguments of a module as defaults for a parser, without any text of the checkpoint.
 
     Args:
         cls: the module's class, or a base of the one that was configured.
@@ -204,7 +199,7 @@ def described_arguments(cls: type, saved: Mapping[str, Any]) -> tuple[dict[str, 
 
 @dataclass(frozen=True)
 class StandIn:
-    """What a text in `described_arguments` stands for.
+    """Value that a text in `described_arguments` stands for.
 
     Args:
         value: the checkpoint's.
@@ -220,7 +215,7 @@ class _Unfit(ValueError):
 
 
 class _Building:
-    """Turns the values of a checkpoint into arguments, by the types of the parameters."""
+    """Builder of arguments from the values of a checkpoint, by the types of the parameters."""
 
     def text(self, text: str) -> Any:
         return text
@@ -254,7 +249,7 @@ class _Building:
             ) from None
 
     def value(self, value: Any, hint: Any, key: str, owner: type) -> Any:
-        """A value as the type of its argument says.
+        """Build a value as the type of its argument says.
 
         Raises:
             _Unfit: it is not of this type.
@@ -268,7 +263,7 @@ class _Building:
         if value is None or hint in (None, NoneType):
             return _same(value is None, value)
         if origin is Literal:
-            fitting = [it for it in get_args(hint) if type(it) is type(value) and it == value]
+            fitting = [choice for choice in get_args(hint) if type(choice) is type(value) and choice == value]
             return fitting[0] if fitting else _same(False, value)
         if hint in _OPEN or not isinstance(origin, type):
             return self.open(value, key, owner)
@@ -285,7 +280,7 @@ class _Building:
         return self.leaf(value, origin)
 
     def open(self, value: Any, key: str, owner: type) -> Any:
-        """A value whose type is not known: objects are built, and texts are not looked into."""
+        """Build a value whose type is not known: objects are built, and texts are not looked into."""
         if isinstance(value, Mapping):
             if isinstance(value.get("class_path"), str) and value.keys() <= _SPEC:
                 named = allowed_class(value["class_path"], key)
@@ -300,7 +295,7 @@ class _Building:
         return value
 
     def one_of(self, value: Any, hints: tuple[Any, ...], key: str, owner: type) -> Any:
-        """A value of the first type that it fits; a text is no number where texts fit."""
+        """Build a value as the first type that it fits; a text is no number where texts fit."""
         error: CheckpointError | None = None
         if isinstance(value, str) and str in hints:
             hints = tuple(hint for hint in hints if hint not in (bool, int, float, complex))
@@ -311,8 +306,8 @@ class _Building:
                 return self.value(value, hint, key, owner)
             except _Unfit:
                 continue
-            except CheckpointError as it:
-                error = it
+            except CheckpointError as refusal:
+                error = refusal
         raise error or _Unfit
 
     def spec_arguments(self, value: Mapping[str, Any], named: type, key: str) -> dict[str, Any]:
@@ -322,14 +317,14 @@ class _Building:
         return self.arguments({**parts[0], **parts[1]}, named, key)
 
     def spec(self, value: Mapping[str, Any], base: type, key: str) -> Any:
-        """An object of a class that is a subclass of its argument's type."""
+        """Build an object of a class that is a subclass of its argument's type."""
         named = allowed_class(value["class_path"], key)
         if not issubclass(named, base):
             raise refused(f"{value['class_path']}, which is no {base.__name__}", key)
         return self.made(named, self.spec_arguments(value, named, key), partly=False)
 
     def function(self, value: Any, hint: Any, key: str, owner: type) -> Any:
-        """A function, an object that can be called, or a class with some of its arguments."""
+        """Find a function, build an object that can be called, or a class with some of its arguments."""
         if isinstance(value, str):
             try:
                 return allowed_function(value, owner, key)
@@ -357,12 +352,12 @@ class _Building:
         if issubclass(origin, tuple) and names is not None:
             hints = typing.get_type_hints(origin)
             given = dict(zip(names, value, strict=False))
-            fields = {name: self.value(it, hints.get(name, Any), key, owner) for name, it in given.items()}
+            fields = {name: self.value(item, hints.get(name, Any), key, owner) for name, item in given.items()}
             return self.structure(origin, _same(len(value) <= len(names), fields))
         if issubclass(origin, tuple) and inner and inner[-1] is not Ellipsis:
             _same(len(value) == len(inner), value)
-            return tuple(self.value(it, of, key, owner) for it, of in zip(value, inner, strict=True))
-        made = [self.value(it, inner[0] if inner else Any, key, owner) for it in value]
+            return tuple(self.value(item, of, key, owner) for item, of in zip(value, inner, strict=True))
+        made = [self.value(item, inner[0] if inner else Any, key, owner) for item in value]
         if origin in _LISTS:
             return made
         if issubclass(origin, list | tuple | set | frozenset | collections.deque):
@@ -375,12 +370,12 @@ class _Building:
         if typing.is_typeddict(origin):
             hints = typing.get_type_hints(origin)
             _same(value.keys() <= hints.keys(), value)
-            return {name: self.value(it, hints[name], f"{key}.{name}", owner) for name, it in value.items()}
+            return {name: self.value(inner, hints[name], f"{key}.{name}", owner) for name, inner in value.items()}
         if origin in _MAPPINGS or issubclass(origin, dict):
             of_key, of_value = (*get_args(hint), Any, Any)[:2]
             made = {
-                self.value(name, of_key, key, owner): self.value(it, of_value, f"{key}.{name}", owner)
-                for name, it in value.items()
+                self.value(name, of_key, key, owner): self.value(inner, of_value, f"{key}.{name}", owner)
+                for name, inner in value.items()
             }
             ordered = issubclass(origin, collections.OrderedDict)
             return collections.OrderedDict(made) if ordered else made
@@ -393,17 +388,15 @@ class _Building:
             raise _Unfit
         _same(value.keys() <= set(fields), value)
         hints = _hints(origin)
-        made = {name: self.value(it, hints.get(name, Any), f"{key}.{name}", owner) for name, it in value.items()}
+        made = {name: self.value(inner, hints.get(name, Any), f"{key}.{name}", owner) for name, inner in value.items()}
         return self.structure(origin, made)
 
     def leaf(self, value: Any, kind: type) -> Any:
-        """A number, or a text and what is written as one."""
+        """Build a number, or a text and what is written as one."""
         if kind is str:
             return self.text(_same(isinstance(value, str), value))
         if kind is bool:
-            return (
-                value if isinstance(value, bool) else _CHOICES.get(value) if value in _CHOICES else _same(False, value)
-            )
+            return value if isinstance(value, bool) else _CHOICES[_same(value in _CHOICES, value)]
         if issubclass(kind, Enum):
             found = [member for name, member in kind.__members__.items() if value in (name, member.value)]
             return found[0] if found else _same(False, value)
@@ -423,14 +416,14 @@ class _Building:
         return _same(isinstance(value, kind), value)
 
     def written(self, text: str, kind: Any) -> Any:
-        """What has a form as a text."""
+        """Build what has a form as a text."""
         if issubclass(kind, bytes | bytearray):
             return kind(base64.b64decode(text, validate=True))
         if kind is timedelta:
-            match = _TIME.fullmatch(text)
-            return timedelta(**{name: float(it) for name, it in _found(match).groupdict().items() if it is not None})
+            parts = _found(_TIME.fullmatch(text)).groupdict()
+            return timedelta(**{name: float(part) for name, part in parts.items() if part is not None})
         if kind is range:
-            return range(*(int(it) for it in _found(_RANGE.fullmatch(text)).groups() if it is not None))
+            return range(*(int(part) for part in _found(_RANGE.fullmatch(text)).groups() if part is not None))
         if kind is torch.dtype:
             found = vars(torch).get(text.removeprefix("torch."))
             return _same(isinstance(found, torch.dtype), found)
@@ -446,7 +439,7 @@ class _Building:
 
 
 class _Describing(_Building):
-    """Turns the values of a checkpoint into defaults of a parser, in which stand-ins take the place of texts."""
+    """Builder of a parser's defaults from the values of a checkpoint, with stand-ins in the place of texts."""
 
     def __init__(self) -> None:
         self.stand_ins: dict[str, StandIn] = {}
@@ -476,7 +469,7 @@ class _Describing(_Building):
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The types of a class's arguments, of those of its bases too; `Any` where one cannot be found out."""
+    """Read the types of a class's arguments, of those of its bases too; `Any` where one cannot be found out."""
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         init = vars(base).get("__init__")
@@ -497,7 +490,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _bare(hint: Any) -> tuple[Any, Any]:
-    """A type without what only says more about it, and its origin, or itself."""
+    """Return a type without what only says more about it, and its origin, or itself."""
     while True:
         if get_origin(hint) is Annotated or getattr(get_origin(hint), "_name", "") in ("Required", "NotRequired"):
             hint = get_args(hint)[0]

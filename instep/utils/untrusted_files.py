@@ -19,7 +19,6 @@ INDEX_BYTES = 64 * 2**20  # a manifest or an index: 100 bytes for each file or t
 STATE_BYTES = 2**30  # JSON that a run has saved: what is large in a state are tensors, which are not in it
 
 _KINDS = (
-    (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
@@ -29,18 +28,17 @@ _KINDS = (
 MOST_DEPTH = 256  # containers within each other; who walks over the value recursively must come to its end
 
 
-def open_regular(path: Path | str, follow: bool = True) -> FileIO:
+def open_regular(path: Path | str) -> FileIO:
     """Open a regular file to read its bytes, without waiting for anything.
 
     Args:
-        path: of a local file system.
-        follow: take the file that a symbolic link names, too.
+        path: of a local file system; a symbolic link stands for the file that it names.
 
     Raises:
         OSError: it cannot be opened, or is no regular file; the text says what it is.
     """
-    _check(path, os.stat(path, follow_symlinks=follow))  # before it is opened: that alone may move a device
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    _check(path, os.stat(path))  # before it is opened: that alone may move a device
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _check(path, os.fstat(fd))
         return FileIO(fd, "rb")
@@ -49,18 +47,17 @@ def open_regular(path: Path | str, follow: bool = True) -> FileIO:
         raise
 
 
-def read_regular(path: Path | str, most: int, follow: bool = True) -> bytes:
+def read_regular(path: Path | str, most: int) -> bytes:
     """Read the content of a regular file of limited size.
 
     Args:
         path: of a local file system.
         most: bytes that it may have.
-        follow: as in `open_regular`.
 
     Raises:
         OSError: as in `open_regular`; or it has more bytes.
     """
-    with open_regular(path, follow) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise too_large(path, size, most)

@@ -39,7 +39,7 @@ class Gate:
 
 def at(operation: str, act: Callable[[Path], None], rank: int | None = None) -> Callable[[str, Path, Any], None]:
     def trace(name: str, path: Path, detail: Any) -> None:
-        if name == operation and rank in (None, RankGroup().place()[0]):
+        if name == operation and rank in (None, RankGroup().rank_and_size()[0]):
             act(path)
 
     return trace

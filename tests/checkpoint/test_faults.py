@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.checkpoint import CheckpointStore, LocalFiles, Writer, files
+from instep.checkpoint import CheckpointStore, LocalFiles, Writer
 from instep.errors import CheckpointError
+from instep.utils import atomic
 from tests.checkpoint.helpers import NEW, OLD, path_of, value_of, writes
 from tests.helpers.faults import FaultPlan
 from tests.helpers.spawn import run_ranks
@@ -36,7 +37,7 @@ def operations_of(action: Callable[[CheckpointStore], None], root: Path) -> list
 def test_a_failure_of_any_operation_fails_the_save_and_nothing_else(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_fsync", lambda fd: None)
+    monkeypatch.setattr(atomic, "fsync", lambda fd: None)
     operations = operations_of(save_new_step, tmp_path / "count")
     for number, operation in enumerate(operations):
         root = tmp_path / str(number)
@@ -98,7 +99,7 @@ def test_a_folder_that_vanishes_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_a_failure_of_any_operation_of_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_fsync", lambda fd: None)
+    monkeypatch.setattr(atomic, "fsync", lambda fd: None)
     plan = FaultPlan()
     store = CheckpointStore(tmp_path / "count", LocalFiles(plan))
     path = store.save(1, writes(OLD))

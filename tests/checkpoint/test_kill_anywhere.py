@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from instep.checkpoint import CheckpointStore, LocalFiles, files
+from instep.checkpoint import CheckpointStore, LocalFiles
+from instep.utils import atomic
 from tests.checkpoint.helpers import ACTIONS, NEW, OLD, left_over, value_of, writes
 from tests.checkpoint.killing import Campaign, lost, results_of
 from tests.checkpoint.victim import PHASES, Board, Way, train
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.dist
 
 def do_not_wait_for_the_disk() -> None:
     """A killed process loses nothing that the system has; hundreds of real fsyncs would only take time."""
-    files._fsync = lambda fd: None
+    atomic.fsync = lambda fd: None
 
 
 # ---- at every operation of a store

@@ -324,11 +324,11 @@ def test_the_counter_goes_on_after_the_folder_was_away(tmp_path: Path) -> None:
     class Away(LocalFiles):
         away = False
 
-        def listed(self, folder: Path) -> list[str]:
+        def entries(self, folder: Path) -> dict[str, bool]:
             if self.away:
                 looked.set()
-                return []
-            return super().listed(folder)
+                return {}
+            return super().entries(folder)
 
     files = Away()
     held = Lease.take(tmp_path, "run", files, interval_s=TICK_S)

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from instep.checkpoint import CheckpointStore, LocalFiles, files, lease
+from instep.checkpoint import CheckpointStore, LocalFiles, lease
 from instep.checkpoint.lease import Lease
-from instep.utils import process_id
+from instep.utils import atomic, process_id
 from tests.checkpoint.helpers import left_over, value_of, writes
 from tests.checkpoint.killing import lost, results_of
 from tests.checkpoint.victim import Board, Way, train
@@ -88,7 +88,7 @@ def lose_power_everywhere(
 
 
 def test_every_power_loss_leaves_what_was_reported_as_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instep.checkpoint.files._fsync", lambda fd: None)  # the log has them
+    monkeypatch.setattr("instep.utils.atomic.fsync", lambda fd: None)  # the log has them
     root = tmp_path / "real"
     root.mkdir()
     found: set[tuple[int, int] | None] = set()
@@ -115,7 +115,7 @@ def test_every_power_loss_leaves_what_was_reported_as_saved(tmp_path: Path, monk
 )
 def test_each_fsync_is_needed(left_out: str, of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, the same check finds a loss: the check can fail."""
-    monkeypatch.setattr("instep.checkpoint.files._fsync", lambda fd: None)
+    monkeypatch.setattr("instep.utils.atomic.fsync", lambda fd: None)
     root = tmp_path / "real"
     root.mkdir()
     plan = two_saves_and_a_delete(root)
@@ -132,7 +132,7 @@ def after_a_reboot(root: Path, way: Way) -> None:
 
 def train_and_lose_power(folder: str, way_to_train: Way) -> tuple[int, int]:
     """The log of a training, cut everywhere up to its fourth step; how many losses were looked at, and resumed from."""
-    files._fsync = lambda fd: None
+    atomic.fsync = lambda fd: None
     # A lease of before the reboot is watched for three of its intervals; one that was lost in part, of the default.
     lease.INTERVAL_S = INTERVAL_S
     Lease.take.__func__.__kwdefaults__ = {"interval_s": INTERVAL_S}

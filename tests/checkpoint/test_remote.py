@@ -269,10 +269,10 @@ def test_small_objects_appear_once_and_change_at_once(url: str) -> None:
     assert files.read(path, 100) == b"one"
     files.replace(path, b"three")
     assert files.read(path, 100) == b"three"
-    assert files.listed(to_path(url)) == [".lease"]
+    assert files.entries(to_path(url)) == {".lease": False}
     files.remove(path)
     files.remove(path)
-    assert files.listed(to_path(url)) == []
+    assert files.entries(to_path(url)) == {}
 
 
 def test_weights_alone_from_a_url(url: str, tmp_path: Path) -> None:

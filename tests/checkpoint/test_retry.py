@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from instep.checkpoint import CheckpointStore, LocalFiles, files
+from instep.checkpoint import CheckpointStore, LocalFiles
 from instep.checkpoint import files as retry
 from instep.errors import CheckpointError, RemoteError
 from instep.state import PartialState
+from instep.utils import atomic
 from tests.checkpoint.helpers import left_over, path_of, value_of, writes
 from tests.helpers.spawn import run_ranks
 
@@ -43,7 +44,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that were made, none of which takes time."""
     made: list[float] = []
     monkeypatch.setattr(retry, "sleep", made.append)
-    monkeypatch.setattr(files, "_fsync", lambda fd: None)
+    monkeypatch.setattr(atomic, "fsync", lambda fd: None)
     return made
 
 
@@ -152,7 +153,7 @@ def fail_on(folder: str, bad: int, times: int) -> tuple[str, int, list[str], lis
     pauses: list[float] = []
     retry.sleep = pauses.append
     rank = PartialState(cpu=True).process_index
-    files._fsync = lambda fd: None
+    atomic.fsync = lambda fd: None
     store = CheckpointStore(folder, LocalFiles(Failing("write", times if rank == bad else 0)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -18,7 +18,7 @@ from instep.checkpoint import CheckpointStore, find_checkpoint, lease, load_weig
 from instep.checkpoint.manifest import read_manifest
 from instep.checkpoint.names import MANIFEST
 from instep.checkpoint.reader import folder_problems
-from instep.checkpoint.scan import look
+from instep.checkpoint.scan import list_checkpoints
 from instep.cli.main import COMMANDS, load, main, make_parser
 from tests.fuzz import corpus
 from tests.fuzz.child import PLANTED_FILES
@@ -136,7 +136,7 @@ def _manifest(folder: Path, rng: Random) -> Any:
     if way == 0:
         return read_manifest(path)
     if way == 1:
-        return [look(path.parent), CheckpointStore(path.parent).resolve("last")]
+        return [list_checkpoints(path.parent), CheckpointStore(path.parent).resolve("last")]
     return find_checkpoint(path) if way == 2 else main(["checkpoint", "ls", str(folder)])
 
 

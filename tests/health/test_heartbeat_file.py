@@ -39,7 +39,7 @@ class Node:
             self.enter(rank, "train")
             numbers[BATCH], numbers[STEP] = 7, 20
         self.watch = HangDetector(self.beats)
-        self.watch.look()
+        self.watch.detect()
 
     def enter(self, rank: int, phase: str) -> None:
         numbers = self.ranks[rank]
@@ -51,7 +51,7 @@ class Node:
         hangs = False
         for _ in range(int(seconds)):
             self.now += 1.0
-            hangs = self.watch.look()
+            hangs = self.watch.detect()
         return hangs
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_left_its_run_after_an_error_holds_up_the_others_until_it_en
 
 def test_time_in_which_nobody_looked_does_not_count(node: Node) -> None:
     node.now += 1000.0
-    assert not node.watch.look()
+    assert not node.watch.detect()
     assert not node.hangs_after(LIMIT_S - 3)
     assert node.hangs_after(2)
 
@@ -150,7 +150,7 @@ def test_the_report_says_who_is_behind_and_what_could_not_be_written(node: Node,
 
 def test_an_agent_believes_a_hangs_exit_code_only_with_a_report_and_collects_dumps(tmp_path: Path) -> None:
     watch = NodeWatch(tmp_path, 1)
-    watch.begin()
+    watch.reset()
     assert not watch.hangs(says_so=True)  # a program of its own that ends with 76
     watch.beats.numbers(0)[SAID] = 1
     assert watch.hangs(says_so=True)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class _DcpTensor:
         self.name, self.shape, self.dtype, self._pieces = name, torch.Size(shape), dtype, pieces
 
     def read(self, box: tuple[slice, ...] | None = None) -> Tensor:
-        """The tensor, or a box of it, on the CPU, in memory of its own."""
+        """Read the tensor, or a box of it, on the CPU, in memory of its own."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         for piece in self._pieces:
             with reading(piece.path, f"does not hold {self.name}"):
@@ -66,16 +67,16 @@ class _DcpTensor:
 
 
 def find_dcp_folder(path: Path) -> Path | None:
-    """The folder with `.metadata`: the path itself, or Accelerate's folder in it; None where there is none."""
+    """Find the folder with `.metadata`: the path itself, or Accelerate's folder in it; None where there is none."""
     if not isinstance(path, Path):  # a URL: torch writes local folders
         return None
     if (path / MANIFEST).exists():
         return None
-    return next((it for it in (path, path / _WITHIN) if (it / _METADATA).is_file()), None)
+    return next((folder for folder in (path, path / _WITHIN) if (folder / _METADATA).is_file()), None)
 
 
 def stored_dcp_weights(folder: Path, roots: tuple[str, ...]) -> Mapping[str, StoredTensor]:
-    """The tensors of a model, each left where it is until it is read.
+    """List the tensors of a model, each left where it is until it is read.
 
     Args:
         folder: what `find_dcp_folder` found.
@@ -95,7 +96,7 @@ def stored_dcp_weights(folder: Path, roots: tuple[str, ...]) -> Mapping[str, Sto
 
 
 def _describe(metadata: Any, folder: Path) -> tuple[dict[str, _DcpTensor], dict[str, tuple[Any, ...]]]:
-    """The tensors by name, and the keys that lead to each."""
+    """Return the tensors by name, and the keys that lead to each."""
     about = _state(metadata, "Metadata")
     places: dict[tuple[str, tuple[int, ...]], Mapping[str, Any]] = {}
     for key, value in about["storage_data"].items():
@@ -140,7 +141,7 @@ def _tensor(name: str, about: Mapping[str, Any], places: Mapping[Any, Mapping[st
 def _check_ranges(tensors: Any) -> None:
     """Refuse pieces that lie over each other, or beyond the end of a file that is there."""
     ranges: dict[Path, set[tuple[int, int]]] = {}
-    for piece in (it for tensor in tensors for it in tensor._pieces):
+    for piece in chain.from_iterable(tensor._pieces for tensor in tensors):
         ranges.setdefault(piece.path, set()).add((piece.begin, piece.length))
     for path, found in ranges.items():
         end = 0
@@ -159,7 +160,7 @@ def _check_ranges(tensors: Any) -> None:
 
 
 def _state(record: Any, name: str) -> Mapping[str, Any]:
-    """The attributes of an object of torch.distributed.checkpoint."""
+    """Return the attributes of an object of torch.distributed.checkpoint."""
     if type(record) is not Record or record.name not in [f"{module}{name}" for module in _OF_DCP]:
         what = record.name if type(record) is Record else type(record).__name__
         raise ValueError(f"it names {what}, which does not describe a checkpoint; {name} is expected")
@@ -169,7 +170,7 @@ def _state(record: Any, name: str) -> Mapping[str, Any]:
 
 
 def _sizes(size: Any) -> tuple[int, ...]:
-    """The numbers of a torch.Size; none for None."""
+    """Return the numbers of a torch.Size; none for None."""
     if size is None:
         return ()
     values: Any = size.args[0] if type(size) is Record and size.name == "torch.Size" and size.args else size
@@ -181,7 +182,7 @@ def _sizes(size: Any) -> tuple[int, ...]:
 def _of_model(
     stored: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]], roots: tuple[str, ...]
 ) -> dict[str, str]:
-    """The model's entries, each with the name of the weight."""
+    """Select the model's entries, each with the name of the weight."""
     ways = {name: tuple(map(str, paths.get(name, (name,)))) for name in stored}
     for root in roots:
         under = {name: ".".join(way[1:]) for name, way in ways.items() if way[0] == root and len(way) > 1}

@@ -28,7 +28,7 @@ _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET"
 
 
 class Record:
-    """What stands in the place of a name, or of an object made by it.
+    """Record in the place of a name in a pickle, or of an object made by it.
 
     Attributes:
         name: with its module, such as "collections.OrderedDict"; empty for a persistent id.
@@ -48,7 +48,7 @@ class Record:
 
 
 def read_pickle(data: bytes | BinaryIO) -> Any:
-    """What a pickle holds, with records for all that it names.
+    """Read a pickle as data, with records in place of all that it names.
 
     Args:
         data: the pickle; of a stream the next one, which is left at its end.
@@ -69,7 +69,7 @@ def read_pickle(data: bytes | BinaryIO) -> Any:
 
 
 def records_in(value: Any) -> Iterable[Record]:
-    """Every record in what `read_pickle` returned, once."""
+    """Return every record in what `read_pickle` returned, once."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -140,8 +140,8 @@ class _Machine:
         return found
 
     def _push_frozen(self, value: tuple[Any, ...] | frozenset[Any]) -> None:
-        parts = [self._weight(it) for it in value]
-        size, depth = 1 + sum(it[0] for it in parts), 1 + max((it[1] for it in parts), default=0)
+        parts = [self._weight(part) for part in value]
+        size, depth = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
         size = min(size, _KEY_SIZE + 1)  # of tuples that double at each level it would be a number of as many bits
         self._weights[id(value)] = (value, size, depth)
         self._stack.append(value)
@@ -184,9 +184,6 @@ class _Machine:
             raise ValueError(f"members of a {type(target).__name__}")
         target.update(map(self._key, values))
 
-    def _drop_marked(self) -> None:
-        self._pop_marked()
-
     def _stack_list(self) -> None:
         found = self._pop_marked()
         self._stack.append(found)
@@ -218,10 +215,10 @@ class _Machine:
         self._stack.append(Record("", pid))
 
 
-_INSTRUCTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
+_INSTRUCTIONS: Mapping[str, Callable[[_Machine, Any], Any]] = {
     "MARK": _Machine._mark,
     "POP": lambda machine, _: machine._pop(),
-    "POP_MARK": lambda machine, _: machine._drop_marked(),
+    "POP_MARK": lambda machine, _: machine._pop_marked(),
     "LIST": lambda machine, _: machine._stack_list(),
     "TUPLE": lambda machine, _: machine._push_frozen(tuple(machine._pop_marked())),
     "DICT": _Machine._make_dict,
@@ -245,7 +242,7 @@ _INSTRUCTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
 def _inner(value: Any) -> Iterable[Any]:
     kind = type(value)
     if kind is Record:
-        return [value.args, value.state, *(it for pair in value.items for it in pair), *value.entries]
+        return [value.args, value.state, *(part for pair in value.items for part in pair), *value.entries]
     if kind is dict:
         return [*value, *value.values()]
     return value if kind in (list, tuple, set, frozenset) else ()
@@ -262,18 +259,18 @@ def _check_shape(root: Any, count: int) -> None:
             waiting.pop()
             continue
         everything = list(_inner(value))
-        inner = [it for it in everything if type(it) in _CONTAINERS]
+        inner = [part for part in everything if type(part) in _CONTAINERS]
         if id(value) not in entered:
             entered.add(id(value))
-            new = {id(it): it for it in inner if id(it) not in known}  # each once, however often it is there
+            new = {id(part): part for part in inner if id(part) not in known}  # each once, however often it is there
             if not entered.isdisjoint(new):
                 raise ValueError("a container that contains itself")
             waiting.extend(new.values())
             continue
         waiting.pop()
-        parts = [known[id(it)] for it in inner]
-        size = 1 + len(everything) + sum(it[0] for it in parts)
-        depth = 1 + max((it[1] for it in parts), default=0)
+        parts = [known[id(part)] for part in inner]
+        size = 1 + len(everything) + sum(part[0] for part in parts)
+        depth = 1 + max((part[1] for part in parts), default=0)
         if depth > _DEPTH or size > max(10**6, _SHARED * count):
             raise ValueError("containers within each other, too deep or too many times")
         known[id(value)] = (size, depth)

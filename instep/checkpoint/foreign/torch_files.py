@@ -47,7 +47,7 @@ _LOCATOR_64 = struct.Struct("<4sLQL")
 
 
 class _Clipped(io.BufferedReader):
-    """Asks for no more bytes than the file has: a length in a pickle would be allocated before anything is read."""
+    """Open file that gives no more bytes than it has: a length in a pickle would be allocated before it is read."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         left = max(0, os.fstat(self.fileno()).st_size - self.tell())
@@ -55,7 +55,7 @@ class _Clipped(io.BufferedReader):
 
 
 def read_torch_file(path: Path) -> Any:
-    """What torch.save wrote, on the CPU; a file that would run code is refused.
+    """Read a file of torch.save, on the CPU; one that would run code is refused.
 
     Args:
         path: a file of one `torch.save`.
@@ -74,7 +74,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def load_torch(file: BinaryIO, path: Path) -> Any:
-    """The same of an open file; other errors of its content are raised as they come.
+    """Read an open file of torch.save; other errors of its content are raised as they come.
 
     Args:
         file: at its beginning.
@@ -150,7 +150,7 @@ def _check_directory(file: BinaryIO, size: int) -> None:
 
 
 def _check_legacy(file: BinaryIO, size: int) -> None:
-    """The format before torch 1.6: five pickles, and the storages behind them."""
+    """Check a file of the format before torch 1.6: five pickles, and the storages behind them."""
     head = file.read(tarfile.BLOCKSIZE)
     file.seek(0)
     if head and _is_tar(head):
@@ -243,8 +243,8 @@ def _growth(storage: Any, _offset: Any, sizes: Any, strides: Any, *more: Any) ->
         raise ValueError("a tensor without a storage or sizes")
     for stride in strides:
         _count(stride)
-    dtypes = [vars(torch).get(it.name.removeprefix("torch.")) for it in more if type(it) is Record]
-    widths = [it.itemsize for it in dtypes if isinstance(it, torch.dtype)]
+    dtypes = [vars(torch).get(record.name.removeprefix("torch.")) for record in more if type(record) is Record]
+    widths = [dtype.itemsize for dtype in dtypes if isinstance(dtype, torch.dtype)]
     width = max(widths, default=_item_bytes(storage.args[1]))
     return max(0, math.prod(map(_count, sizes)) * width - _storage(storage.args)[1])
 

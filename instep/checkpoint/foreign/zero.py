@@ -27,7 +27,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
 
 
 class _Unread:
-    """In place of an object of DeepSpeed's that weights do not need."""
+    """Stand-in for an object of DeepSpeed's that weights do not need."""
 
 
 _STAND_INS: list[Any] = [
@@ -39,17 +39,17 @@ _STAND_INS: list[Any] = [
 
 
 def find_zero_folder(path: Path) -> Path | None:
-    """The folder of a tag: the path itself, or the tag in it that `latest` names; None where it is no such folder."""
+    """Find the folder of a tag: the path itself, or the tag in it that `latest` names; None where there is none."""
     latest = path / "latest"
     tagged = path
     if isinstance(path, Path) and latest.is_file():
         with reading(latest, "names no folder"):
             tagged = inside(path, read_regular(latest, LEASE_BYTES).decode().strip(), latest)
-    return tagged if tagged.is_dir() and any(it.name.endswith(_OPTIMIZER) for it in tagged.iterdir()) else None
+    return tagged if tagged.is_dir() and any(file.name.endswith(_OPTIMIZER) for file in tagged.iterdir()) else None
 
 
 def load_zero_weights(folder: Path, read_file: Callable[[Path], Any]) -> dict[str, Tensor]:
-    """The float32 weights, buffers and frozen parameters of a folder of DeepSpeed's.
+    """Read the float32 weights, buffers and frozen parameters of a folder of DeepSpeed's.
 
     Args:
         folder: what `find_zero_folder` found.
@@ -62,7 +62,7 @@ def load_zero_weights(folder: Path, read_file: Callable[[Path], Any]) -> dict[st
         CheckpointError: it cannot be read without running code, or is of a kind that is not read here.
         CorruptCheckpointError: files are missing, or do not fit together.
     """
-    names = [it.name for it in folder.iterdir()]
+    names = [file.name for file in folder.iterdir()]
     with torch.serialization.safe_globals(_STAND_INS):
         states = [read_file(folder / name) for name in _in_order(names, _OPTIMIZER, folder)]
         models = [read_file(folder / name) for name in _in_order(names, "model_states.pt", folder)]
@@ -84,14 +84,14 @@ def _put_together(folder: Path, optimizers: Sequence[Any], models: Sequence[Any]
         )
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
     if int(first["zero_stage"]) == 3:
-        weights = _stage_3(shapes, [_runs(it["fp32_flat_groups"]) for it in optimizers])
+        weights = _stage_3(shapes, [_runs(state["fp32_flat_groups"]) for state in optimizers])
         frozen = _frozen_of_stage_3(models)
     else:
-        parts = [it["single_partition_of_fp32_groups"] for it in optimizers]
+        parts = [state["single_partition_of_fp32_groups"] for state in optimizers]
         weights = _stage_1_and_2(shapes, parts, first.get("param_alignment_paddings"))
         frozen = {}  # whole in the module's state
     cut = {name for group in shapes for name in group} | frozen.keys()
-    rest = {name: it for name, it in models[0]["module"].items() if name not in cut and isinstance(it, Tensor)}
+    rest = {name: value for name, value in models[0]["module"].items() if name not in cut and isinstance(value, Tensor)}
     found = {**rest, **frozen, **weights}
     for name, same in dict(models[0].get("shared_params", {})).items():
         if same in found:
@@ -100,7 +100,7 @@ def _put_together(folder: Path, optimizers: Sequence[Any], models: Sequence[Any]
 
 
 def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], gaps: Any) -> dict[str, Tensor]:
-    """Each group flattened and cut over ranks, perhaps with gaps after parameters."""
+    """Join groups that are flattened and cut over ranks, perhaps with gaps after parameters."""
     found: dict[str, Tensor] = {}
     for index, group in enumerate(shapes):
         flat = torch.cat([rank[index].reshape(-1) for rank in parts]).float()
@@ -112,7 +112,7 @@ def _stage_1_and_2(shapes: Sequence[Mapping[str, Any]], parts: Sequence[Any], ga
 
 
 def _stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Each parameter cut over ranks, and the parts of all of them in a row."""
+    """Join parameters that are each cut over ranks; a rank has the parts of all of them in a row."""
     found: dict[str, Tensor] = {}
     begin = 0
     for name, shape in (item for group in shapes for item in group.items()):
@@ -125,12 +125,11 @@ def _stage_3(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Tensor]) -> di
 
 def _frozen_of_stage_3(models: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     shapes = models[0].get("frozen_param_shapes") or {}
-    return {
-        name: torch.cat([it["frozen_param_fragments"][name].reshape(-1) for it in models])[: math.prod(shape)].view(
-            tuple(shape)
-        )
-        for name, shape in shapes.items()
-    }
+    found: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        flat = torch.cat([model["frozen_param_fragments"][name].reshape(-1) for model in models])
+        found[name] = flat[: math.prod(shape)].view(tuple(shape))
+    return found
 
 
 def _runs(groups: Sequence[Tensor] | Tensor) -> Tensor:
@@ -138,7 +137,7 @@ def _runs(groups: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def _in_order(names: Sequence[str], ending: str, folder: Path) -> list[str]:
-    """The files of all ranks, by rank: their numbers are not padded with zeros."""
+    """Sort the files of all ranks by rank: their numbers are not padded with zeros."""
 
     def rank(name: str) -> tuple[int, ...]:
         found = _RANK.search(name)

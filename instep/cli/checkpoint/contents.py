@@ -1,4 +1,4 @@
-"""What formats of checkpoints have in common; how instep's own and single safetensors files are read and written."""
+"""Contents that all formats of checkpoints share; reading and writing instep's own and safetensors files."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def write_safetensors(contents: Contents, path: Path) -> Path:
 
 
 def put(path: Path, write: Callable[[Path], Any]) -> Path:
-    """`write_new`, for a path on a local disk."""
+    """Write to a path on a local disk with `write_new`; a URL is refused."""
     if not isinstance(path, Path):
         raise CheckpointError(f"{path}: only instep's own format is written to a URL. Give a path, and copy that.")
     return write_new(path, write)

@@ -129,17 +129,13 @@ def _print(folder: dict[str, Any], number: int) -> None:
         output.say(f"held by run {lease['run_id']}: {lease['host']}, pid {lease['pid']}, {lease['command']}{ended}")
     rows = []
     for entry in folder["checkpoints"]:
-        score = entry.get("score")
+        score, created = entry.get("score"), entry.get("created")
         rows.append(
             (
-                entry["name"],
-                entry.get("step"),
-                entry.get("attempt"),
-                entry.get("kind"),
-                entry.get("epoch"),
+                *(entry.get(key) for key in ("name", "step", "attempt", "kind", "epoch")),
                 None if score is None else f"{entry['monitor']}={score:.6g}",
                 output.size(entry["bytes"]),
-                output.age(entry["created"]) if "created" in entry else None,
+                None if created is None else output.age(created),
                 entry["state"] + (f": {entry['note']}" if entry["note"] else ""),
             )
         )

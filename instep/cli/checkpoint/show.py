@@ -84,7 +84,7 @@ def _content(reader: Reader) -> dict[str, Any]:
 
 
 def _optimizers(reader: Reader) -> Any:
-    """Kinds and options of the optimizers, without their moments; None where there are none in the Trainer's form."""
+    """List kinds and options of the optimizers, without moments; None where none has the Trainer's form."""
     from instep.checkpoint import decode  # late: loads torch
     from instep.checkpoint.lazy import join_trees
 
@@ -98,7 +98,7 @@ def _optimizers(reader: Reader) -> Any:
 
 
 class _AnyTensor(dict[str, Any]):
-    """Stands for tensors that are not read: a learning rate may be one."""
+    """Stand-ins for tensors that are not read: a learning rate may be one."""
 
     def __missing__(self, key: str) -> Any:
         import torch  # late

@@ -1,4 +1,4 @@
-"""What a PATH on the command line means."""
+"""Checkpoints that a PATH on the command line means."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from instep.checkpoint import CheckpointInfo, CheckpointStore, find_checkpoint, names
 from instep.checkpoint.files import Files
 from instep.checkpoint.manifest import MANIFEST
-from instep.checkpoint.scan import Broken, folder_names, look
+from instep.checkpoint.scan import Broken, folder_names, list_checkpoints
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from instep.utils.paths import to_path
 
@@ -52,7 +52,7 @@ def find(path: str) -> list[Folder]:
         raise CheckpointNotFoundError(f"{here} is a file; a checkpoint is a folder", path=here)
     if (here / MANIFEST).exists() or names.step_of(here.name) is not None:
         store = CheckpointStore(here.parent)
-        return [Folder(store, [what for what in look(store.root) if what.path.name == here.name], [])]
+        return [Folder(store, [what for what in list_checkpoints(store.root) if what.path.name == here.name], [])]
     folders = list(_below(here, _DEPTH))
     if not folders:
         raise CheckpointNotFoundError(f"there is no checkpoint in {here}, nor up to {_DEPTH} folders below it")
@@ -99,7 +99,7 @@ def pass_over(problem: str) -> None:
 
 
 def sizes(folder: Path, files: Files) -> dict[str, int]:
-    """Bytes of every file of a checkpoint, the manifest too."""
+    """Return the bytes of every file of a checkpoint, the manifest too."""
     try:
         return files.sizes(folder)
     except FileNotFoundError:  # a save that goes on has renamed it
@@ -108,7 +108,7 @@ def sizes(folder: Path, files: Files) -> dict[str, int]:
 
 def _below(folder: Path, depth: int) -> Iterator[Folder]:
     everything = folder_names(folder)
-    found = look(folder)
+    found = list_checkpoints(folder)
     store = CheckpointStore(folder)
     leftovers = store.files.leftovers(folder)
     if found or leftovers:

@@ -1,5 +1,6 @@
-"""How much memory training takes, found by training with tensors that have sizes and no values.
+"""Memory that training takes, found by training with tensors that have sizes and no values.
 
 - `subject`: what is trained: a module by import path, a model of transformers, a file of weights.
 - `simulate`: two steps of it under a strategy, with every byte counted.
+- `estimate`: the estimate for one set-up: the simulation's, or a sum of buffers for DeepSpeed.
 """

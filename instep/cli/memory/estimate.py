@@ -29,10 +29,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
     lower = setup.precision.startswith("bf16")
     inner = setup.precision if not lower else "bf16-mixed" if stage == 0 else "bf16-true"
     alone = simulate(subject, replace(setup, strategy="single_device", precision=inner, devices=1, on_gpu=False))
-    steps = simulate(
-        replace(subject, batch=None),
-        Setup("single_device", "32-true"),
-    )
+    steps = simulate(replace(subject, batch=None), Setup("single_device", "32-true"))
     # What the optimizer needs for a while, for each byte that it steps at a time.
     whole = steps.weights + steps.gradients + steps.optimizer
     ratio = max(0, steps.peak - whole) / (4 * max(1, steps.largest))
@@ -65,7 +62,7 @@ def estimate_deepspeed(subject: Subject, setup: Setup) -> Estimate:
 
 
 def _backward(activations: int, buckets: int, on_gpu: bool) -> int:
-    """The most of both at a time: a GPU's buckets are there at once, a host's as they fill while activations go."""
+    """Return the most of both at a time: a GPU's buckets are there at once, a host's fill while activations go."""
     return activations + buckets if on_gpu else max(activations, buckets)
 
 

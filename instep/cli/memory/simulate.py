@@ -41,7 +41,7 @@ _INPUT = "Give the batch that it needs by --input SIZES[:DTYPE] for each tensor,
 _STEPS = 2  # the first one makes the optimizer's state
 
 _OTHERS = (
-    *(os.path.join(os.path.dirname(str(it.__file__)), "") for it in (torch, instep)),
+    *(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (torch, instep)),
     sysconfig.get_path("stdlib"),
     "<",
 )
@@ -67,7 +67,7 @@ def users_code(what: str, advice: str, batch: Any = None) -> Iterator[None]:
     except (InstepError, *_VALUES_ASKED_FOR):
         raise
     except Exception as error:
-        frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith(_OTHERS)]
+        frames = [call for call in traceback.extract_tb(error.__traceback__) if not call.filename.startswith(_OTHERS)]
         where = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
         on = "" if batch is None else f" on a batch of {tree_map_only(Tensor, _shape, batch)}"
         raise UsageError(f"{what} failed{on}: {type(error).__name__}: {error}{where}. {advice}") from error
@@ -84,7 +84,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 class Bytes(TorchDispatchMode):
-    """Inside, the bytes of all tensors that were made inside and are not gone yet, and the most of them at a time.
+    """Counter of the bytes of all tensors that are made inside and not gone yet, and of the most of them at a time.
 
     Beside what operators return, it sees storages being resized, which is how FSDP lets go of what it gathered. What an
     operator needs while it runs is not seen.
@@ -99,7 +99,7 @@ class Bytes(TorchDispatchMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, what is made is not counted."""
+        """Leave what is made in the block out of the count."""
         self._aside += 1
         try:
             yield
@@ -124,7 +124,7 @@ class Bytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(is_traceable_wrapper_subclass_type(it) for it in types):
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a DTensor's own operators come here again with the tensors that it is made of
         result = func(*args, **(kwargs or {}))
         for leaf in () if self._aside else tree_leaves(result):
@@ -272,7 +272,7 @@ def _train(subject: Subject, setup: Setup, strategy: Strategy, count: Bytes, ddp
         grads = count.now - fixed - state
         strategy.gradients.step(optimizer)
         state = count.now - fixed - grads
-    grads += sum(it.untyped_storage().nbytes() for it in buckets)
+    grads += sum(bucket.untyped_storage().nbytes() for bucket in buckets)
     return Estimate(weights, grads, state, None if batch is None else left, count.peak, largest)
 
 
@@ -313,9 +313,19 @@ def _loss_of(output: Any, subject: Subject) -> Tensor:
 
 
 @contextmanager
+def _patched(owner: Any, name: str, function: Any) -> Iterator[None]:
+    """Put a function in the place of one of torch's within the block."""
+    original = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
 def _converting() -> Iterator[None]:
     """Let `Module.to` change parameters in place: torch exchanges those without values, where it can."""
-    original = nn.Module._apply
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         for child in self.children() if recurse else ():
@@ -325,11 +335,8 @@ def _converting() -> Iterator[None]:
                 tensor.data = fn(tensor.data)
         return self
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
+    with _patched(nn.Module, "_apply", apply):
         yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -344,11 +351,8 @@ def _shapes_aside(count: Bytes) -> Iterator[None]:
         with count.aside():
             return original(*args, **kwargs)
 
-    setattr(ShardingPropagator, name, propagate)
-    try:
+    with _patched(ShardingPropagator, name, propagate):
         yield
-    finally:
-        setattr(ShardingPropagator, name, original)
 
 
 def _mesh_strategy() -> type[Strategy]:

@@ -1,4 +1,4 @@
-"""What is trained: a module by import path, a model of transformers, or a file of weights."""
+"""Subject of an estimate: a module by import path, a model of transformers, or a file of weights."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ def _imported(path: str) -> Any:
         raise SettingError(f"{module!r} cannot be imported: {error}", field="what", got=path) from error
     for part in name.split("."):
         if not hasattr(found, part):
-            raise one_of(f"a name of {module}", part, [it for it in vars(found) if not it.startswith("_")])
+            raise one_of(f"a name of {module}", part, [known for known in vars(found) if not known.startswith("_")])
         found = getattr(found, part)
     return found
 
 
 def _batch_of(inputs: Sequence[str]) -> Callable[[], Any]:
-    """`8x64` and `8:int64` are a tuple of tensors, `ids=8x64:int64` and the like a dict; one alone is a tensor."""
+    """Make a batch of `8x64` and `8:int64` (a tuple; one alone: a tensor), or of `ids=8x64:int64` and such (a dict)."""
     parsed = [_parse_input(text) for text in inputs]
     names = [name for name, _, _ in parsed]
     if any(names) != all(names):
@@ -166,9 +166,9 @@ def _batch_from(data: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
 
 def _optimizer_class(name: str) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     kinds = {
-        key: it
-        for key, it in vars(torch.optim).items()
-        if isinstance(it, type) and issubclass(it, Optimizer) and it is not Optimizer
+        key: kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
     }
     if name not in kinds:
         raise one_of("optimizer", name, sorted(kinds))

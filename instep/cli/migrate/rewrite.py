@@ -1,4 +1,4 @@
-"""Carries out a plan: the new text of a script."""
+"""New text of a script, as a plan says."""
 
 from __future__ import annotations
 
@@ -39,14 +39,10 @@ class _Rewriter(cst.CSTTransformer):
         super().__init__()
         self._new = new
 
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+    def _replaced(self, original_node: Any, updated_node: Any) -> Any:
         return self._new.get(original_node, updated_node)
 
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        return self._new.get(original_node, updated_node)
-
-    def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> Any:
-        return self._new.get(original_node, updated_node)
+    leave_Name = leave_Attribute = leave_SimpleString = _replaced
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> Any:
         change = self._new.get(original_node)
@@ -59,18 +55,14 @@ class _Rewriter(cst.CSTTransformer):
         end = updated_node.args[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
         return updated_node.with_changes(args=[*updated_node.args[:-1], end])
 
-    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
-        return self._statements(original_node, updated_node)
-
-    def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> Any:
-        return self._statements(original_node, updated_node)
-
-    def _statements(self, original: cst.CSTNode, updated: cst.BaseSmallStatement) -> Any:
-        lines = self._new.get(original)
+    def _statements(self, original_node: Any, updated_node: Any) -> Any:
+        lines = self._new.get(original_node)
         if lines is None:
-            return updated
+            return updated_node
         statements = [cst.parse_statement(line) for line in lines]
         return cst.FlattenSentinel(s.body[0] for s in statements if isinstance(s, cst.SimpleStatementLine))
+
+    leave_Import = leave_ImportFrom = _statements
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine

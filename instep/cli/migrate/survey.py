@@ -1,4 +1,4 @@
-"""Finds what a script has of Lightning and Accelerate, and decides what becomes of each place."""
+"""Survey of what a script has of Lightning and Accelerate, and of what becomes of each place."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Plan:
     found: set[str] = field(default_factory=set)
 
     def line(self, node: cst.CSTNode) -> int:
-        """Where a node stands."""
+        """Return the line where a node stands."""
         return self.lines[node].start.line
 
     def todo(self, node: cst.CSTNode, text: str) -> None:

@@ -1,4 +1,4 @@
-"""How a script uses what it imports: classes that derive from it, arguments, methods and attributes."""
+"""Uses of what a script imports: classes that derive from it, arguments, methods and attributes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load(name: str) -> Any:
 
 @cache
 def attributes(owner: type) -> frozenset[str]:
-    """The names that objects of a class have: its own, those that methods give to `self`, a Trainer's arguments."""
+    """List the names that objects of a class have: its own, those that methods set, a Trainer's arguments."""
     names = set(dir(owner))
     for base in owner.__mro__:
         if base.__module__.startswith("instep."):
@@ -59,7 +59,7 @@ def count_positional(function: Any) -> float:
 
 
 def refused(function: Any, argument: str) -> str | None:
-    """Why a function or class does not take an argument; None where it does.
+    """Say why a function or class does not take an argument; None where it does.
 
     Example:
         >>> import shutil
@@ -82,7 +82,7 @@ def refused(function: Any, argument: str) -> str | None:
 
 
 def wrong_value(argument: str, value: Any) -> str | None:
-    """Why the Trainer refuses a value on any machine; None where it does not."""
+    """Say why the Trainer refuses a value on any machine; None where it does not."""
     from instep.trainer.settings import check_value
 
     try:
@@ -93,7 +93,7 @@ def wrong_value(argument: str, value: Any) -> str | None:
 
 
 class Uses(cst.CSTVisitor):
-    """Holds what the script does with Lightning's and Accelerate's classes against instep's, and fills the plan.
+    """Visitor that compares uses of Lightning's and Accelerate's classes with instep's, and fills the plan.
 
     A variable is known by its text: `self.accelerator` is an Accelerator wherever it stands, if one was assigned to it.
     """
@@ -276,7 +276,7 @@ class Uses(cst.CSTVisitor):
 
 
 class _Receivers(cst.CSTVisitor):
-    """Finds the variables that hold a Trainer or an Accelerator."""
+    """Visitor that finds the variables that hold a Trainer or an Accelerator."""
 
     def __init__(self, uses: Uses) -> None:
         super().__init__()
