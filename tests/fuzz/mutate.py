@@ -240,7 +240,7 @@ def _json(tree: Any, rng: Random) -> bytes:
             other, at = rng.choice(places)
             inside[key], other[at] = other[at], inside[key]
             if _is_circular(tree):
-                inside[key] = None
+                inside[key], other[at] = other[at], inside[key]
         elif way == 5:
             del inside[key]
         elif way == 6 and isinstance(inside, dict):
