@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.distributed import all_reduce_
+from instep.strategies.precision import Precision
 
-if TYPE_CHECKING:
-    from instep.strategies.base import Strategy
-    from instep.strategies.precision import Precision
+
+class Stepped(Protocol):
+    """What `Gradients` needs of a strategy: the module and the precision of the run."""
+
+    module: nn.Module
+    precision: Precision
 
 
 class Gradients:
@@ -26,8 +30,8 @@ class Gradients:
         strategy: whose module has the gradients; `Strategy.connect` makes this object anew for each run.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy: Any = strategy
+    def __init__(self, strategy: Stepped) -> None:
+        self.strategy: Any = strategy  # each subclass knows the class of its own
         self.step_was_skipped = False
         """Whether `step` left its last step out, because a scaled gradient was not finite."""
         self._unscaled: set[int] = set()
