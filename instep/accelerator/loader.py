@@ -13,9 +13,10 @@ from instep.data import PreparedLoader
 from instep.data.prefetch import batches_through
 from instep.distributed import gather_object, gather_ragged, send_to_device
 from instep.distributed.nested import iter_leaves, map_leaves
-from instep.errors import DataError, SettingError, UsageError
+from instep.errors import DataError, UsageError
 from instep.state.runs import GradientRecord
 from instep.types import StateDict
+from instep.utils.checks import at_least
 
 
 class AcceleratedLoader:
@@ -251,9 +252,7 @@ def skip_first_batches(loader: Any, num_batches: int) -> SkippedLoader:
         raise UsageError(
             f"skip_first_batches takes what accelerator.prepare() returned for a loader; got {type(loader).__name__}"
         )
-    if num_batches < 0:
-        raise SettingError(f"num_batches={num_batches} must be at least 0", field="num_batches", got=num_batches)
-    return SkippedLoader(loader, num_batches)
+    return SkippedLoader(loader, at_least(0)("num_batches", num_batches))
 
 
 def gather_samples(data: Any, samples: int | None, use_gather_object: bool, per_sample: bool) -> Any:

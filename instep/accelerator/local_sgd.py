@@ -12,6 +12,7 @@ from instep.distributed import gather_object
 from instep.errors import DistributedError, SettingError
 from instep.state import GradientState
 from instep.strategies.local_sgd import average_weights
+from instep.utils.checks import at_least
 
 
 class _Accelerator(Protocol):
@@ -58,14 +59,8 @@ class LocalSGD:
     """
 
     def __init__(self, accelerator: _Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
-            raise SettingError(
-                f"local_sgd_steps={local_sgd_steps!r} must be a whole number of optimizer steps, at least 1",
-                field="local_sgd_steps",
-                got=local_sgd_steps,
-            )
         self.enabled = enabled and accelerator.num_processes > 1
-        self.local_sgd_steps = local_sgd_steps
+        self.local_sgd_steps = at_least(1)("local_sgd_steps", local_sgd_steps)
         self.steps = 0
         """Optimizer steps since the block began."""
         self._accelerator = accelerator

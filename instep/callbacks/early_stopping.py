@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from instep.callbacks.base import Callback, acts_at_epoch_end
-from instep.errors import SettingError, UsageError, one_of
+from instep.errors import UsageError
+from instep.utils.checks import Check, at_least, choice, is_number
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
+
+
+_NOT_NEGATIVE = Check(
+    lambda value: is_number(value) and value >= 0, "a number of at least 0; mode says which way is better"
+)
 
 
 class EarlyStoppingReason(Enum):
@@ -134,16 +140,9 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
-        if mode not in ("min", "max"):
-            raise one_of("mode", mode, ("min", "max"))
-        if not min_delta >= 0:
-            raise SettingError(
-                f"min_delta={min_delta!r} must be a number of at least 0; which way is better is said by mode.",
-                field="min_delta",
-                got=min_delta,
-            )
-        if patience < 0:
-            raise SettingError(f"patience={patience!r} must be at least 0 checks.", field="patience", got=patience)
+        choice("min", "max")("mode", mode)
+        _NOT_NEGATIVE("min_delta", min_delta)
+        at_least(0)("patience", patience)
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.callbacks.base import HOOKS, Callback
-from instep.errors import SettingError, one_of
+from instep.errors import one_of
+from instep.utils.checks import wrong
 
 
 class LambdaCallback(Callback):
@@ -29,7 +30,5 @@ class LambdaCallback(Callback):
             if name not in HOOKS:
                 raise one_of("LambdaCallback's hook", name, HOOKS)
             if not callable(function):
-                raise SettingError(
-                    f"LambdaCallback({name}=...) must be a function, got {function!r}.", field=name, got=function
-                )
+                raise wrong(name, function, "a function that takes the hook's arguments")
             setattr(self, name, function)  # the Trainer sees an object's own hooks too

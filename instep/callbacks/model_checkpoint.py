@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.callbacks.base import Callback, acts_at_epoch_end
-from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError, one_of
+from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError
 from instep.types import Location
+from instep.utils.checks import at_least, choice, wrong
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
@@ -94,12 +95,9 @@ class ModelCheckpoint(Callback):
         background: bool = False,
         on_error: str = "raise",
     ) -> None:
-        if mode not in ("min", "max"):
-            raise one_of("mode", mode, ("min", "max"))
-        if on_error not in ("raise", "warn"):
-            raise one_of("on_error", on_error, ("raise", "warn"))
-        if save_top_k < -1:
-            raise SettingError(f"save_top_k={save_top_k} must be -1 (all) or more", field="save_top_k", got=save_top_k)
+        choice("min", "max")("mode", mode)
+        choice("raise", "warn")("on_error", on_error)
+        at_least(-1, "-1 for all")("save_top_k", save_top_k)
         if monitor is None and save_top_k not in (-1, 0, 1):
             raise SettingError(
                 f"save_top_k={save_top_k} ranks checkpoints, so it needs monitor='<a logged metric>'. Without one use "
@@ -116,14 +114,10 @@ class ModelCheckpoint(Callback):
         if len(several) > 1:
             raise SettingError(f"{' and '.join(several)} exclude each other; give one of them", field=several[0])
         for name in ("every_n_train_steps", "every_n_epochs"):
-            value = given[name]
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise SettingError(f"{name}={value!r} must be an integer, 0 to turn it off", field=name, got=value)
+            if given[name] is not None:
+                at_least(0, "0 to turn it off")(name, given[name])
         if save_last not in (None, True, False):
-            raise SettingError(
-                f"save_last={save_last!r}: use True; 'last' is found by scanning, so there is no link.",
-                field="save_last",
-            )
+            raise wrong("save_last", save_last, "True or False; 'last' is found by scanning, so there is no link")
         self.dirpath = None if dirpath is None else to_path(dirpath).absolute()
         self.filename = filename
         self.monitor = monitor

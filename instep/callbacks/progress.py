@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from instep.callbacks.base import Callback
-from instep.errors import SettingError
+from instep.utils.checks import above_zero
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -165,15 +165,9 @@ class ProgressBar(Callback):
     """
 
     def __init__(self, refreshes_per_s: float = 4.0, plain_every_s: float = 5.0, leave: bool = False) -> None:
-        for name, value in (("refreshes_per_s", refreshes_per_s), ("plain_every_s", plain_every_s)):
-            if not value > 0:
-                raise SettingError(
-                    f"{name}={value!r} must be a positive number. Trainer(enable_progress_bar=False) shows no bar.",
-                    field=name,
-                    got=value,
-                )
-        self.refreshes_per_s = refreshes_per_s
-        self.plain_every_s = plain_every_s
+        rate = above_zero("above 0; Trainer(enable_progress_bar=False) shows no bar")
+        self.refreshes_per_s = rate("refreshes_per_s", refreshes_per_s)
+        self.plain_every_s = rate("plain_every_s", plain_every_s)
         self.leave = leave
         self.error: Exception | None = None
         self._run = "fit"

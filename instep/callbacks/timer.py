@@ -7,8 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.callbacks.base import Callback
-from instep.errors import one_of
-from instep.utils.checks import parse_duration
+from instep.utils.checks import choice, parse_duration
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
@@ -43,8 +42,7 @@ class Timer(Callback):
         interval: Literal["step", "epoch"] = "step",
         verbose: bool = True,
     ) -> None:
-        if interval not in ("step", "epoch"):
-            raise one_of("interval", interval, ("step", "epoch"))
+        choice("step", "epoch")("interval", interval)
         self.duration_s = None if duration is None else parse_duration("duration", duration).total_seconds()
         self.interval = interval
         if interval == "step":  # of this object, not of the class: others have no call at every step
@@ -135,7 +133,4 @@ class Timer(Callback):
 
 
 def _stage(stage: str) -> str:
-    name = str(getattr(stage, "value", stage))
-    if name not in _STAGES:
-        raise one_of("stage", stage, _STAGES)
-    return name
+    return choice(*_STAGES)("stage", str(getattr(stage, "value", stage)))

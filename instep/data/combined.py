@@ -14,8 +14,9 @@ from instep.data.config import resolve_limit
 from instep.data.loader import prepare_loader
 from instep.data.plan import Plan, Share
 from instep.distributed.nested import iter_leaves, map_leaves
-from instep.errors import DataError, one_of
+from instep.errors import DataError
 from instep.types import StateDict
+from instep.utils.checks import choice
 from instep.utils.seed import derive_seed
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
@@ -86,8 +87,7 @@ class CombinedLoader(BatchSource):
     """
 
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
-        if mode not in MODES:
-            raise one_of("mode", mode, MODES)
+        choice(*MODES)("mode", mode)
         super().__init__()
         self.iterables = iterables
         self.mode = mode

@@ -22,6 +22,7 @@ from instep.strategies.local_sgd import LocalSGDPlan, PostLocalSGD
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import StepForward
 from instep.strategies.zero import OptimizerShards, consolidate, is_divided, load_part, part_state
+from instep.utils.checks import FLAG, above_zero
 
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _OURS = ("module", "device_ids", "output_device", "dim", "check_reduction", "forward_sync_buffers")
@@ -146,10 +147,9 @@ class DDPStrategy(Strategy):
             "consolidate_optimizer": consolidate_optimizer,
         }
         for field, value in flags.items():
-            if not isinstance(value, bool):
-                raise _wrong(field, value, "must be True or False")
-        if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
-            raise _wrong("bucket_cap_mb", bucket_cap_mb, "must be a number of MiB above 0, or None")
+            FLAG(field, value)
+        if bucket_cap_mb is not None:
+            above_zero("of MiB above 0, or None")("bucket_cap_mb", bucket_cap_mb)
         for field in ddp_options:
             if field not in _TORCH_OPTIONS or field in _OURS:
                 raise one_of(

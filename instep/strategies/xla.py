@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.distributed.nested import map_leaves
-from instep.errors import SettingError, StateError, one_of
+from instep.errors import SettingError, StateError
 from instep.state import PartialState, active_run, read_environment
 from instep.strategies.base import Strategy
 from instep.strategies.gradients import Gradients
 from instep.strategies.precision import Precision
+from instep.utils.checks import choice
 from instep.utils.imports import require
 from instep.utils.seed import add_generator, derive_seed
 
@@ -106,8 +107,7 @@ class XLAStrategy(Strategy):
     gradients: XLAGradients  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, spmd: str = "no", *, blocks: Sequence[type[nn.Module]] = ()) -> None:
-        if spmd not in _NAMES:
-            raise one_of("spmd", spmd, _NAMES)
+        choice(*_NAMES)("spmd", spmd)
         if blocks and spmd != "fsdp":
             raise SettingError(
                 f"blocks belongs to spmd='fsdp', and this is spmd={spmd!r}. Leave it out.", field="blocks", got=blocks

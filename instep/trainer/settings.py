@@ -15,6 +15,7 @@ import torch
 
 from instep.callbacks.base import Callback
 from instep.data.base import UNEVEN
+from instep.data.config import LIMIT
 from instep.errors import SettingError
 from instep.loggers.base import Logger
 from instep.state.device import KINDS, find_device_kind
@@ -41,13 +42,10 @@ DEFAULT_MAX_EPOCHS = 1000
 
 
 def _limit(field: str, value: Any) -> int | float:
-    """Check for a part of a loader: an int counts batches, a float is a fraction, so 1 is one batch and 1.0 is all."""
-    if is_int(value, 0):
-        return int(value)
-    if isinstance(value, float) and 0.0 <= value <= 1.0:
-        return value
-    hint = f"; for {int(value)} batches write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
-    raise wrong(field, value, f"a number of batches (int, 0 or more) or a fraction (float, 0.0 to 1.0){hint}")
+    """Check for a part of a loader; a whole number as float is probably meant as a number of batches."""
+    if isinstance(value, float) and value.is_integer() and value > 1:
+        raise wrong(field, value, f"{LIMIT.expected}; for {int(value)} batches write {int(value)}")
+    return LIMIT(field, value)
 
 
 def _val_check_interval(field: str, value: Any) -> int | float | timedelta:

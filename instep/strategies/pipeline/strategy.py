@@ -45,12 +45,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from instep.distributed.nested import map_leaves
-from instep.errors import HookError, SettingError, one_of
+from instep.errors import HookError, SettingError
 from instep.strategies.clipping import clip_norm_, gradient_of
 from instep.strategies.dtensors import gather_whole, parts_to_write
 from instep.strategies.fsdp import FSDPGradients, FSDPStrategy
 from instep.strategies.pipeline.runner import Micro, Pending, Ran, Runner, outline_of
 from instep.strategies.pipeline.split import Cut
+from instep.utils.checks import at_least, choice, wrong
 from instep.utils.optimizer_state import names_of
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -79,17 +80,12 @@ class Pipeline(NamedTuple):
         Raises:
             SettingError: an option is wrong.
         """
-        if self.schedule not in SCHEDULES:
-            raise one_of("pp_schedule", self.schedule, SCHEDULES)
+        choice(*SCHEDULES)("pp_schedule", self.schedule)
         for field, value in (("pp_microbatches", self.microbatches), ("pp_stages_per_rank", self.stages_per_rank)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise SettingError(f"{field}={value!r} must be a number from 1 on", field=field, got=value)
+            if value is not None:
+                at_least(1)(field, value)
         if isinstance(self.split, str) or not all(isinstance(name, str) for name in self.split):
-            raise SettingError(
-                f"pp_split={self.split!r} must be a list of names of parts, such as ['blocks.2']",
-                field="pp_split",
-                got=self.split,
-            )
+            raise wrong("pp_split", self.split, "a list of names of parts, such as ['blocks.2']")
         return self
 
     def microbatches_for(self, ranks: int) -> int:
