@@ -75,7 +75,7 @@ class KwargsHandler:
         check_fields(self)
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments for the lower floor; fields that are None ask for nothing and are left out."""
+        """Return the keyword arguments for the lower floor, less the fields that are None: those ask for nothing."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}  # pyright: ignore[reportArgumentType]
         return {name: value for name, value in given.items() if value is not None}
 
@@ -260,7 +260,7 @@ _ELSEWHERE = {GradientAccumulationPlugin: "gradient_accumulation_plugin", Projec
 
 
 def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler], Any]:
-    """Handlers by their class.
+    """Sort handlers by their class.
 
     Args:
         handlers: what `kwargs_handlers` got; None for none.

@@ -103,7 +103,7 @@ class AcceleratedLoader:
         return self.passes_from(None)
 
     def passes_from(self, batches: int | None) -> Iterator[Any]:
-        """One pass, after that many batches of the epoch; None: from its beginning, or where a checkpoint was."""
+        """Give one pass, after that many batches of the epoch; None: from its beginning, or where a checkpoint was."""
         source, gradient = self.source, self._gradient
         source.set_epoch(self._next_epoch)
         if batches is not None:
@@ -165,7 +165,7 @@ class AcceleratedLoader:
         return self.epoch, self.batch_idx
 
     def state_dict(self, window_begin: int | None = None) -> StateDict:
-        """Where the loop stands in this loader: the epoch, and how many of its batches are done.
+        """Return where the loop stands in this loader: the epoch, and how many of its batches are done.
 
         In a loop that trains on it a batch is done when `accelerator.backward` has seen it, or a prepared optimizer has
         stepped after it. Else it is done when it was given out, the one in hand too; a pass that was left has no place
@@ -235,7 +235,7 @@ class SkippedLoader:
 
 
 def skip_first_batches(loader: Any, num_batches: int) -> SkippedLoader:
-    """A loader whose passes leave out the first batches of their epoch.
+    """Make a loader whose passes leave out the first batches of their epoch.
 
     The number counts from the epoch's beginning, also after `load_state`: skipping what a restored loader has done
     already skips nothing twice. Which samples count stays known, so `gather_for_metrics` is exact.
@@ -256,7 +256,7 @@ def skip_first_batches(loader: Any, num_batches: int) -> SkippedLoader:
 
 
 def gather_samples(data: Any, samples: int | None, use_gather_object: bool, per_sample: bool) -> Any:
-    """Every rank's values, each sample once; see `Accelerator.gather_for_metrics`. Collective.
+    """Gather every rank's values, each sample once; see `Accelerator.gather_for_metrics`. Collective.
 
     Args:
         data: nested tensors, or a list of objects.

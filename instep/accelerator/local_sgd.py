@@ -91,7 +91,7 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
-        """A collective. The message before it keeps ranks that are at different steps from pairing their averages."""
+        """Average the weights. Collective. The message before it keeps ranks at different steps from pairing theirs."""
         steps = gather_object(self.steps)
         if len(set(steps)) > 1:
             raise DistributedError(

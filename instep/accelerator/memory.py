@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a device or the host, here or on the rank that it came from.
+    """Return whether an error says that memory ran out, on a device or host, here or on the rank it came from.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
@@ -176,7 +176,7 @@ class _Search:
 
 
 def _agree(error: Exception | None, doing: str, size: int) -> tuple[bool, str]:
-    """Whether any rank ran out of memory, and its error's text; any other error is raised on all ranks. Collective."""
+    """Find out whether any rank ran out of memory, with its error's text; raise any other error on all. Collective."""
     short = error is not None and is_out_of_memory(error)
     verdicts = from_every_rank((size, short, f"{type(error).__name__}: {error}" if short else ""))
     sizes = [verdict[0] for verdict in verdicts]

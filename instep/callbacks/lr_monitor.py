@@ -111,7 +111,7 @@ class LearningRateMonitor(Callback):
 
 
 def _named(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
-    """Every optimizer with its name and the interval of its scheduler: those with a scheduler first."""
+    """Give every optimizer with its name and the interval of its scheduler: those with a scheduler first."""
     seen: list[int] = []
     names: Counter[str] = Counter()
     pairs: list[tuple[Optimizer, str | None, str]] = [

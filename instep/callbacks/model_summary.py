@@ -57,7 +57,7 @@ class Summary:
         return (self.params_bytes + self.buffers_bytes) / _MB
 
     def totals(self) -> list[str]:
-        """The lines below the table."""
+        """Return the lines below the table."""
         lines = [
             f"{count(self.total_params)} parameters, {count(self.trainable_params)} trainable, "
             f"{count(self.frozen_params)} frozen; {self.size_mb:,.3f} MB"
@@ -180,7 +180,7 @@ def _print_rich(summary: Summary) -> None:
 
 
 def count(number: int) -> str:
-    """A count for people: 950, 1.3 K, 124 M.
+    """Write a count for people: 950, 1.3 K, 124 M.
 
     Example:
         >>> count(124_439_808)

@@ -78,7 +78,7 @@ class Line:
         return min(1.0, self.done / self.total) if self.total else None
 
     def parts(self) -> list[str]:
-        """The texts right of the bar: count, times, speed."""
+        """Return the texts right of the bar: count, times, speed."""
         parts = [f"{self.done}/{self.total}" if self.total is not None else f"{self.done}"]
         if self.note:
             parts.append(self.note)
@@ -91,16 +91,16 @@ class Line:
         return parts
 
     def metric_text(self) -> str:
-        """The metrics in one line."""
+        """Write the metrics in one line."""
         return "  ".join(f"{name}: {number(value)}" for name, value in self.metrics.items())
 
     def plain(self) -> str:
-        """The whole as one line without a bar."""
+        """Write the whole as one line without a bar."""
         return "  ".join(filter(None, [self.title, *self.parts(), self.metric_text()]))
 
 
 def title(stage: str, epoch: int, max_epochs: int | None, dataloader_idx: int) -> str:
-    """A loop's name: epochs count from 1 here."""
+    """Name a loop: epochs count from 1 here."""
     if stage == "train":
         return f"Epoch {epoch + 1}/{max_epochs}" if max_epochs is not None and max_epochs > 0 else f"Epoch {epoch + 1}"
     name = _TITLES.get(stage, stage)
@@ -108,7 +108,7 @@ def title(stage: str, epoch: int, max_epochs: int | None, dataloader_idx: int) -
 
 
 def showable(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
-    """Metrics that can be read without waiting for a device: numbers, texts and one-element CPU tensors."""
+    """Choose the metrics that can be read without waiting for a device: numbers, texts, one-element CPU tensors."""
     shown: dict[str, float | int | str] = {}
     # A copy first: the training thread adds to the dict meanwhile.
     for name, value in dict(metrics).items():
@@ -120,12 +120,12 @@ def showable(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
 
 
 def number(value: float | int | str) -> str:
-    """A metric's value: four significant digits."""
+    """Write a metric's value with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def clock(seconds: float | None) -> str:
-    """Seconds as 1:02:03 or 2:03; None as -:--.
+    """Write seconds as 1:02:03 or 2:03; None as -:--.
 
     Example:
         >>> clock(3723.4), clock(5), clock(None)
@@ -182,7 +182,7 @@ class ProgressBar(Callback):
         self._epoch_done: Line | None = None
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, float | int | str]:
-        """The metrics to show; override to hide or rename some. Runs in the bar's thread: must not touch a device."""
+        """Return the metrics to show; override to hide some. Runs in the bar's thread: must not touch a device."""
         return showable(trainer.progress_bar_metrics)
 
     # ---- when it runs

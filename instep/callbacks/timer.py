@@ -63,7 +63,7 @@ class Timer(Callback):
         return self._end.get(_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds spent in this stage, in earlier runs too."""
+        """Return the seconds spent in this stage, in earlier runs too."""
         stage = _stage(stage)
         start = self._start.get(stage)
         if start is None:
@@ -71,11 +71,11 @@ class Timer(Callback):
         return self._before[stage] + self._end.get(stage, time.monotonic()) - start
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds left for this stage; None without a duration."""
+        """Return the seconds left for this stage; None without a duration."""
         return None if self.duration_s is None else self.duration_s - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds spent in every stage."""
+        """Return the seconds spent in every stage."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -376,7 +376,7 @@ def _gives(track: _Track, batch_idx: int) -> bool:
 
 
 def _left(track: _Track) -> int | None:
-    """Batches that a loader still has at the beginning of a pass."""
+    """Count the batches that a loader still has at the beginning of a pass; None when unknown."""
     if track.run_end is not None:
         return 0
     length = track.source.num_batches

@@ -416,7 +416,7 @@ def _common_length(lengths: list[int], wanted: _Pass, loader: Any) -> int:
 
 
 def _check_alike(everyone: list[dict[str, Any]]) -> None:
-    """Each rank must hold the same data set and settings, or samples would be repeated and lost."""
+    """Check that each rank holds the same data set and settings, or samples would be repeated and lost."""
     for rank, other in enumerate(everyone):
         for key, value in other.items():
             if key != "generator" and value != everyone[0][key]:

@@ -130,7 +130,7 @@ class ShardedSampler(ABC):
 
     @abstractmethod
     def samples(self, step: int) -> tuple[int, int]:
-        """True sample numbers of a step.
+        """Return the true sample numbers of a step.
 
         Args:
             step: counted from the cursor.

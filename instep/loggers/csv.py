@@ -72,7 +72,7 @@ class CSVLogger(Logger):
         return None if self._log_dir is None else self._log_dir / "metrics.csv"
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's, and the number of rows."""
+        """Return the base's state, and the number of rows."""
         return {**super().state_dict(), "rows": self._rows_in_file + len(self._rows)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

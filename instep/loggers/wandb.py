@@ -121,7 +121,7 @@ class WandbLogger(Logger):
         return self._run if self._opened() else NoExperiment()
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's, whose `version` is the run's id, and the project's name."""
+        """Return the base's state, whose `version` is the run's id, and the project's name."""
         return {**super().state_dict(), "project": self._project}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

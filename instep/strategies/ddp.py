@@ -18,6 +18,7 @@ from instep.errors import DistributedError, HookError, SettingError, UsageError,
 from instep.state import PartialState, read_environment
 from instep.strategies.base import Strategy, broadcast_weights
 from instep.strategies.comm_hooks import CommHook
+from instep.strategies.gradients import parameters_of
 from instep.strategies.local_sgd import LocalSGDPlan, PostLocalSGD
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import StepForward
@@ -29,7 +30,7 @@ _OURS = ("module", "device_ids", "output_device", "dim", "check_reduction", "for
 
 
 class BucketOrder:
-    """Takes down the order in which the gradients of the first reduced backward come.
+    """Order in which the gradients of the first reduced backward come, taken down.
 
     Args:
         ddp: before its first backward.
@@ -262,7 +263,7 @@ class DDPStrategy(Strategy):
 
     def rebind_optimizer(self, optimizer: Optimizer) -> None:
         own = set(self.module.parameters())
-        if self._ddp is not None and any(p in own for group in optimizer.param_groups for p in group["params"]):
+        if self._ddp is not None and not own.isdisjoint(parameters_of(optimizer)):
             self._shards.append(self._divide(optimizer))
 
     def teardown(self) -> None:
@@ -386,7 +387,7 @@ def _of_optimizers(tree: Any) -> Any:
 
 
 def _unused(error: RuntimeError, module: nn.Module) -> HookError | None:
-    """DDP's error about parameters without a gradient, with their names; None for any other error."""
+    """Return DDP's error about parameters without a gradient, with their names; None for any other error."""
     found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     if found is None:
         return None

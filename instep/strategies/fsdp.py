@@ -211,11 +211,9 @@ class FSDPStrategy(Strategy):
     def connect(self, device: torch.device, precision: Precision) -> None:
         super().connect(device, precision)
         if device.type == "mps":
-            raise SettingError(
-                f"strategy={self.name!r} gathers weights from other processes, and torch has no such thing on mps. "
-                "Use accelerator='cpu' to try it, or one process with strategy='single_device'.",
-                field="strategy",
-                got=self.name,
+            raise self._refused(
+                "gathers weights from other processes, and torch has no such thing on mps. Use accelerator='cpu' to "
+                "try it, or one process with strategy='single_device'."
             )
         if not dist.is_initialized():  # one process: sharding needs a group all the same
             backend = "gloo" if device.type == "cpu" else None

@@ -75,12 +75,11 @@ class Gradients:
         if id(optimizer) in self._unscaled:
             self._finished.add(id(optimizer))
 
-    def multiply(self, optimizer: Optimizer, factor: float) -> None:
+    def multiply(self, optimizer: Optimizer, factor: Tensor | float) -> None:
         """Multiply the gradients of one optimizer in place, before they are clipped."""
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.mul_(factor)
+        for p in parameters_of(optimizer):
+            if p.grad is not None:
+                p.grad.mul_(factor)
 
     def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
         """Set `found` to 1 where a value is nan or inf, on this rank or another. Collective; no host waits.

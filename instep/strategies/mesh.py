@@ -18,6 +18,7 @@ from instep.errors import HookError, SettingError
 from instep.state import PartialState
 from instep.strategies import tensor_parallel
 from instep.strategies.context_parallel import ContextParallel, RingAttention
+from instep.strategies.gradients import parameters_of
 from instep.strategies.pipeline.strategy import Pipeline, PipelinedStrategy
 from instep.utils.checks import Check, choice, is_int
 
@@ -218,7 +219,7 @@ class MeshStrategy(PipelinedStrategy):
         self._watch(optimizer)
 
     def _watch(self, optimizer: Optimizer) -> None:
-        own = {p for group in optimizer.param_groups for p in group["params"]}.intersection(self.module.parameters())
+        own = set(parameters_of(optimizer)).intersection(self.module.parameters())
         if self.sizes["tp"] > 1 and own and optimizer not in self._watched:
             self._watched.add(optimizer)
             tensor_parallel.BeforeStep(self.module, optimizer, self.mesh["tp"])

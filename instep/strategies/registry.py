@@ -73,7 +73,7 @@ def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """All names that `Trainer(strategy=...)` takes; those of other packages last."""
+    """Return all names that `Trainer(strategy=...)` takes; those of other packages last."""
     return tuple(dict.fromkeys(["auto", *_BUILT_IN, *_registered, *(entry.name for entry in _entries())]))
 
 

@@ -94,7 +94,7 @@ class Position:
         self.validated = self.epoch_ended = self.skipped_rest = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The position at the end of the last optimizer window, where a resumed run goes on."""
+        """Return the position at the end of the last optimizer window, where a resumed run goes on."""
         return {**asdict(self), "batch": self.window_batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -97,7 +97,7 @@ class Loaders:
         self._eval: dict[str, list[BatchSource]] = {}
 
     def _raw(self, stage: str) -> Any:
-        """The user's loader or loaders: passed in, from the datamodule, or from the module."""
+        """Return the user's loader or loaders: passed in, from the datamodule, or from the module."""
         if self._given.get(stage) is not None:
             return self._given[stage]
         name, module, datamodule = _METHODS[stage], self._module, self._datamodule
@@ -152,7 +152,7 @@ class Loaders:
     # ---- evaluation
 
     def evaluation(self, stage: str) -> list[BatchSource]:
-        """The loaders of `val`, `test` or `predict`; empty where there are none or they are limited to nothing."""
+        """Return the loaders of `val`, `test` or `predict`; empty where there are none, or they are limited to none."""
         if stage not in self._eval:
             self._eval[stage] = self._prepare_evaluation(stage)
         return self._eval[stage]
@@ -220,7 +220,7 @@ class Loaders:
         )
 
     def on_device(self, source: BatchSource, dataloader_idx: int = 0) -> Iterator[Any]:
-        """The source's batches, each on the device. On CUDA a copy overlaps with the step before.
+        """Give the source's batches, each on the device. On CUDA a copy overlaps with the step before.
 
         The module's transfer hooks run unless the datamodule overrides one of the three.
 
@@ -263,7 +263,7 @@ class Loaders:
 
 
 def _is_batches(raw: Any) -> bool:
-    """A list that is itself the data (ready batches), not a list of loaders."""
+    """Tell a list that is itself the data (ready batches) from a list of loaders."""
     if isinstance(raw, (dict, CombinedLoader)) or not raw:
         return False
     return not all(_is_loader(item) for item in raw)

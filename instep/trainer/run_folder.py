@@ -154,7 +154,7 @@ class RunFolder:
 
     @staticmethod
     def _has_other(store: CheckpointStore, kind: str | None) -> bool:
-        """Whether a run's folder has a checkpoint that verifies, although none is the best."""
+        """Return whether a run's folder has a checkpoint that verifies, although none is the best."""
         try:
             return store.resolve("last", kind=kind) is not None
         except (CheckpointNotFoundError, CorruptCheckpointError):
@@ -173,22 +173,23 @@ class RunFolder:
             self.path = Path(folder) if there else None
 
     def choose(self, ctx: RunContext) -> Path:
-        """The folder, made with the next free number the first time."""
+        """Return the folder, made with the next free number the first time."""
         if self.path is None:
             doing = f"making a run folder in {self.base}"
             self.path = on_rank_zero(lambda: self._taken(ctx) or self._make(), doing)
         return self.path
 
     def claim(self) -> Path:
-        """The folder of the next run, for a logger that is used before it. On the main process only."""
+        """Return the folder of the next run, for a logger that is used before it. On the main process only."""
         if self.path is None and self._claimed is None:
             self._claimed = self._make()
         return self.path or self._claimed  # pyright: ignore[reportReturnType]
 
     def _taken(self, ctx: RunContext) -> Path | None:
-        """The folder that a logger has taken before this run."""
+        """Return the folder that a logger has taken before this run."""
         folders = [self._claimed, *(logger.early_folder for logger in ctx.trainer.loggers)]
-        return next((it for it in folders if it is not None and it.parent == self.base.absolute()), None)
+        base = self.base.absolute()
+        return next((folder for folder in folders if folder is not None and folder.parent == base), None)
 
     def forget(self, main: bool) -> None:
         """Let the next run choose anew; the main process removes a folder that holds no more than a run's status."""
@@ -219,14 +220,14 @@ class RunFolder:
                 return path.absolute()
 
     def _candidates(self, only: bool) -> list[Path]:
-        """The run whose configuration was given, and unless `only` it is meant all others, the newest first."""
+        """List the run whose configuration was given and, unless `only` that is meant, all others, the newest first."""
         for folder in self.given:
             if folder.parent.name == self.base.name or (folder / NAME).is_file():
                 return [folder, *(() if only else self._versions())]
         return self._versions()
 
     def _versions(self) -> list[Path]:
-        """The run folders, the newest first."""
+        """List the run folders, the newest first."""
         if not self.base.is_dir():
             return []
         found = [(int(m[1]), path) for path in self.base.iterdir() if (m := _VERSION.fullmatch(path.name))]
@@ -245,7 +246,7 @@ class RunFolder:
                 tell_run_folder(folder)
 
     def say_saved(self, trainer: Trainer, path: Path) -> None:
-        """A checkpoint to go on from is there: where the run is killed, `status.json` names it."""
+        """Name the newest checkpoint in `status.json`, to go on from where the run is killed."""
         if self.path is not None and trainer.is_global_zero and self._said.get("status") == "running":
             self._said |= {"global_step": trainer.global_step, "epoch": trainer.current_epoch, "checkpoint": str(path)}
             with suppress(OSError):  # the save itself was well
@@ -283,13 +284,13 @@ class RunFolder:
         end_status(self.path, self._said)
 
     def _saved(self, trainer: Trainer) -> Path | None:
-        """The newest checkpoint that this run has said it saved, if it is still there."""
+        """Return the newest checkpoint that this run has said it saved, if it is still there."""
         said = self._said.get("checkpoint")
         path = to_path(said, like=getattr(trainer.checkpoint_callback, "dirpath", None)) if said else None
         return path if path is not None and path.is_dir() else None
 
     def _newest(self, trainer: Trainer) -> Path | None:
-        """The checkpoint that `ckpt_path="auto"` would take, if it verifies."""
+        """Return the checkpoint that `ckpt_path="auto"` would take, if it verifies."""
         from instep.checkpoint import CheckpointStore  # late, as above
 
         assert self.checkpoints is not None
@@ -316,7 +317,7 @@ class RunFolder:
 
 
 def _outcome(error: BaseException | None) -> tuple[str, int]:
-    """How a run ended, and the exit code that the process has if nobody catches the error."""
+    """Return how a run ended, and the exit code that the process has if nobody catches the error."""
     if error is None:
         return "done", 0
     if isinstance(error, Preempted):
@@ -373,7 +374,7 @@ def _order(reader: Reader) -> tuple[int, int]:
 
 
 def _runs_of(base: Path, job: str) -> list[Path]:
-    """The run folders that a job wrote, the newest first."""
+    """List the run folders that a job wrote, the newest first."""
     if not base.is_dir():
         return []
     folders = (path.parent for path in base.glob(f"version_*/{NAME}"))

@@ -96,7 +96,7 @@ def _collect(ctx: RunContext, weights_only: bool = False) -> RunState:
 
 
 def _user_view(ctx: RunContext) -> dict[str, Any]:
-    """The dict that `on_save_checkpoint` hooks see and change."""
+    """Return the dict that `on_save_checkpoint` hooks see and change."""
     trainer = ctx.trainer
     checkpoint: dict[str, Any] = {
         "epoch": trainer.current_epoch,
@@ -114,7 +114,7 @@ def _user_view(ctx: RunContext) -> dict[str, Any]:
 
 
 def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
-    """Loggers by class and number in it, so that one more of another class disturbs nobody's state."""
+    """Sort loggers by class and number in it, so that one more of another class disturbs nobody's state."""
     names = [type(logger).__name__ for logger in loggers]
     return {(name, names[:index].count(name)): loggers[index] for index, name in enumerate(names)}
 
@@ -445,8 +445,8 @@ def _resume_optimizers(ctx: RunContext, saved: SavedRun, parts: Resume) -> None:
 
 
 def _differing(schedulers: list[Any], state: dict[str, Any]) -> str:
-    """How learning-rate schedulers differ from the saved ones; torch would load any state into any of them."""
-    kinds, saved = [type(it).__name__ for it in schedulers], state["scheduler_kinds"]
+    """Say how learning-rate schedulers differ from the saved ones; torch would load any state into any of them."""
+    kinds, saved = [type(scheduler).__name__ for scheduler in schedulers], state["scheduler_kinds"]
     if kinds != saved:
         return f"the schedulers {', '.join(saved) or '(none)'} saved, {', '.join(kinds) or '(none)'} now"
     for scheduler, kept in zip(schedulers, state["schedulers"], strict=True):
@@ -511,7 +511,7 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
 
 
 def _layout(state: dict[str, Any], ctx: RunContext) -> str:
-    """How this run is spread otherwise, for texts."""
+    """Say for an error how this run is spread otherwise than the saved one."""
     if state["world_size"] != ctx.world_size:
         return f", and this run has {ctx.world_size}"
     return f" of strategy={state['strategy']!r}, and this run's strategy={ctx.strategy.name!r} cuts the data otherwise"

@@ -216,7 +216,7 @@ def _drop_accumulation(values: dict[str, Any]) -> None:
 
 
 def check_value(name: str, value: Any) -> Any:
-    """One argument in its resolved form, whatever this machine and the other arguments are.
+    """Check one argument, whatever this machine and the other arguments are, and return its resolved form.
 
     Raises:
         SettingError: a wrong value.

@@ -505,7 +505,7 @@ class Trainer:
         return run_state.finish(self._run, pending)
 
     def verify_checkpoint(self, path: Path) -> list[str]:
-        """Problems of a checkpoint; none where it verifies. Collective."""
+        """Verify a checkpoint, and return its problems. Collective."""
         return self._store(path.parent).verify_together(path)
 
     def delete_checkpoint(self, path: Path) -> None:
@@ -527,7 +527,7 @@ class Trainer:
         return broadcast_object(value)
 
     def all_ranks_arrive(self, timeout_s: float) -> bool:
-        """Whether every rank gets here within `timeout_s`, after an error. No rank waits longer."""
+        """Return whether every rank gets here within `timeout_s`, after an error. No rank waits longer."""
         group = control_group()
         if group is None:
             return True

@@ -58,7 +58,7 @@ _RANK_OPTIONAL = {"strategy": mapping, "log": list_of(mapping), "data": anything
 
 
 def saved_run(reader: Reader) -> SavedRun:
-    """The state of a Trainer's run in an opened checkpoint; with weights alone, of what a module takes beside them."""
+    """Return the state of a Trainer's run in an opened checkpoint; with weights alone, what a module takes."""
 
     def check_shared(state: Any) -> None:
         check(state, _SHARED, "it", _SHARED_OPTIONAL)

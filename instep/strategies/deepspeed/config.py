@@ -122,7 +122,7 @@ def offload_device(config: Mapping[str, Any], key: str) -> str | None:
 
 
 def compute_kind(config: Mapping[str, Any], precision: Precision, stage: int) -> str | None:
-    """Which section of the configuration computes in 16 bits: "bf16", "fp16", "torch_autocast"; None for none.
+    """Return the section that computes in 16 bits: "bf16", "fp16", "torch_autocast"; None for none.
 
     Raises:
         SettingError: DeepSpeed has no such precision, or the configuration says another one than the run.

@@ -130,7 +130,7 @@ def _rank_of(parameter: Any) -> int:
 
 
 def take_run(value: Tensor | StoredTensor, begin: int, count: int) -> Tensor:
-    """Some elements of a whole tensor, flattened; of a stored one only the rows are read that they are in."""
+    """Return some elements of a whole tensor, flattened; of a stored one only the rows are read that hold them."""
     if isinstance(value, Tensor):
         return value.reshape(-1)[begin : begin + count]
     shape = tuple(value.shape)

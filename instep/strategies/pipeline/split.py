@@ -69,7 +69,7 @@ def parts_of(module: nn.Module) -> list[StagePart]:
 
 
 def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> list[range]:
-    """Which parts form each stage.
+    """Choose the parts that form each stage.
 
     Args:
         parts: in order.

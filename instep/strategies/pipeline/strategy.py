@@ -46,7 +46,7 @@ from torch.optim import Optimizer
 
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, SettingError
-from instep.strategies.clipping import clip_norm_, gradient_of
+from instep.strategies.clipping import clip_norm_, gradient_of, local_part
 from instep.strategies.dtensors import gather_whole, parts_to_write
 from instep.strategies.fsdp import FSDPGradients, FSDPStrategy
 from instep.strategies.pipeline.runner import Micro, Pending, Ran, Runner, outline_of
@@ -367,11 +367,11 @@ class PipelinedStrategy(FSDPStrategy):
             if gradient is None:
                 continue
             if factor is not None:
-                _local(gradient).mul_(factor.to(gradient.device))  # offloaded ones are elsewhere
+                local_part(gradient).mul_(factor.to(gradient.device))  # offloaded ones are elsewhere
             if p.grad is None:
                 p.grad = gradient
             else:
-                _local(p.grad).add_(_local(gradient))
+                local_part(p.grad).add_(local_part(gradient))
         if self._syncs:
             self._sum_shared()
 
@@ -381,9 +381,9 @@ class PipelinedStrategy(FSDPStrategy):
         for p, (first, *others) in self._shared:
             if here == first:
                 for rank in others:
-                    dist.send(_local(p).detach(), group=group, group_dst=rank)
+                    dist.send(local_part(p).detach(), group=group, group_dst=rank)
             else:
-                dist.recv(_local(p).detach(), group=group, group_src=first)
+                dist.recv(local_part(p).detach(), group=group, group_src=first)
 
     def _sum_shared(self) -> None:
         """Sum the gradients of weights that several ranks of the pipe have, in one order everywhere."""
@@ -393,7 +393,7 @@ class PipelinedStrategy(FSDPStrategy):
             gradient = gradient_of(p)
             if gradient is None:
                 gradient = p.grad = torch.zeros_like(p)
-            mine, here = _local(gradient), self.mesh["pp"].get_local_rank()
+            mine, here = local_part(gradient), self.mesh["pp"].get_local_rank()
             parts = {rank: mine if rank == here else torch.empty_like(mine) for rank in ranks}
             self._exchange(mine, parts)
             mine.copy_(reduce(torch.add, [parts[rank] for rank in ranks]))
@@ -481,9 +481,5 @@ class PipelinedStrategy(FSDPStrategy):
 
 
 def _samples(leaf: Any, samples: slice, batch: int) -> Any:
-    """Some samples of a tensor that has one row for each; anything else as it is."""
+    """Return some samples of a tensor that has one row for each; anything else as it is."""
     return leaf[samples] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == batch else leaf
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
