@@ -147,11 +147,8 @@ class Accelerator(ProcessMethods):
         self._process = process
         # Who this process is stays known after end_training(), when the state holds nothing any more.
         self._device, self._distributed_type = process.device, process.distributed_type
-        self._rank, self._local_rank, self._world_size = (
-            process.process_index,
-            process.local_process_index,
-            process.num_processes,
-        )
+        self._rank, self._local_rank = process.process_index, process.local_process_index
+        self._world_size = process.num_processes
         self.precision = make_precision(mixed_precision, process.device, self._handlers)
         self._trackers = Trackers(log_with, process.is_main_process)
         self.triggers = Triggers(reserved=())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,14 +14,8 @@ from instep.state import GradientState
 from instep.strategies.local_sgd import average_weights
 from instep.utils.checks import at_least
 
-
-class _Accelerator(Protocol):
-    @property
-    def num_processes(self) -> int: ...
-
-    def no_sync(self, model: nn.Module) -> Any: ...
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module: ...
+if TYPE_CHECKING:
+    from instep.accelerator.accelerator import Accelerator
 
 
 class LocalSGD:
@@ -58,7 +52,7 @@ class LocalSGD:
         Stich: Local SGD Converges Fast and Communicates Little, ICLR 2019 (https://arxiv.org/abs/1805.09767).
     """
 
-    def __init__(self, accelerator: _Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+    def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         self.enabled = enabled and accelerator.num_processes > 1
         self.local_sgd_steps = at_least(1)("local_sgd_steps", local_sgd_steps)
         self.steps = 0

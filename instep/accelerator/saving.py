@@ -237,11 +237,8 @@ def _store_of(states: States, path: Path | None) -> tuple[CheckpointStore, str |
     if path is not None:
         path = path.absolute()
         return CheckpointStore(path.parent), path.name
-    project, automatic = (
-        states.project.project_dir,
-        states.project.automatic_checkpoint_naming,
-    )
-    if project is None or not automatic:
+    project = states.project.project_dir
+    if project is None or not states.project.automatic_checkpoint_naming:
         raise CheckpointError(
             "there is no place to save to or load from: give a folder, or Accelerator(project_config="
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)) for one of its own each time."

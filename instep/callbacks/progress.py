@@ -318,11 +318,9 @@ class ProgressBar(Callback):
         lines: list[Line] = []
         if self._run == "fit" and stage != "sanity":
             training = stage == "train"
-            batch = progress.batch if training else progress.outer_batch
-            total = progress.total if training else progress.outer_total
             speed = self._speed("train")
-            lines.append(self._train_line(trainer, batch, total, speed.read(now_s, batch) if training else speed.value))
-            lines[0].elapsed_s = now_s - self._train_start_s
+            value = speed.read(now_s, progress.batch) if training else speed.value
+            lines.append(self._train_line(trainer, training, now_s, value))
             lines[0].metrics = metrics
             if training:
                 return lines
@@ -333,11 +331,13 @@ class ProgressBar(Callback):
             lines[0].metrics = metrics
         return lines
 
-    def _train_line(self, trainer: Trainer, batch: int, total: int | None, speed: float | None) -> Line:
+    def _train_line(self, trainer: Trainer, training: bool, now_s: float, speed: float | None = None) -> Line:
+        progress = trainer.progress
+        done, total = (progress.batch, progress.total) if training else (progress.outer_batch, progress.outer_total)
         max_steps = trainer.max_steps if trainer.max_steps is not None and trainer.max_steps > 0 else None
         note = f"step {trainer.global_step}/{max_steps}" if max_steps else ""
-        name = title("train", trainer.progress.epoch, trainer.max_epochs, 0)
-        return Line(name, batch, total, 0.0, speed, note)
+        name = title("train", progress.epoch, trainer.max_epochs, 0)
+        return Line(name, done, total, now_s - self._train_start_s, speed, note)
 
     def _speed(self, stage: str) -> Speed:
         return self._speeds.setdefault(stage, Speed())
@@ -346,12 +346,8 @@ class ProgressBar(Callback):
 
     def _note_epoch(self, trainer: Trainer) -> None:
         if self._screen is not None and (self.leave or not self._screen.live):
-            progress = trainer.progress
-            training = progress.stage in ("train", None)
-            batch = progress.batch if training else progress.outer_batch
-            total = progress.total if training else progress.outer_total
-            self._epoch_done = self._train_line(trainer, batch, total, None)
-            self._epoch_done.elapsed_s = time.monotonic() - self._train_start_s
+            training = trainer.progress.stage in ("train", None)
+            self._epoch_done = self._train_line(trainer, training, time.monotonic())
 
     def _close_epoch(self, trainer: Trainer, module: TrainModule) -> None:
         line, self._epoch_done = self._epoch_done, None

@@ -346,8 +346,7 @@ class DDPStrategy(Strategy):
 
     def model_state(self) -> dict[str, Any]:
         state = super().model_state()
-        drifted = self._local_sgd is not None and self._local_sgd.drifted
-        return self._local_sgd.mean(state) if self._local_sgd is not None and drifted else state
+        return self._local_sgd.mean(state) if self._local_sgd is not None and self._local_sgd.drifted else state
 
     def full_model_state(self) -> dict[str, Any]:
         state = self.model_state()

@@ -26,6 +26,7 @@ from instep.utils.checks import (
     DEVICES,
     FLAG,
     SECONDS,
+    Check,
     above_zero,
     at_least,
     checks_of,
@@ -64,11 +65,7 @@ def _val_check_interval(field: str, value: Any) -> int | float | timedelta:
     )
 
 
-def _deterministic(field: str, value: Any) -> bool | str:
-    """Check for True, False or "warn"."""
-    if value == "warn" or isinstance(value, bool):
-        return value
-    raise wrong(field, value, "True, False or 'warn'")
+_DETERMINISTIC = Check(lambda value: value == "warn" or isinstance(value, bool), "True, False or 'warn'")
 
 
 def _folder(field: str, value: Any) -> Path:
@@ -147,7 +144,7 @@ class Settings:
     accumulate_grad_batches: Annotated[int, at_least(1)] = 1
     gradient_clip_val: Annotated[float | None, above_zero("above 0, or None for no clipping")] = None
     gradient_clip_algorithm: Annotated[str, choice("norm", "value")] = "norm"
-    deterministic: Annotated[bool | str, _deterministic] = False
+    deterministic: Annotated[bool | str, _DETERMINISTIC] = False
     benchmark: Annotated[bool | None, FLAG] = None
     tf32: Annotated[bool | None, FLAG] = None
     inference_mode: Annotated[bool, FLAG] = True
@@ -311,16 +308,14 @@ def _bare(s: Settings, given: Mapping[str, Any]) -> Settings:
 
 def _trial(s: Settings) -> Settings:
     n = s.fast_dev_run
+    limits: Any = {f"limit_{stage}_batches": n for stage in ("train", "val", "test", "predict")}
     return replace(
         s,
+        **limits,
         max_steps=n,
         max_epochs=1,
         min_steps=None,
         min_epochs=None,
-        limit_train_batches=n,
-        limit_val_batches=n,
-        limit_test_batches=n,
-        limit_predict_batches=n,
         overfit_batches=0.0,
         val_check_interval=1.0,
         check_val_every_n_epoch=1,
