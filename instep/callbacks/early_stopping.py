@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from instep.callbacks.base import Callback, acts_at_epoch_end
+from instep.callbacks.base import Callback, acts_now
 from instep.errors import UsageError
 from instep.utils.checks import Check, at_least, choice, is_number
 
@@ -160,7 +160,6 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         self.wait_count = 0
         self._best = self.policy.worst
-        self._fitting = True
 
     @property
     def best_score(self) -> torch.Tensor:
@@ -194,9 +193,6 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
         self.stopping_reason_message = state_dict["stopping_reason_message"]
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._fitting = stage == "fit"
-
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Keep a resumed run stopped that was stopped, unless its patience was raised in the meantime."""
         reason = self.stopping_reason
@@ -205,15 +201,11 @@ class EarlyStopping(Callback):
             trainer.set_trigger("stop", reason=f"EarlyStopping: {self.stopping_reason_message}")
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if (
-            self._fitting
-            and not trainer.sanity_checking
-            and not acts_at_epoch_end(trainer, self.check_on_train_epoch_end)
-        ):
+        if acts_now(trainer, self.check_on_train_epoch_end, after_validation=True):
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if acts_at_epoch_end(trainer, self.check_on_train_epoch_end):
+        if acts_now(trainer, self.check_on_train_epoch_end, after_validation=False):
             self._check(trainer)
 
     def _check(self, trainer: Trainer) -> None:

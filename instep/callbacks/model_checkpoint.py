@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.callbacks.base import Callback, acts_at_epoch_end
+from instep.callbacks.base import Callback, acts_now
 from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError
 from instep.types import Location
 from instep.utils.checks import at_least, choice, wrong
@@ -193,9 +193,6 @@ class ModelCheckpoint(Callback):
 
     # ---- when
 
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._fitting = stage == "fit"
-
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._last_step_saved, self._position_saved = -1, None
         self._forget_missing(trainer)
@@ -267,15 +264,11 @@ class ModelCheckpoint(Callback):
             trainer.set_trigger("save", self.state_key)  # until it is this one's turn
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if (
-            self._fitting
-            and not trainer.sanity_checking
-            and not acts_at_epoch_end(trainer, self.save_on_train_epoch_end)
-        ):
+        if acts_now(trainer, self.save_on_train_epoch_end, after_validation=True):
             self._save_by_epoch(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if acts_at_epoch_end(trainer, self.save_on_train_epoch_end):
+        if acts_now(trainer, self.save_on_train_epoch_end, after_validation=False):
             self._save_by_epoch(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
