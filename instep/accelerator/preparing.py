@@ -22,13 +22,14 @@ from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler, Window, put_on, take_off
 from instep.data import DataLoaderConfiguration, PreparedLoader, prepare_loader
 from instep.distributed import broadcast_object
-from instep.errors import SettingError, UsageError, one_of
+from instep.errors import SettingError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision, Strategy, resolve_strategy
 from instep.strategies.gradients import parameters_of
 from instep.strategies.precision import precision_name
 from instep.strategies.registry import asked_strategy
 from instep.utils import env
+from instep.utils.checks import choice
 
 _PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 
@@ -118,7 +119,7 @@ class PreparedRun:
             self._seed = int(broadcast_object(seed))
         return self._seed
 
-    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None, **named: Any) -> Any:
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None, **named: Any) -> Any:
         """Make models, optimizers, loaders and schedulers ready, in any order. Collective."""
         placements = [None] * len(objects) if device_placement is None else list(device_placement)
         if len(placements) != len(objects):
@@ -142,26 +143,20 @@ class PreparedRun:
         return result[0] if len(result) == 1 else result
 
     def _prepare_model_item(self, name: str | None, item: Any, place: bool | None) -> Any:
-        return self.prepare_model(item, device_placement=place, name=name) if isinstance(item, nn.Module) else None
+        return self.prepare_model(item, place, False, name) if isinstance(item, nn.Module) else None
 
     def _prepare_middle_item(self, name: str | None, item: Any, place: bool | None) -> Any:
         if isinstance(item, Optimizer):
             return self.prepare_optimizer(item)
         if isinstance(item, (DataLoader, AcceleratedLoader, PreparedLoader)):
-            return self.prepare_data_loader(item, device_placement=place, name=name)
+            return self.prepare_data_loader(item, place, name)
         return None
 
     def _prepare_scheduler_item(self, name: str | None, item: Any, place: bool | None) -> Any:
         is_scheduler = hasattr(item, "step") and hasattr(item, "optimizer") and isinstance(item.optimizer, Optimizer)
         return self.prepare_scheduler(item) if is_scheduler and not isinstance(item, Optimizer) else None
 
-    def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
-        name: str | None = None,
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, place: bool | None, evaluates: bool, name: str | None) -> nn.Module:
         """Bring a model to the device and spread it. Collective."""
         known = self.inner(model)
         if known is not None:
@@ -182,7 +177,7 @@ class PreparedRun:
             )
         strategy = copy.deepcopy(self._strategy)
         strategy.connect(self.device, self.precision)
-        if self._moves if device_placement is None else device_placement:
+        if self._moves if place is None else place:
             strategy.prepare_module(model)
         else:
             strategy.module = model
@@ -191,9 +186,9 @@ class PreparedRun:
         self.models[name] = model
         self.checked = False
         self._strategies[id(model)] = strategy
-        if evaluation_mode:
+        if evaluates:
             strategy.prepare_training(model, ())
-        self._wrapped[id(model)] = model if evaluation_mode else strategy.wrap(model)
+        self._wrapped[id(model)] = model if evaluates else strategy.wrap(model)
         for known in self.optimizers:
             strategy.rebind_optimizer(known.optimizer)
         return self._wrapped[id(model)]
@@ -214,9 +209,7 @@ class PreparedRun:
         self.main_strategy.separate_random_streams(self.seed)
         return prepared
 
-    def prepare_data_loader(
-        self, loader: Any, device_placement: bool | None = None, name: str | None = None
-    ) -> AcceleratedLoader:
+    def prepare_data_loader(self, loader: Any, place: bool | None, name: str | None) -> AcceleratedLoader:
         """Make a loader give this rank its part of every batch, on its device. Collective."""
         for known in self.dataloaders:
             if known is loader or known.source is loader or known.source.loader is loader:
@@ -227,7 +220,7 @@ class PreparedRun:
             loader = loader.source.loader  # prepared before free_memory()
         self._claim_run()
         config = self.loader_config
-        moves = self._moves if device_placement is None else device_placement
+        device = self.device if (self._moves if place is None else place) else None
         source = loader
         if not isinstance(loader, PreparedLoader):
             source = prepare_loader(
@@ -235,13 +228,12 @@ class PreparedRun:
                 rank=self.main_strategy.data_rank,
                 world_size=self.main_strategy.data_world_size,
                 seed=self.seed,
-                device=self.device if moves else None,
+                device=device,
                 split_batches=config.split_batches,
                 dispatch=config.dispatch_batches,
                 even_batches=config.even_batches,
                 stateful=config.use_stateful_dataloader,
             )
-        device = self.device if moves else None
         prepared = AcceleratedLoader(source, self.run.gradient, device, config.non_blocking, name)
         self.dataloaders.append(prepared)
         return prepared
@@ -325,9 +317,7 @@ class PreparedRun:
                 return inner
         return None
 
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> nn.Module:
         """Return the user's model in what `prepare` returned."""
         inner = self.inner(model)
         if inner is None:
@@ -358,9 +348,7 @@ def precision_asked_for(mixed_precision: str | None) -> str:
     if mixed_precision is None:
         asked = env.from_env("precision", precision_name) or "32-true"
         mixed_precision = next((short for short, name in _PRECISION.items() if name == asked), asked)
-    if mixed_precision not in _PRECISION:
-        raise one_of("mixed_precision", mixed_precision, _PRECISION)
-    return mixed_precision
+    return choice(*_PRECISION)("mixed_precision", mixed_precision)
 
 
 def make_precision(mixed_precision: str, device: torch.device, handlers: Mapping[type, Any]) -> Precision:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from instep.callbacks.base import Callback, acts_now
+from instep.checkpoint.edge import check, count, none_or, text
 from instep.errors import UsageError
 from instep.utils.checks import Check, at_least, choice, is_number
 
@@ -183,8 +184,6 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
-        from instep.checkpoint.edge import check, count, none_or, text  # late: only a resume needs it
-
         kinds = {"wait_count": count, "stopped_epoch": count, "stopping_reason_message": none_or(text)}
         check(state_dict, kinds, "the state")
         self._best = float(state_dict["best_score"])

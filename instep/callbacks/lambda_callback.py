@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.callbacks.base import HOOKS, Callback
-from instep.errors import one_of
-from instep.utils.checks import wrong
+from instep.utils.checks import choice, wrong
 
 
 class LambdaCallback(Callback):
@@ -27,8 +26,7 @@ class LambdaCallback(Callback):
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:
         for name, function in hooks.items():
-            if name not in HOOKS:
-                raise one_of("LambdaCallback's hook", name, HOOKS)
+            choice(*HOOKS)("LambdaCallback's hook", name)
             if not callable(function):
                 raise wrong(name, function, "a function that takes the hook's arguments")
             setattr(self, name, function)  # the Trainer sees an object's own hooks too

@@ -168,14 +168,13 @@ class DDPStrategy(Strategy):
         self.find_unused_parameters = find_unused_parameters
         self.zero_redundancy_optimizer = zero_redundancy_optimizer
         self.consolidate_optimizer = consolidate_optimizer
+        own = {
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
         # A copy: jsonargparse would follow the dict itself into torch's class, and pass all of its defaults.
-        self.ddp_options = dict(ddp_options)
-        if static_graph:
-            self.ddp_options["static_graph"] = True
-        if bucket_cap_mb is not None:
-            self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
-        if gradient_as_bucket_view:
-            self.ddp_options["gradient_as_bucket_view"] = True
+        self.ddp_options = {**ddp_options, **{option: value for option, value in own.items() if value}}
         if not broadcast_buffers:
             # Newer torch has another name for it, and warns of the old one.
             new, old = "forward_sync_buffers", "broadcast_buffers"

@@ -17,6 +17,7 @@ from typing import Any
 
 from instep.errors import SettingError, one_of
 from instep.strategies.base import Strategy
+from instep.utils.checks import wrong
 from instep.utils.env import from_env, variable_of
 
 _GROUP = "instep.strategies"
@@ -103,10 +104,7 @@ def asked_strategy() -> tuple[str, dict[str, Any]]:
 
 
 def resolve_strategy(
-    strategy: str | Strategy,
-    world_size: int,
-    device_type: str = "cpu",
-    options: Mapping[str, Any] | None = None,
+    strategy: str | Strategy, world_size: int, device_type: str = "cpu", options: Mapping[str, Any] | None = None
 ) -> Strategy:
     """Return the strategy for a name or an instance.
 
@@ -131,11 +129,7 @@ def resolve_strategy(
             got=strategy,
         )
     if not isinstance(strategy, Strategy):
-        raise SettingError(
-            f"strategy={strategy!r} must be a name ({', '.join(strategy_names())}) or an instep.Strategy",
-            field="strategy",
-            got=strategy,
-        )
+        raise wrong("strategy", strategy, f"a name ({', '.join(strategy_names())}) or an instep.Strategy")
     strategy.check_world_size(world_size)
     return strategy
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from instep import checkpoint  # its names load when used
 from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
 from instep.distributed import Trigger, Triggers
@@ -273,9 +274,7 @@ class RunContext:
             FolderInUseError: another run has it.
             CheckpointError: it cannot be written to, or a rank does not see it.
         """
-        from instep.checkpoint.store import CheckpointStore  # late: only a run with checkpoints pays for it
-
-        store = CheckpointStore(folder)
+        store = checkpoint.CheckpointStore(folder)
         if store.root not in self.leases:
             store.own(self.trainer.run_id)
             self.leases[store.root] = store.lease

@@ -79,12 +79,7 @@ class NonFiniteGuard:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        module: nn.Module,
-        optimizers: Sequence[Optimizer],
-        device: torch.device,
-        policy: str,
+        self, trainer: Trainer, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, policy: str
     ) -> None:
         self._trainer, self._module, self._optimizers = trainer, module, optimizers
         self._position, self._progress, self._device = trainer.position, trainer.progress, device

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep import checkpoint  # its names load when used
 from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import (
     EXIT_FAILED,
@@ -94,21 +95,18 @@ class RunFolder:
             return ctx.resumed.path, ctx.resumed
         if ckpt_path is None:
             return None, None
-        from instep.checkpoint import CheckpointStore, find_checkpoint  # late: only who needs them pays for it
-
         if ckpt_path in ("last", "best", "auto"):
             reader = self._resolve(ctx, ckpt_path)
         else:
             given = to_path(ckpt_path).absolute()
-            path = on_rank_zero(lambda: None if given.is_file() else find_checkpoint(given), f"finding {given}")
+            doing = f"finding {given}"
+            path = on_rank_zero(lambda: None if given.is_file() else checkpoint.find_checkpoint(given), doing)
             if path is None:
                 return given, None
-            reader = CheckpointStore(path.parent).open_verified(path)
+            reader = checkpoint.CheckpointStore(path.parent).open_verified(path)
         return (None, None) if reader is None else (reader.path, saved_run(reader))
 
     def _resolve(self, ctx: RunContext, ckpt_path: str) -> Reader | None:
-        from instep.checkpoint import CheckpointStore  # late, as above
-
         weights = ctx.fn != "fit" or (ctx.parts is not None and ctx.parts.weights_only)
         kind = None if weights else "full"
         callback = ctx.trainer.checkpoint_callback
@@ -116,7 +114,7 @@ class RunFolder:
         if ckpt_path == "best" and callback is not None and monitor is None:
             ckpt_path = "last"  # nothing is measured: the newest is the best, as in callback.best_model_path
         if callback is not None and callback.dirpath is not None:
-            found = CheckpointStore(callback.dirpath).resolve(ckpt_path, kind=kind, monitor=monitor)
+            found = checkpoint.CheckpointStore(callback.dirpath).resolve(ckpt_path, kind=kind, monitor=monitor)
             return found or self._none(ctx, callback.dirpath)
         broken: CorruptCheckpointError | None = None
         only = ckpt_path != "auto"
@@ -124,7 +122,7 @@ class RunFolder:
         look = f"looking for runs in {self.base}"
         versions = [self.path] if self.path else on_rank_zero(lambda: self._candidates(only), look)
         for version in versions:
-            store, found = CheckpointStore(version / "checkpoints"), None
+            store, found = checkpoint.CheckpointStore(version / "checkpoints"), None
             goes_on = self.path is None and ckpt_path == "auto" and ctx.fn == "fit"
             if goes_on and callback is not None and on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
                 ctx.lease_folder(store.root)  # an error where the same command runs already, before its first save too
@@ -200,9 +198,7 @@ class RunFolder:
                 shutil.rmtree(folder)
 
     def _make(self) -> Path:
-        from instep.checkpoint import LocalFiles  # late, as above
-
-        files = LocalFiles()
+        files = checkpoint.LocalFiles()
         number = max((int(path.name.removeprefix("version_")) for path in self._versions()), default=-1) + 1
         while True:
             path = self.base / f"version_{number}"
@@ -291,12 +287,10 @@ class RunFolder:
 
     def _newest(self, trainer: Trainer) -> Path | None:
         """Return the checkpoint that `ckpt_path="auto"` would take, if it verifies."""
-        from instep.checkpoint import CheckpointStore  # late, as above
-
         assert self.checkpoints is not None
         folder = getattr(trainer.checkpoint_callback, "dirpath", None) or self.checkpoints
         with suppress(CheckpointError):  # that it cannot be listed is not what ended the run
-            return next((info.path for info in CheckpointStore(folder).scan() if info.kind == "full"), None)
+            return next((info.path for info in checkpoint.CheckpointStore(folder).scan() if info.kind == "full"), None)
 
     @staticmethod
     def _content(trainer: Trainer, status: str, code: int | None) -> dict[str, Any]:
@@ -351,8 +345,6 @@ def resume_restarted_job(ctx: RunContext) -> None:
 
 
 def _newest(ctx: RunContext, job: str) -> Reader | None:
-    from instep.checkpoint import CheckpointStore  # late: only who goes on pays for it
-
     own = ctx.trainer.run_folder
     runs = [own.path] if own.path else on_rank_zero(lambda: _runs_of(own.base, job), f"looking in {own.base}")
     folders: dict[Path, Path | None] = {}
@@ -362,7 +354,7 @@ def _newest(ctx: RunContext, job: str) -> Reader | None:
             folders |= {chosen: None} if chosen else {path / "checkpoints": path for path in runs}
     newest, of_run = None, None
     for folder, path in folders.items():
-        found = CheckpointStore(folder).newest_verified("full", job=ctx.fit_of_job)
+        found = checkpoint.CheckpointStore(folder).newest_verified("full", job=ctx.fit_of_job)
         if found is not None and (newest is None or _order(found) > _order(newest)):
             newest, of_run = found, path
     own.path = own.path or of_run

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep import __version__
+from instep import __version__, checkpoint  # whose names load when used
 from instep.checkpoint.edge import taking_up
 from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, record
@@ -98,7 +98,7 @@ def _collect(ctx: RunContext, weights_only: bool = False) -> RunState:
 def _user_view(ctx: RunContext) -> dict[str, Any]:
     """Return the dict that `on_save_checkpoint` hooks see and change."""
     trainer = ctx.trainer
-    checkpoint: dict[str, Any] = {
+    view: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "instep_version": __version__,
@@ -107,10 +107,10 @@ def _user_view(ctx: RunContext) -> dict[str, Any]:
         "hparams_name": ctx.module._hparams_name,
     }
     for hook in ctx.hooks.of_callbacks("on_save_checkpoint"):
-        hook(checkpoint)
+        hook(view)
     if is_overridden(ctx.module, "on_save_checkpoint", ModuleHooks):
-        ctx.module.on_save_checkpoint(checkpoint)
-    return checkpoint
+        ctx.module.on_save_checkpoint(view)
+    return view
 
 
 def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
@@ -175,9 +175,7 @@ def save_later(
         to_delete: older checkpoints of that store, deleted once this one has verified.
         info: what the manifest says beside.
     """
-    from instep.checkpoint.background import BackgroundSaver  # late: only who saves so pays for it
-
-    saver = ctx.saver = ctx.saver or BackgroundSaver()
+    saver = ctx.saver = ctx.saver or checkpoint.BackgroundSaver()
     with ctx.heartbeat.within("save"):
         _prepare(ctx, store, weights_only)
         recorder = record(saver, lambda writer: _collect(ctx, weights_only).write(writer), _COLLECTING)
@@ -327,23 +325,21 @@ def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> None:
     assert parts is not None
     assert report is not None
     if saved is None:
-        from instep.checkpoint import load_weights as load_file  # late: only who loads weights pays for it
-        from instep.checkpoint import stored_weights
-
-        checkpoint: dict[str, Any] = {"state_dict": dict((stored_weights if ctx.strategy.sharded else load_file)(path))}
+        read = checkpoint.stored_weights if ctx.strategy.sharded else checkpoint.load_weights
+        view: dict[str, Any] = {"state_dict": dict(read(path))}
     else:
-        checkpoint = view_of(saved, lazy=ctx.strategy.sharded)
+        view = view_of(saved, lazy=ctx.strategy.sharded)
         if ctx.fn != "fit":
             saved.forget()
     if is_overridden(ctx.module, "on_load_checkpoint", ModuleHooks):
-        ctx.module.on_load_checkpoint(checkpoint)
+        ctx.module.on_load_checkpoint(view)
     for hook in ctx.hooks.of_callbacks("on_load_checkpoint") if parts.callbacks or ctx.fn != "fit" else ():
-        hook(checkpoint)
+        hook(view)
     load_into(
         ctx.strategy.load_model_state,
         ctx.module,
         ctx.strategy.model_shapes(),
-        checkpoint["state_dict"],
+        view["state_dict"],
         ctx.module.strict_loading if parts.strict is None else parts.strict,
         report,
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from instep import checkpoint  # whose names load when used
 from instep.checkpoint.edge import anything, check, count, flag, list_of, mapping, named, none_or, reading, text
 from instep.checkpoint.resume import ResumeReport
 from instep.checkpoint.run_state import SavedRun, load_model_state
@@ -123,22 +124,20 @@ def load_module(
     arguments: dict[str, Any],
 ) -> M:
     """Make a module and load its weights, for `TrainModule.load_from_checkpoint`."""
-    from instep.checkpoint import CheckpointStore, find_checkpoint  # late: only who loads weights pays for it
-    from instep.checkpoint import load_weights as load_file
-    from instep.utils.rebuild import build_configured
+    from instep.utils.rebuild import build_configured  # late: only who loads weights pays for it
 
     given = to_path(path)
-    folder = given if given.is_file() else find_checkpoint(given)
+    folder = given if given.is_file() else checkpoint.find_checkpoint(given)
     if folder.is_file():
-        checkpoint: dict[str, Any] = {"state_dict": load_file(folder), "hyper_parameters": {}}
+        view: dict[str, Any] = {"state_dict": checkpoint.load_weights(folder), "hyper_parameters": {}}
     else:
-        checkpoint = view_of(saved_run(CheckpointStore(folder.parent).read(folder)))
-    saved = checkpoint["hyper_parameters"]
+        view = view_of(saved_run(checkpoint.CheckpointStore(folder.parent).read(folder)))
+    saved = view["hyper_parameters"]
     if hparams_file is not None:
         saved = {**saved, **_read_hparams(local_path(hparams_file))}
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    name = checkpoint.get("hparams_name")
+    name = view.get("hparams_name")
     merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
     if name is not None:
         merged[name] = AttributeDict(saved)  # they came as one argument, with all of them in it
@@ -154,13 +153,13 @@ def load_module(
     if is_overridden(module, "configure_model", ModuleHooks):
         module.configure_model()
     if is_overridden(module, "on_load_checkpoint", ModuleHooks):
-        module.on_load_checkpoint(checkpoint)
+        module.on_load_checkpoint(view)
     report = ResumeReport(folder, ("weights",))
     load_into(
         module.load_state_dict,
         module,
         shapes_of(module),
-        checkpoint["state_dict"],
+        view["state_dict"],
         module.strict_loading if strict is None else strict,
         report,
     )
