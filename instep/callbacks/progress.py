@@ -29,13 +29,7 @@ _BAR_WIDTH = 24  # columns
 
 _WINDOW = 40  # readings: ten seconds at four a second
 
-_TITLES = {
-    "train": "Epoch",
-    "sanity": "Sanity check",
-    "validate": "Validation",
-    "test": "Test",
-    "predict": "Predict",
-}
+_TITLES = {"sanity": "Sanity check", "validate": "Validation", "test": "Test", "predict": "Predict"}
 
 
 class Speed:

@@ -22,6 +22,11 @@ from instep.utils.env import from_env, variable_of
 
 _GROUP = "instep.strategies"
 
+
+def _deepspeed(**options: Any) -> tuple[str, str, dict[str, Any]]:
+    return "deepspeed", "DeepSpeedStrategy", options
+
+
 # Name -> file, class and the options that the name stands for; a file is loaded when its name is asked for.
 _BUILT_IN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "single_device": ("base", "Strategy", {}),
@@ -31,18 +36,12 @@ _BUILT_IN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dp": ("dp", "DataParallelStrategy", {}),
     "fsdp": ("fsdp", "FSDPStrategy", {}),
     "hsdp": ("fsdp", "FSDPStrategy", {"dp_replicate": "auto"}),
-    "deepspeed": ("deepspeed", "DeepSpeedStrategy", {}),
-    **{f"deepspeed_stage_{stage}": ("deepspeed", "DeepSpeedStrategy", {"stage": stage}) for stage in range(4)},
-    "deepspeed_stage_2_offload": ("deepspeed", "DeepSpeedStrategy", {"stage": 2, "offload_optimizer": "cpu"}),
-    "deepspeed_stage_3_offload": (
-        "deepspeed",
-        "DeepSpeedStrategy",
-        {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
-    ),
-    "deepspeed_stage_3_offload_nvme": (
-        "deepspeed",
-        "DeepSpeedStrategy",
-        {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme", "nvme_path": "/local_nvme"},
+    "deepspeed": _deepspeed(),
+    **{f"deepspeed_stage_{stage}": _deepspeed(stage=stage) for stage in range(4)},
+    "deepspeed_stage_2_offload": _deepspeed(stage=2, offload_optimizer="cpu"),
+    "deepspeed_stage_3_offload": _deepspeed(stage=3, offload_optimizer="cpu", offload_parameters="cpu"),
+    "deepspeed_stage_3_offload_nvme": _deepspeed(
+        stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path="/local_nvme"
     ),
     "tp": ("mesh", "MeshStrategy", {"tp": -1, "dp_shard": 1}),
     "cp": ("mesh", "MeshStrategy", {"cp": -1, "dp_shard": 1}),

@@ -19,13 +19,6 @@ from instep.trainer.module import TrainModule
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
 
-_METHODS = {
-    "train": "train_dataloader",
-    "val": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
-
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -100,7 +93,7 @@ class Loaders:
         """Return the user's loader or loaders: passed in, from the datamodule, or from the module."""
         if self._given.get(stage) is not None:
             return self._given[stage]
-        name, module, datamodule = _METHODS[stage], self._module, self._datamodule
+        name, module, datamodule = f"{stage}_dataloader", self._module, self._datamodule
         if datamodule is not None:
             return getattr(datamodule, name)()
         return getattr(module, name)() if is_overridden(module, name, ModuleHooks) else None
@@ -159,11 +152,7 @@ class Loaders:
 
     def _prepare_evaluation(self, stage: str) -> list[BatchSource]:
         settings = self._settings
-        limit = {
-            "val": settings.overfit_batches or settings.limit_val_batches,
-            "test": settings.limit_test_batches,
-            "predict": settings.limit_predict_batches,
-        }[stage]
+        limit = (settings.overfit_batches if stage == "val" else 0) or getattr(settings, f"limit_{stage}_batches")
         raw = self._raw(stage)
         if raw is None or limit == 0:
             return []
