@@ -86,8 +86,9 @@ class Timer(Callback):
         self._begin("train")
         self._said = False
         remaining = self.time_remaining()
-        decides = remaining is not None and trainer.is_global_zero
-        self._deadline = time.monotonic() + remaining if decides and remaining is not None else float("inf")
+        self._deadline = float("inf")
+        if remaining is not None and trainer.is_global_zero:
+            self._deadline = time.monotonic() + remaining
 
     def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         type(self).on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)  # a subclass's

@@ -259,14 +259,12 @@ def _is_batches(raw: Any) -> bool:
 
 
 def _is_loader(item: Any) -> bool:
-    from torch import Tensor
-
-    if isinstance(item, (Tensor, str, bytes, int, float)) or item is None:
+    if isinstance(item, (torch.Tensor, str, bytes, int, float)) or item is None:
         return False
     if isinstance(item, dict):
         return all(_is_loader(value) for value in item.values())
     if isinstance(item, (list, tuple)):
-        return all(not isinstance(part, (Tensor, int, float, str)) for part in item)
+        return all(not isinstance(part, (torch.Tensor, int, float, str)) for part in item)
     return hasattr(item, "__iter__")
 
 
