@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 if TYPE_CHECKING:
     from upath import UPath
 
-PathLike: TypeAlias = "str | os.PathLike[str]"
+PathLike: TypeAlias = str | os.PathLike[str]
 Location: TypeAlias = (
     "PathLike | UPath"  # where checkpoints may lie: a path, a URL as text, or a universal_pathlib path
 )

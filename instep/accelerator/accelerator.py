@@ -147,11 +147,8 @@ class Accelerator(ProcessMethods):
         self._process = process
         # Who this process is stays known after end_training(), when the state holds nothing any more.
         self._device, self._distributed_type = process.device, process.distributed_type
-        self._rank, self._local_rank, self._world_size = (
-            process.process_index,
-            process.local_process_index,
-            process.num_processes,
-        )
+        self._rank, self._local_rank = process.process_index, process.local_process_index
+        self._world_size = process.num_processes
         self.precision = make_precision(mixed_precision, process.device, self._handlers)
         self._trackers = Trackers(log_with, process.is_main_process)
         self.triggers = Triggers(reserved=())
@@ -355,7 +352,7 @@ class Accelerator(ProcessMethods):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The user's model in what `prepare` returned.
+        """Return the user's model in what `prepare` returned.
 
         Args:
             model: wrapped, or not.
@@ -365,7 +362,7 @@ class Accelerator(ProcessMethods):
         return self._prepared.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def strategy_of(self, model: nn.Module) -> Strategy:
-        """The strategy of a prepared model, wrapped or not.
+        """Return the strategy of a prepared model, wrapped or not.
 
         Raises:
             UsageError: it was not prepared here.
@@ -376,7 +373,7 @@ class Accelerator(ProcessMethods):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-batch of a window: forward, backward, and `step`, which acts at the window's end.
+        """Enter one micro-batch of a window: forward, backward, and `step`, which acts at the window's end.
 
         Args:
             models: those trained here; default: all that are prepared.
@@ -394,7 +391,7 @@ class Accelerator(ProcessMethods):
             self._prepared.window.leave()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context for the forward and backward of a micro-batch whose gradients need not be reduced yet.
+        """Return a context for the forward and backward of a micro-batch whose gradients need not be reduced yet.
 
         Args:
             model: prepared, wrapped or not.
@@ -477,7 +474,7 @@ class Accelerator(ProcessMethods):
             self._prepared.plain.gradients.clip(parameters, clip_value, "value")
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The precision's context, for what is computed outside of a prepared model's forward.
+        """Return the precision's context, for what is computed outside of a prepared model's forward.
 
         Args:
             autocast_handler: other options for this block.
@@ -497,7 +494,7 @@ class Accelerator(ProcessMethods):
             yield
 
     def profile(self, handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """A torch profiler for the block.
+        """Return a torch profiler for the block.
 
         Args:
             handler: its options; default: those of `kwargs_handlers`.
@@ -610,7 +607,7 @@ class Accelerator(ProcessMethods):
         return self.resume_report.path
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """The whole model's state dict. Collective: on all ranks.
+        """Return the whole model's state dict. Collective: on all ranks.
 
         Args:
             model: prepared, wrapped or not.
@@ -651,7 +648,7 @@ class Accelerator(ProcessMethods):
     # ---- evaluation
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool = False, per_sample: bool = True) -> Any:
-        """Every rank's values for the batch in hand, each sample once. Collective.
+        """Gather every rank's values for the batch in hand, each sample once. Collective.
 
         Args:
             data: nested tensors; without any tensor in it a list of Python objects with an entry per sample.
@@ -692,7 +689,7 @@ class Accelerator(ProcessMethods):
         self.triggers.set(name, reason)
 
     def check_trigger(self, name: str | None = None) -> bool:
-        """Whether any process has set a trigger since the last check; resets it on all. Collective.
+        """Return whether any process has set a trigger since the last check; resets it on all. Collective.
 
         Args:
             name: the trigger; None for any.
@@ -751,7 +748,7 @@ class Accelerator(ProcessMethods):
         self._trackers.log(values, step)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A started logger, or with `unwrap` what it writes with.
+        """Return a started logger, or with `unwrap` what it writes with.
 
         Args:
             name: "csv", "tensorboard", "wandb", or a class's name; the second of one kind is "csv-2".
@@ -780,9 +777,7 @@ class Accelerator(ProcessMethods):
         clear_device_cache()
         return (None,) * len(objects)
 
-    def clear(self, *objects: Any) -> tuple[None, ...]:
-        """`free_memory`."""
-        return self.free_memory(*objects)
+    clear = free_memory
 
     def end_training(self) -> None:
         """Close the loggers, end the run and leave the process group. Collective."""

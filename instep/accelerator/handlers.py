@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
-from instep.errors import SettingError, one_of
+from instep.errors import SettingError
 from instep.strategies import resolve_strategy
 from instep.types import PathLike
-from instep.utils.checks import is_int, is_number
+from instep.utils.checks import FLAG, Check, above_zero, at_least, check_fields, choice, is_int, is_number, wrong
 from instep.utils.paths import local_path
 
 if TYPE_CHECKING:
@@ -32,20 +32,52 @@ _ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
 
 
+def _time(value: timedelta | float) -> timedelta:
+    return value if isinstance(value, timedelta) else timedelta(seconds=value)
+
+
+_MAPPING = Check(lambda value: isinstance(value, Mapping), "a dict, or None")
+_FUNCTION = Check(callable, "a function of the profiler, or None")
+_BACKEND = Check(lambda value: isinstance(value, str) and value != "", 'a name such as "nccl" or "gloo", or None')
+_ABOVE_ONE = Check(lambda value: is_number(value) and value > 1, "a number above 1", float)
+_BELOW_ONE = Check(lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1", float)
+_TIMEOUT = Check(
+    lambda value: (isinstance(value, timedelta) or is_number(value)) and _time(value) > timedelta(0),
+    "a timedelta or a number of seconds above 0",
+    _time,
+)
+
+
+def _activities(name: str, value: Any) -> Any:
+    """Check for a list of names of `_ACTIVITIES`."""
+    if isinstance(value, str) or len(value) == 0:
+        raise wrong(name, value, 'a list such as ["cpu", "cuda"], or None')
+    for each in value:
+        choice(*_ACTIVITIES)(name, each)
+    return value
+
+
+def _schedule(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check for arguments of `torch.profiler.schedule`."""
+    for each in value:
+        choice(*_SCHEDULE)(name, each)
+    if not {"wait", "warmup", "active"} <= set(value):
+        raise wrong(name, value, "at least wait, warmup and active")
+    if not all(is_int(steps, int(each == "active")) for each, steps in value.items()):
+        raise wrong(name, value, "whole numbers of steps, none below 0 and active at least 1")
+    return value
+
+
 class KwargsHandler:
     """Base of `Accelerator(kwargs_handlers=[...])`: one object of a class at most."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def options(self) -> dict[str, Any]:
-        """The keyword arguments for the lower floor; fields that are None ask for nothing and are left out."""
+        """Return the keyword arguments for the lower floor, less the fields that are None: those ask for nothing."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}  # pyright: ignore[reportArgumentType]
         return {name: value for name, value in given.items() if value is not None}
-
-    def _expect(self, right: bool, field: str, expected: str) -> None:
-        _expect(self, right, field, expected)
-
-    def _check_flags(self, *names: str) -> None:
-        for name in names:
-            self._expect(isinstance(getattr(self, name), bool), name, "True or False")
 
 
 @dataclass(frozen=True)
@@ -61,11 +93,8 @@ class AutocastKwargs(KwargsHandler):
         {'enabled': True, 'cache_enabled': False}
     """
 
-    enabled: bool = True
-    cache_enabled: bool = True
-
-    def __post_init__(self) -> None:
-        self._check_flags("enabled", "cache_enabled")
+    enabled: Annotated[bool, FLAG] = True
+    cache_enabled: Annotated[bool, FLAG] = True
 
 
 @dataclass(frozen=True)
@@ -86,21 +115,17 @@ class DistributedDataParallelKwargs(KwargsHandler):
         SettingError: a value is wrong, or hook, wrapper and state do not go together.
     """
 
-    broadcast_buffers: bool = True
-    bucket_cap_mb: float | None = None
-    find_unused_parameters: bool = False
-    gradient_as_bucket_view: bool = False
-    static_graph: bool = False
+    broadcast_buffers: Annotated[bool, FLAG] = True
+    bucket_cap_mb: Annotated[float | None, above_zero("of MiB above 0, or None")] = None
+    find_unused_parameters: Annotated[bool, FLAG] = False
+    gradient_as_bucket_view: Annotated[bool, FLAG] = False
+    static_graph: Annotated[bool, FLAG] = False
     comm_hook: CommHook = "no"
     comm_wrapper: CommWrapper = "no"
-    comm_state_option: Mapping[str, Any] | None = None
+    comm_state_option: Annotated[Mapping[str, Any] | None, _MAPPING] = None
 
     def __post_init__(self) -> None:
-        self._check_flags("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-        cap = self.bucket_cap_mb
-        self._expect(cap is None or (is_number(cap) and cap > 0), "bucket_cap_mb", "a number of MiB above 0, or None")
-        state = self.comm_state_option
-        self._expect(state is None or isinstance(state, Mapping), "comm_state_option", "a dict, or None")
+        super().__post_init__()
         resolve_strategy("ddp", 1, options=self.options())  # knows its hooks, and refuses what does not go together
 
     def options(self) -> dict[str, Any]:
@@ -122,19 +147,11 @@ class GradScalerKwargs(KwargsHandler):
         enabled: False trains without scaling.
     """
 
-    init_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    enabled: bool = True
-
-    def __post_init__(self) -> None:
-        self._check_flags("enabled")
-        self._expect(is_number(self.init_scale) and self.init_scale > 0, "init_scale", "a number above 0")
-        self._expect(is_number(self.growth_factor) and self.growth_factor > 1, "growth_factor", "a number above 1")
-        backoff = self.backoff_factor
-        self._expect(is_number(backoff) and 0 < backoff < 1, "backoff_factor", "a number between 0 and 1")
-        self._expect(is_int(self.growth_interval, 1), "growth_interval", "a whole number of steps, at least 1")
+    init_scale: Annotated[float, above_zero("above 0")] = 65536.0
+    growth_factor: Annotated[float, _ABOVE_ONE] = 2.0
+    backoff_factor: Annotated[float, _BELOW_ONE] = 0.5
+    growth_interval: Annotated[int, at_least(1)] = 2000
+    enabled: Annotated[bool, FLAG] = True
 
 
 @dataclass(frozen=True)
@@ -153,20 +170,10 @@ class InitProcessGroupKwargs(KwargsHandler):
         {'timeout': datetime.timedelta(seconds=60)}
     """
 
-    backend: str | None = None
-    timeout: timedelta | float | None = None
+    backend: Annotated[str | None, _BACKEND] = None
+    timeout: Annotated[timedelta | float | None, _TIMEOUT] = None
     pg_options: Any = None
     device_id: Any = None
-
-    def __post_init__(self) -> None:
-        right = self.backend is None or (isinstance(self.backend, str) and self.backend != "")
-        self._expect(right, "backend", 'a name such as "nccl" or "gloo", or None')
-        timeout = self.timeout
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        right = seconds is None or (is_number(seconds) and seconds > 0)
-        self._expect(right, "timeout", "a timedelta or a number of seconds above 0")
-        if seconds is not None:
-            object.__setattr__(self, "timeout", timedelta(seconds=seconds))
 
 
 @dataclass(frozen=True)
@@ -186,34 +193,15 @@ class ProfileKwargs(KwargsHandler):
         output_trace_dir: write a Chrome trace per rank into this folder; None writes none.
     """
 
-    activities: tuple[str, ...] | list[str] | None = None
-    schedule_option: Mapping[str, int] | None = None
-    on_trace_ready: Callable[[Any], Any] | None = None
-    record_shapes: bool = False
-    profile_memory: bool = False
-    with_stack: bool = False
-    with_flops: bool = False
-    with_modules: bool = False
+    activities: Annotated[tuple[str, ...] | list[str] | None, _activities] = None
+    schedule_option: Annotated[Mapping[str, int] | None, _schedule] = None
+    on_trace_ready: Annotated[Callable[[Any], Any] | None, _FUNCTION] = None
+    record_shapes: Annotated[bool, FLAG] = False
+    profile_memory: Annotated[bool, FLAG] = False
+    with_stack: Annotated[bool, FLAG] = False
+    with_flops: Annotated[bool, FLAG] = False
+    with_modules: Annotated[bool, FLAG] = False
     output_trace_dir: PathLike | None = None
-
-    def __post_init__(self) -> None:
-        self._check_flags("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
-        if self.activities is not None:
-            right = not isinstance(self.activities, str) and len(self.activities) > 0
-            self._expect(right, "activities", 'a list such as ["cpu", "cuda"], or None')
-            for name in self.activities:
-                if name not in _ACTIVITIES:
-                    raise one_of("activities", name, _ACTIVITIES)
-        ready = self.on_trace_ready
-        self._expect(ready is None or callable(ready), "on_trace_ready", "a function of the profiler, or None")
-        if self.schedule_option is not None:
-            for name in self.schedule_option:
-                if name not in _SCHEDULE:
-                    raise one_of("schedule_option", name, _SCHEDULE)
-            right = {"wait", "warmup", "active"} <= set(self.schedule_option)
-            self._expect(right, "schedule_option", "at least wait, warmup and active")
-            right = all(is_int(n, int(name == "active")) for name, n in self.schedule_option.items())
-            self._expect(right, "schedule_option", "whole numbers of steps, none below 0 and active at least 1")
 
 
 @dataclass(frozen=True)
@@ -228,15 +216,13 @@ class GradientAccumulationPlugin:
         sync_each_batch: reduce gradients at every backward: more communication, less memory under sharding.
     """
 
-    num_steps: int = 1
-    adjust_scheduler: bool = False
-    sync_with_dataloader: bool = True
-    sync_each_batch: bool = False
+    num_steps: Annotated[int, at_least(1)] = 1
+    adjust_scheduler: Annotated[bool, FLAG] = False
+    sync_with_dataloader: Annotated[bool, FLAG] = True
+    sync_each_batch: Annotated[bool, FLAG] = False
 
     def __post_init__(self) -> None:
-        _expect(self, is_int(self.num_steps, 1), "num_steps", "a whole number of micro-batches, at least 1")
-        for name in ("adjust_scheduler", "sync_with_dataloader", "sync_each_batch"):
-            _expect(self, isinstance(getattr(self, name), bool), name, "True or False")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -255,17 +241,16 @@ class ProjectConfiguration:
 
     project_dir: PathLike | None = None
     logging_dir: PathLike | None = None
-    automatic_checkpoint_naming: bool = False
-    total_limit: int | None = None
+    automatic_checkpoint_naming: Annotated[bool, FLAG] = False
+    total_limit: Annotated[int | None, at_least(1, "or None")] = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         automatic, limit = self.automatic_checkpoint_naming, self.total_limit
-        _expect(self, isinstance(automatic, bool), "automatic_checkpoint_naming", "True or False")
-        right = not automatic or self.project_dir is not None
-        _expect(self, right, "automatic_checkpoint_naming", "a project_dir to write into beside it")
-        _expect(self, limit is None or is_int(limit, 1), "total_limit", "a number of at least 1, or None")
-        right = limit is None or automatic
-        _expect(self, right, "total_limit", "automatic_checkpoint_naming=True beside it: nothing else is deleted")
+        if automatic and self.project_dir is None:
+            raise wrong("automatic_checkpoint_naming", True, "a project_dir to write into beside it")
+        if limit is not None and not automatic:
+            raise wrong("total_limit", limit, "automatic_checkpoint_naming=True beside it: nothing else is deleted")
         if self.logging_dir is None:
             object.__setattr__(self, "logging_dir", self.project_dir)
 
@@ -275,7 +260,7 @@ _ELSEWHERE = {GradientAccumulationPlugin: "gradient_accumulation_plugin", Projec
 
 
 def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler], Any]:
-    """Handlers by their class.
+    """Sort handlers by their class.
 
     Args:
         handlers: what `kwargs_handlers` got; None for none.
@@ -302,12 +287,6 @@ def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler
             raise SettingError(message, field="kwargs_handlers", got=handler)
         found[kind] = handler
     return found
-
-
-def _expect(owner: object, right: bool, field: str, expected: str) -> None:
-    if not right:
-        got = getattr(owner, field)
-        raise SettingError(f"{type(owner).__name__}({field}={got!r}): expected {expected}", field=field, got=got)
 
 
 # ---- profiling

@@ -13,9 +13,10 @@ from instep.data import PreparedLoader
 from instep.data.prefetch import batches_through
 from instep.distributed import gather_object, gather_ragged, send_to_device
 from instep.distributed.nested import iter_leaves, map_leaves
-from instep.errors import DataError, SettingError, UsageError
+from instep.errors import DataError, UsageError
 from instep.state.runs import GradientRecord
 from instep.types import StateDict
+from instep.utils.checks import at_least
 
 
 class AcceleratedLoader:
@@ -102,7 +103,7 @@ class AcceleratedLoader:
         return self.passes_from(None)
 
     def passes_from(self, batches: int | None) -> Iterator[Any]:
-        """One pass, after that many batches of the epoch; None: from its beginning, or where a checkpoint was."""
+        """Give one pass, after that many batches of the epoch; None: from its beginning, or where a checkpoint was."""
         source, gradient = self.source, self._gradient
         source.set_epoch(self._next_epoch)
         if batches is not None:
@@ -164,7 +165,7 @@ class AcceleratedLoader:
         return self.epoch, self.batch_idx
 
     def state_dict(self, window_begin: int | None = None) -> StateDict:
-        """Where the loop stands in this loader: the epoch, and how many of its batches are done.
+        """Return where the loop stands in this loader: the epoch, and how many of its batches are done.
 
         In a loop that trains on it a batch is done when `accelerator.backward` has seen it, or a prepared optimizer has
         stepped after it. Else it is done when it was given out, the one in hand too; a pass that was left has no place
@@ -234,7 +235,7 @@ class SkippedLoader:
 
 
 def skip_first_batches(loader: Any, num_batches: int) -> SkippedLoader:
-    """A loader whose passes leave out the first batches of their epoch.
+    """Make a loader whose passes leave out the first batches of their epoch.
 
     The number counts from the epoch's beginning, also after `load_state`: skipping what a restored loader has done
     already skips nothing twice. Which samples count stays known, so `gather_for_metrics` is exact.
@@ -251,13 +252,11 @@ def skip_first_batches(loader: Any, num_batches: int) -> SkippedLoader:
         raise UsageError(
             f"skip_first_batches takes what accelerator.prepare() returned for a loader; got {type(loader).__name__}"
         )
-    if num_batches < 0:
-        raise SettingError(f"num_batches={num_batches} must be at least 0", field="num_batches", got=num_batches)
-    return SkippedLoader(loader, num_batches)
+    return SkippedLoader(loader, at_least(0)("num_batches", num_batches))
 
 
 def gather_samples(data: Any, samples: int | None, use_gather_object: bool, per_sample: bool) -> Any:
-    """Every rank's values, each sample once; see `Accelerator.gather_for_metrics`. Collective.
+    """Gather every rank's values, each sample once; see `Accelerator.gather_for_metrics`. Collective.
 
     Args:
         data: nested tensors, or a list of objects.

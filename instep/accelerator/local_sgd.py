@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -12,15 +12,10 @@ from instep.distributed import gather_object
 from instep.errors import DistributedError, SettingError
 from instep.state import GradientState
 from instep.strategies.local_sgd import average_weights
+from instep.utils.checks import at_least
 
-
-class _Accelerator(Protocol):
-    @property
-    def num_processes(self) -> int: ...
-
-    def no_sync(self, model: nn.Module) -> Any: ...
-
-    def unwrap_model(self, model: nn.Module) -> nn.Module: ...
+if TYPE_CHECKING:
+    from instep.accelerator.accelerator import Accelerator
 
 
 class LocalSGD:
@@ -57,15 +52,9 @@ class LocalSGD:
         Stich: Local SGD Converges Fast and Communicates Little, ICLR 2019 (https://arxiv.org/abs/1805.09767).
     """
 
-    def __init__(self, accelerator: _Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
-            raise SettingError(
-                f"local_sgd_steps={local_sgd_steps!r} must be a whole number of optimizer steps, at least 1",
-                field="local_sgd_steps",
-                got=local_sgd_steps,
-            )
+    def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         self.enabled = enabled and accelerator.num_processes > 1
-        self.local_sgd_steps = local_sgd_steps
+        self.local_sgd_steps = at_least(1)("local_sgd_steps", local_sgd_steps)
         self.steps = 0
         """Optimizer steps since the block began."""
         self._accelerator = accelerator
@@ -96,7 +85,7 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
-        """A collective. The message before it keeps ranks that are at different steps from pairing their averages."""
+        """Average the weights. Collective. The message before it keeps ranks at different steps from pairing theirs."""
         steps = gather_object(self.steps)
         if len(set(steps)) > 1:
             raise DistributedError(

@@ -15,7 +15,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def known_place() -> tuple[ProcessEnvironment, bool]:
-    """This process's place, and whether the process state says so; before that the launcher does. Builds nothing."""
+    """Find this process's place, and whether the process state says so, not the launcher. Builds nothing."""
     joined = process.is_held()
     return process.held().environment if joined else read_environment(), joined
 
@@ -77,7 +77,7 @@ class RankLogger(logging.LoggerAdapter):
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
-    """A logger whose calls take `main_process_only` and `in_order`.
+    """Return a logger whose calls take `main_process_only` and `in_order`.
 
     Only the logger of this name is touched; handlers and the root's level are the program's to set
     (`logging.basicConfig`).
@@ -103,7 +103,7 @@ def get_logger(name: str, log_level: str | None = None) -> RankLogger:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """A `tqdm.auto` bar that only the first process of every node shows.
+    """Make a `tqdm.auto` bar that only the first process of every node shows.
 
     Args:
         args: tqdm's own, as are `kwargs`: the iterable first.

@@ -13,6 +13,7 @@ import torch
 from instep.distributed.rank_zero import fail_together, from_every_rank
 from instep.errors import DistributedError, HookError, SettingError, UsageError
 from instep.state import DEVICE_KINDS
+from instep.utils.checks import at_least, is_int
 
 R = TypeVar("R")
 
@@ -29,7 +30,7 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a device or the host, here or on the rank that it came from.
+    """Return whether an error says that memory ran out, on a device or host, here or on the rank it came from.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
@@ -102,12 +103,7 @@ def find_executable_batch_size(
         >>> train()
         4
     """
-    if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, int) or starting_batch_size < 1:
-        raise SettingError(
-            f"starting_batch_size={starting_batch_size!r} must be a whole number of at least 1",
-            field="starting_batch_size",
-            got=starting_batch_size,
-        )
+    at_least(1)("starting_batch_size", starting_batch_size)
     if function is None:
         return partial(
             find_executable_batch_size,
@@ -158,7 +154,7 @@ class _Search:
             del result, error
             clear_device_cache(garbage_collection=True)
             smaller = self.reduce(size)
-            if isinstance(smaller, bool) or not isinstance(smaller, int) or smaller >= size:
+            if not is_int(smaller) or smaller >= size:
                 raise SettingError(
                     f"reduce_batch_size_fn({size}) gave {smaller!r}: it must give a smaller whole number",
                     field="reduce_batch_size_fn",
@@ -180,7 +176,7 @@ class _Search:
 
 
 def _agree(error: Exception | None, doing: str, size: int) -> tuple[bool, str]:
-    """Whether any rank ran out of memory, and its error's text; any other error is raised on all ranks. Collective."""
+    """Find out whether any rank ran out of memory, with its error's text; raise any other error on all. Collective."""
     short = error is not None and is_out_of_memory(error)
     verdicts = from_every_rank((size, short, f"{type(error).__name__}: {error}" if short else ""))
     sizes = [verdict[0] for verdict in verdicts]

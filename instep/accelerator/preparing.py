@@ -22,13 +22,14 @@ from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler, Window, put_on, take_off
 from instep.data import DataLoaderConfiguration, PreparedLoader, prepare_loader
 from instep.distributed import broadcast_object
-from instep.errors import SettingError, UsageError, one_of
+from instep.errors import SettingError, UsageError
 from instep.state import PartialState, Run, pop_run, push_run
 from instep.strategies import Precision, Strategy, resolve_strategy
+from instep.strategies.gradients import parameters_of
 from instep.strategies.precision import precision_name
 from instep.strategies.registry import asked_strategy
 from instep.utils import env
-from instep.utils.seed import derive_seed, seed_process
+from instep.utils.checks import choice
 
 _PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 
@@ -118,7 +119,7 @@ class PreparedRun:
             self._seed = int(broadcast_object(seed))
         return self._seed
 
-    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None, **named: Any) -> Any:
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None, **named: Any) -> Any:
         """Make models, optimizers, loaders and schedulers ready, in any order. Collective."""
         placements = [None] * len(objects) if device_placement is None else list(device_placement)
         if len(placements) != len(objects):
@@ -128,8 +129,8 @@ class PreparedRun:
         for item in (*objects, *named.values()):
             if isinstance(item, type):
                 raise SettingError(f"prepare() got the class {item.__name__}; give an object of it", got=item)
-        items = [*[(None, it, place) for it, place in zip(objects, placements, strict=True)]]
-        items += [(name, it, None) for name, it in named.items()]
+        items = [(None, item, place) for item, place in zip(objects, placements, strict=True)]
+        items += [(name, item, None) for name, item in named.items()]
         done: dict[int, Any] = {}
         # Models first: what names and moves parameters; schedulers last: they need their optimizers.
         for phase in (self._prepare_model_item, self._prepare_middle_item, self._prepare_scheduler_item):
@@ -142,26 +143,20 @@ class PreparedRun:
         return result[0] if len(result) == 1 else result
 
     def _prepare_model_item(self, name: str | None, item: Any, place: bool | None) -> Any:
-        return self.prepare_model(item, device_placement=place, name=name) if isinstance(item, nn.Module) else None
+        return self.prepare_model(item, place, False, name) if isinstance(item, nn.Module) else None
 
     def _prepare_middle_item(self, name: str | None, item: Any, place: bool | None) -> Any:
         if isinstance(item, Optimizer):
             return self.prepare_optimizer(item)
         if isinstance(item, (DataLoader, AcceleratedLoader, PreparedLoader)):
-            return self.prepare_data_loader(item, device_placement=place, name=name)
+            return self.prepare_data_loader(item, place, name)
         return None
 
     def _prepare_scheduler_item(self, name: str | None, item: Any, place: bool | None) -> Any:
         is_scheduler = hasattr(item, "step") and hasattr(item, "optimizer") and isinstance(item.optimizer, Optimizer)
         return self.prepare_scheduler(item) if is_scheduler and not isinstance(item, Optimizer) else None
 
-    def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
-        name: str | None = None,
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, place: bool | None, evaluates: bool, name: str | None) -> nn.Module:
         """Bring a model to the device and spread it. Collective."""
         known = self.inner(model)
         if known is not None:
@@ -182,7 +177,7 @@ class PreparedRun:
             )
         strategy = copy.deepcopy(self._strategy)
         strategy.connect(self.device, self.precision)
-        if self._moves if device_placement is None else device_placement:
+        if self._moves if place is None else place:
             strategy.prepare_module(model)
         else:
             strategy.module = model
@@ -191,9 +186,9 @@ class PreparedRun:
         self.models[name] = model
         self.checked = False
         self._strategies[id(model)] = strategy
-        if evaluation_mode:
+        if evaluates:
             strategy.prepare_training(model, ())
-        self._wrapped[id(model)] = model if evaluation_mode else strategy.wrap(model)
+        self._wrapped[id(model)] = model if evaluates else strategy.wrap(model)
         for known in self.optimizers:
             strategy.rebind_optimizer(known.optimizer)
         return self._wrapped[id(model)]
@@ -211,12 +206,10 @@ class PreparedRun:
         prepared = AcceleratedOptimizer(optimizer, self.plain, self.run.gradient, self.window)
         self.optimizers.append(prepared)
         self.checked = False
-        self._separate_random_streams()
+        self.main_strategy.separate_random_streams(self.seed)
         return prepared
 
-    def prepare_data_loader(
-        self, loader: Any, device_placement: bool | None = None, name: str | None = None
-    ) -> AcceleratedLoader:
+    def prepare_data_loader(self, loader: Any, place: bool | None, name: str | None) -> AcceleratedLoader:
         """Make a loader give this rank its part of every batch, on its device. Collective."""
         for known in self.dataloaders:
             if known is loader or known.source is loader or known.source.loader is loader:
@@ -227,7 +220,7 @@ class PreparedRun:
             loader = loader.source.loader  # prepared before free_memory()
         self._claim_run()
         config = self.loader_config
-        moves = self._moves if device_placement is None else device_placement
+        device = self.device if (self._moves if place is None else place) else None
         source = loader
         if not isinstance(loader, PreparedLoader):
             source = prepare_loader(
@@ -235,13 +228,12 @@ class PreparedRun:
                 rank=self.main_strategy.data_rank,
                 world_size=self.main_strategy.data_world_size,
                 seed=self.seed,
-                device=self.device if moves else None,
+                device=device,
                 split_batches=config.split_batches,
                 dispatch=config.dispatch_batches,
                 even_batches=config.even_batches,
                 stateful=config.use_stateful_dataloader,
             )
-        device = self.device if moves else None
         prepared = AcceleratedLoader(source, self.run.gradient, device, config.non_blocking, name)
         self.dataloaders.append(prepared)
         return prepared
@@ -261,11 +253,11 @@ class PreparedRun:
         return prepared
 
     def check_optimizers(self) -> None:
-        """Before the first backward: a model that was forgotten in `prepare` is trained on each rank by itself."""
+        """Warn of parameters in no prepared model, before the first backward: each rank trains those by itself."""
         self.checked = True
         known = {p for strategy in self._strategies.values() for p in strategy.parameters()}
         for prepared in self.optimizers:
-            parameters = [p for group in prepared.optimizer.param_groups for p in group["params"]]
+            parameters = parameters_of(prepared.optimizer)
             strange = sum(p not in known for p in parameters)
             if strange:
                 warnings.warn(
@@ -284,14 +276,6 @@ class PreparedRun:
         """The first model's strategy, or one of its kind: all know which part of the data this rank reads."""
         return next(iter(self._strategies.values()), self.plain)
 
-    def _separate_random_streams(self) -> None:
-        """Ranks with other data draw other dropout masks; the first keeps the user's stream. As the Trainer does."""
-        shared = self.seed  # a collective when first asked for
-        if self.main_strategy.data_rank:
-            seed = derive_seed(shared, "rank", self.main_strategy.data_rank)
-            if torch.initial_seed() != seed:
-                seed_process(seed)
-
     def restore_counters(self, step: int, seed: int) -> None:
         """Go on at the step and with the seed of a checkpoint."""
         self._seed = seed
@@ -306,7 +290,7 @@ class PreparedRun:
         self.plain.gradients.unscale(optimizer.optimizer)
 
     def unscale_owners(self, parameters: Sequence[Tensor]) -> None:
-        """Before these parameters' gradients are looked at; those of other optimizers may not be there yet."""
+        """Unscale before these parameters' gradients are looked at; those of other optimizers may not be there yet."""
         if self.precision.scaler is not None or self.window.corrects:
             ids = {id(parameter) for parameter in parameters}
             for optimizer in self.optimizers:
@@ -314,29 +298,27 @@ class PreparedRun:
                     self.unscale(optimizer)
 
     def precision_state(self) -> dict[str, Any]:
-        """The gradient scaler's state, adapted to the last step; empty without one."""
+        """Return the gradient scaler's state, adapted to the last step; empty without one."""
         self.plain.gradients.update_scaler()
         return self.precision.state_dict()
 
     def strategy_of(self, model: nn.Module) -> Strategy:
-        """The strategy of a prepared model, wrapped or not."""
+        """Return the strategy of a prepared model, wrapped or not."""
         inner = self.inner(model)
         if inner is None:
             raise UsageError(f"this {type(model).__name__} was not prepared by this Accelerator: call prepare() first")
         return self._strategies[id(inner)]
 
     def inner(self, model: nn.Module) -> nn.Module | None:
-        """The prepared model that is meant, which may be wrapped, or compiled afterwards."""
+        """Return the prepared model that is meant, which may be wrapped, or compiled afterwards."""
         candidates = (model, _without_compile(model))
         for inner in self.models.values():
-            if any(it is inner or it is self._wrapped[id(inner)] for it in candidates):
+            if any(one is inner or one is self._wrapped[id(inner)] for one in candidates):
                 return inner
         return None
 
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        """The user's model in what `prepare` returned."""
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> nn.Module:
+        """Return the user's model in what `prepare` returned."""
         inner = self.inner(model)
         if inner is None:
             inner = self._strategy.unwrap(_without_compile(model))
@@ -352,7 +334,7 @@ def _without_compile(model: nn.Module) -> nn.Module:
 def choose_strategy(
     strategy: str | Strategy | None, process: PartialState, options: DistributedDataParallelKwargs | None
 ) -> Strategy:
-    """The strategy that is asked for by argument or by environment."""
+    """Return the strategy that is asked for by argument or by environment."""
     count = process.num_processes
     wanted = {} if options is None or count == 1 else options.options()  # alone there is nothing to communicate
     if strategy is None:
@@ -362,17 +344,15 @@ def choose_strategy(
 
 
 def precision_asked_for(mixed_precision: str | None) -> str:
-    """The name of the precision: the argument, else what the environment says, else "no"."""
+    """Return the name of the precision: the argument, else what the environment says, else "no"."""
     if mixed_precision is None:
         asked = env.from_env("precision", precision_name) or "32-true"
         mixed_precision = next((short for short, name in _PRECISION.items() if name == asked), asked)
-    if mixed_precision not in _PRECISION:
-        raise one_of("mixed_precision", mixed_precision, _PRECISION)
-    return mixed_precision
+    return choice(*_PRECISION)("mixed_precision", mixed_precision)
 
 
 def make_precision(mixed_precision: str, device: torch.device, handlers: Mapping[type, Any]) -> Precision:
-    """The precision of all models of a run, with the options of its handlers."""
+    """Make the precision of all models of a run, with the options of its handlers."""
     if mixed_precision == "fp16" and device.type == "cpu":
         raise SettingError(
             "mixed_precision='fp16' needs a GPU: on a CPU it would silently train in float32. Use 'bf16' or 'no'.",
@@ -389,7 +369,7 @@ def make_precision(mixed_precision: str, device: torch.device, handlers: Mapping
 
 
 def accumulation_asked_for(plugin: GradientAccumulationPlugin | None, steps: int | None) -> GradientAccumulationPlugin:
-    """The micro-batches of a window: the plugin or the argument, else what the environment says, else 1."""
+    """Return how windows are made: the plugin or the argument, else what the environment says, else 1."""
     if plugin is None:
         steps = env.from_env("accumulate_grad_batches") if steps is None else steps
         return GradientAccumulationPlugin(num_steps=1 if steps is None else steps)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from instep.distributed import broadcast_object
-from instep.errors import SettingError, one_of
+from instep.errors import SettingError
 from instep.state import PartialState
+from instep.utils.checks import choice
 from instep.utils.seed import rng_state, seed_everything, set_rng_state
 
 RNG_TYPES = ("torch", "cuda", "xpu", "python", "numpy", "generator")
@@ -58,8 +59,7 @@ def synchronize_rng_states(
         >>> synchronize_rng_states(["torch", "python"])
     """
     for name in types:
-        if name not in RNG_TYPES:
-            raise one_of("types", name, RNG_TYPES)
+        choice(*RNG_TYPES)("types", name)
     if "generator" in types and generator is None:
         raise SettingError('types has "generator", so pass it as well: generator=...', field="generator")
     state = rng_state()

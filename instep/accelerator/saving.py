@@ -188,7 +188,7 @@ def _keep(store: CheckpointStore, newest: Path, limit: int, run_id: str) -> None
 
 
 def _too_old(store: CheckpointStore, limit: int, run_id: str, *new: Saved) -> list[str]:
-    """The oldest of this run, beyond a limit. Collective."""
+    """Return the oldest of this run, beyond a limit. Collective."""
 
     def old() -> list[str]:
         own = [known for known in reversed(facts(store.root)) if known.run_id == run_id]
@@ -198,7 +198,7 @@ def _too_old(store: CheckpointStore, limit: int, run_id: str, *new: Saved) -> li
 
 
 def _refuse_another_run(states: States, store: CheckpointStore) -> None:
-    """A new run among the states of an older one that was further: "the newest" would be the older one's."""
+    """Refuse a new run among the states of an older one that was further: "the newest" would be that one's."""
     others = [info for info in store.scan() if info.manifest.run_id != states.run_id]
     if others and others[0].step >= states.prepared.step:
         raise CheckpointError(
@@ -237,11 +237,8 @@ def _store_of(states: States, path: Path | None) -> tuple[CheckpointStore, str |
     if path is not None:
         path = path.absolute()
         return CheckpointStore(path.parent), path.name
-    project, automatic = (
-        states.project.project_dir,
-        states.project.automatic_checkpoint_naming,
-    )
-    if project is None or not automatic:
+    project = states.project.project_dir
+    if project is None or not states.project.automatic_checkpoint_naming:
         raise CheckpointError(
             "there is no place to save to or load from: give a folder, or Accelerator(project_config="
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)) for one of its own each time."
@@ -253,7 +250,7 @@ def _store_of(states: States, path: Path | None) -> tuple[CheckpointStore, str |
 
 
 def _run_save_hooks(states: States, weights: Mapping[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
-    """The state dicts that the hooks have left, by model."""
+    """Run the hooks before a save; return the state dicts that they have left, by model."""
     left = list(weights.values())
     for hook in states.save_hooks:
         hook(list(states.prepared.models.values()), left, folder)
@@ -274,7 +271,7 @@ def _collect(
     optimizers: Mapping[str, tuple[Optimizer, dict[str, Any]]],
     seed: int,
 ) -> RunState:
-    """This rank's state, of what was collected together and the rest, which waits for no other rank."""
+    """Collect this rank's state: what was collected together, and the rest, which waits for no other rank."""
     window, strategy = states.prepared.window, states.prepared.main_strategy
     loaders: dict[str, Any] = {}
     own_loaders: dict[str, Any] = {}
@@ -305,7 +302,7 @@ def _collect(
 
 
 def _own_weights(states: States, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """This rank's part of the weights under their names in the checkpoint; None where hooks have taken all."""
+    """Return this rank's part of the weights under their checkpoint names; None where hooks have taken all."""
     merged: dict[str, Any] | None = None
     for name, state in weights.items():
         owned = states.prepared.strategy_of(states.prepared.models[name]).local_shards(state)
@@ -328,7 +325,7 @@ def _keyed(what: str, items: Iterable[tuple[str, T]], advice: str) -> dict[str, 
 
 
 def whole(models: Mapping[str, nn.Module]) -> nn.Module:
-    """One module of all, whose parameter names are those of the checkpoint."""
+    """Make one module of all, whose parameter names are those of the checkpoint."""
     if len(models) == 1:
         return next(iter(models.values()))
     module = nn.Module()
@@ -337,7 +334,7 @@ def whole(models: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def named_loaders(loaders: Iterable[AcceleratedLoader]) -> dict[str, AcceleratedLoader]:
-    """Loaders by their given name, or by their data."""
+    """Name loaders by their given name, or by their data."""
     advice = "Give names of their own: accelerator.prepare(train=..., val=...)."
     return _keyed("loaders", ((loader.name or _data_name(loader.dataset), loader) for loader in loaders), advice)
 
@@ -347,7 +344,7 @@ def _data_name(dataset: Any) -> str:
 
 
 def _optimizers(states: States) -> dict[str, tuple[Optimizer, dict[str, Any]]]:
-    """Optimizers and their states, by the names of their parameters."""
+    """Return optimizers and their states, by the names of their parameters."""
     strategy = _of_all(states)
     both = [(known.optimizer, strategy.optimizer_state(known.optimizer)) for known in states.prepared.optimizers]
     advice = "Prepare the models that own their parameters, and step no parameter by two optimizers."
@@ -355,7 +352,7 @@ def _optimizers(states: States) -> dict[str, tuple[Optimizer, dict[str, Any]]]:
 
 
 def _of_all(states: States) -> Strategy:
-    """The strategy of all models together, whose parameters an optimizer may mix."""
+    """Return the strategy of all models together, whose parameters an optimizer may mix."""
     if len(states.prepared.models) == 1:
         return states.prepared.main_strategy
     strategy = copy(states.prepared.main_strategy)
@@ -368,7 +365,7 @@ def _parameters(tree: Mapping[str, Any]) -> str:
 
 
 def _schedulers(states: States, optimizers: Sequence[Optimizer | None]) -> dict[str, Any]:
-    """The user's schedulers, by class and the places of their optimizers in the checkpoint."""
+    """Return the user's schedulers, by class and the places of their optimizers in the checkpoint."""
     items: list[tuple[str, Any]] = []
     for known in states.prepared.schedulers:
         places = ", ".join(map(str, known.places(optimizers)))
@@ -424,7 +421,7 @@ def _restore(states: States, saved: SavedRun, parts: Resume, report: ResumeRepor
 
 
 def _places_of_another_world(states: States, saved: SavedRun) -> dict[str, Any]:
-    """The places of loaders with a state per rank, which fit where all ranks were between two epochs."""
+    """Return the places of loaders with a state per rank, which fit where all ranks were between two epochs."""
     names, world_size = saved.shared["rank_loaders"], saved.shared["world_size"]
     if not names:
         return {}
@@ -508,7 +505,7 @@ def _restore_optimizers(states: States, saved: SavedRun, parts: Resume, report: 
 
 
 def _nearest(own: Mapping[str, Any], trees: Sequence[Mapping[str, Any]]) -> int | None:
-    """The saved optimizer with the most parameters of this one; None where all have others."""
+    """Return the saved optimizer with the most parameters of this one; None where all have others."""
     shared = [len(own["shapes"].keys() & tree["shapes"].keys()) for tree in trees]
     return shared.index(max(shared)) if any(shared) else None
 
@@ -536,7 +533,7 @@ def _differs(path: Path, wanted: str, there: list[str]) -> CheckpointError:
 
 
 def save_weights(state: Mapping[str, Tensor], file: Path) -> Path:
-    """A safetensors file, at one instant. Collective: the main process writes."""
+    """Write a safetensors file, at one instant. Collective: the main process writes."""
 
     def write() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ class Trackers:
     def __init__(self, log_with: str | Logger | Sequence[str | Logger] | None, is_main: bool) -> None:
         asked = [] if log_with is None else [log_with] if isinstance(log_with, (str, Logger)) else list(log_with)
         self._asked: dict[str, str | Logger] = {}
-        for item in [name for it in asked for name in (NAMES if it == "all" else [it])]:
+        for item in [name for one in asked for name in (NAMES if one == "all" else [one])]:
             if not isinstance(item, Logger) and item not in NAMES:
                 raise one_of("log_with", item, ("all", *NAMES))
             if item in self._asked.values():
@@ -101,7 +101,7 @@ class Trackers:
                 logger.log_metrics(values, self._step)
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """A started logger, or what it writes with.
+        """Return a started logger, or what it writes with.
 
         Args:
             name: as in `log_with`; of a `Logger` object its kind ("csv") or class; of a second one of its kind with

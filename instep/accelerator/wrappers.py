@@ -19,6 +19,7 @@ from instep.distributed.nested import map_leaves
 from instep.errors import UsageError
 from instep.state import Run
 from instep.strategies import Precision
+from instep.strategies.gradients import parameters_of
 from instep.utils.optimizers import OptimizerProxy
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Window:
         return self._gradient.dataloader_references
 
     def leave(self) -> None:
-        """The micro-batch is done."""
+        """Leave the micro-batch, which is done."""
         self._inside = False
 
     def _look(self) -> bool:
@@ -124,7 +125,7 @@ class Window:
         return found, {id(loader): loader.place for loader in running}, bool(moved)
 
     def mark_step(self) -> None:
-        """An optimizer has stepped: the batch in hand is done, also where `backward` was not asked to compute it."""
+        """Note a step: the batch in hand is done, also where `backward` was not asked to compute it."""
         loader = self.loader
         if loader is not None and loader.batches_done == loader.batch_idx + 1:
             return
@@ -145,7 +146,7 @@ class Window:
         return 1.0 / num_steps if index < loader.full_batches else window_scale(loader.source, index, num_steps)
 
     def weigh_items(self, num_items: Tensor | float) -> Tensor | float:
-        """The factor of a loss that is a mean over `num_items`; the window's sum is divided out before the step."""
+        """Return the factor of a loss that is a mean over `num_items`; the window's sum is divided out later."""
         if not self._inside:
             raise UsageError(
                 "backward(num_items=...) weighs the losses of a window by their items: say where its micro-batches "
@@ -167,7 +168,7 @@ class Window:
         return num_items
 
     def weigh_plainly(self) -> float:
-        """The factor of a loss that came without a number of items."""
+        """Return the factor of a loss that came without a number of items."""
         if not self._inside:
             self._items = None  # of a loop before this one
         elif self._items is not None:
@@ -308,38 +309,32 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._corrected = self._stepped = False
 
     def begin_window(self, abandoned: bool) -> None:
-        """A new window begins; what an abandoned or skipped one left is dropped."""
+        """Begin a new window; drop what an abandoned or skipped one left."""
         if self._open and (abandoned or self._refused):
             self._zero()
         self._open = self._refused = self._corrected = False
 
     def hold_gradients(self) -> None:
-        """A backward within a window has added to the gradients."""
+        """Note that a backward within a window has added to the gradients."""
         self._open = True
 
     @property
     def begins_by_hand(self) -> bool:
         """Whether it has gradients and has never stepped: the loop is in its first window, which it counts itself."""
-        return not self.steps_taken and any(
-            p.grad is not None for g in self.optimizer.param_groups for p in g["params"]
-        )
+        return not self.steps_taken and any(p.grad is not None for p in parameters_of(self.optimizer))
 
     def owns(self, parameters: set[int]) -> bool:
-        """Whether it steps one of these parameters, given by their ids, that has a gradient."""
-        return any(id(p) in parameters and p.grad is not None for g in self.optimizer.param_groups for p in g["params"])
+        """Return whether it steps one of these parameters, given by their ids, that has a gradient."""
+        return any(id(p) in parameters and p.grad is not None for p in parameters_of(self.optimizer))
 
     def correct_gradients(self) -> None:
-        """At a window's end: divide by what was only known now, once. Before clipping, and before the step."""
+        """Divide by what is only known at a window's end, once. Before clipping, and before the step."""
         if self._corrected:
             return
         self._corrected = True
         factor = self._window.correction()
-        if factor is None:
-            return
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.mul_(factor)
+        if factor is not None:
+            self._strategy.gradients.multiply(self.optimizer, factor)
 
 
 class AcceleratedScheduler:
@@ -380,7 +375,7 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def places(self, optimizers: Sequence[Optimizer | None]) -> list[int]:
-        """Which of these optimizers it steps with."""
+        """Return the places of the optimizers that it steps with."""
         mine = [prepared.optimizer for prepared in self._owners()]
         return [index for index, other in enumerate(optimizers) if any(other is optimizer for optimizer in mine)]
 

@@ -198,16 +198,19 @@ HOOKS: tuple[str, ...] = tuple(
 """The names of all hooks, in the order above."""
 
 
-def acts_at_epoch_end(trainer: Trainer, asked: bool | None) -> bool:
-    """Whether a callback that watches a metric acts at a training epoch's end, and not after each validation.
+def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool) -> bool:
+    """Return whether a callback that reads a metric acts here: after a validation of fit, or at a training epoch's end.
 
     Args:
         trainer: with its intervals of validation.
-        asked: what the user said; None leaves it to when validation runs: once per epoch, or never, means its end.
+        at_epoch_end: which of the two the user wants; None leaves it to when validation runs: once per epoch, or never,
+            means the epoch's end.
+        after_validation: whether this is after a validation, not at an epoch's end.
     """
-    if asked is not None:
-        return asked
-    if sum(trainer.num_val_batches) == 0:
-        return True
-    interval = trainer.val_check_interval  # a float is a fraction of an epoch, an int counts batches
-    return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
+    if trainer.sanity_checking or trainer.state.fn != "fit":
+        return False
+    if at_epoch_end is None:
+        interval = trainer.val_check_interval  # a float is a fraction of an epoch, an int counts batches
+        once = isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
+        at_epoch_end = once or sum(trainer.num_val_batches) == 0
+    return at_epoch_end != after_validation

@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from instep.callbacks.base import Callback, acts_at_epoch_end
-from instep.errors import SettingError, UsageError, one_of
+from instep.callbacks.base import Callback, acts_now
+from instep.checkpoint.edge import check, count, none_or, text
+from instep.errors import UsageError
+from instep.utils.checks import Check, at_least, choice, is_number
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
+
+
+_NOT_NEGATIVE = Check(
+    lambda value: is_number(value) and value >= 0, "a number of at least 0; mode says which way is better"
+)
 
 
 class EarlyStoppingReason(Enum):
@@ -134,16 +141,9 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
-        if mode not in ("min", "max"):
-            raise one_of("mode", mode, ("min", "max"))
-        if not min_delta >= 0:
-            raise SettingError(
-                f"min_delta={min_delta!r} must be a number of at least 0; which way is better is said by mode.",
-                field="min_delta",
-                got=min_delta,
-            )
-        if patience < 0:
-            raise SettingError(f"patience={patience!r} must be at least 0 checks.", field="patience", got=patience)
+        choice("min", "max")("mode", mode)
+        _NOT_NEGATIVE("min_delta", min_delta)
+        at_least(0)("patience", patience)
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience
@@ -161,7 +161,6 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         self.wait_count = 0
         self._best = self.policy.worst
-        self._fitting = True
 
     @property
     def best_score(self) -> torch.Tensor:
@@ -185,8 +184,6 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
-        from instep.checkpoint.edge import check, count, none_or, text  # late: only a resume needs it
-
         kinds = {"wait_count": count, "stopped_epoch": count, "stopping_reason_message": none_or(text)}
         check(state_dict, kinds, "the state")
         self._best = float(state_dict["best_score"])
@@ -194,9 +191,6 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
         self.stopping_reason_message = state_dict["stopping_reason_message"]
-
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._fitting = stage == "fit"
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Keep a resumed run stopped that was stopped, unless its patience was raised in the meantime."""
@@ -206,15 +200,11 @@ class EarlyStopping(Callback):
             trainer.set_trigger("stop", reason=f"EarlyStopping: {self.stopping_reason_message}")
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if (
-            self._fitting
-            and not trainer.sanity_checking
-            and not acts_at_epoch_end(trainer, self.check_on_train_epoch_end)
-        ):
+        if acts_now(trainer, self.check_on_train_epoch_end, after_validation=True):
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if acts_at_epoch_end(trainer, self.check_on_train_epoch_end):
+        if acts_now(trainer, self.check_on_train_epoch_end, after_validation=False):
             self._check(trainer)
 
     def _check(self, trainer: Trainer) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.callbacks.base import HOOKS, Callback
-from instep.errors import SettingError, one_of
+from instep.utils.checks import choice, wrong
 
 
 class LambdaCallback(Callback):
@@ -26,10 +26,7 @@ class LambdaCallback(Callback):
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:
         for name, function in hooks.items():
-            if name not in HOOKS:
-                raise one_of("LambdaCallback's hook", name, HOOKS)
+            choice(*HOOKS)("LambdaCallback's hook", name)
             if not callable(function):
-                raise SettingError(
-                    f"LambdaCallback({name}=...) must be a function, got {function!r}.", field=name, got=function
-                )
+                raise wrong(name, function, "a function that takes the hook's arguments")
             setattr(self, name, function)  # the Trainer sees an object's own hooks too

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.callbacks.base import Callback
-from instep.errors import SettingError, one_of
+from instep.errors import SettingError
+from instep.utils.checks import choice
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -47,8 +48,8 @@ class LearningRateMonitor(Callback):
         log_weight_decay: bool = False,
         log_key_prefix: str | None = None,
     ) -> None:
-        if logging_interval not in (None, "step", "epoch"):
-            raise one_of("logging_interval", logging_interval, ("step", "epoch", None))
+        if logging_interval is not None:
+            choice("step", "epoch")("logging_interval", logging_interval)
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
@@ -110,7 +111,7 @@ class LearningRateMonitor(Callback):
 
 
 def _named(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
-    """Every optimizer with its name and the interval of its scheduler: those with a scheduler first."""
+    """Give every optimizer with its name and the interval of its scheduler: those with a scheduler first."""
     seen: list[int] = []
     names: Counter[str] = Counter()
     pairs: list[tuple[Optimizer, str | None, str]] = [

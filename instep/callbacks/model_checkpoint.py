@@ -11,16 +11,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.callbacks.base import Callback, acts_at_epoch_end
-from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError, one_of
+from instep.callbacks.base import Callback, acts_now
+from instep.checkpoint import retention
+from instep.checkpoint.edge import check, count, none_or, number, text
+from instep.checkpoint.retention import Retention, Saved
+from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError
 from instep.types import Location
+from instep.utils.checks import at_least, choice, wrong
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
     from instep.checkpoint import Reader
     from instep.checkpoint.background import PendingSave
-    from instep.checkpoint.retention import Retention, Saved
 
 
 class ModelCheckpoint(Callback):
@@ -94,12 +97,9 @@ class ModelCheckpoint(Callback):
         background: bool = False,
         on_error: str = "raise",
     ) -> None:
-        if mode not in ("min", "max"):
-            raise one_of("mode", mode, ("min", "max"))
-        if on_error not in ("raise", "warn"):
-            raise one_of("on_error", on_error, ("raise", "warn"))
-        if save_top_k < -1:
-            raise SettingError(f"save_top_k={save_top_k} must be -1 (all) or more", field="save_top_k", got=save_top_k)
+        choice("min", "max")("mode", mode)
+        choice("raise", "warn")("on_error", on_error)
+        at_least(-1, "-1 for all")("save_top_k", save_top_k)
         if monitor is None and save_top_k not in (-1, 0, 1):
             raise SettingError(
                 f"save_top_k={save_top_k} ranks checkpoints, so it needs monitor='<a logged metric>'. Without one use "
@@ -116,14 +116,10 @@ class ModelCheckpoint(Callback):
         if len(several) > 1:
             raise SettingError(f"{' and '.join(several)} exclude each other; give one of them", field=several[0])
         for name in ("every_n_train_steps", "every_n_epochs"):
-            value = given[name]
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise SettingError(f"{name}={value!r} must be an integer, 0 to turn it off", field=name, got=value)
+            if given[name] is not None:
+                at_least(0, "0 to turn it off")(name, given[name])
         if save_last not in (None, True, False):
-            raise SettingError(
-                f"save_last={save_last!r}: use True; 'last' is found by scanning, so there is no link.",
-                field="save_last",
-            )
+            raise wrong("save_last", save_last, "True or False; 'last' is found by scanning, so there is no link")
         self.dirpath = None if dirpath is None else to_path(dirpath).absolute()
         self.filename = filename
         self.monitor = monitor
@@ -172,9 +168,7 @@ class ModelCheckpoint(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the list; `on_train_start` drops checkpoints that have gone in the meantime."""
-        from instep.checkpoint.edge import check, count, none_or, number, text  # late: only a resume needs it
-
-        saved = [_retention().Saved(*fields) for fields in state_dict["saved"]]
+        saved = [Saved(*fields) for fields in state_dict["saved"]]
         for checkpoint in saved:
             check(vars(checkpoint), {"key": text, "step": count, "score": none_or(number)}, "a saved checkpoint")
         texts = dict.fromkeys(("best_model_path", "last_model_path"), text)
@@ -198,9 +192,6 @@ class ModelCheckpoint(Callback):
         return max(last, *(saved.step for saved in self.saved), 0)
 
     # ---- when
-
-    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self._fitting = stage == "fit"
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._last_step_saved, self._position_saved = -1, None
@@ -258,7 +249,7 @@ class ModelCheckpoint(Callback):
                 and info.manifest.run_id == trainer.run_id
                 and info.step <= trainer.global_step
             ):
-                self.saved.append(_retention().Saved(key, info.step, None if score is None else float(score)))
+                self.saved.append(Saved(key, info.step, None if score is None else float(score)))
         self._find_best()
 
     def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -273,15 +264,11 @@ class ModelCheckpoint(Callback):
             trainer.set_trigger("save", self.state_key)  # until it is this one's turn
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if (
-            self._fitting
-            and not trainer.sanity_checking
-            and not acts_at_epoch_end(trainer, self.save_on_train_epoch_end)
-        ):
+        if acts_now(trainer, self.save_on_train_epoch_end, after_validation=True):
             self._save_by_epoch(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if acts_at_epoch_end(trainer, self.save_on_train_epoch_end):
+        if acts_now(trainer, self.save_on_train_epoch_end, after_validation=False):
             self._save_by_epoch(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -344,7 +331,7 @@ class ModelCheckpoint(Callback):
         self._finish_pending(trainer)
         # What was not due is kept as the newest, but not ranked: nobody has measured this very step.
         score = None if last or self.monitor is None else self._score(trainer)
-        new = _retention().Saved("", trainer.global_step, score)
+        new = Saved("", trainer.global_step, score)
         wanted = last or self.save_last or self.keep is not None or self.policy.takes(new, self.saved)
         self._last_step_saved = trainer.global_step
         if not trainer.agree(wanted):
@@ -424,7 +411,7 @@ class ModelCheckpoint(Callback):
             self.best_model_path = self.saved[-1].key if self.saved else ""
             return
         ranked = [saved for saved in self.saved if saved.key in kept]
-        best = next(iter(_retention().best_first(ranked, self.mode)), None)
+        best = next(iter(retention.best_first(ranked, self.mode)), None)
         if best is not None and best.score is not None and not math.isnan(best.score):
             self.best_model_path, self.best_model_score = best.key, best.score
 
@@ -450,20 +437,13 @@ class ModelCheckpoint(Callback):
         return trainer.agree(format_name(self.filename, values, self.auto_insert_metric_name))
 
 
-def _retention() -> Any:
-    from instep.checkpoint import retention  # late: only who saves pays for its package
-
-    return retention
-
-
 def _policy(keep: Retention | None, monitor: str | None, mode: str, save_top_k: int) -> Retention:
     """Retention policy from `save_top_k` and `keep`."""
-    rules = _retention()
     if keep is None:
         if save_top_k == -1:
-            return rules.KeepAll()
-        return rules.KeepNewest(save_top_k) if monitor is None else rules.KeepBest(save_top_k, mode)
-    if not isinstance(keep, rules.Retention):
+            return retention.KeepAll()
+        return retention.KeepNewest(save_top_k) if monitor is None else retention.KeepBest(save_top_k, mode)
+    if not isinstance(keep, Retention):
         raise SettingError(f"keep={keep!r}: a policy such as KeepNewest(3) | KeepEvery(10_000)", field="keep", got=keep)
     if save_top_k != 1:
         raise SettingError(
@@ -471,7 +451,7 @@ def _policy(keep: Retention | None, monitor: str | None, mode: str, save_top_k: 
             field="keep",
             got=keep,
         )
-    modes = rules.modes(keep)
+    modes = retention.modes(keep)
     if modes and monitor is None:
         raise SettingError(f"keep={keep} ranks checkpoints, so it needs monitor='<a logged metric>'", field="monitor")
     if modes - {mode}:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from instep.callbacks.base import Callback
-from instep.errors import SettingError
+from instep.utils.checks import at_least
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 _MB = 1_000_000
+_DEPTH = at_least(-1, "-1 for all, 0 for totals only")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Summary:
         return (self.params_bytes + self.buffers_bytes) / _MB
 
     def totals(self) -> list[str]:
-        """The lines below the table."""
+        """Return the lines below the table."""
         lines = [
             f"{count(self.total_params)} parameters, {count(self.trainable_params)} trainable, "
             f"{count(self.frozen_params)} frozen; {self.size_mb:,.3f} MB"
@@ -102,8 +103,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
         >>> summarize(nn.Linear(3, 2)).total_params
         8
     """
-    if max_depth < -1:
-        raise SettingError(f"max_depth={max_depth} must be -1 (all), 0 (totals only) or more.", field="max_depth")
+    _DEPTH("max_depth", max_depth)
     rows: list[SummaryRow] = []
     absent = {part for part in module.modules() if hasattr(part, "_absent_name")}
     for name, child in module.named_modules():
@@ -147,9 +147,7 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        if max_depth < -1:
-            raise SettingError(f"max_depth={max_depth} must be -1 (all), 0 (totals only) or more.", field="max_depth")
-        self.max_depth = max_depth
+        self.max_depth = _DEPTH("max_depth", max_depth)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         # Counted on every rank: a sharded module may gather to tell its size.
@@ -182,7 +180,7 @@ def _print_rich(summary: Summary) -> None:
 
 
 def count(number: int) -> str:
-    """A count for people: 950, 1.3 K, 124 M.
+    """Write a count for people: 950, 1.3 K, 124 M.
 
     Example:
         >>> count(124_439_808)

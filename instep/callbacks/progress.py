@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from instep.callbacks.base import Callback
-from instep.errors import SettingError
+from instep.utils.checks import above_zero
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,13 +29,7 @@ _BAR_WIDTH = 24  # columns
 
 _WINDOW = 40  # readings: ten seconds at four a second
 
-_TITLES = {
-    "train": "Epoch",
-    "sanity": "Sanity check",
-    "validate": "Validation",
-    "test": "Test",
-    "predict": "Predict",
-}
+_TITLES = {"sanity": "Sanity check", "validate": "Validation", "test": "Test", "predict": "Predict"}
 
 
 class Speed:
@@ -78,7 +72,7 @@ class Line:
         return min(1.0, self.done / self.total) if self.total else None
 
     def parts(self) -> list[str]:
-        """The texts right of the bar: count, times, speed."""
+        """Return the texts right of the bar: count, times, speed."""
         parts = [f"{self.done}/{self.total}" if self.total is not None else f"{self.done}"]
         if self.note:
             parts.append(self.note)
@@ -91,16 +85,16 @@ class Line:
         return parts
 
     def metric_text(self) -> str:
-        """The metrics in one line."""
+        """Write the metrics in one line."""
         return "  ".join(f"{name}: {number(value)}" for name, value in self.metrics.items())
 
     def plain(self) -> str:
-        """The whole as one line without a bar."""
+        """Write the whole as one line without a bar."""
         return "  ".join(filter(None, [self.title, *self.parts(), self.metric_text()]))
 
 
 def title(stage: str, epoch: int, max_epochs: int | None, dataloader_idx: int) -> str:
-    """A loop's name: epochs count from 1 here."""
+    """Name a loop: epochs count from 1 here."""
     if stage == "train":
         return f"Epoch {epoch + 1}/{max_epochs}" if max_epochs is not None and max_epochs > 0 else f"Epoch {epoch + 1}"
     name = _TITLES.get(stage, stage)
@@ -108,7 +102,7 @@ def title(stage: str, epoch: int, max_epochs: int | None, dataloader_idx: int) -
 
 
 def showable(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
-    """Metrics that can be read without waiting for a device: numbers, texts and one-element CPU tensors."""
+    """Choose the metrics that can be read without waiting for a device: numbers, texts, one-element CPU tensors."""
     shown: dict[str, float | int | str] = {}
     # A copy first: the training thread adds to the dict meanwhile.
     for name, value in dict(metrics).items():
@@ -120,12 +114,12 @@ def showable(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
 
 
 def number(value: float | int | str) -> str:
-    """A metric's value: four significant digits."""
+    """Write a metric's value with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def clock(seconds: float | None) -> str:
-    """Seconds as 1:02:03 or 2:03; None as -:--.
+    """Write seconds as 1:02:03 or 2:03; None as -:--.
 
     Example:
         >>> clock(3723.4), clock(5), clock(None)
@@ -165,15 +159,9 @@ class ProgressBar(Callback):
     """
 
     def __init__(self, refreshes_per_s: float = 4.0, plain_every_s: float = 5.0, leave: bool = False) -> None:
-        for name, value in (("refreshes_per_s", refreshes_per_s), ("plain_every_s", plain_every_s)):
-            if not value > 0:
-                raise SettingError(
-                    f"{name}={value!r} must be a positive number. Trainer(enable_progress_bar=False) shows no bar.",
-                    field=name,
-                    got=value,
-                )
-        self.refreshes_per_s = refreshes_per_s
-        self.plain_every_s = plain_every_s
+        rate = above_zero("above 0; Trainer(enable_progress_bar=False) shows no bar")
+        self.refreshes_per_s = rate("refreshes_per_s", refreshes_per_s)
+        self.plain_every_s = rate("plain_every_s", plain_every_s)
         self.leave = leave
         self.error: Exception | None = None
         self._run = "fit"
@@ -188,7 +176,7 @@ class ProgressBar(Callback):
         self._epoch_done: Line | None = None
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, float | int | str]:
-        """The metrics to show; override to hide or rename some. Runs in the bar's thread: must not touch a device."""
+        """Return the metrics to show; override to hide some. Runs in the bar's thread: must not touch a device."""
         return showable(trainer.progress_bar_metrics)
 
     # ---- when it runs
@@ -324,11 +312,9 @@ class ProgressBar(Callback):
         lines: list[Line] = []
         if self._run == "fit" and stage != "sanity":
             training = stage == "train"
-            batch = progress.batch if training else progress.outer_batch
-            total = progress.total if training else progress.outer_total
             speed = self._speed("train")
-            lines.append(self._train_line(trainer, batch, total, speed.read(now_s, batch) if training else speed.value))
-            lines[0].elapsed_s = now_s - self._train_start_s
+            value = speed.read(now_s, progress.batch) if training else speed.value
+            lines.append(self._train_line(trainer, training, now_s, value))
             lines[0].metrics = metrics
             if training:
                 return lines
@@ -339,11 +325,13 @@ class ProgressBar(Callback):
             lines[0].metrics = metrics
         return lines
 
-    def _train_line(self, trainer: Trainer, batch: int, total: int | None, speed: float | None) -> Line:
+    def _train_line(self, trainer: Trainer, training: bool, now_s: float, speed: float | None = None) -> Line:
+        progress = trainer.progress
+        done, total = (progress.batch, progress.total) if training else (progress.outer_batch, progress.outer_total)
         max_steps = trainer.max_steps if trainer.max_steps is not None and trainer.max_steps > 0 else None
         note = f"step {trainer.global_step}/{max_steps}" if max_steps else ""
-        name = title("train", trainer.progress.epoch, trainer.max_epochs, 0)
-        return Line(name, batch, total, 0.0, speed, note)
+        name = title("train", progress.epoch, trainer.max_epochs, 0)
+        return Line(name, done, total, now_s - self._train_start_s, speed, note)
 
     def _speed(self, stage: str) -> Speed:
         return self._speeds.setdefault(stage, Speed())
@@ -352,12 +340,8 @@ class ProgressBar(Callback):
 
     def _note_epoch(self, trainer: Trainer) -> None:
         if self._screen is not None and (self.leave or not self._screen.live):
-            progress = trainer.progress
-            training = progress.stage in ("train", None)
-            batch = progress.batch if training else progress.outer_batch
-            total = progress.total if training else progress.outer_total
-            self._epoch_done = self._train_line(trainer, batch, total, None)
-            self._epoch_done.elapsed_s = time.monotonic() - self._train_start_s
+            training = trainer.progress.stage in ("train", None)
+            self._epoch_done = self._train_line(trainer, training, time.monotonic())
 
     def _close_epoch(self, trainer: Trainer, module: TrainModule) -> None:
         line, self._epoch_done = self._epoch_done, None

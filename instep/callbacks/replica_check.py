@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from instep.callbacks.base import Callback
 from instep.distributed.replicas import ReplicaDifference, compare_replicas
-from instep.errors import DistributedError, SettingError, one_of
+from instep.errors import DistributedError, SettingError
+from instep.utils.checks import at_least, choice
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
@@ -37,15 +38,9 @@ class ReplicaCheck(Callback):
     def __init__(
         self, every_n_steps: int = 1000, buffers: bool = False, on_difference: Literal["stop", "warn"] = "stop"
     ) -> None:
-        if every_n_steps < 1:
-            raise SettingError(
-                f"every_n_steps={every_n_steps} must be at least 1", field="every_n_steps", got=every_n_steps
-            )
-        if on_difference not in ("stop", "warn"):
-            raise one_of("on_difference", on_difference, ("stop", "warn"))
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = at_least(1)("every_n_steps", every_n_steps)
         self.buffers = buffers
-        self.on_difference = on_difference
+        self.on_difference = choice("stop", "warn")("on_difference", on_difference)
         self._checked_step = 0
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:

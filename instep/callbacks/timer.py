@@ -7,8 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.callbacks.base import Callback
-from instep.errors import one_of
-from instep.utils.checks import parse_duration
+from instep.utils.checks import choice, parse_duration
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
@@ -43,8 +42,7 @@ class Timer(Callback):
         interval: Literal["step", "epoch"] = "step",
         verbose: bool = True,
     ) -> None:
-        if interval not in ("step", "epoch"):
-            raise one_of("interval", interval, ("step", "epoch"))
+        choice("step", "epoch")("interval", interval)
         self.duration_s = None if duration is None else parse_duration("duration", duration).total_seconds()
         self.interval = interval
         if interval == "step":  # of this object, not of the class: others have no call at every step
@@ -65,7 +63,7 @@ class Timer(Callback):
         return self._end.get(_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds spent in this stage, in earlier runs too."""
+        """Return the seconds spent in this stage, in earlier runs too."""
         stage = _stage(stage)
         start = self._start.get(stage)
         if start is None:
@@ -73,11 +71,11 @@ class Timer(Callback):
         return self._before[stage] + self._end.get(stage, time.monotonic()) - start
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds left for this stage; None without a duration."""
+        """Return the seconds left for this stage; None without a duration."""
         return None if self.duration_s is None else self.duration_s - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds spent in every stage."""
+        """Return the seconds spent in every stage."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -88,8 +86,9 @@ class Timer(Callback):
         self._begin("train")
         self._said = False
         remaining = self.time_remaining()
-        decides = remaining is not None and trainer.is_global_zero
-        self._deadline = time.monotonic() + remaining if decides and remaining is not None else float("inf")
+        self._deadline = float("inf")
+        if remaining is not None and trainer.is_global_zero:
+            self._deadline = time.monotonic() + remaining
 
     def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         type(self).on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)  # a subclass's
@@ -135,7 +134,4 @@ class Timer(Callback):
 
 
 def _stage(stage: str) -> str:
-    name = str(getattr(stage, "value", stage))
-    if name not in _STAGES:
-        raise one_of("stage", stage, _STAGES)
-    return name
+    return choice(*_STAGES)("stage", str(getattr(stage, "value", stage)))

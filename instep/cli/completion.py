@@ -40,44 +40,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def complete() -> None:
-    """Tell the shell what may follow the words of COMP_LINE, and end the process."""
-    import argcomplete  # late, as above
-
-    from instep.cli.main import COMMANDS, GROUPS, find, load, make_parser
-
-    words, word = _words()
-    command = find(words)
-    done = command or tuple(word for word in words[:1] if word in GROUPS)
-    parser = argparse.ArgumentParser("instep")
-    if command:
-        module = load(command)
-        if hasattr(module, "main") and "." in word:  # --trainer.max_epochs: only a parser of its own knows it
-            module.main([*words[len(command) :], word])
-        parser = make_parser(command, module)
-    inner = {name[len(done)]: text for name, text in COMMANDS.items() if name[: len(done)] == done and name != done}
-    if inner and words == list(done):
-        names = parser.add_subparsers()
-        for name, text in inner.items():
-            names.add_parser(name, help=text if (*done, name) in COMMANDS else GROUPS.get(name))
-    os.environ["_ARGCOMPLETE"] = str(1 + len(done))  # what is parsed starts after them
-    made_up = [option for option in parser._option_string_actions if option.endswith((".ARG", "+"))]
-    argcomplete.autocomplete(parser, always_complete_options=False, exclude=made_up)
-
-
 def complete_subcommand(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
     """Complete for a program with sub-commands of jsonargparse, whose own completion does not reach into them.
 
     Args:
         parsers: by the sub-command's name.
     """
-    words, _ = _words()
+    words, _ = words_before()
     if words and words[0] in parsers:
         os.environ["_ARGCOMPLETE"] = str(int(os.environ["_ARGCOMPLETE"]) + 1)
         parsers[words[0]].parse_args([])
 
 
-def _words() -> tuple[list[str], str]:
+def words_before() -> tuple[list[str], str]:
     """Return the program's words before the one that is completed, and that."""
     from argcomplete.lexers import split_line  # late, as above
 

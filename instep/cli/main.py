@@ -88,9 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 all is well, 1 problems were found or it failed, 2 wrong arguments, or what a job ended with.
     """
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
-        from instep.cli.completion import complete  # late: only then
-
-        complete()
+        _complete()
         return 0
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, TextIOWrapper):
@@ -183,6 +181,31 @@ def _run(command: Command, words: list[str]) -> int:
     if after < len(words):
         args.after = words[after + 1 :]
     return module.run(args)
+
+
+def _complete() -> None:
+    """Tell the shell what may follow the words of COMP_LINE, and end the process."""
+    import argcomplete  # late: only a shell that completes pays for it
+
+    from instep.cli.completion import words_before
+
+    words, word = words_before()
+    command = find(words)
+    done = command or tuple(word for word in words[:1] if word in GROUPS)
+    parser = argparse.ArgumentParser("instep")
+    if command:
+        module = load(command)
+        if hasattr(module, "main") and "." in word:  # --trainer.max_epochs: only a parser of its own knows it
+            module.main([*words[len(command) :], word])
+        parser = make_parser(command, module)
+    inner = {name[len(done)]: text for name, text in COMMANDS.items() if name[: len(done)] == done and name != done}
+    if inner and words == list(done):
+        names = parser.add_subparsers()
+        for name, text in inner.items():
+            names.add_parser(name, help=text if (*done, name) in COMMANDS else GROUPS.get(name))
+    os.environ["_ARGCOMPLETE"] = str(1 + len(done))  # what is parsed starts after them
+    made_up = [option for option in parser._option_string_actions if option.endswith((".ARG", "+"))]
+    argcomplete.autocomplete(parser, always_complete_options=False, exclude=made_up)
 
 
 def _overview(words: Sequence[str]) -> int:

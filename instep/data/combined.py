@@ -14,8 +14,9 @@ from instep.data.config import resolve_limit
 from instep.data.loader import prepare_loader
 from instep.data.plan import Plan, Share
 from instep.distributed.nested import iter_leaves, map_leaves
-from instep.errors import DataError, one_of
+from instep.errors import DataError
 from instep.types import StateDict
+from instep.utils.checks import choice
 from instep.utils.seed import derive_seed
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
@@ -86,8 +87,7 @@ class CombinedLoader(BatchSource):
     """
 
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
-        if mode not in MODES:
-            raise one_of("mode", mode, MODES)
+        choice(*MODES)("mode", mode)
         super().__init__()
         self.iterables = iterables
         self.mode = mode
@@ -199,20 +199,14 @@ class CombinedLoader(BatchSource):
 
     def _make_plan(self) -> Plan:
         """Work out how long the pass is, from where the loaders stand at its beginning."""
-        left = [_left(track) for track in self._tracks]
-        if any(number is None for number in left):
-            total = None
-        else:
-            open_ends = [
-                number or 0 for number, track in zip(left, self._tracks, strict=True) if track.ended_at is None
-            ]
-            known = [number or 0 for number in left]
-            if self.mode == "sequential":
-                total = self.first_batch + sum(known)
-            elif self.mode == "min_size":
-                total = self.first_batch + min(known)
+        known = [number for track in self._tracks if (number := _left(track)) is not None]
+        total = None
+        if len(known) == len(self._tracks):
+            running = [number for number, track in zip(known, self._tracks, strict=True) if track.ended_at is None]
+            if self.mode in ("sequential", "min_size"):
+                total = self.first_batch + (sum(known) if self.mode == "sequential" else min(known))
             else:
-                total = self.first_batch + max(open_ends, default=0)
+                total = self.first_batch + max(running, default=0)
         if self._limit is not None:
             total = self._limit if total is None else min(total, self._limit)
         even = 0 if self.mode == "sequential" else sys.maxsize
@@ -376,7 +370,7 @@ def _gives(track: _Track, batch_idx: int) -> bool:
 
 
 def _left(track: _Track) -> int | None:
-    """Batches that a loader still has at the beginning of a pass."""
+    """Count the batches that a loader still has at the beginning of a pass; None when unknown."""
     if track.run_end is not None:
         return 0
     length = track.source.num_batches

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated
 
 from instep.errors import SettingError
+from instep.utils.checks import FLAG, Check, check_fields, is_int
+
+LIMIT = Check(
+    lambda value: is_int(value, 0) or (isinstance(value, float) and 0.0 <= value <= 1.0),
+    "a number of batches (int, 0 or more) or a fraction (float, 0.0 to 1.0)",
+    lambda value: value if isinstance(value, float) else int(value),
+)
+"""The check for a part of a loader: an int counts batches, a float is a fraction, so 1 is one batch and 1.0 is all."""
 
 
 def resolve_limit(limit: int | float | None, num_batches: int | None, name: str) -> int | float:
@@ -27,35 +36,26 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
         >>> resolve_limit(0.5, 9, "limit_train_batches"), resolve_limit(20, 9, "limit_train_batches")
         (4, 9)
     """
-    if limit is None:
-        limit = 1.0
-    if isinstance(limit, bool) or not isinstance(limit, int | float):
-        raise SettingError(f"{name}={limit!r} must be an int (batches) or a float (fraction)", field=name, got=limit)
-    if limit < 0 or (isinstance(limit, float) and not limit <= 1.0):
-        raise SettingError(
-            f"{name}={limit!r} is out of range: give an int of at least 0 (batches) or a float from 0.0 to 1.0",
-            field=name,
-            got=limit,
-        )
-    if isinstance(limit, int):
-        return limit if num_batches is None else min(limit, num_batches)
-    if limit == 0.0:
+    part: int | float = LIMIT(name, 1.0 if limit is None else limit)
+    if isinstance(part, int):
+        return part if num_batches is None else min(part, num_batches)
+    if part == 0.0:
         return 0
     if num_batches is None:
-        if limit == 1.0:
+        if part == 1.0:
             return math.inf
         raise SettingError(
-            f"{name}={limit!r} is a fraction, but the loader has no length to take a fraction of. Give 1.0 or an int",
+            f"{name}={part!r} is a fraction, but the loader has no length to take a fraction of. Give 1.0 or an int",
             field=name,
-            got=limit,
+            got=part,
         )
-    batches = int(num_batches * limit)
+    batches = int(num_batches * part)
     if batches == 0 and num_batches > 0:
         raise SettingError(
-            f"{name}={limit!r} of {num_batches} batches is less than one batch. Give at least "
+            f"{name}={part!r} of {num_batches} batches is less than one batch. Give at least "
             f"{_smallest(num_batches)}, or an int",
             field=name,
-            got=limit,
+            got=part,
         )
     return batches
 
@@ -93,18 +93,12 @@ class DataLoaderConfiguration:
         True
     """
 
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
-    even_batches: bool = True
-    data_seed: int | None = None
-    non_blocking: bool = False
-    use_stateful_dataloader: bool = False
+    split_batches: Annotated[bool, FLAG] = False
+    dispatch_batches: Annotated[bool | None, FLAG] = None
+    even_batches: Annotated[bool, FLAG] = True
+    data_seed: Annotated[int | None, Check(is_int, "an integer, or None", int)] = None
+    non_blocking: Annotated[bool, FLAG] = False
+    use_stateful_dataloader: Annotated[bool, FLAG] = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            wanted = int if field.name == "data_seed" else bool
-            if (value is None and field.default is None) or type(value) is wanted:
-                continue
-            expected = wanted.__name__ + (" or None" if field.default is None else "")
-            raise SettingError(f"{field.name}={value!r} must be {expected}", field=field.name, got=value)
+        check_fields(self)

@@ -351,7 +351,7 @@ class _TensorSpec:
 
 
 def _flatten(parts: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
-    """Each part's structure, and the bytes of its tensors one after the other."""
+    """Return each part's structure, and the bytes of its tensors one after the other."""
     described, buffers = [], []
     for part in parts:
         pieces: list[torch.Tensor] = []

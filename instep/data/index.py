@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -289,26 +290,19 @@ class IndexLoader(PreparedLoader):
         """Return the function that makes a batch of indices, without workers."""
         collate = self.loader.collate_fn
         dataset: Any = SeededDataset(self.dataset, restore=True) if self.seed_samples else self.dataset
-        many = getattr(dataset, "__getitems__", None)
+        load: Callable[[Any], Any] = getattr(dataset, "__getitems__", None) or partial(load_each, dataset)
 
         def fetch_one(index: Any) -> Any:
             return collate(dataset[index])
 
-        def fetch_many(indices: Any) -> Any:
+        def fetch_batch(indices: Any) -> Any:
             try:
-                return collate(many(indices))  # type: ignore[misc]
+                return collate(load(indices))
             except Exception as error:
                 add_note(error, f"The batch has the samples {list(indices)}.")
                 raise
 
-        def fetch_each(indices: Any) -> Any:
-            try:
-                return collate(load_each(dataset, indices))
-            except Exception as error:
-                add_note(error, f"The batch has the samples {list(indices)}.")
-                raise
-
-        fetch = fetch_one if self._single else fetch_each if many is None else fetch_many
+        fetch = fetch_one if self._single else fetch_batch
         if self._pin and torch.accelerator.is_available():
             return lambda indices: _utils.pin_memory.pin_memory(fetch(indices))
         return fetch

@@ -19,8 +19,9 @@ from instep.data.foreign_sampler import ForeignOrder, generators, is_distributed
 from instep.data.index import IndexLoader, rebuild
 from instep.data.sampler import ShardedBatches, ShardedBatchSampler, ShardedSampler, SplitBatches
 from instep.distributed import gather_object
-from instep.errors import DataError, SettingError, one_of
+from instep.errors import DataError, SettingError
 from instep.types import Stateful
+from instep.utils.checks import choice
 from instep.utils.imports import require
 from instep.utils.seed import derive_seed
 
@@ -95,8 +96,7 @@ def prepare_loader(
         >>> [batch.tolist() for batch in source]  # doctest: +SKIP
         [[[4], [5], [6], [7]], [[9]]]
     """
-    if uneven not in UNEVEN:
-        raise one_of("uneven", uneven, UNEVEN)
+    choice(*UNEVEN)("uneven", uneven)
     if not even_batches and uneven != "stop":
         raise SettingError(
             f"uneven={uneven!r} is about ranks that end together; with even_batches=False each ends alone. Choose one",
@@ -112,7 +112,7 @@ def prepare_loader(
     size = _own_size(loader) if batch_size is None else batch_size
     if split_batches and size is not None:
         size = _part_of(size, world_size)
-    choice = _Choice(DataShard(rank, world_size, seed), limit, name, uneven if even_batches else OWN_END)
+    wanted = _Pass(DataShard(rank, world_size, seed), limit, name, uneven if even_batches else OWN_END)
     if dispatch is None:
         dispatch = use_distributed_sampler and not indexed and not _shards_itself(loader)
     if dispatch and world_size > 1:
@@ -128,7 +128,7 @@ def prepare_loader(
             stateful=stateful,
         )  # fmt: skip
         return _dispatched(
-            loader, read, choice, size, batch_size=batch_size, split=split_batches, even=even_batches, pin=pin
+            loader, read, wanted, size, batch_size=batch_size, split=split_batches, even=even_batches, pin=pin
         )
     if split_batches:
         if _can_batch(loader):
@@ -137,24 +137,37 @@ def prepare_loader(
             raise _no_split(loader)
     if indexed:
         partitioning = _partitioning(
-            loader, choice, batch_size, shuffle_allowed, use_distributed_sampler, split_batches
+            loader, wanted, batch_size, shuffle_allowed, use_distributed_sampler, split_batches
         )
-        return _by_index(loader, choice, partitioning, seed_samples=seed_samples, pin=pin)
+        return _by_index(loader, wanted, partitioning, seed_samples=seed_samples, pin=pin)
     if seed_samples:
         warnings.warn(
             f"seed_samples=True has no effect on this {type(loader).__name__}: it hands out no sample indices through "
             "instep",
             stacklevel=2,
         )
+    loader = _rebuilt(loader, batch_size, stateful=stateful and stage == "train")
+    if world_size > 1 and use_distributed_sampler:
+        _check_spread(loader, world_size)
+    return _by_iteration(loader, wanted, frozen=not shuffle_allowed, resumable=stage == "train")
+
+
+def _rebuilt(loader: Any, batch_size: int | None, stateful: bool) -> Any:
+    """Build the loader anew where it is to have another batch size, or to be torchdata's with a state."""
     if batch_size is not None and batch_size != getattr(loader, "batch_size", None):
         if not _can_batch(loader):
             raise _no_batch_size(loader, batch_size)
         loader = rebuild(loader, batch_size=batch_size, drop_last=loader.drop_last)
-    if stateful and stage == "train" and type(loader) is DataLoader and not _is_map_style(loader):
+    if stateful and type(loader) is DataLoader and not _is_map_style(loader):
         torchdata = require("torchdata.stateful_dataloader", extra="data", purpose="stateful=True")
         kind = torchdata.StatefulDataLoader
         loader = rebuild(loader, kind, batch_size=loader.batch_size, drop_last=loader.drop_last)
-    if world_size > 1 and use_distributed_sampler and _is_map_style(loader) and not _shards_itself(loader):
+    return loader
+
+
+def _check_spread(loader: Any, world_size: int) -> None:
+    """Refuse map-style data that would be the same on every rank."""
+    if _is_map_style(loader) and not _shards_itself(loader):
         raise SettingError(
             f"{type(loader).__name__} would give every one of the {world_size} ranks the same data: instep does not "
             "build subclasses of DataLoader, or loaders with an endless sampler, anew. Give it a DistributedSampler "
@@ -163,12 +176,11 @@ def prepare_loader(
             field="use_distributed_sampler",
             got=True,
         )
-    return _by_iteration(loader, choice, frozen=not shuffle_allowed, resumable=stage == "train")
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """The arguments that every kind of loader needs."""
+class _Pass:
+    """Rank, limit and end of a pass: the arguments that every kind of loader needs."""
 
     shard: DataShard
     limit: int | float | None
@@ -200,14 +212,14 @@ class _Partitioning:
 
 
 def _partitioning(
-    loader: DataLoader[Any], choice: _Choice, batch_size: int | None, shuffle_allowed: bool, spread: bool, split: bool
+    loader: DataLoader[Any], wanted: _Pass, batch_size: int | None, shuffle_allowed: bool, spread: bool, split: bool
 ) -> _Partitioning:
     batch_sampler: Any = loader.batch_sampler
     items = _index_source(loader)
     spreads_itself = is_distributed(items) or ForeignOrder(items).stateful is not None
-    shared = choice.shard.world_size == 1 or (spread and not spreads_itself)
-    ranks: dict[str, Any] = {"rank": choice.shard.rank, "world_size": choice.shard.world_size} if shared else {}
-    if choice.uneven == OWN_END:
+    shared = wanted.shard.world_size == 1 or (spread and not spreads_itself)
+    ranks: dict[str, Any] = {"rank": wanted.shard.rank, "world_size": wanted.shard.world_size} if shared else {}
+    if wanted.uneven == OWN_END:
         ranks["even"] = False
     plain = type(batch_sampler) is BatchSampler
     if batch_size is not None and not plain:
@@ -220,7 +232,7 @@ def _partitioning(
             len(inner),
             batch_size or batch_sampler.batch_size,
             shuffle=own and shuffle_allowed and type(inner) is RandomSampler,
-            seed=choice.shard.seed,
+            seed=wanted.shard.seed,
             drop_last=batch_sampler.drop_last,
             order=drawn,
             **ranks,
@@ -232,17 +244,17 @@ def _partitioning(
     if split:
         if not shared:
             raise _no_split(loader)
-        sampler = SplitBatches(drawn, seed=choice.shard.seed, **ranks)
+        sampler = SplitBatches(drawn, seed=wanted.shard.seed, **ranks)
     else:
         drop = shared and getattr(batch_sampler, "drop_last", False) is True
-        sampler = ShardedBatches(drawn, seed=choice.shard.seed, drop_last=drop, single=batch_sampler is None, **ranks)
+        sampler = ShardedBatches(drawn, seed=wanted.shard.seed, drop_last=drop, single=batch_sampler is None, **ranks)
     return _Partitioning(sampler, drawn, shared, frozen=not shuffle_allowed)
 
 
 def _dispatched(
     loader: Any,
     read: Callable[..., PreparedLoader],
-    choice: _Choice,
+    wanted: _Pass,
     size: int | None,
     *,
     batch_size: int | None,
@@ -256,23 +268,23 @@ def _dispatched(
     whole = False
     if not split:
         whole = size is None or not _can_batch(loader)
-        batch_size = batch_size if whole or size is None else size * choice.shard.world_size
-    group = choice.shard.world_size if whole else 1
-    reader = partial(_reader, partial(read, batch_size=batch_size), choice, group)
-    return DispatchLoader(loader, reader, choice.shard, batch_size=size, whole=whole, even=even, pin=pin)
+        batch_size = batch_size if whole or size is None else size * wanted.shard.world_size
+    group = wanted.shard.world_size if whole else 1
+    reader = partial(_reader, partial(read, batch_size=batch_size), wanted, group)
+    return DispatchLoader(loader, reader, wanted.shard, batch_size=size, whole=whole, even=even, pin=pin)
 
 
-def _reader(read: Callable[..., PreparedLoader], choice: _Choice, group: int) -> PreparedLoader:
+def _reader(read: Callable[..., PreparedLoader], wanted: _Pass, group: int) -> PreparedLoader:
     """Make the source that rank 0 reads for all, `group` batches a step."""
     reader = read()
     batches = reader.num_batches
     whole = None if batches is None else -(-batches // group)
-    steps = choice.steps(whole)
+    steps = wanted.steps(whole)
     return reader if steps is None else read(limit=steps * group)
 
 
 def _by_index(
-    loader: DataLoader[Any], choice: _Choice, partitioning: _Partitioning, *, seed_samples: bool, pin: bool
+    loader: DataLoader[Any], wanted: _Pass, partitioning: _Partitioning, *, seed_samples: bool, pin: bool
 ) -> PreparedLoader:
     sampler = partitioning.sampler
     items = _index_source(loader)
@@ -282,32 +294,32 @@ def _by_index(
         "units of a step": sampler.per_step,
         "drop_last": sampler.drop_last,
         "shuffle": getattr(sampler, "shuffle", None),
-        "seed": choice.shard.seed,
+        "seed": wanted.shard.seed,
         "generator": given[0].initial_seed() if given else None,
     }
-    everyone = choice.everyone(mine)
+    everyone = wanted.everyone(mine)
     if partitioning.shared:
         _check_alike(everyone)
         mine = everyone[0]  # a generator seeded differently per rank: rank 0's counts
     lengths = {other["length"] for other in everyone}
-    if not partitioning.shared and len(lengths) > 1 and choice.uneven == "join":
+    if not partitioning.shared and len(lengths) > 1 and wanted.uneven == "join":
         from instep.data.stream import StreamLoader  # late: as in `_by_iteration`
 
         return StreamLoader(
-            loader, choice.shard, uneven="join", limit=choice.at_most(max(choice.everyone(len(loader))))
+            loader, wanted.shard, uneven="join", limit=wanted.at_most(max(wanted.everyone(len(loader))))
         )
-    seed = choice.shard.seed
+    seed = wanted.shard.seed
     if mine["generator"] is not None:
         seed = sampler.seed = derive_seed(seed, "generator", mine["generator"])
     whole = sampler.steps
     if not partitioning.shared:
-        whole = _common_length(choice.everyone(whole), choice, loader)
-    limit = choice.steps(whole)
+        whole = _common_length(wanted.everyone(whole), wanted, loader)
+    limit = wanted.steps(whole)
     sampler.limit_steps = whole if limit is None and whole < len(sampler) else limit
     return IndexLoader(
         loader,
         sampler,
-        choice.shard._replace(seed=seed),
+        wanted.shard._replace(seed=seed),
         drawn=partitioning.drawn,
         shared=partitioning.shared,
         peers_even=len(lengths) == 1,
@@ -318,33 +330,33 @@ def _by_index(
     )
 
 
-def _by_iteration(loader: Any, choice: _Choice, *, frozen: bool, resumable: bool) -> PreparedLoader:
+def _by_iteration(loader: Any, wanted: _Pass, *, frozen: bool, resumable: bool) -> PreparedLoader:
     from instep.data.stream import StreamLoader  # late: only data in somebody else's order pays for it
 
     stateful = _stateful_part(loader)
     if not resumable:
         stateful = None  # its state would be copied at every batch, for a position that nobody saves
     length, estimate = mine = _lengths(loader)
-    everyone = choice.everyone(mine)
+    everyone = wanted.everyone(mine)
     lengths = [length for length, _ in everyone]
-    joined = len(set(lengths)) > 1 and choice.uneven == "join"
+    joined = len(set(lengths)) > 1 and wanted.uneven == "join"
     if None in lengths or joined:
         known = [number for numbers in everyone for number in numbers if number is not None]
-        if choice.uneven == OWN_END:
+        if wanted.uneven == OWN_END:
             estimate = estimate if length is None else length
         else:
-            estimate = (max if choice.uneven == "join" else min)(known, default=None)
+            estimate = (max if wanted.uneven == "join" else min)(known, default=None)
         length = None
-    elif choice.uneven != OWN_END:
-        length = _common_length(lengths, choice, loader)
-    limit = choice.steps(length) if length is not None else choice.at_most(estimate)
+    elif wanted.uneven != OWN_END:
+        length = _common_length(lengths, wanted, loader)
+    limit = wanted.steps(length) if length is not None else wanted.at_most(estimate)
     return StreamLoader(
         loader,
-        choice.shard,
+        wanted.shard,
         length=length,
         estimate=estimate,
         limit=limit,
-        uneven=choice.uneven,
+        uneven=wanted.uneven,
         stateful=stateful,
         frozen=frozen,
     )
@@ -386,15 +398,15 @@ def _stateful_part(loader: Any) -> Stateful | None:
     return None
 
 
-def _common_length(lengths: list[int], choice: _Choice, loader: Any) -> int:
+def _common_length(lengths: list[int], wanted: _Pass, loader: Any) -> int:
     """Return the number of steps that all ranks run, where they have their own numbers of batches."""
-    if choice.uneven == OWN_END:
+    if wanted.uneven == OWN_END:
         return max(lengths)
     if len(set(lengths)) > 1:
         numbers = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
-        if choice.uneven == "error":
+        if wanted.uneven == "error":
             raise DataError(f"ranks have different numbers of batches ({numbers}). Give every rank as many")
-        if choice.shard.rank == 0:
+        if wanted.shard.rank == 0:
             warnings.warn(
                 f"ranks have different numbers of batches ({numbers}) in their {type(loader).__name__}: each epoch "
                 f"stops after {min(lengths)}",
@@ -404,7 +416,7 @@ def _common_length(lengths: list[int], choice: _Choice, loader: Any) -> int:
 
 
 def _check_alike(everyone: list[dict[str, Any]]) -> None:
-    """Each rank must hold the same data set and settings, or samples would be repeated and lost."""
+    """Check that each rank holds the same data set and settings, or samples would be repeated and lost."""
     for rank, other in enumerate(everyone):
         for key, value in other.items():
             if key != "generator" and value != everyone[0][key]:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from instep.data.base import BatchSource
+from typing import NamedTuple, Protocol
 
 
 class Share(NamedTuple):
@@ -97,13 +94,23 @@ class Plan:
         return () if self.seen is None else self.seen(start, batch_idx + 1)
 
 
-def rank_weight(source: BatchSource) -> float:
+class Sizes(Protocol):
+    """The sizes that a source of batches knows; every `BatchSource` is one."""
+
+    world_size: int
+    share: Share
+
+    @property
+    def plan(self) -> Plan: ...
+
+
+def rank_weight(source: Sizes) -> float:
     """Return what this rank's mean over the batch in hand counts in a mean over ranks: 1 where all have as many."""
     units = source.share.units
     return 1.0 if units is None else units[0] * source.world_size / units[1]
 
 
-def window_scale(source: BatchSource, batch_idx: int, accumulate: int) -> float:
+def window_scale(source: Sizes, batch_idx: int, accumulate: int) -> float:
     """Return the factor for this rank's mean loss in a batch of an optimizer window.
 
     A loss that is a mean over this rank's batch, multiplied by it, gives after averaging gradients over ranks and
@@ -128,7 +135,7 @@ def window_scale(source: BatchSource, batch_idx: int, accumulate: int) -> float:
     return scale * seen[-1] / max(1, seen[0]) if seen else scale
 
 
-def gradient_correction(source: BatchSource, batch_idx: int, accumulate: int) -> float:
+def gradient_correction(source: Sizes, batch_idx: int, accumulate: int) -> float:
     """Return what the gradients must be multiplied by after this batch, before the optimizer's step.
 
     Not 1 only where sizes were unknown when `window_scale` was asked: in the last batch of data without a length, and

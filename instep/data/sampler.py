@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from instep.errors import SettingError
+from instep.utils.checks import at_least
 from instep.utils.seed import derive_seed
 
 _ROWS = 1024  # batches turned into lists at once: enough to make it cheap, few enough to start quickly
@@ -129,7 +130,7 @@ class ShardedSampler(ABC):
 
     @abstractmethod
     def samples(self, step: int) -> tuple[int, int]:
-        """True sample numbers of a step.
+        """Return the true sample numbers of a step.
 
         Args:
             step: counted from the cursor.
@@ -188,8 +189,7 @@ class ShardedBatchSampler(ShardedSampler):
         even: bool = True,
         order: Draw | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise SettingError(f"batch_size={batch_size} is too small: give at least 1", field="batch_size")
+        at_least(1)("batch_size", batch_size)
         super().__init__(
             order or partial(_permuted, length, shuffle),
             world_size * batch_size,

@@ -206,7 +206,7 @@ class Logger:
             self._do("_log_graph", module, example_input)
 
     def after_save_checkpoint(self, path: Location) -> None:
-        """A checkpoint was committed at this path."""
+        """Take note of a checkpoint that was committed at this path."""
         if self._is_main:
             self._do("_after_save_checkpoint", to_path(path))
 
@@ -228,7 +228,7 @@ class Logger:
             self._call("_finalize", status)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to append instead of starting anew: JSON values.
+        """Return what a resumed run needs to append instead of starting anew: JSON values.
 
         Flushes first, so that a checkpoint never knows more than the files do.
         """
@@ -320,7 +320,7 @@ class Logger:
         self._close_at_exit()
 
     def _claim_folder(self) -> Path:
-        """The folder of the next run: the Trainer's, or of one that would be made without a `default_root_dir`."""
+        """Return the folder of the next run: the Trainer's, or that of one without a `default_root_dir`."""
         if self._claim is not None:
             return self._claim()
         base = Path.cwd() / RUNS
@@ -337,11 +337,11 @@ class Logger:
         return self._run_dir if self._early and self._save_dir is None else None
 
     def _stays(self, run_dir: Path) -> bool:
-        """Whether a logger that was opened before the run writes into the same folder in it."""
+        """Return whether a logger that was opened before the run writes into the same folder in it."""
         return self._choose_log_dir(run_dir) == self._log_dir
 
     def _is_main_here(self) -> bool:
-        """Whether this process will be the main one of a run, by its launcher's environment."""
+        """Return whether this process will be the main one of a run, by its launcher's environment."""
         from instep.state import read_environment  # late: it loads torch, which a logger alone does not need
 
         self._is_main = read_environment().rank == 0

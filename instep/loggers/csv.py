@@ -6,11 +6,11 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from instep.errors import SettingError
 from instep.loggers.base import Logger
 from instep.loggers.hparams import merge_file, move_file
 from instep.types import PathLike
 from instep.utils.atomic import replacing
+from instep.utils.checks import at_least
 from instep.utils.untrusted_files import open_regular
 
 
@@ -57,13 +57,8 @@ class CSVLogger(Logger):
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
-        if flush_logs_every_n_steps < 1:
-            raise SettingError(
-                f"flush_logs_every_n_steps={flush_logs_every_n_steps!r} must be at least 1; 1 flushes at every step.",
-                field="flush_logs_every_n_steps",
-                got=flush_logs_every_n_steps,
-            )
-        self._flush_steps = flush_logs_every_n_steps
+        check = at_least(1, "1 flushes at every step")
+        self._flush_steps = check("flush_logs_every_n_steps", flush_logs_every_n_steps)
         self._columns: dict[str, None] = {"step": None}
         self._columns_in_file = 0
         self._rows: list[dict[str, float]] = []
@@ -77,7 +72,7 @@ class CSVLogger(Logger):
         return None if self._log_dir is None else self._log_dir / "metrics.csv"
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's, and the number of rows."""
+        """Return the base's state, and the number of rows."""
         return {**super().state_dict(), "rows": self._rows_in_file + len(self._rows)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ _MAX_ITEMS = 64  # of a tensor or array: more than that is data, not a setting
 
 
 def plain(value: Any) -> Any:
-    """This value as JSON would have it.
+    """Return a value as JSON would have it.
 
     Mappings, namespaces and dataclasses become dicts; sequences and sets lists; small tensors and arrays their values;
     classes and functions their dotted name; anything else its text.
@@ -53,7 +53,7 @@ def plain(value: Any) -> Any:
 
 
 def flatten(params: Mapping[str, Any], separator: str = "/") -> dict[str, bool | int | float | str]:
-    """The same in one level: nested keys joined by `separator`, lists as text."""
+    """Return `plain` parameters in one level: nested keys joined by `separator`, lists as text."""
     flat: dict[str, bool | int | float | str] = {}
     for key, value in plain(params).items():
         if isinstance(value, dict) and value:

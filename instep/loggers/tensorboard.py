@@ -11,6 +11,7 @@ from instep.errors import SettingError
 from instep.loggers.base import Logger, NoExperiment
 from instep.loggers.hparams import flatten, merge_file, move_file
 from instep.types import PathLike
+from instep.utils.checks import above_zero
 from instep.utils.imports import require
 
 _QUEUE_EVENTS = 1000  # the library's 10 would make the training thread wait for a slow disk
@@ -58,12 +59,8 @@ class TensorBoardLogger(Logger):
         flush_s: float = 10.0,
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
-        if not flush_s > 0:
-            raise SettingError(
-                f"flush_s={flush_s!r} must be a positive number of seconds.", field="flush_s", got=flush_s
-            )
         self._sub_dir = sub_dir
-        self._flush_s = flush_s
+        self._flush_s = above_zero("of seconds above 0")("flush_s", flush_s)
         self._writer: Any = None
         self._summary_writer: Any = None
         self._event: Any = None

@@ -8,14 +8,16 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, Literal
 
-from instep.errors import InstepError, SettingError, one_of
+from instep.errors import InstepError, SettingError
 from instep.loggers.base import Logger, NoExperiment
 from instep.loggers.hparams import plain
 from instep.types import PathLike
+from instep.utils.checks import above_zero, choice
 from instep.utils.imports import require
 
 _STEP = "trainer/global_step"
-_MODES = ("online", "offline", "disabled", "shared")
+_MODE = choice("online", "offline", "disabled", "shared")
+_SECONDS = above_zero("of seconds above 0")
 
 # What W&B's service and Go's network stack say when there is no way to the server. Anything else that the server
 # answers (a wrong key, an unknown entity) is the user's to repair and not hidden by going offline.
@@ -91,19 +93,16 @@ class WandbLogger(Logger):
         **init: Any,
     ) -> None:
         super().__init__(save_dir, name, id if id is not None else version, prefix)
-        if mode is not None and mode not in _MODES:
-            raise one_of("mode", mode, _MODES)
+        if mode is not None:
+            _MODE("mode", mode)
         if offline and mode not in (None, "offline"):
             raise SettingError(f"offline=True contradicts mode={mode!r}. Give one of them.", field="mode", got=mode)
         if id is not None and version is not None and id != version:
             raise SettingError(f"id={id!r} and version={version!r} are two names of one thing.", field="id", got=id)
-        for field, seconds in (("init_timeout_s", init_timeout_s), ("finish_timeout_s", finish_timeout_s)):
-            if not seconds > 0:
-                raise SettingError(f"{field}={seconds!r} must be a positive number.", field=field, got=seconds)
         self._mode = "offline" if offline else mode
         self._project = project
-        self._init_timeout_s = init_timeout_s
-        self._finish_timeout_s = finish_timeout_s
+        self._init_timeout_s = _SECONDS("init_timeout_s", init_timeout_s)
+        self._finish_timeout_s = _SECONDS("finish_timeout_s", finish_timeout_s)
         self._fall_back = fall_back_offline
         self._init_kwargs = init
         self._given = experiment
@@ -122,7 +121,7 @@ class WandbLogger(Logger):
         return self._run if self._opened() else NoExperiment()
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's, whose `version` is the run's id, and the project's name."""
+        """Return the base's state, whose `version` is the run's id, and the project's name."""
         return {**super().state_dict(), "project": self._project}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from instep.state import PartialState
 from instep.strategies.gradients import Gradients
 from instep.strategies.precision import Precision
 from instep.utils.optimizer_state import load_optimizer_state, optimizer_state
+from instep.utils.seed import derive_seed, seed_process
 
 _SYNC_BATCHNORM_DEVICES = ("cuda", "xpu", "hpu")
 
@@ -102,31 +103,40 @@ class Strategy:
     loss_weight: Callable[[], float] = staticmethod(lambda: 1.0)
     """Weight of the current batch's loss in its window, for a strategy that runs the backward within the step."""
 
+    def _refused(self, why: str) -> SettingError:
+        """Make the error for a run that this strategy cannot have; `why` goes on after the strategy's name."""
+        return SettingError(f"strategy={self.name!r} {why}", field="strategy", got=self.name)
+
     # ---- life
 
     def check_world_size(self, world_size: int) -> None:
         """Raise a `SettingError` when this strategy cannot run with so many processes."""
         if world_size > 1 and not self.multi_process:
-            raise SettingError(
-                f"strategy={self.name!r} runs in one process, and this run has {world_size}. "
-                "Use strategy='ddp' or devices=1. A class of your own says multi_process = True.",
-                field="strategy",
-                got=self.name,
+            raise self._refused(
+                f"runs in one process, and this run has {world_size}. Use strategy='ddp' or devices=1. A class of your "
+                "own says multi_process = True."
             )
 
     def connect(self, device: torch.device, precision: Precision) -> None:
         """Take the run's device and precision; called once per run, before the module exists on its device."""
         if device.type == "xla" and not self.runs_on_xla:
-            raise SettingError(
-                f"strategy={self.name!r} does not run on XLA devices. Use 'xla', 'xla_spmd' or 'xla_fsdp'.",
-                field="strategy",
-                got=self.name,
-            )
+            raise self._refused("does not run on XLA devices. Use 'xla', 'xla_spmd' or 'xla_fsdp'.")
         self.device = device
         self.precision = precision
         self.gradients = self.gradients_class(self)
         process = PartialState()
         self.data_rank, self.data_world_size = process.process_index, process.num_processes
+
+    def separate_random_streams(self, seed: int) -> None:
+        """Let ranks with other data draw other random numbers (dropout masks); the first keeps the user's stream.
+
+        Args:
+            seed: the run's, alike on all ranks.
+        """
+        if self.data_rank:
+            own = derive_seed(seed, "rank", self.data_rank)
+            if torch.initial_seed() != own:
+                seed_process(own)
 
     def model_context(self) -> AbstractContextManager[Any]:
         """Return a context in which large modules are built, in `configure_model`: on the meta device, for instance."""

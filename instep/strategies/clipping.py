@@ -47,7 +47,7 @@ def clip_norm_(
     parameters = list(parameters)
     total = total_norm(parameters, norm_type, groups=groups, skip=skip)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for (device, _), gradients in _by_kind(_local(g) for p in parameters if (g := gradient_of(p)) is not None).items():
+    for (device, _), gradients in _gradients(parameters).items():
         torch._foreach_mul_(gradients, factor.to(device, non_blocking=True))
     return total
 
@@ -59,7 +59,7 @@ def clip_value_(parameters: Iterable[Tensor], value: float) -> None:
         parameters: as for `clip_norm_`.
         value: the largest absolute value.
     """
-    for gradients in _by_kind(_local(g) for p in parameters if (g := gradient_of(p)) is not None).values():
+    for gradients in _gradients(parameters).values():
         torch._foreach_clamp_min_(gradients, -value)
         torch._foreach_clamp_max_(gradients, value)
 
@@ -84,7 +84,7 @@ def total_norm(
         if device is None or spread:
             device = _collective_device(parameter)
         if gradient is not None and id(parameter) not in skipped:
-            here.append(_local(gradient))
+            here.append(local_part(gradient))
     device = device or torch.device("cpu")
     sums = {spread: _power_sum(gradients, norm_type, dtype).to(device) for spread, gradients in pending.items()}
     op: Any = dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM
@@ -122,7 +122,8 @@ def _groups_of(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor; any other tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() is autograd's
 
 
@@ -132,6 +133,11 @@ def _collective_device(parameter: Tensor) -> torch.device:
     if kind == parameter.device.type:
         return parameter.device
     return torch.device(kind, getattr(torch, kind).current_device())
+
+
+def _gradients(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Return the gradients of parameters, as far as this rank holds them, by device and dtype. Collective."""
+    return _by_kind(local_part(gradient) for p in parameters if (gradient := gradient_of(p)) is not None)
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

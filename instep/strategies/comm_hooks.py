@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from instep.errors import SettingError, one_of
+from instep.errors import SettingError
+from instep.utils.checks import choice
 
 COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "post_local_sgd")
-_WRAPPERS = ("no", "fp16", "bf16")
 
 Hook = Callable[..., Any]
 
@@ -40,10 +40,8 @@ class CommHook:
                 field="comm_hook",
                 got=self.name,
             )
-        if self.name not in COMM_HOOKS:
-            raise one_of("comm_hook", self.name, COMM_HOOKS)
-        if self.wrapper not in _WRAPPERS:
-            raise one_of("comm_wrapper", self.wrapper, _WRAPPERS)
+        choice(*COMM_HOOKS)("comm_hook", self.name)
+        choice("no", "fp16", "bf16")("comm_wrapper", self.wrapper)
         wrapped = self.wrapper != "no" and self.wrapper
         for name, value, owners in (
             ("comm_wrapper", wrapped, ("power_sgd",)),

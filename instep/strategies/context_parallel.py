@@ -91,7 +91,7 @@ class ContextParallel:
         return torch.cat([cut[i] for i in self._mine()], dim)
 
     def _mine(self) -> tuple[int, ...]:
-        """Which of the sequence's pieces this rank has."""
+        """Return the sequence's pieces that this rank has."""
         return (self.rank,)
 
     # ---- the step
@@ -196,7 +196,7 @@ class ContextParallel:
         return torch.cat(self._swap(torch.stack(tensor.chunk(self.size, scatter))), gather)
 
     def _gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """All ranks' parts along a dimension."""
+        """Gather all ranks' parts along a dimension."""
         return torch.cat(self._swap(tensor.expand(self.size, *tensor.shape).contiguous()), dim)
 
     def _swap(self, parts: Tensor) -> tuple[Tensor, ...]:

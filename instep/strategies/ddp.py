@@ -18,17 +18,19 @@ from instep.errors import DistributedError, HookError, SettingError, UsageError,
 from instep.state import PartialState, read_environment
 from instep.strategies.base import Strategy, broadcast_weights
 from instep.strategies.comm_hooks import CommHook
+from instep.strategies.gradients import parameters_of
 from instep.strategies.local_sgd import LocalSGDPlan, PostLocalSGD
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import StepForward
 from instep.strategies.zero import OptimizerShards, consolidate, is_divided, load_part, part_state
+from instep.utils.checks import FLAG, above_zero
 
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _OURS = ("module", "device_ids", "output_device", "dim", "check_reduction", "forward_sync_buffers")
 
 
 class BucketOrder:
-    """Takes down the order in which the gradients of the first reduced backward come.
+    """Order in which the gradients of the first reduced backward come, taken down.
 
     Args:
         ddp: before its first backward.
@@ -146,10 +148,9 @@ class DDPStrategy(Strategy):
             "consolidate_optimizer": consolidate_optimizer,
         }
         for field, value in flags.items():
-            if not isinstance(value, bool):
-                raise _wrong(field, value, "must be True or False")
-        if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
-            raise _wrong("bucket_cap_mb", bucket_cap_mb, "must be a number of MiB above 0, or None")
+            FLAG(field, value)
+        if bucket_cap_mb is not None:
+            above_zero("of MiB above 0, or None")("bucket_cap_mb", bucket_cap_mb)
         for field in ddp_options:
             if field not in _TORCH_OPTIONS or field in _OURS:
                 raise one_of(
@@ -167,14 +168,13 @@ class DDPStrategy(Strategy):
         self.find_unused_parameters = find_unused_parameters
         self.zero_redundancy_optimizer = zero_redundancy_optimizer
         self.consolidate_optimizer = consolidate_optimizer
+        own = {
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
         # A copy: jsonargparse would follow the dict itself into torch's class, and pass all of its defaults.
-        self.ddp_options = dict(ddp_options)
-        if static_graph:
-            self.ddp_options["static_graph"] = True
-        if bucket_cap_mb is not None:
-            self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
-        if gradient_as_bucket_view:
-            self.ddp_options["gradient_as_bucket_view"] = True
+        self.ddp_options = {**ddp_options, **{option: value for option, value in own.items() if value}}
         if not broadcast_buffers:
             # Newer torch has another name for it, and warns of the old one.
             new, old = "forward_sync_buffers", "broadcast_buffers"
@@ -262,7 +262,7 @@ class DDPStrategy(Strategy):
 
     def rebind_optimizer(self, optimizer: Optimizer) -> None:
         own = set(self.module.parameters())
-        if self._ddp is not None and any(p in own for group in optimizer.param_groups for p in group["params"]):
+        if self._ddp is not None and not own.isdisjoint(parameters_of(optimizer)):
             self._shards.append(self._divide(optimizer))
 
     def teardown(self) -> None:
@@ -345,8 +345,7 @@ class DDPStrategy(Strategy):
 
     def model_state(self) -> dict[str, Any]:
         state = super().model_state()
-        drifted = self._local_sgd is not None and self._local_sgd.drifted
-        return self._local_sgd.mean(state) if self._local_sgd is not None and drifted else state
+        return self._local_sgd.mean(state) if self._local_sgd is not None and self._local_sgd.drifted else state
 
     def full_model_state(self) -> dict[str, Any]:
         state = self.model_state()
@@ -386,7 +385,7 @@ def _of_optimizers(tree: Any) -> Any:
 
 
 def _unused(error: RuntimeError, module: nn.Module) -> HookError | None:
-    """DDP's error about parameters without a gradient, with their names; None for any other error."""
+    """Return DDP's error about parameters without a gradient, with their names; None for any other error."""
     found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     if found is None:
         return None

@@ -15,6 +15,7 @@ from instep.errors import SettingError
 from instep.strategies.base import Strategy
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import StepForward
+from instep.utils.checks import is_int, wrong
 
 
 class DataParallelStrategy(Strategy):
@@ -47,14 +48,8 @@ class DataParallelStrategy(Strategy):
 
     def __init__(self, device_ids: Sequence[int] | None = None, module: str | None = None) -> None:
         ids = None if device_ids is None else list(device_ids)
-        if ids is not None and (
-            not ids or len(set(ids)) < len(ids) or not all(type(number) is int and number >= 0 for number in ids)
-        ):
-            raise SettingError(
-                f"device_ids={device_ids!r} must be different numbers of GPUs, such as [0, 1]; None for all",
-                field="device_ids",
-                got=device_ids,
-            )
+        if ids is not None and (not ids or len(set(ids)) < len(ids) or not all(is_int(number, 0) for number in ids)):
+            raise wrong("device_ids", device_ids, "different numbers of GPUs, such as [0, 1]; None for all")
         self.device_ids = ids
         self.module_name = module
         self._cut: nn.Module | None = None

@@ -125,7 +125,7 @@ def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dic
 
 
 def take_state(value: Any, parameter: Tensor) -> Any:
-    """One value of a parameter's whole optimizer state, cut as the parameter is. Local."""
+    """Return one value of a parameter's whole optimizer state, cut as the parameter is. Local."""
     if not isinstance(parameter, DTensor) or not getattr(value, "shape", ()):
         return whole(value)
     if value.shape == parameter.shape:

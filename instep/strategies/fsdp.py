@@ -12,13 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -40,7 +34,7 @@ from instep.strategies.wrapping import (
     recomputed_of,
     units_of,
 )
-from instep.utils.checks import wrong
+from instep.utils.checks import at_least, wrong
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
 from instep.utils.porting import instead_of
 
@@ -145,11 +139,10 @@ class FSDPStrategy(Strategy):
     ) -> None:
         if unknown:
             self._refuse(*unknown)
-        if dp_replicate != "auto" and (not isinstance(dp_replicate, int) or dp_replicate < 1):
-            raise wrong("dp_replicate", dp_replicate, 'a number of copies from 1 on, or "auto"')
+        if dp_replicate != "auto":
+            at_least(1, 'or "auto"')("dp_replicate", dp_replicate)
         for field, value in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
-            if not isinstance(value, int) or value < 0:
-                raise wrong(field, value, "a number of parts from 0 on")
+            at_least(0)(field, value)
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
             raise wrong("reshard_after_forward", reshard_after_forward, "True, False, or a number of processes")
         if not isinstance(compile, bool | Mapping):
@@ -212,11 +205,9 @@ class FSDPStrategy(Strategy):
     def connect(self, device: torch.device, precision: Precision) -> None:
         super().connect(device, precision)
         if device.type == "mps":
-            raise SettingError(
-                f"strategy={self.name!r} gathers weights from other processes, and torch has no such thing on mps. "
-                "Use accelerator='cpu' to try it, or one process with strategy='single_device'.",
-                field="strategy",
-                got=self.name,
+            raise self._refused(
+                "gathers weights from other processes, and torch has no such thing on mps. Use accelerator='cpu' to "
+                "try it, or one process with strategy='single_device'."
             )
         if not dist.is_initialized():  # one process: sharding needs a group all the same
             backend = "gloo" if device.type == "cpu" else None
@@ -234,11 +225,8 @@ class FSDPStrategy(Strategy):
     def _check_reshard(self) -> None:
         asked, size = self.reshard_after_forward, self.mesh["dp_shard"].size()
         if asked is not None and type(asked) is not bool and not (1 < asked <= size and size % asked == 0):
-            raise wrong(
-                "reshard_after_forward",
-                asked,
-                f"True, False, or a divisor of the {size} processes of a copy, from 2 on",
-            )
+            expected = f"True, False, or a divisor of the {size} processes of a copy, from 2 on"
+            raise wrong("reshard_after_forward", asked, expected)
 
     def make_mesh(self, sizes: dict[str, int]) -> DeviceMesh:
         """Make a mesh of all processes with named dimensions, the outermost first. Collective."""

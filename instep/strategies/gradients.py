@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.distributed import all_reduce_
+from instep.strategies.precision import Precision
 
-if TYPE_CHECKING:
-    from instep.strategies.base import Strategy
-    from instep.strategies.precision import Precision
+
+class Stepped(Protocol):
+    """What `Gradients` needs of a strategy: the module and the precision of the run."""
+
+    module: nn.Module
+    precision: Precision
 
 
 class Gradients:
@@ -26,8 +30,8 @@ class Gradients:
         strategy: whose module has the gradients; `Strategy.connect` makes this object anew for each run.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy: Any = strategy
+    def __init__(self, strategy: Stepped) -> None:
+        self.strategy: Any = strategy  # each subclass knows the class of its own
         self.step_was_skipped = False
         """Whether `step` left its last step out, because a scaled gradient was not finite."""
         self._unscaled: set[int] = set()
@@ -71,12 +75,11 @@ class Gradients:
         if id(optimizer) in self._unscaled:
             self._finished.add(id(optimizer))
 
-    def multiply(self, optimizer: Optimizer, factor: float) -> None:
+    def multiply(self, optimizer: Optimizer, factor: Tensor | float) -> None:
         """Multiply the gradients of one optimizer in place, before they are clipped."""
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.mul_(factor)
+        for p in parameters_of(optimizer):
+            if p.grad is not None:
+                p.grad.mul_(factor)
 
     def find_nonfinite(self, tensors: Sequence[Tensor], found: Tensor) -> None:
         """Set `found` to 1 where a value is nan or inf, on this rank or another. Collective; no host waits.

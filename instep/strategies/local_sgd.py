@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from instep.distributed.nested import map_leaves
 from instep.errors import SettingError
 from instep.state import read_environment
 from instep.strategies.comm_hooks import mean_of
+from instep.utils.checks import FLAG, at_least, check_fields
 from instep.utils.optimizer_state import load_optimizer_state, optimizer_state
 
 
@@ -36,17 +37,12 @@ class LocalSGDPlan:
         SettingError: a value is wrong.
     """
 
-    period: int = 8
-    warmup_steps: int = 0
-    within_node: bool = False
+    period: Annotated[int, at_least(1)] = 8
+    warmup_steps: Annotated[int, at_least(0)] = 0
+    within_node: Annotated[bool, FLAG] = False
 
     def __post_init__(self) -> None:
-        for field, least in (("period", 1), ("warmup_steps", 0)):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise _wrong(field, value, f"a whole number of optimizer steps, at least {least}")
-        if not isinstance(self.within_node, bool):
-            raise _wrong("within_node", self.within_node, "True or False")
+        check_fields(self)
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> LocalSGDPlan:
@@ -185,9 +181,3 @@ def _node_group() -> Any:
     nodes = gather_object(read_environment().node_rank)
     ranks = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]
     return torch.distributed.new_subgroups_by_enumeration(ranks)[0]
-
-
-def _wrong(field: str, value: Any, expected: str) -> SettingError:
-    return SettingError(
-        f"comm_hook='post_local_sgd': comm_state[{field!r}]={value!r} must be {expected}", field=field, got=value
-    )

@@ -14,13 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from instep.distributed.nested import map_leaves
-from instep.errors import HookError, SettingError, one_of
+from instep.errors import HookError, SettingError
 from instep.state import PartialState
 from instep.strategies import tensor_parallel
 from instep.strategies.context_parallel import ContextParallel, RingAttention
+from instep.strategies.gradients import parameters_of
 from instep.strategies.pipeline.strategy import Pipeline, PipelinedStrategy
+from instep.utils.checks import Check, choice, is_int
 
 _ATTENTION = {"all_to_all": ContextParallel, "ring": RingAttention}
+_SIZE = Check(
+    lambda value: is_int(value) and (value >= 1 or value == -1), "a number of processes, from 1, or -1 for what is left"
+)
 
 
 class MeshStrategy(PipelinedStrategy):
@@ -78,19 +83,13 @@ class MeshStrategy(PipelinedStrategy):
     ) -> None:
         self._wanted = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
         for field, size in self._wanted.items():
-            if type(size) is not int or (size < 1 and size != -1):
-                raise SettingError(
-                    f"{field}={size!r} must be a number of processes, from 1, or -1 for what is left",
-                    field=field,
-                    got=size,
-                )
+            _SIZE(field, size)
         rest = [field for field, size in self._wanted.items() if size == -1]
         if len(rest) > 1:
             raise SettingError(
                 f"{' and '.join(rest)} are all -1: only one can take what is left", field=rest[1], got=-1
             )
-        if cp_attention not in _ATTENTION:
-            raise one_of("cp_attention", cp_attention, _ATTENTION)
+        choice(*_ATTENTION)("cp_attention", cp_attention)
         split = pp_split if isinstance(pp_split, str) else tuple(pp_split)  # the former is refused
         pipeline = Pipeline(pp_schedule, pp_microbatches, split, pp_stages_per_rank)
         for dim, options in (
@@ -220,7 +219,7 @@ class MeshStrategy(PipelinedStrategy):
         self._watch(optimizer)
 
     def _watch(self, optimizer: Optimizer) -> None:
-        own = {p for group in optimizer.param_groups for p in group["params"]}.intersection(self.module.parameters())
+        own = set(parameters_of(optimizer)).intersection(self.module.parameters())
         if self.sizes["tp"] > 1 and own and optimizer not in self._watched:
             self._watched.add(optimizer)
             tensor_parallel.BeforeStep(self.module, optimizer, self.mesh["tp"])

@@ -27,6 +27,7 @@ from torch import nn
 
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, one_of
+from instep.utils.checks import choice
 from instep.utils.imports import require
 
 T = TypeVar("T")
@@ -162,8 +163,7 @@ class Precision:
         scaler_options: Mapping[str, Any] | None = None,
         autocast_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if name not in _WEIGHTS:
-            raise one_of("precision", name, PRECISIONS)
+        choice(*PRECISIONS)("precision", name)
         check_device(name, device)
         self.name = name
         self.device = device

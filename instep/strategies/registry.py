@@ -17,9 +17,15 @@ from typing import Any
 
 from instep.errors import SettingError, one_of
 from instep.strategies.base import Strategy
+from instep.utils.checks import wrong
 from instep.utils.env import from_env, variable_of
 
 _GROUP = "instep.strategies"
+
+
+def _deepspeed(**options: Any) -> tuple[str, str, dict[str, Any]]:
+    return "deepspeed", "DeepSpeedStrategy", options
+
 
 # Name -> file, class and the options that the name stands for; a file is loaded when its name is asked for.
 _BUILT_IN: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -30,18 +36,12 @@ _BUILT_IN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dp": ("dp", "DataParallelStrategy", {}),
     "fsdp": ("fsdp", "FSDPStrategy", {}),
     "hsdp": ("fsdp", "FSDPStrategy", {"dp_replicate": "auto"}),
-    "deepspeed": ("deepspeed", "DeepSpeedStrategy", {}),
-    **{f"deepspeed_stage_{stage}": ("deepspeed", "DeepSpeedStrategy", {"stage": stage}) for stage in range(4)},
-    "deepspeed_stage_2_offload": ("deepspeed", "DeepSpeedStrategy", {"stage": 2, "offload_optimizer": "cpu"}),
-    "deepspeed_stage_3_offload": (
-        "deepspeed",
-        "DeepSpeedStrategy",
-        {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
-    ),
-    "deepspeed_stage_3_offload_nvme": (
-        "deepspeed",
-        "DeepSpeedStrategy",
-        {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme", "nvme_path": "/local_nvme"},
+    "deepspeed": _deepspeed(),
+    **{f"deepspeed_stage_{stage}": _deepspeed(stage=stage) for stage in range(4)},
+    "deepspeed_stage_2_offload": _deepspeed(stage=2, offload_optimizer="cpu"),
+    "deepspeed_stage_3_offload": _deepspeed(stage=3, offload_optimizer="cpu", offload_parameters="cpu"),
+    "deepspeed_stage_3_offload_nvme": _deepspeed(
+        stage=3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path="/local_nvme"
     ),
     "tp": ("mesh", "MeshStrategy", {"tp": -1, "dp_shard": 1}),
     "cp": ("mesh", "MeshStrategy", {"cp": -1, "dp_shard": 1}),
@@ -73,7 +73,7 @@ def register_strategy(name: str, factory: Callable[[], Strategy]) -> None:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """All names that `Trainer(strategy=...)` takes; those of other packages last."""
+    """Return all names that `Trainer(strategy=...)` takes; those of other packages last."""
     return tuple(dict.fromkeys(["auto", *_BUILT_IN, *_registered, *(entry.name for entry in _entries())]))
 
 
@@ -103,10 +103,7 @@ def asked_strategy() -> tuple[str, dict[str, Any]]:
 
 
 def resolve_strategy(
-    strategy: str | Strategy,
-    world_size: int,
-    device_type: str = "cpu",
-    options: Mapping[str, Any] | None = None,
+    strategy: str | Strategy, world_size: int, device_type: str = "cpu", options: Mapping[str, Any] | None = None
 ) -> Strategy:
     """Return the strategy for a name or an instance.
 
@@ -131,11 +128,7 @@ def resolve_strategy(
             got=strategy,
         )
     if not isinstance(strategy, Strategy):
-        raise SettingError(
-            f"strategy={strategy!r} must be a name ({', '.join(strategy_names())}) or an instep.Strategy",
-            field="strategy",
-            got=strategy,
-        )
+        raise wrong("strategy", strategy, f"a name ({', '.join(strategy_names())}) or an instep.Strategy")
     strategy.check_world_size(world_size)
     return strategy
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-_NAME = "_sharded_entry"
+_NAME = "_gathered_methods"
 
 
 class StepForward(nn.Module):

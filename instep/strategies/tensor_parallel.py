@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.errors import HookError, SettingError
+from instep.strategies.gradients import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -162,7 +163,7 @@ class BeforeStep:
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         (tp,) = mesh.mesh_dim_names or ("",)
         self._cut = [p for p in parameters if tp in _dims(p)]
         whole = {p for p in parameters if tp not in _dims(p)}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from instep.errors import SettingError, one_of
+from instep.utils.checks import is_int, wrong
 
 Policy: TypeAlias = "str | type[nn.Module] | Iterable[str | type[nn.Module]] | int | Callable[[str, nn.Module], bool]"
 """A class or its name, several of them, a number of parameters, or a function of a module's name and the module."""
@@ -23,18 +24,18 @@ def check_policy(field: str, policy: Any) -> Any:
     Raises:
         SettingError: it is none.
     """
-    if policy is None or (isinstance(policy, int) and not isinstance(policy, bool) and policy > 0):
+    if policy is None or is_int(policy, 1):
         return policy
     classes = (policy,) if isinstance(policy, str | type) else policy
     if isinstance(classes, Collection) and classes and all(_is_class(kind) for kind in classes):
         return tuple(classes)
     if callable(policy) and not isinstance(policy, type):
         return policy
-    raise SettingError(
-        f"{field}={policy!r} must be a module class or its name, a list of them, a number of parameters from 1 on, or "
-        "a function of a module's name and the module that says True or False.",
-        field=field,
-        got=policy,
+    raise wrong(
+        field,
+        policy,
+        "a module class or its name, a list of them, a number of parameters from 1 on, or a function of a module's "
+        "name and the module that says True or False",
     )
 
 
@@ -95,7 +96,7 @@ def _by_class(field: str, classes: tuple[Any, ...], inside: Mapping[str, nn.Modu
 
 
 def _by_size(module: nn.Module, size: int, inside: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Parts with at least so many parameters that are in no smaller such part."""
+    """Find the parts with at least so many parameters that are in no smaller such part."""
     found: dict[str, nn.Module] = {}
 
     def visit(part: nn.Module, name: str) -> int:

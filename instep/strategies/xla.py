@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.distributed.nested import map_leaves
-from instep.errors import SettingError, StateError, one_of
+from instep.errors import SettingError, StateError
 from instep.state import PartialState, active_run, read_environment
 from instep.strategies.base import Strategy
 from instep.strategies.gradients import Gradients
 from instep.strategies.precision import Precision
+from instep.utils.checks import choice
 from instep.utils.imports import require
 from instep.utils.seed import add_generator, derive_seed
 
@@ -106,8 +107,7 @@ class XLAStrategy(Strategy):
     gradients: XLAGradients  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, spmd: str = "no", *, blocks: Sequence[type[nn.Module]] = ()) -> None:
-        if spmd not in _NAMES:
-            raise one_of("spmd", spmd, _NAMES)
+        choice(*_NAMES)("spmd", spmd)
         if blocks and spmd != "fsdp":
             raise SettingError(
                 f"blocks belongs to spmd='fsdp', and this is spmd={spmd!r}. Leave it out.", field="blocks", got=blocks
@@ -132,18 +132,14 @@ class XLAStrategy(Strategy):
             )
         else:
             return
-        raise SettingError(
-            f"strategy={self.name!r} {problem}; this run has {world_size} processes.", field="strategy", got=self.name
-        )
+        raise self._refused(f"{problem}; this run has {world_size} processes.")
 
     def connect(self, device: torch.device, precision: Precision) -> None:
         super().connect(device, precision)
         if device.type != "xla":
-            raise SettingError(
-                f"strategy={self.name!r} runs on XLA devices, and this run is on {device}. Use "
-                "Trainer(accelerator='xla'), or PartialState(xla=True) before an Accelerator.",
-                field="strategy",
-                got=self.name,
+            raise self._refused(
+                f"runs on XLA devices, and this run is on {device}. Use Trainer(accelerator='xla'), or "
+                "PartialState(xla=True) before an Accelerator."
             )
         if precision.name == "16-mixed":
             raise SettingError(
@@ -164,11 +160,9 @@ class XLAStrategy(Strategy):
     def _make_mesh(self) -> Any:
         runtime = require("torch_xla.runtime", extra="xla", purpose="XLAStrategy")
         if runtime.process_count() > 1:
-            raise SettingError(
-                f"strategy={self.name!r} drives the devices of one process, and torch_xla has "
-                f"{runtime.process_count()} of them. Use strategy='xla' with torch_xla.launch.",
-                field="strategy",
-                got=self.name,
+            raise self._refused(
+                f"drives the devices of one process, and torch_xla has {runtime.process_count()} of them. Use "
+                "strategy='xla' with torch_xla.launch."
             )
         self._spmd = require("torch_xla.distributed.spmd", extra="xla", purpose="XLAStrategy")
         if not runtime.is_spmd():
@@ -198,11 +192,8 @@ class XLAStrategy(Strategy):
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         if PartialState().num_processes > 1:
-            raise SettingError(
-                f"strategy={self.name!r} runs a handwritten loop in one process. Use strategy='xla_spmd' for all "
-                "of its devices, or the Trainer.",
-                field="strategy",
-                got=self.name,
+            raise self._refused(
+                "runs a handwritten loop in one process. Use strategy='xla_spmd' for all its devices, or the Trainer."
             )
         if self._mesh is not None:
             self._hooks.append(module.register_forward_pre_hook(self._split_inputs, with_kwargs=True))

@@ -20,6 +20,7 @@ from instep.distributed.nested import iter_leaves, map_leaves
 from instep.errors import SettingError
 from instep.state import PartialState
 from instep.strategies.base import whole
+from instep.strategies.gradients import parameters_of
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
 
 _BUFFER_BYTES = 25 * 2**20  # as DDP sends the weights at its start
@@ -54,8 +55,8 @@ class OptimizerShards:
         self._loads = [0] * state.num_processes
         self._owners: dict[Tensor, int] = {}
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._assign(_parameters(optimizer))
-        for p in _parameters(optimizer):
+        self._assign(parameters_of(optimizer))
+        for p in parameters_of(optimizer):
             if not self.owns(p):
                 optimizer.state.pop(p, None)  # Adagrad makes its state at once
         self._handles: list[Any] = []
@@ -97,7 +98,7 @@ class OptimizerShards:
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = (optimizer,), {**kwargs, "closure": lambda: loss}
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         self._assign(parameters)  # groups may have been added
         self._hidden = [(p, p.grad) for p in parameters if p.grad is not None and not self.owns(p)]
         for p, _ in self._hidden:
@@ -109,7 +110,7 @@ class OptimizerShards:
             p.grad = gradient
         self._hidden = []
         parts: list[list[Tensor]] = [[] for _ in self._loads]
-        for p in _parameters(optimizer):
+        for p in parameters_of(optimizer):
             if p.requires_grad:
                 parts[self._owners[p]].append(p.detach())
         group = torch.distributed.distributed_c10d._get_default_group()
@@ -134,7 +135,7 @@ def part_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer_state(module, optimizer)
     names = names_of(module, [optimizer])
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    shapes = {names[p]: list(p.shape) for p in _parameters(optimizer)}
+    shapes = {names[p]: list(p.shape) for p in parameters_of(optimizer)}
     return {**optimizer_state(module, _inner(optimizer)), "shapes": shapes, "groups": groups}
 
 
@@ -146,7 +147,7 @@ def load_part(module: nn.Module, optimizer: Optimizer, tree: Mapping[str, Any], 
     """
     target = _inner(optimizer) if is_torch_zero(optimizer) else optimizer
     names, shards = names_of(module, [optimizer]), _divided.get(optimizer)
-    mine = {names[p] for p in _parameters(target) if shards is None or shards.owns(p)}
+    mine = {names[p] for p in parameters_of(target) if shards is None or shards.owns(p)}
     state = {name: value for name, value in tree["state"].items() if name in mine}
     tree = {**tree, "state": state}
     if target is not optimizer:
@@ -181,10 +182,6 @@ def consolidate(tree: dict[str, Any]) -> dict[str, Any]:
     if not process.is_main_process:
         return tree
     return {**tree, "state": {name: state[name] for name in tree["shapes"] if name in state}}
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from instep import checkpoint  # its names load when used
 from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
 from instep.distributed import Trigger, Triggers
@@ -94,7 +95,7 @@ class Position:
         self.validated = self.epoch_ended = self.skipped_rest = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The position at the end of the last optimizer window, where a resumed run goes on."""
+        """Return the position at the end of the last optimizer window, where a resumed run goes on."""
         return {**asdict(self), "batch": self.window_batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -273,9 +274,7 @@ class RunContext:
             FolderInUseError: another run has it.
             CheckpointError: it cannot be written to, or a rank does not see it.
         """
-        from instep.checkpoint.store import CheckpointStore  # late: only a run with checkpoints pays for it
-
-        store = CheckpointStore(folder)
+        store = checkpoint.CheckpointStore(folder)
         if store.root not in self.leases:
             store.own(self.trainer.run_id)
             self.leases[store.root] = store.lease

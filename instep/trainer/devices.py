@@ -26,7 +26,7 @@ CHOSEN = "INSTEP_DEVICES"  # which devices the ranks of a launch were given
 
 
 def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
-    """Processes on this machine.
+    """Count the processes of the run on this machine.
 
     Raises:
         SettingError: the launcher started another number, or there are no such devices.
@@ -57,7 +57,7 @@ def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
 
 
 def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Settings:
-    """Settings with the present number of nodes of an elastic job, which has `num_nodes` at most."""
+    """Return the settings with the present number of nodes of an elastic job, which has `num_nodes` at most."""
     least = read_number(os.environ, MIN_NODES, 0)
     if least and environment.launcher == "torchrun" and least <= environment.num_nodes <= settings.num_nodes:
         return replace(settings, num_nodes=environment.num_nodes)
@@ -77,7 +77,7 @@ def launch(settings: Settings, count: int) -> NoReturn:
 
 
 def grace_period(settings: Settings, rank: int) -> float:
-    """Grace period of this process after a signal, in seconds; a warning where it is less than was asked for."""
+    """Return the seconds that this process has after a signal; warn where they are fewer than was asked for."""
     asked_s = settings.grace_period_s
     if under_plain_torchrun():
         given_s = TORCHRUN_GRACE_S

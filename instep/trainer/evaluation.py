@@ -112,7 +112,7 @@ def _batch_loop(
     trainer, module, progress, gradient = ctx.trainer, ctx.module, ctx.trainer.progress, ctx.gradient
     step = resolve_step(ctx, f"{name}_step", "batch", "batch_idx", "dataloader_idx")
     batch_start, batch_end = ctx.hooks[f"on_{name}_batch_start"], ctx.hooks[f"on_{name}_batch_end"]
-    tick = ctx.triggers.tick if ctx.fn == "fit" else _agree_on_nothing
+    tick = ctx.triggers.tick if ctx.fn == "fit" else lambda _: ()
     beats, log_every = ctx.heartbeat.numbers, ctx.settings.log_every_n_steps
 
     def run() -> bool:
@@ -139,7 +139,9 @@ def _batch_loop(
                         hook(outputs, batch, batch_idx, *which)
                 progress.eval_batch = batch_idx + 1
                 if log_every and (batch_idx + 1) % log_every == 0:
-                    _log_steps(ctx, log)
+                    arrived = log.hand_over(trainer.metrics.next_eval_step(log.stage))
+                    if log.stage != "sanity_check":
+                        trainer.metrics.log_steps(arrived)
                 beats[BATCH] = count
                 count += 1
                 agreed = tick(count)
@@ -216,19 +218,9 @@ def _defer(ctx: RunContext, agreed: tuple[Trigger, ...]) -> bool:
     return any(trigger.name == "preempted" for trigger in agreed)
 
 
-def _agree_on_nothing(step: int) -> tuple[Trigger, ...]:
-    return ()
-
-
 def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:
     for submodule, training in modes:
         submodule.training = training
-
-
-def _log_steps(ctx: RunContext, log: MetricLog) -> None:
-    arrived = log.hand_over(ctx.trainer.metrics.next_eval_step(log.stage))
-    if log.stage != "sanity_check":
-        ctx.trainer.metrics.log_steps(arrived)
 
 
 def _by_loader(metrics: Sequence[EpochMetric], loaders: int) -> list[dict[str, float]]:

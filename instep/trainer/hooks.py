@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.callbacks.base import Callback
+from instep.distributed import send_to_device
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
@@ -185,8 +186,6 @@ class ModuleHooks:
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Move a batch of a type that instep does not know to the device."""
-        from instep.distributed import send_to_device  # late: only who calls super() pays for it
-
         return send_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

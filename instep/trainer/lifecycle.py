@@ -33,7 +33,6 @@ from instep.trainer.hooks import HookTable, ModuleHooks, is_overridden
 from instep.trainer.loaders import Loaders
 from instep.trainer.module import TrainModule
 from instep.trainer.plugins import add_module_callbacks, check_hooks, saves, start_loggers
-from instep.trainer.weights import load_weights
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -149,7 +148,7 @@ def _set_up(ctx: RunContext) -> None:
         sync_batchnorm(module, ctx.device)
     ctx.strategy.prepare_module(module)
     if path is not None:
-        load_weights(ctx, path, ctx.resumed)
+        run_state.load_weights(ctx, path, ctx.resumed)
         if ctx.fn != "fit" and ctx.ckpt_path in ("last", "best", "auto"):
             trainer.print(f"{ctx.fn}: ckpt_path={ctx.ckpt_path!r} is {path}")
 

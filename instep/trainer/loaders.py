@@ -19,13 +19,6 @@ from instep.trainer.module import TrainModule
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
 
-_METHODS = {
-    "train": "train_dataloader",
-    "val": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
-
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -97,10 +90,10 @@ class Loaders:
         self._eval: dict[str, list[BatchSource]] = {}
 
     def _raw(self, stage: str) -> Any:
-        """The user's loader or loaders: passed in, from the datamodule, or from the module."""
+        """Return the user's loader or loaders: passed in, from the datamodule, or from the module."""
         if self._given.get(stage) is not None:
             return self._given[stage]
-        name, module, datamodule = _METHODS[stage], self._module, self._datamodule
+        name, module, datamodule = f"{stage}_dataloader", self._module, self._datamodule
         if datamodule is not None:
             return getattr(datamodule, name)()
         return getattr(module, name)() if is_overridden(module, name, ModuleHooks) else None
@@ -152,18 +145,14 @@ class Loaders:
     # ---- evaluation
 
     def evaluation(self, stage: str) -> list[BatchSource]:
-        """The loaders of `val`, `test` or `predict`; empty where there are none or they are limited to nothing."""
+        """Return the loaders of `val`, `test` or `predict`; empty where there are none, or they are limited to none."""
         if stage not in self._eval:
             self._eval[stage] = self._prepare_evaluation(stage)
         return self._eval[stage]
 
     def _prepare_evaluation(self, stage: str) -> list[BatchSource]:
         settings = self._settings
-        limit = {
-            "val": settings.overfit_batches or settings.limit_val_batches,
-            "test": settings.limit_test_batches,
-            "predict": settings.limit_predict_batches,
-        }[stage]
+        limit = (settings.overfit_batches if stage == "val" else 0) or getattr(settings, f"limit_{stage}_batches")
         raw = self._raw(stage)
         if raw is None or limit == 0:
             return []
@@ -220,7 +209,7 @@ class Loaders:
         )
 
     def on_device(self, source: BatchSource, dataloader_idx: int = 0) -> Iterator[Any]:
-        """The source's batches, each on the device. On CUDA a copy overlaps with the step before.
+        """Give the source's batches, each on the device. On CUDA a copy overlaps with the step before.
 
         The module's transfer hooks run unless the datamodule overrides one of the three.
 
@@ -263,21 +252,19 @@ class Loaders:
 
 
 def _is_batches(raw: Any) -> bool:
-    """A list that is itself the data (ready batches), not a list of loaders."""
+    """Tell a list that is itself the data (ready batches) from a list of loaders."""
     if isinstance(raw, (dict, CombinedLoader)) or not raw:
         return False
     return not all(_is_loader(item) for item in raw)
 
 
 def _is_loader(item: Any) -> bool:
-    from torch import Tensor
-
-    if isinstance(item, (Tensor, str, bytes, int, float)) or item is None:
+    if isinstance(item, (torch.Tensor, str, bytes, int, float)) or item is None:
         return False
     if isinstance(item, dict):
         return all(_is_loader(value) for value in item.values())
     if isinstance(item, (list, tuple)):
-        return all(not isinstance(part, (Tensor, int, float, str)) for part in item)
+        return all(not isinstance(part, (torch.Tensor, int, float, str)) for part in item)
     return hasattr(item, "__iter__")
 
 

@@ -86,7 +86,7 @@ class ScalarTransfer:
         return self._event is None or self._event.query()
 
     def floats(self) -> list[float]:
-        """The values in their order; waits for the transfer."""
+        """Return the values in their order; wait for the transfer."""
         if self._event is not None:
             self._event.synchronize()
         for places, packed in self._copies:
@@ -122,7 +122,7 @@ _REDUCTIONS: dict[Any, str] = {
 
 
 def reduction(name: str, reduce_fx: Any) -> str:
-    """The name of a `reduce_fx`, which may be given as `"mean"` or as `torch.mean`."""
+    """Return the name of a `reduce_fx`, which may be given as `"mean"` or as `torch.mean`."""
     try:
         return _REDUCTIONS[reduce_fx]
     except (KeyError, TypeError):
@@ -157,6 +157,16 @@ class Accumulator:
         return self.name + self.suffix
 
     @property
+    def epoch_key(self) -> tuple[str, str]:
+        """Name and hook of the epoch value, by which ranks match their sums."""
+        return self.epoch_name, self.hook
+
+    @property
+    def shared(self) -> bool:
+        """Whether the sums of all ranks are reduced to one epoch value; metric objects do that themselves."""
+        return self.metric is None and self.options.sync_dist is not False and not self.options.rank_zero_only
+
+    @property
     def step_name(self) -> str:
         return f"{self.name}_step{self.suffix}" if self.on_epoch else self.full_name
 
@@ -165,8 +175,7 @@ class Accumulator:
         return f"{self.name}_epoch{self.suffix}" if self.on_step else self.full_name
 
     def add(self, value: float, weight: float) -> None:
-        amount = value * weight if self.op == "mean" else value
-        self.total = amount if self.total is None else _COMBINE[self.op](self.total, amount)
+        self.total = combine(self.op, self.total, value * weight if self.op == "mean" else value)
         self.weight += weight
 
     def clear(self) -> None:
@@ -189,18 +198,24 @@ _COMBINE: dict[str, Callable[[float, float], float]] = {
 }
 
 
+def combine(op: str, total: float | None, amount: float | None) -> float | None:
+    """Add an amount to a total by the reduction; either may be None, for nothing."""
+    if total is None or amount is None:
+        return amount if total is None else total
+    return _COMBINE[op](total, amount)
+
+
 def merge(parts: Sequence[tuple[str, float | None, float]]) -> float | None:
     """Reduce the (reduction, total, weight) of several ranks to one value; None where no rank has one."""
     op = parts[0][0]
     total: float | None = None
     for _, amount, _ in parts:
-        if amount is not None:
-            total = amount if total is None else _COMBINE[op](total, amount)
+        total = combine(op, total, amount)
     return final(op, total, sum(weight for _, _, weight in parts))
 
 
 def final(op: str, total: float | None, weight: float) -> float | None:
-    """Value of a total and a weight, by the reduction."""
+    """Compute the value of a total and a weight, by the reduction."""
     if total is None:
         return None
     if op == "mean":
@@ -212,17 +227,11 @@ def merge_states(by_rank: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]
     """Merge the log states of several ranks: sums are added up, last values are the first rank's."""
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for state in by_rank:
-        for accumulator in state:
-            known = merged.setdefault(
-                (accumulator["hook"], accumulator["dataloader_idx"], accumulator["key"]), accumulator
-            )
-            if known is accumulator or accumulator["total"] is None:
-                continue
-            combine = _COMBINE[Options(*accumulator["options"]).reduce_fx]
-            known["total"] = (
-                accumulator["total"] if known["total"] is None else combine(known["total"], accumulator["total"])
-            )
-            known["weight"] += accumulator["weight"]
+        for saved in state:
+            known = merged.setdefault((saved["hook"], saved["dataloader_idx"], saved["key"]), saved)
+            if known is not saved and saved["total"] is not None:
+                known["total"] = combine(Options(*saved["options"]).reduce_fx, known["total"], saved["total"])
+                known["weight"] += saved["weight"]
     return list(merged.values())
 
 
@@ -239,6 +248,15 @@ class StepMetrics(NamedTuple):
     metrics: dict[str, float]
     step: int
     bar: dict[str, float]
+
+
+class _Outstanding(NamedTuple):
+    """Values on their way to the host: those held, with their weights, then the fresh step values."""
+
+    transfer: ScalarTransfer
+    held: list[tuple[Accumulator, list[float]]]
+    fresh: list[Accumulator]
+    step: int
 
 
 class MetricLog:
@@ -265,8 +283,7 @@ class MetricLog:
         self._accumulators: dict[tuple[str, int | None], dict[str, Accumulator]] = {}
         self._current: dict[str, Accumulator] = {}
         self._order = 0
-        self._outstanding: tuple[ScalarTransfer, list[tuple[Accumulator, int]], list[Accumulator], int] | None = None
-        self._held_weights: list[float] = []
+        self._outstanding: _Outstanding | None = None
         self.step_values: dict[str, Any] = {}
         """The last step values by name (numbers or device tensors), for whoever shows them; without those whose name a
         later epoch value has taken."""
@@ -351,12 +368,8 @@ class MetricLog:
             if not options.add_dataloader_idx:  # one value over all loaders
                 everywhere = self._accumulators.setdefault((self._hook, None), {})
                 if name in everywhere:
-                    self._current[name] = everywhere[name]
-                    return (
-                        everywhere[name]
-                        if everywhere[name].options == options
-                        else self._accumulator(name, value, options)
-                    )
+                    known = self._current[name] = everywhere[name]
+                    return known if known.options == options else self._accumulator(name, value, options)
             else:
                 suffix = f"/dataloader_idx_{self._dataloader_idx}"
         on_step, on_epoch = self._defaults(name, options)
@@ -386,17 +399,17 @@ class MetricLog:
         )
 
     def bar_values(self, on_device: bool = False) -> dict[str, Any]:
-        """The last step values that were logged with `prog_bar=True`.
+        """Return the last step values that were logged with `prog_bar=True`.
 
         Args:
             on_device: with those on a device. The progress bar's thread, which must not make the device wait, leaves
                 them out; they arrive by `hand_over`.
         """
         return {
-            accumulator.step_name: accumulator.last
-            for accumulator in self._all()
-            if accumulator.options.prog_bar and accumulator.on_step and accumulator.step_name in self.step_values
-            if accumulator.last is not None and (on_device or not _on_device(accumulator.last))
+            one.step_name: one.last
+            for one in self._all()
+            if one.options.prog_bar and one.on_step and one.step_name in self.step_values
+            if one.last is not None and (on_device or not _on_device(one.last))
         }
 
     # ---- out of the accumulators
@@ -404,9 +417,7 @@ class MetricLog:
     def _all(self) -> Iterable[Accumulator]:
         # By identity: without add_dataloader_idx one accumulator stands for several loaders.
         return {
-            id(accumulator): accumulator
-            for accumulators in list(self._accumulators.values())
-            for accumulator in list(accumulators.values())
+            id(one): one for of_hook in list(self._accumulators.values()) for one in list(of_hook.values())
         }.values()
 
     def hand_over(self, step: int, wait: bool = False, step_values: bool = True) -> list[StepMetrics]:
@@ -420,15 +431,13 @@ class MetricLog:
             step_values: False leaves them where they are.
         """
         arrived = self._arrive()
-        held: list[tuple[Accumulator, int]] = []
+        held: list[tuple[Accumulator, list[float]]] = []
         fresh: list[Accumulator] = []
         values: list[Any] = []
-        weights: list[float] = []
         for accumulator in self._all():
             if accumulator.values:
-                held.append((accumulator, len(accumulator.values)))
+                held.append((accumulator, accumulator.weights))
                 values += accumulator.values
-                weights += accumulator.weights
                 accumulator.values, accumulator.weights = [], []
         for accumulator in self._all() if step_values else ():
             if accumulator.fresh and accumulator.on_step:
@@ -439,9 +448,8 @@ class MetricLog:
         # replayed a batch has none) nor by when the device is ready.
         synced = step_values and self._world_size > 1 and any(s.on_step and s.options.sync_dist for s in self._all())
         if values or synced:
-            self._outstanding = (ScalarTransfer(values), held, fresh, step)
-            self._held_weights = weights
-            if wait or synced or self._outstanding[0].ready:
+            self._outstanding = _Outstanding(ScalarTransfer(values), held, fresh, step)
+            if wait or synced or self._outstanding.transfer.ready:
                 arrived += self._arrive(synced)
         return arrived
 
@@ -452,35 +460,26 @@ class MetricLog:
     def _arrive(self, synced: bool = False) -> list[StepMetrics]:
         if self._outstanding is None:
             return []
-        copy, held, fresh, step = self._outstanding
+        transfer, held, fresh, step = self._outstanding
         self._outstanding = None
-        floats = copy.floats()
-        at = 0
-        for accumulator, count in held:
-            for value, weight in zip(floats[at : at + count], self._held_weights[at : at + count], strict=True):
-                accumulator.add(value, weight)
-            at += count
-        metrics = {accumulator.step_name: value for accumulator, value in zip(fresh, floats[at:], strict=True)}
+        floats = iter(transfer.floats())
+        for accumulator, weights in held:
+            for weight in weights:
+                accumulator.add(next(floats), weight)
+        metrics = {one.step_name: value for one, value in zip(fresh, floats, strict=True)}
         if synced:
-            mine = {
-                accumulator.step_name: metrics[accumulator.step_name]
-                for accumulator in fresh
-                if accumulator.options.sync_dist
-            }
-            mine = mine if self._counts else {}
+            mine = {one.step_name: metrics[one.step_name] for one in fresh if self._counts and one.options.sync_dist}
             for name, values in _by_name(gather_object(mine)).items():
                 metrics[name] = sum(values) / len(values)
         self.step_values.update(metrics)
         if not metrics:
             return []
-        accumulators = {accumulator.step_name: accumulator for accumulator in self._all() if accumulator.on_step}
-        logged = {name: value for name, value in metrics.items() if accumulators[name].options.logger is not False}
-        return [
-            StepMetrics(logged, step, {name: v for name, v in metrics.items() if accumulators[name].options.prog_bar})
-        ]
+        options = {one.step_name: one.options for one in self._all() if one.on_step}
+        logged = {name: value for name, value in metrics.items() if options[name].logger is not False}
+        return [StepMetrics(logged, step, {name: v for name, v in metrics.items() if options[name].prog_bar})]
 
     def reduce(self, step: int, reset: bool) -> tuple[list[StepMetrics], list[EpochMetric]]:
-        """The epoch values so far, reduced over ranks. Collective.
+        """Reduce the epoch values so far over ranks. Collective.
 
         Args:
             step: the step that outstanding step values belong to.
@@ -490,43 +489,26 @@ class MetricLog:
             Step values that were on their way, and the epoch values in the order of their first `self.log`.
         """
         arrived = self.bring_to_host(step)
-        accumulators = sorted(
-            (accumulator for accumulator in self._all() if accumulator.on_epoch),
-            key=lambda accumulator: accumulator.order,
-        )
-        local = {
-            (accumulator.epoch_name, accumulator.hook): (accumulator.op, accumulator.total, accumulator.weight)
-            for accumulator in accumulators
-            if accumulator.metric is None
-            and accumulator.options.sync_dist is not False
-            and not accumulator.options.rank_zero_only
-        }
-        local = local if self._counts else {}
+        accumulators = sorted((one for one in self._all() if one.on_epoch), key=lambda one: one.order)
+        mine = [one for one in accumulators if one.shared and self._counts]
+        local = {one.epoch_key: (one.op, one.total, one.weight) for one in mine}
         everywhere = gather_object(local) if self._world_size > 1 else [local]
         shared = {name: merge(parts) for name, parts in _by_name(everywhere).items()}
         result: list[EpochMetric] = []
-        for accumulator in accumulators:
-            if accumulator.metric is not None:
-                value: float | None = float(accumulator.metric.compute()) if accumulator.weight else None
-                if reset and accumulator.weight:
+        for one in accumulators:
+            if one.metric is not None:
+                value: float | None = float(one.metric.compute()) if one.weight else None
+                if reset and one.weight:
                     with torch.inference_mode(False):  # else the next fit could not count into it
-                        accumulator.metric.reset()
-            elif (accumulator.epoch_name, accumulator.hook) in shared:
-                value = shared.pop((accumulator.epoch_name, accumulator.hook))
+                        one.metric.reset()
+            elif one.epoch_key in shared:
+                value = shared.pop(one.epoch_key)
             else:
-                value = final(accumulator.op, accumulator.total, accumulator.weight)
+                value = final(one.op, one.total, one.weight)
             if value is not None:
-                result.append(
-                    EpochMetric(
-                        accumulator.epoch_name,
-                        value,
-                        accumulator.options,
-                        accumulator.full_name,
-                        self._loaders_of(accumulator),
-                    )
-                )
+                result.append(EpochMetric(one.epoch_name, value, one.options, one.full_name, self._loaders_of(one)))
             if reset:
-                accumulator.clear()
+                one.clear()
         # A name that only other ranks logged is still one decision for all.
         result += [
             EpochMetric(name, value, Options(), name) for (name, _), value in shared.items() if value is not None
@@ -534,20 +516,17 @@ class MetricLog:
         return arrived, result
 
     def _loaders_of(self, accumulator: Accumulator) -> frozenset[int] | None:
-        """Loaders whose batches a value was logged with; None where it belongs to all, or its name says to which."""
+        """Return the loaders whose batches a value was logged with; None where that is all, or its name says which."""
         if accumulator.options.add_dataloader_idx:
             return None
-        found = [
-            index
-            for (_, index), accumulators in self._accumulators.items()
-            if accumulators.get(accumulator.name) is accumulator
-        ]
+        places = self._accumulators.items()
+        found = {index for (_, index), of_hook in places if of_hook.get(accumulator.name) is accumulator}
         return frozenset(index for index in found if index is not None) or None
 
     # ---- resume
 
     def state_dict(self, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """This rank's open sums and last step values; call after `bring_to_host`.
+        """Return this rank's open sums and last step values; call it after `bring_to_host`.
 
         Args:
             metrics: the module's metric objects by name; what they have counted is not part of this state.
@@ -645,7 +624,7 @@ def _by_name(parts: Sequence[dict[K, Any]]) -> dict[K, list[Any]]:
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
-    """States of this rank's metric objects since their last reset, by their names in the module."""
+    """Return the states of this rank's metric objects since their last reset, by their names in the module."""
     return {
         name: {"updates": metric._update_count, "state": dict(metric.metric_state)}
         for name, metric in metric_objects(module).items()
@@ -666,7 +645,7 @@ def load_metric_states(module: nn.Module, states: dict[str, Any]) -> None:
 
 
 def metric_objects(module: nn.Module) -> dict[str, Any]:
-    """The module's metric objects by name; recognised without importing torchmetrics."""
+    """Find the module's metric objects by name, without importing torchmetrics."""
     return {
         name: submodule
         for name, submodule in module.named_modules()
@@ -744,7 +723,7 @@ class Metrics:
             logger.log_metrics(metrics, step)
 
     def next_eval_step(self, stage: str) -> int:
-        """The x-axis of step values logged in evaluation: their own count."""
+        """Count a step value of an evaluation: the x-axis of these has a count of its own."""
         self._eval_steps[stage] = self._eval_steps.get(stage, 0) + 1
         return self._eval_steps[stage]
 
@@ -768,7 +747,7 @@ class Metrics:
 
 
 def as_tensors(metrics: dict[str, Any]) -> dict[str, Tensor]:
-    """Metrics as users of Lightning read them: 0-dim tensors, in float64 unless they are tensors already."""
+    """Return metrics as users of Lightning read them: 0-dim tensors, float64 unless they are tensors already."""
     return {
         name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         for name, value in metrics.items()

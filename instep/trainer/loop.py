@@ -27,7 +27,7 @@ from instep.trainer.nonfinite import NonFiniteGuard
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
 from instep.trainer.plugins import saves
 from instep.trainer.step import detached_outputs, make_step, manual_optimizer_step, optimizer_step
-from instep.utils.seed import derive_seed, rng_state, seed_process, set_rng_state
+from instep.utils.seed import rng_state, set_rng_state
 
 
 def fit(ctx: RunContext) -> None:
@@ -100,10 +100,7 @@ def configure_optimizers(ctx: RunContext) -> None:
         TrainOptimizer(optimizer, module, on_step=on_step, no_sync=strategy.no_sync) for optimizer in ctx.optimizers
     ]
     strategy.prepare_training(module, ctx.optimizers)
-    if strategy.data_rank:  # ranks with other data draw other dropout masks; the first keeps the user's stream
-        seed = derive_seed(ctx.trainer.seed, "rank", strategy.data_rank)
-        if torch.initial_seed() != seed:
-            seed_process(seed)
+    strategy.separate_random_streams(ctx.trainer.seed)
 
 
 def prepare_training(ctx: RunContext) -> None:
@@ -181,7 +178,7 @@ def check_saving(ctx: RunContext) -> None:
 
 
 def is_finished(ctx: RunContext) -> bool:
-    """Whether training is over."""
+    """Return whether training is over."""
     at, s = ctx.position, ctx.settings
     if s.max_steps != -1 and at.global_step >= s.max_steps:
         return True
@@ -191,7 +188,7 @@ def is_finished(ctx: RunContext) -> bool:
 
 
 def is_stopping(ctx: RunContext) -> bool:
-    """Whether a stop was agreed and the minimum of steps and epochs is reached."""
+    """Return whether a stop was agreed and the minimum of steps and epochs is reached."""
     at, s = ctx.position, ctx.settings
     if not ctx.trainer._stop_agreed:
         return False
@@ -236,7 +233,7 @@ def begin_epoch(ctx: RunContext) -> None:
 
 
 def rest_of_epoch(ctx: RunContext) -> Iterator[Any]:
-    """The rest of the epoch's batches, on the device."""
+    """Give the rest of the epoch's batches, on the device."""
     if ctx.position.skipped_rest:
         return iter(())  # resumed after on_train_batch_start had left them out
     return ctx.loaders.on_device(ctx.source)

@@ -125,7 +125,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         return None
 
     def pipeline_stages(self) -> Sequence[Any]:
-        """The parts of `forward` in their order, of which a pipeline makes its stages.
+        """Return the parts of `forward` in their order, of which a pipeline makes its stages.
 
         Returns:
             Submodules, each called with what the one before returned: tensors, alone or in a tuple, whose first
@@ -140,7 +140,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         raise HookError(f"{type(self).__name__} has no pipeline_stages, which a pipeline needs: define it")
 
     def pipeline_loss(self, output: Any, target: Any) -> Any:
-        """The mean loss over samples, of what `forward` returned; a pipeline calls it for each of its micro-batches.
+        """Compute the mean loss over samples of what `forward` returned; a pipeline does it for each micro-batch.
 
         `training_step` calls it as `self.pipeline_loss(self(inputs), target)`, with any strategy.
 
@@ -205,7 +205,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             scheduler.step(metric)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them, for manual optimization.
+        """Return the optimizer, or the list of them, for manual optimization.
 
         Args:
             use_pl_optimizer: False gives the bare optimizers, whose `step` the Trainer does not see.
@@ -214,7 +214,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         return wrapped[0] if len(wrapped) == 1 else list(wrapped)
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, the list of them, or None, for manual optimization."""
+        """Return the scheduler, the list of them, or None, for manual optimization."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
@@ -227,8 +227,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let gradients reach only this optimizer's parameters, until `untoggle_optimizer`."""
         self.untoggle_optimizer(optimizer)  # whichever is toggled still: what that has frozen is not to stay so
-        mine = {p for group in _bare(optimizer).param_groups for p in group["params"]}
-        every = {p for other in self.trainer.optimizers for group in other.param_groups for p in group["params"]}
+        mine = set(parameters_of(_bare(optimizer)))
+        every = {p for other in self.trainer.optimizers for p in parameters_of(other)}
         self._toggled: dict[Tensor, bool] = {p: p.requires_grad for p in every}
         for p in every - mine:
             p.requires_grad = False

@@ -1,7 +1,7 @@
 """Guard against a loss or gradient that is nan or inf: `Trainer(nonfinite="stop" | "skip" | "continue")`.
 
-Each optimizer step checks once the losses of its window and at its gradients, after they were reduced and unscaled
-and before they are clipped; what was found is agreed over ranks on the device. Who acts on it:
+In each optimizer step the losses of its window and its gradients are checked once, after the gradients were reduced and
+unscaled and before they are clipped; what was found is agreed over ranks on the device. Who acts on it:
 
 - the host, at once, where it may read without waiting (on a CPU) or has to (optimizers without `found_inf`);
 - else the optimizer's own kernel, which leaves the update out by `found_inf`. The flag stays on the device, and with
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from instep.distributed import gather_object
 from instep.errors import NonFiniteError
+from instep.strategies.gradients import parameters_of
 from instep.trainer.log import StepMetrics
 from instep.utils.optimizer_state import names_of
 
@@ -46,7 +47,7 @@ class _Check:
     epoch: int
     batches: range
     losses: list[Tensor]
-    parameters: list[nn.Parameter]
+    parameters: list[Tensor]
     found: Tensor
     norms: Tensor | None = None  # one per parameter, not finite where its gradient is not
     bad: bool | None = None  # None: the host does not know yet
@@ -78,12 +79,7 @@ class NonFiniteGuard:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        module: nn.Module,
-        optimizers: Sequence[Optimizer],
-        device: torch.device,
-        policy: str,
+        self, trainer: Trainer, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, policy: str
     ) -> None:
         self._trainer, self._module, self._optimizers = trainer, module, optimizers
         self._position, self._progress, self._device = trainer.position, trainer.progress, device
@@ -110,7 +106,7 @@ class NonFiniteGuard:
             )
 
     def _takes_flag(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's kernel leaves the update out where its attribute `found_inf` is 1."""
+        """Return whether the optimizer's kernel leaves the update out where its attribute `found_inf` is 1."""
         return (
             getattr(optimizer, "_step_supports_amp_scaling", False)
             and self._scaler is None
@@ -160,8 +156,8 @@ class NonFiniteGuard:
 
     def _check(self, optimizer: Optimizer) -> _Check:
         losses = self._losses
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [] if self._scaler is not None else [p.grad for p in parameters]
+        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+        gradients = [] if self._scaler is not None else [p.grad for p in parameters if p.grad is not None]
         found = self._last_found.clone() if self._stops else torch.zeros((), device=self._device)
         self._strategy.gradients.find_nonfinite([*losses, *gradients], found)
         last = self._progress.batch_idx
@@ -200,7 +196,7 @@ class NonFiniteGuard:
         The weights that it ends with are checked instead.
         """
         several = type(optimizer).__name__ == "LBFGS" or not type(optimizer).__module__.startswith("torch.optim.")
-        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        weights = parameters_of(optimizer)
         before = [p.detach().clone() for p in weights] if several and self._leaves_out else []
         check: _Check | None = None
 
@@ -313,12 +309,12 @@ class NonFiniteGuard:
 
 
 def host_may_wait(device: torch.device) -> bool:
-    """Whether reading a value from this device costs nothing."""
+    """Return whether reading a value from this device costs nothing."""
     return device.type == "cpu"
 
 
 def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """Norms of tensors, one each, not finite where the tensor is not (or is near overflow)."""
+    """Compute the norm of each tensor, not finite where the tensor is not (or is near overflow)."""
     if not tensors:
         return None
     tensors = [getattr(t, "_local_tensor", t) for t in tensors]  # of a sharded one this rank's part; all are asked

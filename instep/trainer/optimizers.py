@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from instep.errors import HookError, SettingError
+from instep.strategies.gradients import parameters_of
 from instep.utils.optimizer_state import names_of
 from instep.utils.optimizers import OptimizerProxy
 
@@ -97,7 +98,7 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
 
 
 def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None]]]:
-    """The optimizers, and the schedulers with the monitor that stood beside them."""
+    """Return the optimizers, and the schedulers with the monitor that stood beside them."""
     if isinstance(result, Optimizer):
         return [result], []
     if isinstance(result, Mapping):
@@ -184,7 +185,7 @@ def _warn_about_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -
     inside = names_of(module)
     devices = {parameter.device for parameter in inside}
     for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         outside = [p for p in parameters if p not in inside]
         astray = sorted({str(p.device) for p in outside if devices and p.device not in devices})
         if astray:

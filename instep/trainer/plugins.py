@@ -31,7 +31,7 @@ _NEEDED = {
 
 
 def saves(callback: Callback) -> bool:
-    """Whether a callback is a ModelCheckpoint, or acts as one: it can save now."""
+    """Return whether a callback is a ModelCheckpoint, or acts as one: it can save now."""
     return hasattr(callback, "save_now")
 
 
@@ -176,7 +176,7 @@ def _warn_of_uncalled(owner: Any, base: type) -> None:
 
 
 def _names_in_code(classes: list[type]) -> Iterator[str]:
-    """The names of attributes and functions that the methods of these classes use."""
+    """Give the names of attributes and functions that the methods of these classes use."""
     members = [getattr(value, "__code__", None) for cls in classes for value in vars(cls).values()]
     codes = [code for code in members if isinstance(code, CodeType)]
     while codes:

@@ -20,6 +20,7 @@ import torch
 
 from instep.callbacks.base import Callback
 from instep.errors import UsageError
+from instep.strategies.gradients import parameters_of
 from instep.trainer.context import RunContext
 from instep.trainer.plugins import saves
 from instep.utils.private_files import mark
@@ -44,7 +45,7 @@ _STARTED_IN = _folder()  # where the program's relative arguments point from, be
 
 
 def command(ctx: RunContext) -> dict[str, Any] | None:
-    """Command that runs this program again, for its checkpoints; None where there is none (a notebook, a test).
+    """Return the command that runs this program again, for its checkpoints; None in a notebook or a test.
 
     Secrets among its arguments are left out. The mark says that it is this user's own.
     """
@@ -139,7 +140,7 @@ class _Recorder(Callback):
         self._norms: list[float] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer) -> None:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         self._norms.append(float(torch.nn.utils.get_total_norm(gradients)))
 
     def on_train_batch_end(

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instep import checkpoint  # its names load when used
 from instep.distributed.rank_zero import on_rank_zero
 from instep.errors import (
     EXIT_FAILED,
@@ -41,7 +42,7 @@ from instep.loggers.base import RUNS
 from instep.state.environment import read_job
 from instep.trainer.context import RunContext
 from instep.trainer.plugins import saves
-from instep.trainer.run_state import saved_run
+from instep.trainer.weights import saved_run
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
@@ -76,11 +77,11 @@ class RunFolder:
 
     # ---- choosing; all collective: rank 0 looks at the disk
 
-    def find_checkpoint(self, run: RunContext, ckpt_path: Any) -> tuple[Path | None, SavedRun | None]:
+    def find_checkpoint(self, ctx: RunContext, ckpt_path: Any) -> tuple[Path | None, SavedRun | None]:
         """Open the checkpoint that `ckpt_path` means, once all of it has verified.
 
         Args:
-            run: the session.
+            ctx: the run.
             ckpt_path: a path, "last", "best", "auto" or None.
 
         Returns:
@@ -90,44 +91,41 @@ class RunFolder:
             CheckpointNotFoundError: there is none.
             CorruptCheckpointError: nothing of what is there verifies.
         """
-        if run.resumed is not None:  # a restarted job has found its own
-            return run.resumed.path, run.resumed
+        if ctx.resumed is not None:  # a restarted job has found its own
+            return ctx.resumed.path, ctx.resumed
         if ckpt_path is None:
             return None, None
-        from instep.checkpoint import CheckpointStore, find_checkpoint  # late: only who needs them pays for it
-
         if ckpt_path in ("last", "best", "auto"):
-            reader = self._resolve(run, ckpt_path)
+            reader = self._resolve(ctx, ckpt_path)
         else:
             given = to_path(ckpt_path).absolute()
-            path = on_rank_zero(lambda: None if given.is_file() else find_checkpoint(given), f"finding {given}")
+            doing = f"finding {given}"
+            path = on_rank_zero(lambda: None if given.is_file() else checkpoint.find_checkpoint(given), doing)
             if path is None:
                 return given, None
-            reader = CheckpointStore(path.parent).open_verified(path)
+            reader = checkpoint.CheckpointStore(path.parent).open_verified(path)
         return (None, None) if reader is None else (reader.path, saved_run(reader))
 
-    def _resolve(self, run: RunContext, ckpt_path: str) -> Reader | None:
-        from instep.checkpoint import CheckpointStore  # late, as above
-
-        weights = run.fn != "fit" or (run.parts is not None and run.parts.weights_only)
+    def _resolve(self, ctx: RunContext, ckpt_path: str) -> Reader | None:
+        weights = ctx.fn != "fit" or (ctx.parts is not None and ctx.parts.weights_only)
         kind = None if weights else "full"
-        callback = run.trainer.checkpoint_callback
+        callback = ctx.trainer.checkpoint_callback
         monitor = callback.monitor if callback is not None and ckpt_path == "best" else None
         if ckpt_path == "best" and callback is not None and monitor is None:
             ckpt_path = "last"  # nothing is measured: the newest is the best, as in callback.best_model_path
         if callback is not None and callback.dirpath is not None:
-            found = CheckpointStore(callback.dirpath).resolve(ckpt_path, kind=kind, monitor=monitor)
-            return found or self._none(run, callback.dirpath)
+            found = checkpoint.CheckpointStore(callback.dirpath).resolve(ckpt_path, kind=kind, monitor=monitor)
+            return found or self._none(ctx, callback.dirpath)
         broken: CorruptCheckpointError | None = None
         only = ckpt_path != "auto"
         keyword = "last" if ckpt_path == "auto" and kind is None else ckpt_path
         look = f"looking for runs in {self.base}"
         versions = [self.path] if self.path else on_rank_zero(lambda: self._candidates(only), look)
         for version in versions:
-            store, found = CheckpointStore(version / "checkpoints"), None
-            goes_on = self.path is None and ckpt_path == "auto" and run.fn == "fit"
+            store, found = checkpoint.CheckpointStore(version / "checkpoints"), None
+            goes_on = self.path is None and ckpt_path == "auto" and ctx.fn == "fit"
             if goes_on and callback is not None and on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
-                run.lease_folder(store.root)  # an error where the same command runs already, before its first save too
+                ctx.lease_folder(store.root)  # an error where the same command runs already, before its first save too
             try:
                 found = store.resolve(keyword, kind=kind, monitor=monitor)
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
@@ -136,7 +134,7 @@ class RunFolder:
                 broken = broken or (error if isinstance(error, CorruptCheckpointError) else None)
             if found is None:
                 if goes_on:
-                    run.release_folder(store.root)
+                    ctx.release_folder(store.root)
                 continue
             if goes_on:
                 self.path = version  # the same command goes on in the same folder
@@ -145,7 +143,7 @@ class RunFolder:
             raise broken
         folder = self.path or (versions[0] if only and len(versions) == 1 else self.base.absolute())
         if ckpt_path == "auto":
-            return self._none(run, folder)
+            return self._none(ctx, folder)
         raise CheckpointNotFoundError(
             f"ckpt_path={ckpt_path!r}: there is no checkpoint in {folder}. Give a path, or 'auto' to "
             "start fresh where there is none.",
@@ -154,41 +152,42 @@ class RunFolder:
 
     @staticmethod
     def _has_other(store: CheckpointStore, kind: str | None) -> bool:
-        """Whether a run's folder has a checkpoint that verifies, although none is the best."""
+        """Return whether a run's folder has a checkpoint that verifies, although none is the best."""
         try:
             return store.resolve("last", kind=kind) is not None
         except (CheckpointNotFoundError, CorruptCheckpointError):
             return False
 
     @staticmethod
-    def _none(run: RunContext, folder: Path) -> None:
-        if run.fn == "fit":
-            run.trainer.print(f"Nothing to resume from in {folder}: starting afresh.")
+    def _none(ctx: RunContext, folder: Path) -> None:
+        if ctx.fn == "fit":
+            ctx.trainer.print(f"Nothing to resume from in {folder}: starting afresh.")
 
-    def adopt(self, run: RunContext, folder: str | None) -> None:
+    def adopt(self, ctx: RunContext, folder: str | None) -> None:
         """Go on in the run folder of the checkpoint that is resumed, if it is one of this root's and still there."""
         if self.path is None and folder is not None:
             own = Path(folder).parent == self.base.absolute() and Path(folder).name != ".."
             there = on_rank_zero(lambda: own and Path(folder).is_dir(), f"looking for {folder}")
             self.path = Path(folder) if there else None
 
-    def choose(self, run: RunContext) -> Path:
-        """The folder, made with the next free number the first time."""
+    def choose(self, ctx: RunContext) -> Path:
+        """Return the folder, made with the next free number the first time."""
         if self.path is None:
             doing = f"making a run folder in {self.base}"
-            self.path = on_rank_zero(lambda: self._taken(run) or self._make(), doing)
+            self.path = on_rank_zero(lambda: self._taken(ctx) or self._make(), doing)
         return self.path
 
     def claim(self) -> Path:
-        """The folder of the next run, for a logger that is used before it. On the main process only."""
+        """Return the folder of the next run, for a logger that is used before it. On the main process only."""
         if self.path is None and self._claimed is None:
             self._claimed = self._make()
         return self.path or self._claimed  # pyright: ignore[reportReturnType]
 
-    def _taken(self, run: RunContext) -> Path | None:
-        """The folder that a logger has taken before this run."""
-        folders = [self._claimed, *(logger.early_folder for logger in run.trainer.loggers)]
-        return next((it for it in folders if it is not None and it.parent == self.base.absolute()), None)
+    def _taken(self, ctx: RunContext) -> Path | None:
+        """Return the folder that a logger has taken before this run."""
+        folders = [self._claimed, *(logger.early_folder for logger in ctx.trainer.loggers)]
+        base = self.base.absolute()
+        return next((folder for folder in folders if folder is not None and folder.parent == base), None)
 
     def forget(self, main: bool) -> None:
         """Let the next run choose anew; the main process removes a folder that holds no more than a run's status."""
@@ -199,9 +198,7 @@ class RunFolder:
                 shutil.rmtree(folder)
 
     def _make(self) -> Path:
-        from instep.checkpoint import LocalFiles  # late, as above
-
-        files = LocalFiles()
+        files = checkpoint.LocalFiles()
         number = max((int(path.name.removeprefix("version_")) for path in self._versions()), default=-1) + 1
         while True:
             path = self.base / f"version_{number}"
@@ -219,14 +216,14 @@ class RunFolder:
                 return path.absolute()
 
     def _candidates(self, only: bool) -> list[Path]:
-        """The run whose configuration was given, and unless `only` it is meant all others, the newest first."""
+        """List the run whose configuration was given and, unless `only` that is meant, all others, the newest first."""
         for folder in self.given:
             if folder.parent.name == self.base.name or (folder / NAME).is_file():
                 return [folder, *(() if only else self._versions())]
         return self._versions()
 
     def _versions(self) -> list[Path]:
-        """The run folders, the newest first."""
+        """List the run folders, the newest first."""
         if not self.base.is_dir():
             return []
         found = [(int(m[1]), path) for path in self.base.iterdir() if (m := _VERSION.fullmatch(path.name))]
@@ -234,18 +231,18 @@ class RunFolder:
 
     # ---- how it ended
 
-    def say_running(self, run: RunContext) -> None:
+    def say_running(self, ctx: RunContext) -> None:
         """Replace what `status.json` says of an earlier run; where this stays, the run was killed. Collective."""
         if self.path is not None:
-            folder, content = self.path, self._content(run.trainer, "running", None)
-            content["checkpoint"] = None if run.continues is None else str(run.continues.path)
+            folder, content = self.path, self._content(ctx.trainer, "running", None)
+            content["checkpoint"] = None if ctx.continues is None else str(ctx.continues.path)
             on_rank_zero(lambda: begin_status(folder, content), f"writing {folder / NAME}")
             self._said = content
-            if run.rank == 0:
+            if ctx.rank == 0:
                 tell_run_folder(folder)
 
     def say_saved(self, trainer: Trainer, path: Path) -> None:
-        """A checkpoint to go on from is there: where the run is killed, `status.json` names it."""
+        """Name the newest checkpoint in `status.json`, to go on from where the run is killed."""
         if self.path is not None and trainer.is_global_zero and self._said.get("status") == "running":
             self._said |= {"global_step": trainer.global_step, "epoch": trainer.current_epoch, "checkpoint": str(path)}
             with suppress(OSError):  # the save itself was well
@@ -283,19 +280,17 @@ class RunFolder:
         end_status(self.path, self._said)
 
     def _saved(self, trainer: Trainer) -> Path | None:
-        """The newest checkpoint that this run has said it saved, if it is still there."""
+        """Return the newest checkpoint that this run has said it saved, if it is still there."""
         said = self._said.get("checkpoint")
         path = to_path(said, like=getattr(trainer.checkpoint_callback, "dirpath", None)) if said else None
         return path if path is not None and path.is_dir() else None
 
     def _newest(self, trainer: Trainer) -> Path | None:
-        """The checkpoint that `ckpt_path="auto"` would take, if it verifies."""
-        from instep.checkpoint import CheckpointStore  # late, as above
-
+        """Return the checkpoint that `ckpt_path="auto"` would take, if it verifies."""
         assert self.checkpoints is not None
         folder = getattr(trainer.checkpoint_callback, "dirpath", None) or self.checkpoints
         with suppress(CheckpointError):  # that it cannot be listed is not what ended the run
-            return next((info.path for info in CheckpointStore(folder).scan() if info.kind == "full"), None)
+            return next((info.path for info in checkpoint.CheckpointStore(folder).scan() if info.kind == "full"), None)
 
     @staticmethod
     def _content(trainer: Trainer, status: str, code: int | None) -> dict[str, Any]:
@@ -316,7 +311,7 @@ class RunFolder:
 
 
 def _outcome(error: BaseException | None) -> tuple[str, int]:
-    """How a run ended, and the exit code that the process has if nobody catches the error."""
+    """Return how a run ended, and the exit code that the process has if nobody catches the error."""
     if error is None:
         return "done", 0
     if isinstance(error, Preempted):
@@ -328,7 +323,7 @@ def _outcome(error: BaseException | None) -> tuple[str, int]:
     return "failed", EXIT_FAILED
 
 
-def resume_restarted_job(run: RunContext) -> None:
+def resume_restarted_job(ctx: RunContext) -> None:
     """Give the fit its name within the job; in a job that was started again, go on from its newest checkpoint.
 
     Collective. Sets `ckpt_path` and with it what is taken up, which is everything.
@@ -338,30 +333,28 @@ def resume_restarted_job(run: RunContext) -> None:
     if job is None:
         return
     program = Path(sys.argv[0]).name  # a step of SLURM may run several, one after the other
-    run.fit_of_job = f"{job.id}/{program}/{number}"
+    ctx.fit_of_job = f"{job.id}/{program}/{number}"
     if job.restart == 0:
         return
-    found = _newest(run, job.id)
+    found = _newest(ctx, job.id)
     if found is None:
-        run.trainer.print(f"The job was started again (restart {job.restart}) before this fit had a checkpoint.")
+        ctx.trainer.print(f"The job was started again (restart {job.restart}) before this fit had a checkpoint.")
         return
-    run.ckpt_path, run.resumed, run.parts, run.restarted = found.path, saved_run(found), None, True
-    run.trainer.print(f"The job was started again (restart {job.restart}); this fit goes on from {found.path}.")
+    ctx.ckpt_path, ctx.resumed, ctx.parts, ctx.restarted = found.path, saved_run(found), None, True
+    ctx.trainer.print(f"The job was started again (restart {job.restart}); this fit goes on from {found.path}.")
 
 
-def _newest(run: RunContext, job: str) -> Reader | None:
-    from instep.checkpoint import CheckpointStore  # late: only who goes on pays for it
-
-    own = run.trainer.run_folder
+def _newest(ctx: RunContext, job: str) -> Reader | None:
+    own = ctx.trainer.run_folder
     runs = [own.path] if own.path else on_rank_zero(lambda: _runs_of(own.base, job), f"looking in {own.base}")
     folders: dict[Path, Path | None] = {}
-    for callback in run.callbacks:
+    for callback in ctx.callbacks:
         if saves(callback):
             chosen = getattr(callback, "dirpath", None)
             folders |= {chosen: None} if chosen else {path / "checkpoints": path for path in runs}
     newest, of_run = None, None
     for folder, path in folders.items():
-        found = CheckpointStore(folder).newest_verified("full", job=run.fit_of_job)
+        found = checkpoint.CheckpointStore(folder).newest_verified("full", job=ctx.fit_of_job)
         if found is not None and (newest is None or _order(found) > _order(newest)):
             newest, of_run = found, path
     own.path = own.path or of_run
@@ -373,7 +366,7 @@ def _order(reader: Reader) -> tuple[int, int]:
 
 
 def _runs_of(base: Path, job: str) -> list[Path]:
-    """The run folders that a job wrote, the newest first."""
+    """List the run folders that a job wrote, the newest first."""
     if not base.is_dir():
         return []
     folders = (path.parent for path in base.glob(f"version_*/{NAME}"))

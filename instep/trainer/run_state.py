@@ -1,7 +1,6 @@
 """State of a Trainer's run: what its checkpoints hold, and how a run takes up all of it or parts.
 
-The files are those of `checkpoint/run_state.py`. The ranks share position, schedulers, callbacks, loggers, data cursor,
-metrics and hyperparameters (`trainer.json`); each rank has its random generators and open log sums.
+The files are those of `checkpoint/run_state.py`; `weights.py` says what is in them.
 """
 
 from __future__ import annotations
@@ -12,20 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep import __version__
-from instep.checkpoint.edge import (
-    anything,
-    check,
-    count,
-    flag,
-    list_of,
-    mapping,
-    named,
-    none_or,
-    reading,
-    taking_up,
-    text,
-)
+from instep import __version__, checkpoint  # whose names load when used
+from instep.checkpoint.edge import taking_up
 from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, record
 from instep.distributed import gather_object
@@ -35,71 +22,34 @@ from instep.trainer import replay
 from instep.trainer.context import Position, RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import load_metric_states, merge_states, metric_objects, metric_states
+from instep.trainer.weights import VIEW, check_full, load_into, view_of
 from instep.utils.optimizers import put_rates, rates_of, set_learning_rates
 from instep.utils.seed import rng_state
 
 if TYPE_CHECKING:
-    from instep.checkpoint import CheckpointStore, Reader
+    from instep.checkpoint import CheckpointStore
     from instep.checkpoint.background import PendingSave
     from instep.loggers.base import Logger
 
-VIEW = {"epoch", "global_step", "instep_version", "state_dict", "hyper_parameters", "hparams_name"}
-_SHARED = {
-    **dict.fromkeys(("epoch", "global_step", "world_size"), count),
-    **dict.fromkeys(("hyper_parameters", "user"), named),
-    "hparams_name": none_or(text),
-}
-_SHARED_OPTIONAL = {"run_folder": none_or(text), "resumed_with": none_or(named)}
-_SHARED_FULL = {
-    **dict.fromkeys(("data_world_size", "seed"), count),
-    **dict.fromkeys(("run_id", "strategy"), text),
-    **dict.fromkeys(("callbacks", "loggers", "position", "scaler"), mapping),
-    "schedulers": list_of(named),
-    "scheduler_kinds": list_of(text),
-    **dict.fromkeys(("datamodule", "metrics"), anything),
-}
-_POSITION = {
-    **dict.fromkeys(("epoch", "batch", "window_batch", "global_step", "earlier_batches", "nonfinite_steps"), count),
-    **dict.fromkeys(("validated", "epoch_ended", "skipped_rest"), flag),
-}
-_RANK = {"rng": mapping, "metric_states": named, "data_rank": count, "counts": flag}
-_RANK_OPTIONAL = {"strategy": mapping, "log": list_of(mapping), "data": anything}
 
-
-def saved_run(reader: Reader) -> SavedRun:
-    """The state of a Trainer's run in an opened checkpoint; with weights alone, of what a module takes beside them."""
-
-    def check_shared(state: Any) -> None:
-        check(state, _SHARED, "it", _SHARED_OPTIONAL)
-
-    return SavedRun(reader, "trainer", "a run", check_shared, _RANK, _RANK_OPTIONAL)
-
-
-def _check_full(saved: SavedRun) -> None:
-    """Raise CorruptCheckpointError where the shared state lacks what a run needs to go on from it."""
-    with reading(saved.path / "trainer.json", "is not the state of a run"):
-        check(saved.shared, _SHARED_FULL, "it")
-        check(saved.shared["position"], {}, "its position", _POSITION)
-
-
-def _collect(run: RunContext, weights_only: bool = False) -> RunState:
+def _collect(ctx: RunContext, weights_only: bool = False) -> RunState:
     """Collect this rank's state of the run. Collective; hooks of the user's are called, and may fail on one rank only.
 
     Args:
-        run: the session.
+        ctx: the run.
         weights_only: leave out all that only a resumed run needs.
     """
-    trainer, strategy = run.trainer, run.strategy
-    trainer.metrics.log_steps(run.log.bring_to_host(run.position.global_step))  # before the loggers' state
+    trainer, strategy = ctx.trainer, ctx.strategy
+    trainer.metrics.log_steps(ctx.log.bring_to_host(ctx.position.global_step))  # before the loggers' state
     # Collective, and so before the user's hooks, which may fail on one rank only.
-    optimizers = [] if weights_only else [strategy.optimizer_state(optimizer) for optimizer in run.optimizers]
-    view = _user_view(run)
+    optimizers = [] if weights_only else [strategy.optimizer_state(optimizer) for optimizer in ctx.optimizers]
+    view = _user_view(ctx)
     weights = strategy.local_shards(view.pop("state_dict"))
     shared: dict[str, Any] = {
         "instep_version": __version__,
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "world_size": run.world_size,
+        "world_size": ctx.world_size,
         "data_world_size": strategy.data_world_size,
         "hyper_parameters": view.pop("hyper_parameters"),
         "hparams_name": view.pop("hparams_name"),
@@ -113,58 +63,58 @@ def _collect(run: RunContext, weights_only: bool = False) -> RunState:
     shared |= {
         "run_id": trainer.run_id,
         "run_folder": trainer.log_dir,
-        "command": replay.command(run),
+        "command": replay.command(ctx),
         "seed": trainer.seed,
-        "precision": run.precision.name,
+        "precision": ctx.precision.name,
         "strategy": strategy.name,
-        "position": run.position.state_dict(),
-        "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
-        "scheduler_kinds": [type(config.scheduler).__name__ for config in run.schedulers],
-        "resumed_with": run.resumed_with,
-        "scaler": run.precision.state_dict(),
-        "callbacks": {callback.state_key: kept for callback in run.callbacks if (kept := callback.state_dict())},
+        "position": ctx.position.state_dict(),
+        "schedulers": [config.scheduler.state_dict() for config in ctx.schedulers],
+        "scheduler_kinds": [type(config.scheduler).__name__ for config in ctx.schedulers],
+        "resumed_with": ctx.resumed_with,
+        "scaler": ctx.precision.state_dict(),
+        "callbacks": {callback.state_key: kept for callback in ctx.callbacks if (kept := callback.state_dict())},
         "loggers": {
-            key: {**((run.logger_states or {}).get(key) or logger.state_dict()), "global_step": trainer.global_step}
+            key: {**((ctx.logger_states or {}).get(key) or logger.state_dict()), "global_step": trainer.global_step}
             for key, logger in by_class(trainer.loggers).items()
         },
-        "datamodule": None if run.datamodule is None else run.datamodule.state_dict(),
+        "datamodule": None if ctx.datamodule is None else ctx.datamodule.state_dict(),
         "metrics": trainer.metrics.state_dict(),
     }
     own: dict[str, Any] = {
         "rng": rng_state(),
-        "metric_states": metric_states(run.module),
+        "metric_states": metric_states(ctx.module),
         "strategy": strategy.rank_state(),
         "data_rank": strategy.data_rank,
         "counts": strategy.contributes,
     }
-    source = getattr(run, "source", None)
+    source = getattr(ctx, "source", None)
     if source is not None:
-        (own if source.rank_state else shared)["data"] = source.state_dict(run.position.window_batch)
-        own["log"] = run.log.state_dict(metric_objects(run.module))
+        (own if source.rank_state else shared)["data"] = source.state_dict(ctx.position.window_batch)
+        own["log"] = ctx.log.state_dict(metric_objects(ctx.module))
     state.own = own
     return state
 
 
-def _user_view(run: RunContext) -> dict[str, Any]:
-    """The dict that `on_save_checkpoint` hooks see and change."""
-    trainer = run.trainer
-    checkpoint: dict[str, Any] = {
+def _user_view(ctx: RunContext) -> dict[str, Any]:
+    """Return the dict that `on_save_checkpoint` hooks see and change."""
+    trainer = ctx.trainer
+    view: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "instep_version": __version__,
-        "state_dict": run.strategy.model_state(),
-        "hyper_parameters": dict(run.module.hparams),
-        "hparams_name": run.module._hparams_name,
+        "state_dict": ctx.strategy.model_state(),
+        "hyper_parameters": dict(ctx.module.hparams),
+        "hparams_name": ctx.module._hparams_name,
     }
-    for hook in run.hooks.of_callbacks("on_save_checkpoint"):
-        hook(checkpoint)
-    if is_overridden(run.module, "on_save_checkpoint", ModuleHooks):
-        run.module.on_save_checkpoint(checkpoint)
-    return checkpoint
+    for hook in ctx.hooks.of_callbacks("on_save_checkpoint"):
+        hook(view)
+    if is_overridden(ctx.module, "on_save_checkpoint", ModuleHooks):
+        ctx.module.on_save_checkpoint(view)
+    return view
 
 
 def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
-    """Loggers by class and number in it, so that one more of another class disturbs nobody's state."""
+    """Sort loggers by class and number in it, so that one more of another class disturbs nobody's state."""
     names = [type(logger).__name__ for logger in loggers]
     return {(name, names[:index].count(name)): loggers[index] for index, name in enumerate(names)}
 
@@ -172,42 +122,42 @@ def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
 _COLLECTING = "collecting the state of the run"
 
 
-def _about(run: RunContext, weights_only: bool, info: dict[str, Any]) -> dict[str, Any]:
+def _about(ctx: RunContext, weights_only: bool, info: dict[str, Any]) -> dict[str, Any]:
     """JSON values for the manifest."""
     kind = "weights" if weights_only else "full"
-    job = {} if run.fit_of_job is None else {"job": run.fit_of_job}  # by which a restarted job finds it
-    return {"kind": kind, "epoch": run.position.epoch, **job, **info}
+    job = {} if ctx.fit_of_job is None else {"job": ctx.fit_of_job}  # by which a restarted job finds it
+    return {"kind": kind, "epoch": ctx.position.epoch, **job, **info}
 
 
 def save(
-    run: RunContext, store: CheckpointStore, *, name: str | None = None, weights_only: bool = False, **info: Any
+    ctx: RunContext, store: CheckpointStore, *, name: str | None = None, weights_only: bool = False, **info: Any
 ) -> Path:
     """Save a checkpoint of the run. Collective.
 
     Args:
-        run: the session.
+        ctx: the run.
         store: where to.
         name: the folder's name, without its attempt.
         weights_only: leave out all that only a resumed run needs.
         info: what the manifest says beside: monitor, mode, score; or another kind.
     """
-    with run.heartbeat.within("save"):
-        _prepare(run, store, weights_only)
+    with ctx.heartbeat.within("save"):
+        _prepare(ctx, store, weights_only)
         with together(_COLLECTING):
-            state = _collect(run, weights_only)
+            state = _collect(ctx, weights_only)
         path = store.save(
-            run.position.global_step,
+            ctx.position.global_step,
             state.write,
-            info=_about(run, weights_only, info),
+            info=_about(ctx, weights_only, info),
             name=name,
-            run_id=run.trainer.run_id,
+            run_id=ctx.trainer.run_id,
         )
-        _tell(run, path, weights_only)
+        _tell(ctx, path, weights_only)
     return path
 
 
 def save_later(
-    run: RunContext,
+    ctx: RunContext,
     store: CheckpointStore,
     *,
     name: str | None = None,
@@ -218,33 +168,31 @@ def save_later(
     """Copy the run as it is now and save that beside the training; `finish` says what became of it. Collective.
 
     Args:
-        run: the session.
+        ctx: the run.
         store: where to.
         name: as in `save`, like `weights_only` and `info`.
         weights_only: leave out all that only a resumed run needs.
         to_delete: older checkpoints of that store, deleted once this one has verified.
         info: what the manifest says beside.
     """
-    from instep.checkpoint.background import BackgroundSaver  # late: only who saves so pays for it
-
-    saver = run.saver = run.saver or BackgroundSaver()
-    with run.heartbeat.within("save"):
-        _prepare(run, store, weights_only)
-        recorder = record(saver, lambda writer: _collect(run, weights_only).write(writer), _COLLECTING)
+    saver = ctx.saver = ctx.saver or checkpoint.BackgroundSaver()
+    with ctx.heartbeat.within("save"):
+        _prepare(ctx, store, weights_only)
+        recorder = record(saver, lambda writer: _collect(ctx, weights_only).write(writer), _COLLECTING)
     pending = saver.start(
         store,
-        run.position.global_step,
+        ctx.position.global_step,
         recorder,
-        info=_about(run, weights_only, info),
+        info=_about(ctx, weights_only, info),
         name=name,
-        run_id=run.trainer.run_id,
+        run_id=ctx.trainer.run_id,
         to_delete=to_delete,
     )
     pending.weights_only = weights_only
     return pending
 
 
-def finish(run: RunContext, pending: PendingSave) -> Path:
+def finish(ctx: RunContext, pending: PendingSave) -> Path:
     """Wait for a save beside the training. Collective.
 
     Returns:
@@ -253,45 +201,45 @@ def finish(run: RunContext, pending: PendingSave) -> Path:
     Raises:
         BaseException: the save's error, on all ranks.
     """
-    with run.heartbeat.within("save"):
+    with ctx.heartbeat.within("save"):
         path = pending.outcome(RankGroup())
-        _tell(run, path, pending.weights_only)
+        _tell(ctx, path, pending.weights_only)
     return path
 
 
-def _prepare(run: RunContext, store: CheckpointStore, weights_only: bool) -> None:
-    if run.guard is not None:
-        run.guard.read_flags()
-    if run.restore_rest is not None:
-        run.restore_rest()
-    at = run.position
-    if at.batch != at.window_batch and not weights_only and run.rank == 0:
+def _prepare(ctx: RunContext, store: CheckpointStore, weights_only: bool) -> None:
+    if ctx.guard is not None:
+        ctx.guard.read_flags()
+    if ctx.restore_rest is not None:
+        ctx.restore_rest()
+    at = ctx.position
+    if at.batch != at.window_batch and not weights_only and ctx.rank == 0:
         warnings.warn(
             f"this checkpoint is saved in the middle of an optimizer window (batch {at.batch}, the window began at "
             f"{at.window_batch}). A resumed run begins the window again, with other random numbers. Save where "
             "trainer.position.batch == trainer.position.window_batch to go on exactly",
             stacklevel=5,
         )
-    if run.saver is not None:
-        run.saver.wait()
-    clean_once(store, run.cleaned)
+    if ctx.saver is not None:
+        ctx.saver.wait()
+    clean_once(store, ctx.cleaned)
 
 
-def _tell(run: RunContext, path: Path, weights_only: bool) -> None:
+def _tell(ctx: RunContext, path: Path, weights_only: bool) -> None:
     if not weights_only:
-        run.trainer.run_folder.say_saved(run.trainer, path)
-    for logger in run.trainer.loggers:
+        ctx.trainer.run_folder.say_saved(ctx.trainer, path)
+    for logger in ctx.trainer.loggers:
         logger.after_save_checkpoint(path)
 
 
-def dry_run(run: RunContext) -> None:
+def dry_run(ctx: RunContext) -> None:
     """Find state that cannot be saved before the first step, not in hour ten. Collective.
 
     Raises:
         UnsavableStateError: names the owner and the key.
     """
     with together(_COLLECTING):
-        state = _collect(run)
+        state = _collect(ctx)
     with together("checking that the run can be saved"):
         try:
             state.check()
@@ -313,19 +261,19 @@ def check_resume(resume: Any, ckpt_path: Any) -> None:
         )
 
 
-def begin(run: RunContext, path: Path, folder_before: Path | None) -> None:
+def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
     """Decide which parts of the found checkpoint are taken up, and a fit's seed and identity.
 
     Before any hook can ask for a loader, whose order depends on the seed.
 
     Args:
-        run: the session; gets `parts` and `report`.
+        ctx: the run; gets `parts` and `report`.
         path: what was found.
         folder_before: the run folder before it was looked for.
     """
-    asked, saved, trainer = run.parts, run.resumed, run.trainer
-    if run.fn != "fit":
-        run.parts, run.report = Resume.weights(), ResumeReport(path, ("weights",))
+    asked, saved, trainer = ctx.parts, ctx.resumed, ctx.trainer
+    if ctx.fn != "fit":
+        ctx.parts, ctx.report = Resume.weights(), ResumeReport(path, ("weights",))
         return
     kind = "weights" if saved is None else saved.reader.manifest.info.get("kind")
     parts = asked or Resume()
@@ -338,24 +286,24 @@ def begin(run: RunContext, path: Path, folder_before: Path | None) -> None:
         )
     state = {} if saved is None else saved.shared
     if asked is not None:
-        run.resumed_with = asked.record()
-        if run.ckpt_path in ("auto", "last") and state.get("resumed_with") == run.resumed_with:
+        ctx.resumed_with = asked.record()
+        if ctx.ckpt_path in ("auto", "last") and state.get("resumed_with") == ctx.resumed_with:
             parts = Resume(strict=asked.strict)  # the same command again: what was asked for was done then
-    run.parts, run.report = parts, ResumeReport(path, parts.parts)
+    ctx.parts, ctx.report = parts, ResumeReport(path, parts.parts)
     if saved is not None and not parts.weights_only:
-        _check_full(saved)
+        check_full(saved)
     if parts.position:
         assert saved is not None
-        run.continues = saved.reader
+        ctx.continues = saved.reader
         trainer._seed, trainer.run_id = state["seed"], state["run_id"]
-        if run.restarted:
-            run.resumed_with = state.get("resumed_with")
-        if run.ckpt_path == "auto" or run.restarted:
-            trainer.run_folder.adopt(run, state.get("run_folder"))  # the same command goes on in the same folder
+        if ctx.restarted:
+            ctx.resumed_with = state.get("resumed_with")
+        if ctx.ckpt_path == "auto" or ctx.restarted:
+            trainer.run_folder.adopt(ctx, state.get("run_folder"))  # the same command goes on in the same folder
         return
     trainer.run_folder.path = folder_before
     saver = trainer.checkpoint_callback
-    if run.ckpt_path == "auto" and saver is not None and saver.dirpath == path.parent:
+    if ctx.ckpt_path == "auto" and saver is not None and saver.dirpath == path.parent:
         raise SettingError(
             f"ckpt_path='auto' with a Resume that counts from step 0 again would find {path.name} at the next start "
             f"too, since the new run saves into {saver.dirpath} beside it. Give ModelCheckpoint another dirpath, or "
@@ -365,37 +313,71 @@ def begin(run: RunContext, path: Path, folder_before: Path | None) -> None:
         )
 
 
-def resume_plugins(run: RunContext, saved: SavedRun) -> None:
+def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> None:
+    """Load the module's weights, through `on_load_checkpoint`.
+
+    Args:
+        ctx: the run; its module is on its device, and its report gets what was and was not loaded.
+        path: a checkpoint folder, or a file of weights.
+        saved: the opened checkpoint; None for a file.
+    """
+    parts, report = ctx.parts, ctx.report
+    assert parts is not None
+    assert report is not None
+    if saved is None:
+        read = checkpoint.stored_weights if ctx.strategy.sharded else checkpoint.load_weights
+        view: dict[str, Any] = {"state_dict": dict(read(path))}
+    else:
+        view = view_of(saved, lazy=ctx.strategy.sharded)
+        if ctx.fn != "fit":
+            saved.forget()
+    if is_overridden(ctx.module, "on_load_checkpoint", ModuleHooks):
+        ctx.module.on_load_checkpoint(view)
+    for hook in ctx.hooks.of_callbacks("on_load_checkpoint") if parts.callbacks or ctx.fn != "fit" else ():
+        hook(view)
+    load_into(
+        ctx.strategy.load_model_state,
+        ctx.module,
+        ctx.strategy.model_shapes(),
+        view["state_dict"],
+        ctx.module.strict_loading if parts.strict is None else parts.strict,
+        report,
+    )
+    if report.other_shape and ctx.fn != "fit" and ctx.rank == 0:  # fit prints the report
+        warnings.warn(str(report), stacklevel=2)
+
+
+def resume_plugins(ctx: RunContext, saved: SavedRun) -> None:
     """Restore loggers, callbacks and the datamodule; before loaders and optimizers are made."""
-    parts = run.parts
+    parts = ctx.parts
     assert parts is not None
     if parts.weights_only:
         return
-    state, trainer = saved.shared, run.trainer
+    state, trainer = saved.shared, ctx.trainer
     for key, logger in by_class(trainer.loggers).items() if parts.loggers else ():
         if key in state["loggers"]:
             with taking_up(saved.path, f"the logger {key[0]}"):
                 logger.load_state_dict(state["loggers"][key])
-    if run.rank == 0 and parts.position and parts.lr is None:
-        _warn_of_changes(state["hyper_parameters"], dict(run.module.hparams), saved.path)
-    if run.datamodule is not None and state["datamodule"] is not None and parts.position:
+    if ctx.rank == 0 and parts.position and parts.lr is None:
+        _warn_of_changes(state["hyper_parameters"], dict(ctx.module.hparams), saved.path)
+    if ctx.datamodule is not None and state["datamodule"] is not None and parts.position:
         with taking_up(saved.path, "the datamodule"):
-            run.datamodule.load_state_dict(state["datamodule"])
+            ctx.datamodule.load_state_dict(state["datamodule"])
     if parts.callbacks:
-        _resume_callbacks(run, saved.path, state["callbacks"])
+        _resume_callbacks(ctx, saved.path, state["callbacks"])
 
 
-def _resume_callbacks(run: RunContext, path: Path, states: dict[str, Any]) -> None:
-    for callback in run.callbacks:
+def _resume_callbacks(ctx: RunContext, path: Path, states: dict[str, Any]) -> None:
+    for callback in ctx.callbacks:
         if callback.state_key in states:
             with taking_up(path, f"the callback {type(callback).__name__}"):
                 callback.load_state_dict(states[callback.state_key])
-    unclaimed = sorted(set(states) - {callback.state_key for callback in run.callbacks})
+    unclaimed = sorted(set(states) - {callback.state_key for callback in ctx.callbacks})
     if not unclaimed:
         return
-    assert run.report is not None
-    run.report.left_out += [f"the state of the callback {key}" for key in unclaimed]
-    if run.rank == 0:
+    assert ctx.report is not None
+    ctx.report.left_out += [f"the state of the callback {key}" for key in unclaimed]
+    if ctx.rank == 0:
         warnings.warn(
             f"{path} has the state of callbacks that this run does not have, or has with other arguments; it is "
             f"left out: {', '.join(unclaimed)}",
@@ -415,52 +397,52 @@ def _warn_of_changes(saved: dict[str, Any], now: dict[str, Any], path: Path) -> 
         )
 
 
-def resume(run: RunContext) -> Callable[[], None] | None:
+def resume(ctx: RunContext) -> Callable[[], None] | None:
     """Restore what was asked for of optimizers, schedulers, position, data and metrics.
 
     Returns:
         What restores open log sums and random generators; to be called after all hooks that run before the first step.
     """
-    saved, parts = run.resumed, run.parts
+    saved, parts = ctx.resumed, ctx.parts
     assert parts is not None
     if saved is not None and (parts.optimizer or parts.schedulers):
-        _resume_optimizers(run, saved, parts)
+        _resume_optimizers(ctx, saved, parts)
     if parts.lr is not None:
-        set_learning_rates(run.optimizers, [config.scheduler for config in run.schedulers], parts.lr)
-    run.resumed = None  # with what was read of it; the rest is in what is returned
-    return None if run.continues is None or saved is None else _resume_position(run, saved)
+        set_learning_rates(ctx.optimizers, [config.scheduler for config in ctx.schedulers], parts.lr)
+    ctx.resumed = None  # with what was read of it; the rest is in what is returned
+    return None if ctx.continues is None or saved is None else _resume_position(ctx, saved)
 
 
-def _resume_optimizers(run: RunContext, saved: SavedRun, parts: Resume) -> None:
-    state, report = saved.shared, run.report
+def _resume_optimizers(ctx: RunContext, saved: SavedRun, parts: Resume) -> None:
+    state, report = saved.shared, ctx.report
     assert report is not None
     strict = parts.strict is not False
-    schedulers = [config.scheduler for config in run.schedulers]
+    schedulers = [config.scheduler for config in ctx.schedulers]
     other_schedule = _differing(schedulers, state) if parts.schedulers else ""
     if parts.optimizer:
-        trees = saved.optimizer_trees(lazy=run.strategy.sharded)
+        trees = saved.optimizer_trees(lazy=ctx.strategy.sharded)
         differ = (
-            "" if len(run.optimizers) == len(trees) else f"{len(trees)} optimizers saved, {len(run.optimizers)} now"
+            "" if len(ctx.optimizers) == len(trees) else f"{len(trees)} optimizers saved, {len(ctx.optimizers)} now"
         )
         if _fits(differ, "optimizer", saved.path, strict, report.left_out):
-            for optimizer, tree in zip(run.optimizers, trees, strict=True):
+            for optimizer, tree in zip(ctx.optimizers, trees, strict=True):
                 rates = rates_of(optimizer)
                 with taking_up(saved.path, f"the optimizer {type(optimizer).__name__}"):
-                    report.left_out += run.strategy.load_optimizer_state(optimizer, tree, strict)
+                    report.left_out += ctx.strategy.load_optimizer_state(optimizer, tree, strict)
                 if schedulers and (other_schedule or not parts.schedulers):
                     put_rates(optimizer, rates)
                 if state["global_step"]:
                     optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a wrong order by it
         with taking_up(saved.path, "the loss scale"):
-            run.precision.load_state_dict(state["scaler"])
+            ctx.precision.load_state_dict(state["scaler"])
     if parts.schedulers and _fits(other_schedule, "schedulers", saved.path, strict, report.left_out):
         for scheduler, kept in zip(schedulers, state["schedulers"], strict=True):
             saved.restore_schedule(type(scheduler).__name__, scheduler, kept, parts.optimizer)
 
 
 def _differing(schedulers: list[Any], state: dict[str, Any]) -> str:
-    """How learning-rate schedulers differ from the saved ones; torch would load any state into any of them."""
-    kinds, saved = [type(it).__name__ for it in schedulers], state["scheduler_kinds"]
+    """Say how learning-rate schedulers differ from the saved ones; torch would load any state into any of them."""
+    kinds, saved = [type(scheduler).__name__ for scheduler in schedulers], state["scheduler_kinds"]
     if kinds != saved:
         return f"the schedulers {', '.join(saved) or '(none)'} saved, {', '.join(kinds) or '(none)'} now"
     for scheduler, kept in zip(schedulers, state["schedulers"], strict=True):
@@ -483,16 +465,16 @@ def _fits(differ: str, switch: str, path: Path, strict: bool, left_out: list[str
     return not differ
 
 
-def _resume_position(run: RunContext, saved: SavedRun) -> Callable[[], None]:
-    state, trainer, strategy = saved.shared, run.trainer, run.strategy
+def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
+    state, trainer, strategy = saved.shared, ctx.trainer, ctx.strategy
     at = Position()
     at.load_state_dict(state["position"])
-    own = saved.rank(run.rank)
+    own = saved.rank(ctx.rank)
     first_part = strategy.contributes and strategy.data_rank == 0
-    ranks = gather_object((saved.same_sharding(run.rank, run.world_size, strategy), first_part))
+    ranks = gather_object((saved.same_sharding(ctx.rank, ctx.world_size, strategy), first_part))
     of_before, own = (None, own) if all(same for same, _ in ranks) else (own, None)
-    _resume_data(run, at, own, saved)
-    run.position.load_state_dict(at.state_dict())  # not before all of it fits: the Trainer may fit something else next
+    _resume_data(ctx, at, own, saved)
+    ctx.position.load_state_dict(at.state_dict())  # not before all of it fits: the Trainer may fit something else next
     with taking_up(saved.path, "the logged values"):
         trainer.metrics.load_state_dict(state["metrics"])
     if state["strategy"] == strategy.name:
@@ -501,13 +483,13 @@ def _resume_position(run: RunContext, saved: SavedRun) -> Callable[[], None]:
             strategy.load_rank_state(of_rank.get("strategy", {}), own=own is not None)
     log = [] if own is None else own.get("log", [])
     log_owner = [first for _, first in ranks].index(True)
-    if own is None and run.rank == log_owner:  # the sums of all ranks, on one rank only: else they counted twice
+    if own is None and ctx.rank == log_owner:  # the sums of all ranks, on one rank only: else they counted twice
         with taking_up(saved.path, "the logged sums"):
             log = merge_states([each["log"] for each in saved.ranks() if each["counts"]])
-    if of_before is not None and of_before["metric_states"] and run.rank == 0:
+    if of_before is not None and of_before["metric_states"] and ctx.rank == 0:
         warnings.warn(
             f"{saved.path} was saved in the middle of an epoch by {state['world_size']} processes"
-            f"{_layout(state, run)}. What these metric objects had counted is left out: "
+            f"{_layout(state, ctx)}. What these metric objects had counted is left out: "
             f"{', '.join(of_before['metric_states'])}",
             stacklevel=2,
         )
@@ -516,22 +498,22 @@ def _resume_position(run: RunContext, saved: SavedRun) -> Callable[[], None]:
 
     def last() -> None:
         with taking_up(saved.path, "the logged sums"):
-            run.log.load_state_dict(log, metric_objects(run.module))
+            ctx.log.load_state_dict(log, metric_objects(ctx.module))
             if own is not None:
-                load_metric_states(run.module, own["metric_states"])
-        saved.restore_random(rng, strategy.data_rank, trainer.seed, run.position.global_step)
+                load_metric_states(ctx.module, own["metric_states"])
+        saved.restore_random(rng, strategy.data_rank, trainer.seed, ctx.position.global_step)
 
     return last
 
 
-def _layout(state: dict[str, Any], run: RunContext) -> str:
-    """How this run is spread otherwise, for texts."""
-    if state["world_size"] != run.world_size:
-        return f", and this run has {run.world_size}"
-    return f" of strategy={state['strategy']!r}, and this run's strategy={run.strategy.name!r} cuts the data otherwise"
+def _layout(state: dict[str, Any], ctx: RunContext) -> str:
+    """Say for an error how this run is spread otherwise than the saved one."""
+    if state["world_size"] != ctx.world_size:
+        return f", and this run has {ctx.world_size}"
+    return f" of strategy={state['strategy']!r}, and this run's strategy={ctx.strategy.name!r} cuts the data otherwise"
 
 
-def _resume_data(run: RunContext, at: Position, own: dict[str, Any] | None, saved: SavedRun) -> None:
+def _resume_data(ctx: RunContext, at: Position, own: dict[str, Any] | None, saved: SavedRun) -> None:
     state = saved.shared
     data = state.get("data", None if own is None else own.get("data"))
     if data is None and at.epoch_ended:
@@ -539,14 +521,14 @@ def _resume_data(run: RunContext, at: Position, own: dict[str, Any] | None, save
     if data is None:
         raise CheckpointError(
             f"{saved.path} was saved in the middle of an epoch by {state['world_size']} processes, each with its own "
-            f"place in the data{_layout(state, run)}. Resume as it was saved, or from a checkpoint at an epoch's end.",
+            f"place in the data{_layout(state, ctx)}. Resume as it was saved, or from a checkpoint at an epoch's end.",
             path=saved.path,
         )
     if not at.epoch_ended:
         with taking_up(saved.path, "the data"):
-            run.source.load_state_dict(data)
-        at.batch = at.window_batch = run.source.first_batch
+            ctx.source.load_state_dict(data)
+        at.batch = at.window_batch = ctx.source.first_batch
         return
     # Only data with a state that lives on over epochs needs it; at an epoch's end the data may be exchanged.
     with suppress(DataError), taking_up(saved.path, "the data"):
-        run.source.load_state_dict(data)
+        ctx.source.load_state_dict(data)

@@ -15,6 +15,7 @@ import torch
 
 from instep.callbacks.base import Callback
 from instep.data.base import UNEVEN
+from instep.data.config import LIMIT
 from instep.errors import SettingError
 from instep.loggers.base import Logger
 from instep.state.device import KINDS, find_device_kind
@@ -25,6 +26,7 @@ from instep.utils.checks import (
     DEVICES,
     FLAG,
     SECONDS,
+    Check,
     above_zero,
     at_least,
     checks_of,
@@ -41,13 +43,10 @@ DEFAULT_MAX_EPOCHS = 1000
 
 
 def _limit(field: str, value: Any) -> int | float:
-    """Check for a part of a loader: an int counts batches, a float is a fraction, so 1 is one batch and 1.0 is all."""
-    if is_int(value, 0):
-        return int(value)
-    if isinstance(value, float) and 0.0 <= value <= 1.0:
-        return value
-    hint = f"; for {int(value)} batches write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
-    raise wrong(field, value, f"a number of batches (int, 0 or more) or a fraction (float, 0.0 to 1.0){hint}")
+    """Check for a part of a loader; a whole number as float is probably meant as a number of batches."""
+    if isinstance(value, float) and value.is_integer() and value > 1:
+        raise wrong(field, value, f"{LIMIT.expected}; for {int(value)} batches write {int(value)}")
+    return LIMIT(field, value)
 
 
 def _val_check_interval(field: str, value: Any) -> int | float | timedelta:
@@ -66,11 +65,7 @@ def _val_check_interval(field: str, value: Any) -> int | float | timedelta:
     )
 
 
-def _deterministic(field: str, value: Any) -> bool | str:
-    """Check for True, False or "warn"."""
-    if value == "warn" or isinstance(value, bool):
-        return value
-    raise wrong(field, value, "True, False or 'warn'")
+_DETERMINISTIC = Check(lambda value: value == "warn" or isinstance(value, bool), "True, False or 'warn'")
 
 
 def _folder(field: str, value: Any) -> Path:
@@ -149,7 +144,7 @@ class Settings:
     accumulate_grad_batches: Annotated[int, at_least(1)] = 1
     gradient_clip_val: Annotated[float | None, above_zero("above 0, or None for no clipping")] = None
     gradient_clip_algorithm: Annotated[str, choice("norm", "value")] = "norm"
-    deterministic: Annotated[bool | str, _deterministic] = False
+    deterministic: Annotated[bool | str, _DETERMINISTIC] = False
     benchmark: Annotated[bool | None, FLAG] = None
     tf32: Annotated[bool | None, FLAG] = None
     inference_mode: Annotated[bool, FLAG] = True
@@ -218,7 +213,7 @@ def _drop_accumulation(values: dict[str, Any]) -> None:
 
 
 def check_value(name: str, value: Any) -> Any:
-    """One argument in its resolved form, whatever this machine and the other arguments are.
+    """Check one argument, whatever this machine and the other arguments are, and return its resolved form.
 
     Raises:
         SettingError: a wrong value.
@@ -313,16 +308,14 @@ def _bare(s: Settings, given: Mapping[str, Any]) -> Settings:
 
 def _trial(s: Settings) -> Settings:
     n = s.fast_dev_run
+    limits: Any = {f"limit_{stage}_batches": n for stage in ("train", "val", "test", "predict")}
     return replace(
         s,
+        **limits,
         max_steps=n,
         max_epochs=1,
         min_steps=None,
         min_epochs=None,
-        limit_train_batches=n,
-        limit_val_batches=n,
-        limit_test_batches=n,
-        limit_predict_batches=n,
         overfit_batches=0.0,
         val_check_interval=1.0,
         check_val_every_n_epoch=1,

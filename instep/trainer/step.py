@@ -335,12 +335,12 @@ def _loss_of(output: Any, ctx: RunContext) -> Tensor | None:
 
 
 def detached_outputs(output: Any) -> Any:
-    """Outputs for `on_train_batch_end`: a dict with the loss, everything detached, so that no graph is kept alive."""
+    """Return the outputs for `on_train_batch_end`, with the loss; detached, so that no graph is kept alive."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
 
 def _wants_closure(optimizer: Optimizer | None) -> bool:
-    """Whether the optimizer evaluates the loss several times in a step, as L-BFGS does."""
+    """Return whether the optimizer evaluates the loss several times in a step, as L-BFGS does."""
     return type(optimizer).__name__ == "LBFGS"

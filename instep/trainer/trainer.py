@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from instep import checkpoint  # its names load when used
 from instep.callbacks.base import Callback
 from instep.data import DataModule
 from instep.data.plan import rank_weight
@@ -471,11 +472,11 @@ class Trainer:
             DistributedError: a rank did not call it.
         """
         path = to_path(filepath).absolute()
-        run = self._ctx or self._last_ctx
-        if run is None:
+        ctx = self._ctx or self._last_ctx
+        if ctx is None:
             raise UsageError("there is nothing to save yet: call fit first")
         PartialState().wait_for_everyone("trainer.save_checkpoint(), which all ranks call")
-        return run_state.save(run, self._store(path.parent), name=path.name, weights_only=weights_only)
+        return run_state.save(ctx, self._store(path.parent), name=path.name, weights_only=weights_only)
 
     def save_to(self, dirpath: Path | None, name: str | None, *, weights_only: bool, **info: Any) -> Path:
         """Save a checkpoint into a folder of checkpoints; what ModelCheckpoint does. Collective.
@@ -505,7 +506,7 @@ class Trainer:
         return run_state.finish(self._run, pending)
 
     def verify_checkpoint(self, path: Path) -> list[str]:
-        """Problems of a checkpoint; none where it verifies. Collective."""
+        """Verify a checkpoint, and return its problems. Collective."""
         return self._store(path.parent).verify_together(path)
 
     def delete_checkpoint(self, path: Path) -> None:
@@ -513,12 +514,10 @@ class Trainer:
         self._store(path.parent).delete(path)
 
     def _store(self, folder: Path | None) -> Any:
-        from instep.checkpoint import CheckpointStore  # late, as above
-
         folder = folder or self.run_folder.checkpoints
         if folder is None:
             raise UsageError("there is no run folder yet: save inside fit, or give a path")
-        store = CheckpointStore(folder)
+        store = checkpoint.CheckpointStore(folder)
         store.lease = None if self._ctx is None else self._ctx.leases.get(store.root)
         return store
 
@@ -527,7 +526,7 @@ class Trainer:
         return broadcast_object(value)
 
     def all_ranks_arrive(self, timeout_s: float) -> bool:
-        """Whether every rank gets here within `timeout_s`, after an error. No rank waits longer."""
+        """Return whether every rank gets here within `timeout_s`, after an error. No rank waits longer."""
         group = control_group()
         if group is None:
             return True

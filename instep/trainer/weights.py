@@ -1,78 +1,87 @@
-"""A module's weights, from a checkpoint or from a file of anybody's."""
+"""What a checkpoint of a Trainer's run holds, and a module made from one, or from a file of weights.
+
+The ranks share position, schedulers, callbacks, loggers, data cursor, metrics and hyperparameters (`trainer.json`);
+each rank has its random generators and open log sums.
+"""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
+from instep import checkpoint  # whose names load when used
+from instep.checkpoint.edge import anything, check, count, flag, list_of, mapping, named, none_or, reading, text
 from instep.checkpoint.resume import ResumeReport
 from instep.checkpoint.run_state import SavedRun, load_model_state
 from instep.errors import CheckpointError, SettingError
 from instep.strategies.base import shapes_of
-from instep.trainer.context import RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
-from instep.trainer.run_state import VIEW, saved_run
 from instep.types import Location, PathLike
 from instep.utils.hparams import CLASS_PATH, AttributeDict
 from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from instep.checkpoint import Reader
     from instep.trainer.module import TrainModule
 
 M = TypeVar("M", bound="TrainModule")
 
 
-def load_weights(run: RunContext, path: Path, saved: SavedRun | None) -> None:
-    """Load the module's weights, through `on_load_checkpoint`.
-
-    Args:
-        run: the session; its module is on its device, and its report gets what was and was not loaded.
-        path: a checkpoint folder, or a file of weights.
-        saved: the opened checkpoint; None for a file.
-    """
-    parts, report = run.parts, run.report
-    assert parts is not None
-    assert report is not None
-    if saved is None:
-        from instep.checkpoint import load_weights as load_file  # late: only who loads weights pays for it
-        from instep.checkpoint import stored_weights
-
-        checkpoint: dict[str, Any] = {"state_dict": dict((stored_weights if run.strategy.sharded else load_file)(path))}
-    else:
-        checkpoint = _view_of(saved, lazy=run.strategy.sharded)
-        if run.fn != "fit":
-            saved.forget()
-    if is_overridden(run.module, "on_load_checkpoint", ModuleHooks):
-        run.module.on_load_checkpoint(checkpoint)
-    for hook in run.hooks.of_callbacks("on_load_checkpoint") if parts.callbacks or run.fn != "fit" else ():
-        hook(checkpoint)
-    _load_into(
-        run.strategy.load_model_state,
-        run.module,
-        run.strategy.model_shapes(),
-        checkpoint["state_dict"],
-        run.module.strict_loading if parts.strict is None else parts.strict,
-        report,
-    )
-    if report.other_shape and run.fn != "fit" and run.rank == 0:  # fit prints the report
-        warnings.warn(str(report), stacklevel=2)
+VIEW = {"epoch", "global_step", "instep_version", "state_dict", "hyper_parameters", "hparams_name"}
+_SHARED = {
+    **dict.fromkeys(("epoch", "global_step", "world_size"), count),
+    **dict.fromkeys(("hyper_parameters", "user"), named),
+    "hparams_name": none_or(text),
+}
+_SHARED_OPTIONAL = {"run_folder": none_or(text), "resumed_with": none_or(named)}
+_SHARED_FULL = {
+    **dict.fromkeys(("data_world_size", "seed"), count),
+    **dict.fromkeys(("run_id", "strategy"), text),
+    **dict.fromkeys(("callbacks", "loggers", "position", "scaler"), mapping),
+    "schedulers": list_of(named),
+    "scheduler_kinds": list_of(text),
+    **dict.fromkeys(("datamodule", "metrics"), anything),
+}
+_POSITION = {
+    **dict.fromkeys(("epoch", "batch", "window_batch", "global_step", "earlier_batches", "nonfinite_steps"), count),
+    **dict.fromkeys(("validated", "epoch_ended", "skipped_rest"), flag),
+}
+_RANK = {"rng": mapping, "metric_states": named, "data_rank": count, "counts": flag}
+_RANK_OPTIONAL = {"strategy": mapping, "log": list_of(mapping), "data": anything}
 
 
-def _view_of(saved: SavedRun, lazy: bool = False) -> dict[str, Any]:
-    """The dict that `on_load_checkpoint` hooks see and change."""
+def saved_run(reader: Reader) -> SavedRun:
+    """Return the state of a Trainer's run in an opened checkpoint; with weights alone, what a module takes."""
+
+    def check_shared(state: Any) -> None:
+        check(state, _SHARED, "it", _SHARED_OPTIONAL)
+
+    return SavedRun(reader, "trainer", "a run", check_shared, _RANK, _RANK_OPTIONAL)
+
+
+def check_full(saved: SavedRun) -> None:
+    """Raise CorruptCheckpointError where the shared state lacks what a run needs to go on from it."""
+    with reading(saved.path / "trainer.json", "is not the state of a run"):
+        check(saved.shared, _SHARED_FULL, "it")
+        check(saved.shared["position"], {}, "its position", _POSITION)
+
+
+def view_of(saved: SavedRun, lazy: bool = False) -> dict[str, Any]:
+    """Return the dict that `on_load_checkpoint` hooks see and change."""
     trainer = saved.shared
     kept = {key: trainer.get(key) for key in VIEW - {"state_dict"}}
     return {**kept, **trainer["user"], "state_dict": saved.model_state(lazy)}
 
 
-def _load_into(
+def load_into(
     load: Callable[[dict[str, Any], bool], Any],
     module: nn.Module,
     shapes: Mapping[str, torch.Size | None],
@@ -80,6 +89,11 @@ def _load_into(
     strict: bool,
     report: ResumeReport,
 ) -> None:
+    """Load a module's state by `load`, and note in the report what was left out.
+
+    Raises:
+        CheckpointError: it does not fit the module; the text says what would load the rest.
+    """
     try:
         load_model_state(load, shapes, state, strict, report)
     except RuntimeError as error:
@@ -110,22 +124,20 @@ def load_module(
     arguments: dict[str, Any],
 ) -> M:
     """Make a module and load its weights, for `TrainModule.load_from_checkpoint`."""
-    from instep.checkpoint import CheckpointStore, find_checkpoint  # late, as above
-    from instep.checkpoint import load_weights as load_file
-    from instep.utils.rebuild import build_configured
+    from instep.utils.rebuild import build_configured  # late: only who loads weights pays for it
 
     given = to_path(path)
-    folder = given if given.is_file() else find_checkpoint(given)
+    folder = given if given.is_file() else checkpoint.find_checkpoint(given)
     if folder.is_file():
-        checkpoint: dict[str, Any] = {"state_dict": load_file(folder), "hyper_parameters": {}}
+        view: dict[str, Any] = {"state_dict": checkpoint.load_weights(folder), "hyper_parameters": {}}
     else:
-        checkpoint = _view_of(saved_run(CheckpointStore(folder.parent).read(folder)))
-    saved = checkpoint["hyper_parameters"]
+        view = view_of(saved_run(checkpoint.CheckpointStore(folder.parent).read(folder)))
+    saved = view["hyper_parameters"]
     if hparams_file is not None:
         saved = {**saved, **_read_hparams(local_path(hparams_file))}
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    name = checkpoint.get("hparams_name")
+    name = view.get("hparams_name")
     merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
     if name is not None:
         merged[name] = AttributeDict(saved)  # they came as one argument, with all of them in it
@@ -141,13 +153,13 @@ def load_module(
     if is_overridden(module, "configure_model", ModuleHooks):
         module.configure_model()
     if is_overridden(module, "on_load_checkpoint", ModuleHooks):
-        module.on_load_checkpoint(checkpoint)
+        module.on_load_checkpoint(view)
     report = ResumeReport(folder, ("weights",))
-    _load_into(
+    load_into(
         module.load_state_dict,
         module,
         shapes_of(module),
-        checkpoint["state_dict"],
+        view["state_dict"],
         module.strict_loading if strict is None else strict,
         report,
     )

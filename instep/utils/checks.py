@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Integral, Real
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from instep.errors import SettingError, one_of
 
@@ -59,11 +60,9 @@ class Check:
     choices: tuple[str, ...] = ()
 
     def __call__(self, name: str, value: Any) -> Any:
-        try:
+        with suppress(ValueError, OverflowError):  # a number with too many digits
             if self.holds(value):
                 return self.resolve(value)
-        except (ValueError, OverflowError):  # a number with too many digits
-            pass
         raise one_of(name, value, self.choices) if self.choices else wrong(name, value, self.expected)
 
     def from_text(self, name: str, text: str) -> Any:
@@ -194,17 +193,13 @@ def parse_duration(field: str, value: Any) -> timedelta:
         except (TypeError, ValueError, OverflowError) as error:
             reason = f" ({error})"
     if not isinstance(time, timedelta) or time <= timedelta(0):
-        raise SettingError(
-            f"{field}={value!r}: expected a time above zero: 'DD:HH:MM:SS', a timedelta, or a dict like "
-            f"{{'hours': 1, 'minutes': 30}}{reason}.",
-            field=field,
-            got=value,
-        )
+        form = "'DD:HH:MM:SS', a timedelta, or a dict like {'hours': 1, 'minutes': 30}"
+        raise wrong(field, value, f"a time above zero: {form}{reason}")
     return time
 
 
 def checks_of(settings: type) -> dict[str, Callable[[str, Any], Any]]:
-    """Collect the checks of a dataclass's fields, which stand in their annotations.
+    """Collect the checks of a dataclass's fields, which stand in their annotations; other fields have none.
 
     Example::
 
@@ -215,4 +210,18 @@ def checks_of(settings: type) -> dict[str, Callable[[str, Any], Any]]:
         checks_of(Plan)["every"]("every", 3)
     """
     hints = get_type_hints(settings, include_extras=True)
-    return {each.name: get_args(hints[each.name])[1] for each in fields(settings)}
+    return {name: get_args(hint)[1] for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+def check_fields(settings: Any) -> None:
+    """Check the fields of a dataclass, for its `__post_init__`; each keeps the resolved form of its value.
+
+    A field whose default is None may be None.
+
+    Raises:
+        SettingError: a value is wrong.
+    """
+    for name, check in checks_of(type(settings)).items():
+        value, default = getattr(settings, name), getattr(type(settings), name, ...)
+        if value is not None or default is not None:
+            object.__setattr__(settings, name, check(name, value))  # it may be frozen

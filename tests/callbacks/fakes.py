@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from instep.trainer.context import TrainerState
+
 
 @dataclass
 class FakeProgress:
@@ -47,6 +49,7 @@ class FakeTrainer:
     max_epochs: int | None = 2
     max_steps: int = -1
     fast_dev_run: bool | int = False
+    state: TrainerState = field(default_factory=lambda: TrainerState("fit"))
     sanity_checking: bool = False
     val_check_interval: float | int | timedelta = 1.0
     check_val_every_n_epoch: int | None = 1

@@ -168,7 +168,6 @@ def test_missing_metric_that_is_not_strict():
 def test_when_it_checks(option, trainer, at_epoch_end):
     callback = EarlyStopping("loss", check_on_train_epoch_end=option)
     fake = FakeTrainer(callback_metrics={"loss": 1.0}, **trainer)
-    callback.setup(fake, None, "fit")
     callback.on_validation_end(fake, None)
     assert math.isinf(callback.best_score.item()) == at_epoch_end
     callback.on_train_epoch_end(fake, None)
@@ -179,13 +178,10 @@ def test_when_it_checks(option, trainer, at_epoch_end):
 def test_not_in_the_sanity_check_nor_in_validate_nor_in_fast_dev_run():
     fake = FakeTrainer(callback_metrics={"loss": 1.0}, sanity_checking=True)
     callback = EarlyStopping("loss", check_on_train_epoch_end=False)
-    callback.setup(fake, None, "fit")
     callback.on_validation_end(fake, None)
-    fake.sanity_checking = False
-    callback.setup(fake, None, "validate")
+    fake.sanity_checking, fake.state.fn = False, "validate"
     callback.on_validation_end(fake, None)
-    callback.setup(fake, None, "fit")
-    fake.fast_dev_run = 1
+    fake.state.fn, fake.fast_dev_run = "fit", 1
     callback.on_validation_end(fake, None)
     assert math.isinf(callback.best_score.item())
 

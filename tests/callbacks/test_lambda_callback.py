@@ -39,5 +39,5 @@ def test_two_do_not_share_hooks():
 def test_wrong_hooks():
     with pytest.raises(SettingError, match="Did you mean 'on_train_end'"):
         LambdaCallback(on_train_ends=print)
-    with pytest.raises(SettingError, match="must be a function"):
+    with pytest.raises(SettingError, match="expected a function"):
         LambdaCallback(on_train_end=3)

@@ -23,10 +23,10 @@ def test_defaults_do_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"split_batches": 1}, "split_batches=1 must be bool"),
-        ({"even_batches": None}, "even_batches=None must be bool"),
-        ({"dispatch_batches": "yes"}, "dispatch_batches='yes' must be bool or None"),
-        ({"data_seed": True}, "data_seed=True must be int or None"),
+        ({"split_batches": 1}, "split_batches=1: expected True or False"),
+        ({"even_batches": None}, "even_batches=None: expected True or False"),
+        ({"dispatch_batches": "yes"}, "dispatch_batches='yes': expected True or False"),
+        ({"data_seed": True}, "data_seed=True: expected an integer, or None"),
     ],
 )
 def test_values_are_checked(settings: dict[str, Any], expected: str) -> None:

@@ -93,7 +93,7 @@ def test_the_forward_is_cut_up_and_the_step_sees_the_whole_batch(monkeypatch: py
 
 def test_what_cannot_be_is_refused() -> None:
     for ids in ([], [0, 0], [-1], [True]):
-        with pytest.raises(SettingError, match=r"must be different numbers of GPUs"):
+        with pytest.raises(SettingError, match=r"expected different numbers of GPUs"):
             DataParallelStrategy(device_ids=ids)
     with pytest.raises(SettingError, match=r"strategy='dp' runs in one process, and this run has 2.*'ddp'"):
         quiet(strategy="dp", devices=2)

@@ -25,8 +25,8 @@ from tests.strategies.tiny_gpt import LENGTH, VOCABULARY, WIDTH, Block, TinyGPT,
 @pytest.mark.parametrize(
     ("settings", "field", "message"),
     [
-        ({"tp": 0}, "tp", "tp=0 must be a number of processes, from 1, or -1"),
-        ({"cp": True}, "cp", "cp=True must be a number"),
+        ({"tp": 0}, "tp", "tp=0: expected a number of processes, from 1, or -1"),
+        ({"cp": True}, "cp", "cp=True: expected a number"),
         ({"tp": -1}, "tp", "dp_shard and tp are all -1: only one can take what is left"),
         ({"cp": 2, "cp_attention": "flash"}, "cp_attention", "Use one of: all_to_all, ring"),
         ({"loss_parallel": True}, "loss_parallel", "loss_parallel belongs to tp: leave it out, or set tp too"),

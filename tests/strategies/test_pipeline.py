@@ -349,8 +349,8 @@ def test_pipes_with_sharded_weights(folder: Path, two: list[dict[str, Any]], alo
     [
         ({"pp_schedule": "2f2b"}, "pp_schedule"),
         ({"tp": 2, "loss_parallel": True}, "leave one of loss_parallel and pp out"),
-        ({"pp_microbatches": 0}, "pp_microbatches=0 must be a number from 1 on"),
-        ({"pp_split": "blocks.2"}, r"pp_split='blocks.2' must be a list of names"),
+        ({"pp_microbatches": 0}, "pp_microbatches=0: expected an integer of at least 1"),
+        ({"pp_split": "blocks.2"}, r"pp_split='blocks.2': expected a list of names"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:

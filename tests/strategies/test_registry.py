@@ -52,7 +52,7 @@ def test_options_by_name_and_instances_as_they_are():
 def test_unknown_names_and_wrong_kinds():
     with pytest.raises(SettingError, match="Did you mean 'fsdp'"):
         resolve_strategy("fsdpp", 1)
-    with pytest.raises(SettingError, match=r"must be a name .* or an instep\.Strategy"):
+    with pytest.raises(SettingError, match=r"expected a name .* or an instep\.Strategy"):
         resolve_strategy(3, 1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(SettingError, match=r"write DDPStrategy\(\)"):
         quiet(strategy=DDPStrategy)

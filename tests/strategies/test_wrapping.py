@@ -93,7 +93,7 @@ def test_what_matches_nothing_is_refused(policy: Any, text: str) -> None:
 
 @pytest.mark.parametrize("policy", [0, True, 1.5, [], [3], int, [Block()]])
 def test_what_is_no_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(SettingError, match="must be a module class or its name"):
+    with pytest.raises(SettingError, match="expected a module class or its name"):
         check_policy("wrap", policy)
 
 

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from instep.errors import SettingError
-from instep.utils.checks import DEVICES, FLAG, SECONDS, TEXT, at_least, checks_of, choice, parse_duration
+from instep.utils.checks import (
+    DEVICES,
+    FLAG,
+    SECONDS,
+    TEXT,
+    at_least,
+    check_fields,
+    checks_of,
+    choice,
+    parse_duration,
+)
 
 
 @dataclass
@@ -85,3 +95,28 @@ def test_parse_duration(value: Any, seconds: float):
 def test_parse_duration_refuses(value: Any):
     with pytest.raises(SettingError, match=r"max_time=.*DD:HH:MM:SS"):
         parse_duration("max_time", value)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Settings of which one may be None and one has no check."""
+
+    steps: Annotated[int, at_least(1)] = 8
+    limit: Annotated[int | None, at_least(1)] = None
+    free: Any = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def test_fields_are_checked_and_kept_in_their_resolved_form() -> None:
+    fields = Fields(np.int64(3), free=[])  # pyright: ignore[reportArgumentType]
+    assert (type(fields.steps), fields.steps, fields.limit, fields.free) == (int, 3, None, [])
+    assert Fields(limit=2).limit == 2
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": None}, {"limit": 0}, {"limit": True}])
+def test_wrong_fields_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingError) as caught:
+        Fields(**wrong)
+    assert {caught.value.field: caught.value.got} == wrong

@@ -19,7 +19,7 @@ from instep.checkpoint.reader import whole_name
 from instep.checkpoint.scan import folder_names
 from instep.checkpoint.weights import write_new, write_plain
 from instep.errors import CheckpointError
-from instep.trainer.run_state import saved_run
+from instep.trainer.weights import saved_run
 from instep.utils.optimizer_state import check_trees
 
 _WITHOUT_NAME = (torch.complex128, torch.complex32)

@@ -11,6 +11,7 @@ from typing import Any
 from instep.errors import SettingError, one_of
 from instep.strategies.precision import Precision
 from instep.types import PathLike
+from instep.utils.checks import choice
 from instep.utils.paths import to_path
 from instep.utils.porting import INSTEAD
 
@@ -25,7 +26,6 @@ _DTYPES = {
     "16-true": "fp16",
 }
 _REFUSED_ZERO = ("zenflow", "mics_shard_size", "zero_hpz_partition_size", "round_robin_gradients")
-_OFFLOADS = ("cpu", "nvme")
 
 
 def read_config(config: Mapping[str, Any] | PathLike) -> Config:
@@ -63,8 +63,7 @@ def make_config(
     ):
         if device is None:
             continue
-        if device not in _OFFLOADS:
-            raise one_of(field, device, _OFFLOADS)
+        choice("cpu", "nvme")(field, device)
         zero[key] = {"device": device, "pin_memory": AUTO}
         if device == "nvme":
             if nvme_path is None:
@@ -122,7 +121,7 @@ def offload_device(config: Mapping[str, Any], key: str) -> str | None:
 
 
 def compute_kind(config: Mapping[str, Any], precision: Precision, stage: int) -> str | None:
-    """Which section of the configuration computes in 16 bits: "bf16", "fp16", "torch_autocast"; None for none.
+    """Return the section that computes in 16 bits: "bf16", "fp16", "torch_autocast"; None for none.
 
     Raises:
         SettingError: DeepSpeed has no such precision, or the configuration says another one than the run.

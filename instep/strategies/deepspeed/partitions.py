@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -74,7 +75,7 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
 def cut_part(parameter: Any) -> Partition:
     """Return the part of a cut parameter in the dtype of the forward, which is all there is without an optimizer."""
     size = parameter.ds_tensor.ds_numel
-    begin = min(_rank_of(parameter) * size, parameter.ds_numel)
+    begin = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
     count = max(min(size, parameter.ds_numel - begin), 0)
     return Partition(shape_of(parameter), begin, count, parameter.ds_tensor, 0)
 
@@ -123,14 +124,8 @@ def _stage_3(zero: Any, parameter: Any) -> Partition:
     return Partition(cut.shape, cut.begin, cut.count, flat, offset, fetch, store, at_hand)
 
 
-def _rank_of(parameter: Any) -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank(parameter.ds_process_group)
-
-
 def take_run(value: Tensor | StoredTensor, begin: int, count: int) -> Tensor:
-    """Some elements of a whole tensor, flattened; of a stored one only the rows are read that they are in."""
+    """Return some elements of a whole tensor, flattened; of a stored one only the rows are read that hold them."""
     if isinstance(value, Tensor):
         return value.reshape(-1)[begin : begin + count]
     shape = tuple(value.shape)

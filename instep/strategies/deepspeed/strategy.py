@@ -30,7 +30,7 @@ from instep.strategies.deepspeed.config import (
 from instep.strategies.deepspeed.loading import load_deepspeed, quiet_imports
 from instep.strategies.deepspeed.optimizers import check_optimizer, counts_in_ints, kind_of, make_optimizer
 from instep.strategies.deepspeed.partitions import Partition, is_cut, shape_of, take_run
-from instep.strategies.gradients import Gradients
+from instep.strategies.gradients import Gradients, parameters_of
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import StepForward
 from instep.types import PathLike
@@ -55,7 +55,7 @@ class _EnginePrecision(Precision):
         self._zero = zero
 
     def convert_module(self, module: nn.Module) -> None:
-        """Nothing: the engine casts parameters, and keeps their float32 copies."""
+        """Do nothing: the engine casts parameters, and keeps their float32 copies."""
 
     def state_dict(self) -> dict[str, Any]:
         return partitions.scaler_state(self._zero())
@@ -105,7 +105,7 @@ class DeepSpeedGradients(Gradients):
         self.strategy._zero.clip_grad = float(value)  # what its step clips at, with the norm that it needs anyway
         return None
 
-    def multiply(self, optimizer: Optimizer, factor: float) -> None:
+    def multiply(self, optimizer: Optimizer, factor: Any) -> None:
         if self.strategy.stage == 0:
             super().multiply(optimizer, factor)
         else:
@@ -316,7 +316,7 @@ class DeepSpeedStrategy(Strategy):
         check_optimizer(optimizer, self.config, self.stage)
         names = names_of(module, [optimizer])
         self._groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        self._shapes = {names[p]: list(shape_of(p)) for group in optimizer.param_groups for p in group["params"]}
+        self._shapes = {names[p]: list(shape_of(p)) for p in parameters_of(optimizer)}
         exact: dict[Any, Tensor] = self._exact
         self._exact = {}
         if self.stage != 3:
@@ -373,11 +373,9 @@ class DeepSpeedStrategy(Strategy):
         broadcast_weights(module, skip=is_cut)
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
-        raise SettingError(
-            f"strategy={self.name!r} works with the Trainer: DeepSpeed's engine has to be made with the optimizer, and "
-            "an Accelerator prepares models before optimizers. Use the Trainer, or Accelerator(strategy='fsdp').",
-            field="strategy",
-            got=self.name,
+        raise self._refused(
+            "works with the Trainer: DeepSpeed's engine has to be made with the optimizer, and an Accelerator prepares "
+            "models before optimizers. Use the Trainer, or Accelerator(strategy='fsdp')."
         )
 
     def teardown(self) -> None:
@@ -500,7 +498,7 @@ class DeepSpeedStrategy(Strategy):
         return self.module.load_state_dict(taken, strict=strict)
 
     def _take_weights(self, p: Any, value: Any) -> Tensor:
-        """Load one parameter's runs; what remains for `load_state_dict`."""
+        """Load one parameter's runs, and return what remains for `load_state_dict`."""
         with torch.no_grad():
             part = self._parts.get(p)
             if part is not None:
@@ -566,7 +564,7 @@ class DeepSpeedStrategy(Strategy):
     def _load_flat(
         self, optimizer: Optimizer, flat: Tensor, parts: list[tuple[str, Partition]], saved: Mapping[str, Any]
     ) -> None:
-        """Return the state under one flat tensor, put together from that of the parameters in it."""
+        """Load the state under one flat tensor, put together from that of the parameters in it."""
         known = [(name, part, saved[name]) for name, part in parts if saved.get(name)]
         if not known:
             return
@@ -620,7 +618,7 @@ def _elements(parameters: Iterable[Tensor]) -> int:
 
 @contextmanager
 def _local_rank() -> Iterator[None]:
-    """DeepSpeed reads this process's place from the environment, where a process that nobody launched has none."""
+    """Give DeepSpeed this process's place in the environment, where a process that nobody launched has none."""
     if "LOCAL_RANK" in os.environ:
         yield
         return

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.nested import tensor_leaves, with_tensors
-from instep.errors import HookError, SettingError, one_of
+from instep.errors import HookError, SettingError
+from instep.utils.checks import choice
 from instep.utils.optimizer_state import clean_name
 
 
@@ -69,7 +70,7 @@ def parts_of(module: nn.Module) -> list[StagePart]:
 
 
 def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> list[range]:
-    """Which parts form each stage.
+    """Choose the parts that form each stage.
 
     Args:
         parts: in order.
@@ -86,8 +87,7 @@ def runs_of(parts: Sequence[StagePart], count: int, starts: Sequence[str]) -> li
         )
     if starts:
         for start in starts:
-            if start not in names:
-                raise one_of("split", start, names)
+            choice(*names)("split", start)
         cuts = [names.index(start) for start in starts]
         if len(starts) != count - 1 or cuts != sorted(set(cuts)) or cuts[0] == 0:
             raise SettingError(

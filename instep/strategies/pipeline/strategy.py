@@ -45,12 +45,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from instep.distributed.nested import map_leaves
-from instep.errors import HookError, SettingError, one_of
-from instep.strategies.clipping import clip_norm_, gradient_of
+from instep.errors import HookError, SettingError
+from instep.strategies.clipping import clip_norm_, gradient_of, local_part
 from instep.strategies.dtensors import gather_whole, parts_to_write
 from instep.strategies.fsdp import FSDPGradients, FSDPStrategy
 from instep.strategies.pipeline.runner import Micro, Pending, Ran, Runner, outline_of
 from instep.strategies.pipeline.split import Cut
+from instep.utils.checks import at_least, choice, wrong
 from instep.utils.optimizer_state import names_of
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -79,17 +80,12 @@ class Pipeline(NamedTuple):
         Raises:
             SettingError: an option is wrong.
         """
-        if self.schedule not in SCHEDULES:
-            raise one_of("pp_schedule", self.schedule, SCHEDULES)
+        choice(*SCHEDULES)("pp_schedule", self.schedule)
         for field, value in (("pp_microbatches", self.microbatches), ("pp_stages_per_rank", self.stages_per_rank)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise SettingError(f"{field}={value!r} must be a number from 1 on", field=field, got=value)
+            if value is not None:
+                at_least(1)(field, value)
         if isinstance(self.split, str) or not all(isinstance(name, str) for name in self.split):
-            raise SettingError(
-                f"pp_split={self.split!r} must be a list of names of parts, such as ['blocks.2']",
-                field="pp_split",
-                got=self.split,
-            )
+            raise wrong("pp_split", self.split, "a list of names of parts, such as ['blocks.2']")
         return self
 
     def microbatches_for(self, ranks: int) -> int:
@@ -371,11 +367,11 @@ class PipelinedStrategy(FSDPStrategy):
             if gradient is None:
                 continue
             if factor is not None:
-                _local(gradient).mul_(factor.to(gradient.device))  # offloaded ones are elsewhere
+                local_part(gradient).mul_(factor.to(gradient.device))  # offloaded ones are elsewhere
             if p.grad is None:
                 p.grad = gradient
             else:
-                _local(p.grad).add_(_local(gradient))
+                local_part(p.grad).add_(local_part(gradient))
         if self._syncs:
             self._sum_shared()
 
@@ -385,9 +381,9 @@ class PipelinedStrategy(FSDPStrategy):
         for p, (first, *others) in self._shared:
             if here == first:
                 for rank in others:
-                    dist.send(_local(p).detach(), group=group, group_dst=rank)
+                    dist.send(local_part(p).detach(), group=group, group_dst=rank)
             else:
-                dist.recv(_local(p).detach(), group=group, group_src=first)
+                dist.recv(local_part(p).detach(), group=group, group_src=first)
 
     def _sum_shared(self) -> None:
         """Sum the gradients of weights that several ranks of the pipe have, in one order everywhere."""
@@ -397,7 +393,7 @@ class PipelinedStrategy(FSDPStrategy):
             gradient = gradient_of(p)
             if gradient is None:
                 gradient = p.grad = torch.zeros_like(p)
-            mine, here = _local(gradient), self.mesh["pp"].get_local_rank()
+            mine, here = local_part(gradient), self.mesh["pp"].get_local_rank()
             parts = {rank: mine if rank == here else torch.empty_like(mine) for rank in ranks}
             self._exchange(mine, parts)
             mine.copy_(reduce(torch.add, [parts[rank] for rank in ranks]))
@@ -485,9 +481,5 @@ class PipelinedStrategy(FSDPStrategy):
 
 
 def _samples(leaf: Any, samples: slice, batch: int) -> Any:
-    """Some samples of a tensor that has one row for each; anything else as it is."""
+    """Return some samples of a tensor that has one row for each; anything else as it is."""
     return leaf[samples] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == batch else leaf
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
