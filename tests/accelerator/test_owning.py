@@ -17,10 +17,13 @@ from tests.accelerator.loops import Net
 from tests.helpers.spawn import run_command, run_ranks
 
 LOOP = """
-import sys
+import sys, torch
 from instep import Accelerator
-from tests.accelerator.test_owning import in_project
-in_project(Accelerator, sys.argv[1]).save_state()
+from instep.accelerator import ProjectConfiguration
+project = ProjectConfiguration(project_dir=sys.argv[1], automatic_checkpoint_naming=True)
+accelerator = Accelerator(cpu=True, project_config=project)
+accelerator.prepare(torch.nn.Linear(1, 1))
+accelerator.save_state()
 """
 
 

@@ -440,15 +440,6 @@ def test_manual_optimization_knows_the_last_batch_too():
     assert seen == [False, False, False, True]
 
 
-def test_two_trainers_of_other_precisions_in_turn():
-    module = Toy()
-    seen: list[str] = []
-    module.on_train_start = module.on_test_start = lambda: seen.append(AcceleratorState().mixed_precision)
-    quiet(max_epochs=1, precision="bf16-mixed").fit(module, loader())
-    quiet().test(module, loader())
-    assert seen == ["bf16", "no"]
-
-
 def test_a_trainer_inside_anothers_run_has_its_own_state():
     seen: list[Any] = []
 
