@@ -1,12 +1,11 @@
 """Evaluation on several processes counts every sample once, whatever the lengths.
 
-Several processes look at lengths of up to two rounds of all ranks and a sample more (four rounds where batches are
-skipped), since the end of a pass repeats from round to round. INSTEP_LENGTHS_EVERY=1 runs every length there too.
+One process looks at lengths 0 to 40 and batch sizes 1 to 8, several at the `endings` of these.
+INSTEP_LENGTHS_EVERY=1 runs all of them there too.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -17,22 +16,19 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from instep import Accelerator
 from instep.accelerator import DataLoaderConfiguration, skip_first_batches
+from tests.data.helpers import EVERY, LENGTHS, SIZES, endings
 from tests.helpers.spawn import run_ranks
 
-LENGTHS = range(41)
-BATCH_SIZES = range(1, 9)
-EVERY = os.environ.get("INSTEP_LENGTHS_EVERY") == "1"
 
-
-def cases(mode: str, world: int) -> list[tuple[int, int]]:
-    """Lengths and batch sizes that are looked at."""
-    rounds = 4 if mode == "skipped" else 2
-    return [
-        (length, size)
-        for length in LENGTHS
-        for size in BATCH_SIZES
-        if EVERY or world == 1 or length <= rounds * size * world + 1
-    ]
+def cases(mode: str, world: int) -> list[tuple[int, int, int]]:
+    """Lengths and batch sizes that are looked at, and how many rounds of all ranks are skipped before."""
+    chosen = [(length, size) for length in LENGTHS for size in SIZES] if world == 1 else endings(world)
+    if mode != "skipped":
+        return [(length, size, 0) for length, size in chosen]
+    if EVERY or world == 1:
+        return [(length, size, number % 3) for number, (length, size) in enumerate(chosen)]
+    later = [(length + skip * size * world, size, skip) for length, size in chosen for skip in (1, 2)]
+    return [case for case in later if case[0] in LENGTHS]
 
 
 class Numbers(IterableDataset[Any]):
@@ -70,8 +66,8 @@ def check(mode: str) -> int:
         cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=split, dispatch_batches=dispatch)
     )
     world = accelerator.num_processes
-    looked = 0
-    for length, size in cases(mode, world):
+    looked = cases(mode, world)
+    for length, size, skip in looked:
         if mode == "dispatched stream":
             loader: Any = DataLoader(Numbers(length), size)
         else:
@@ -79,15 +75,13 @@ def check(mode: str) -> int:
         batches = accelerator.prepare(loader)
         expected = [float(i) for i in range(length)]
         if mode == "skipped":
-            skip = looked % 3
             batches = skip_first_batches(batches, skip)
             expected = expected[skip * size * world :]
         rows = gathered(accelerator, batches)
         assert rows == expected, (mode, length, size, rows)
         accelerator.dataloaders.clear()
-        looked += 1
     accelerator.free_memory()
-    return looked
+    return len(looked)
 
 
 MODES = ("sharded", "split", "dispatched", "dispatched stream", "skipped")
@@ -95,7 +89,7 @@ MODES = ("sharded", "split", "dispatched", "dispatched stream", "skipped")
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_row_once_in_order_on_one_process(mode: str) -> None:
-    assert check(mode) == len(LENGTHS) * len(BATCH_SIZES)
+    assert check(mode) == len(LENGTHS) * len(SIZES)
 
 
 @pytest.mark.dist

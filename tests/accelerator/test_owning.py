@@ -1,4 +1,4 @@
-"""One run owns the project's folder of states, from its first save until its end."""
+"""One run owns the folder of a project until its end; how another one is refused: checkpoint/test_run_state.py."""
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ import pytest
 from instep import Accelerator
 from instep.accelerator import ProjectConfiguration
 from instep.checkpoint.lease import Lease
-from instep.errors import FolderInUseError, InstepError, LeaseLostError
+from instep.errors import InstepError, LeaseLostError
 from tests.accelerator.loops import Net
-from tests.helpers.spawn import finish, run_ranks, start_command
+from tests.helpers.spawn import run_command, run_ranks
 
 LOOP = """
-import signal, sys
-from pathlib import Path
-from tests.accelerator.test_owning import in_project
+import sys, torch
 from instep import Accelerator
-accelerator = in_project(Accelerator, sys.argv[1])
-if list(Path(sys.argv[1]).rglob("step-*")):
-    accelerator.load_state()
+from instep.accelerator import ProjectConfiguration
+project = ProjectConfiguration(project_dir=sys.argv[1], automatic_checkpoint_naming=True)
+accelerator = Accelerator(cpu=True, project_config=project)
+accelerator.prepare(torch.nn.Linear(1, 1))
 accelerator.save_state()
-print("saved", flush=True)
-if sys.argv[2] == "stay":
-    signal.pause()
 """
 
 
@@ -38,33 +34,15 @@ def in_project(make: Any, folder: Any) -> Accelerator:
     return accelerator
 
 
-def loop(folder: Path, then: str) -> Any:
-    """Another process that has saved, once its first line was read."""
-    return start_command([sys.executable, "-c", LOOP, str(folder), then], cwd=Path(__file__).parents[2])
-
-
 def released(folder: Path) -> list[bool]:
     return [json.loads(path.read_text())["released"] for path in (folder / "checkpoints").glob(".lease-*")]
 
 
-def test_another_loop_in_the_folder_is_refused_until_it_has_ended(tmp_path: Path) -> None:
-    mine = in_project(Accelerator, tmp_path)
-    with loop(tmp_path, "stay") as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "saved\n"
-        with pytest.raises(FolderInUseError, match=f"pid {process.pid}: "):
-            mine.save_state()
-        assert len(list(tmp_path.glob("checkpoints/step-*"))) == 1
-        process.kill()
-        process.wait()
-    mine.load_state()
-    assert mine.save_state().is_dir(), "a dead one's folder is taken over"
-    assert released(tmp_path) == [False]
-    mine.end_training()
+def test_a_program_that_ends_gives_the_folder_back(tmp_path: Path) -> None:
+    done = run_command([sys.executable, "-c", LOOP, str(tmp_path)], cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("checkpoints/step-*"))) == 1
     assert released(tmp_path) == [True]
-    with loop(tmp_path, "go") as process:
-        assert finish(process).returncode == 0
-    assert released(tmp_path) == [True], "at the exit too"
 
 
 def test_the_folder_is_given_back_and_taken_again(make: Any, tmp_path: Path) -> None:

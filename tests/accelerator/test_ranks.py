@@ -48,17 +48,21 @@ def gradients_of(length: int, accumulate: int, items: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("items", [False, True], ids=["samples", "items"])
-@pytest.mark.parametrize("length, accumulate", [(16, 1), (17, 2), (21, 3)])
-def test_a_step_is_the_mean_over_all_its_samples_on_any_number_of_processes(
-    length: int, accumulate: int, items: bool
-) -> None:
-    window = 4 * accumulate
-    parts = [torch.arange(length).float()[at : at + window] for at in range(0, length, window)]
-    expected = [part.mean().item() for part in parts]
-    for world in (2, 4):
-        for found in run_ranks(gradients_of, world, length, accumulate, items):
-            assert found == pytest.approx(expected)
+CASES = [(length, accumulate, items) for length, accumulate in ((16, 1), (17, 2), (21, 3)) for items in (False, True)]
+
+
+def gradients_of_all() -> list[list[float]]:
+    return [gradients_of(*case) for case in CASES]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_step_is_the_mean_over_all_its_samples_on_any_number_of_processes(world: int) -> None:
+    ranks = run_ranks(gradients_of_all, world)
+    for number, (length, accumulate, _) in enumerate(CASES):
+        window = 4 * accumulate
+        parts = [torch.arange(length).float()[at : at + window] for at in range(0, length, window)]
+        for found in ranks:
+            assert found[number] == pytest.approx([part.mean().item() for part in parts]), CASES[number]
 
 
 def windows_after_leaving_evaluations_early() -> list[bool]:
@@ -105,12 +109,15 @@ def set_by(setter: int, blocking: bool) -> int:
     return step
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize("setter", [0, 1, 2])
-def test_a_trigger_of_any_rank_stops_all_at_one_step(setter: int, blocking: bool) -> None:
-    steps = run_ranks(set_by, 3, setter, blocking)
-    assert len(set(steps)) == 1
-    assert steps[0] == 5 if blocking else 5 <= steps[0] < 66
+def set_by_each() -> dict[bool, list[int]]:
+    return {blocking: [set_by(setter, blocking) for setter in range(3)] for blocking in (True, False)}
+
+
+def test_a_trigger_of_any_rank_stops_all_at_one_step() -> None:
+    first, *others = run_ranks(set_by_each, 3)
+    assert others == [first, first]
+    assert first[True] == [5, 5, 5]
+    assert all(5 <= step < 66 for step in first[False])
 
 
 def uneven() -> tuple[int, list[float], bool]:

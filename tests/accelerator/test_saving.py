@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from instep import Accelerator
+from instep import Accelerator, Resume
 from instep.accelerator import ProjectConfiguration
 from instep.checkpoint import load_weights
 from instep.checkpoint.manifest import read_manifest
@@ -101,6 +101,25 @@ def test_an_optimizer_of_other_parameters_is_refused(make: Any, tmp_path: Path) 
     second.prepare(net, torch.optim.AdamW([net.layers[0].weight]))
     with pytest.raises(CheckpointError, match="an optimizer of the 1 parameters"):
         second.load_state(tmp_path / "state")
+
+
+def test_an_optimizer_of_another_kind_is_left_out_where_that_was_asked_for(make: Any, tmp_path: Path) -> None:
+    first = make()
+    net = Net()
+    momentum = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    prepared = first.prepare(net, momentum, torch.optim.lr_scheduler.ExponentialLR(momentum, 0.5))
+    step(first, *prepared[:2])
+    path = first.save_state(tmp_path / "state")
+    second = make()
+    net = Net()
+    _, optimizer = second.prepare(net, sgd(net))
+    with pytest.raises(CheckpointError, match="SGD"):
+        second.load_state(path, Resume(position=False, callbacks=False))
+    second.load_state(path, Resume(position=False, callbacks=False, strict=False))
+    report = second.resume_report
+    assert report is not None
+    assert report.left_out == ["the state of SGD, since this run has AdamW", "ExponentialLR of optimizer 0"]
+    assert not optimizer.optimizer.state
 
 
 def test_registered_objects_come_back_by_name(make: Any, tmp_path: Path) -> None:
@@ -451,16 +470,6 @@ def test_another_number_of_processes_goes_on_in_the_same_data(tmp_path: Path) ->
     rest = resume_at(tmp_path, False)
     assert sorted(first + rest) == [float(i) for i in range(24)]
     assert run_ranks(resume_at, 2, tmp_path, False)[0] == rest
-
-
-def test_the_first_save_clears_what_a_killed_one_left(make: Any, tmp_path: Path) -> None:
-    doomed = tmp_path / ".deleting-step-00000001-1"
-    doomed.mkdir()
-    (doomed / "model.safetensors").write_bytes(b"half")
-    accelerator = make()
-    accelerator.prepare(Net())
-    accelerator.save_state(tmp_path / "state")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["state-1"]
 
 
 def test_a_new_run_does_not_save_among_later_states_of_another(make: Any, tmp_path: Path) -> None:

@@ -315,6 +315,11 @@ class Sent(FaultPlan):
             super().__call__(operation, path, detail)
 
 
+def kills(name: str, count: int) -> range:
+    """Operations to kill at: a save into a new step is looked at by itself, and not before each delete again."""
+    return range(7 if name == "save_then_delete_the_old" else 0, count)
+
+
 def kill_everywhere(url: str, name: str, counted: str) -> int:
     import s3fs  # noqa: F401  once, not in every child
     import upath  # noqa: F401
@@ -328,7 +333,7 @@ def kill_everywhere(url: str, name: str, counted: str) -> int:
         Path(counted).write_text(str(len(log.operations)))
 
     assert exit_status_of(count) == 0
-    for number in range(int(Path(counted).read_text())):
+    for number in kills(name, int(Path(counted).read_text())):
         root = f"{url}/{number}"
 
         def killed(number: int = number, root: str = root) -> None:
@@ -348,7 +353,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(name: str, bucket: Bu
     assert count == (8 if name != "save_then_delete_the_old" else 8 + 1 + 8)  # .owner, 6 files, manifest; and all again
     (action,) = (action for action in ACTIONS if action.__name__ == name)
     seen: list[float] = []
-    for number in range(count):
+    for number in kills(name, count):
         store = CheckpointStore(f"{bucket.url}/{number}")
         newest = store.newest_verified()  # a warning would be an error
         assert newest is not None

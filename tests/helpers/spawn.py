@@ -198,6 +198,9 @@ def _rank_main(payload: bytes, env: dict[str, str], log: str, sender: Connection
     faulthandler.register(signal.SIGQUIT, file=output, all_threads=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
+    # As in a program: else a rank whose loader has workers starts a fork server of its own, which imports all again.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+
     import torch  # in the fork server already; kept out of this module so that collecting tests stays fast
     import torch.distributed as dist
 

@@ -61,7 +61,6 @@ class Quiet(Callback):
 
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
-    "offload": {"cpu_offload": True},
     "recomputed": {"activation_checkpointing": True},
     "reduced each time": {"accumulate_sharded": True},
     "kept": {"reshard_after_forward": False},

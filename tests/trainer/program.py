@@ -68,7 +68,7 @@ def main() -> None:
     if args.early and trainer.logger is not None:
         trainer.logger.log_metrics({"early": 1.0}, step=0)
         trainer.logger.save()
-    module = Net(averaged=False)
+    module = Net()
     train = DataLoader(Augmented(22), batch_size=4, shuffle=True, num_workers=args.workers)
     trainer.fit(module, train, DataLoader(Plain(7), batch_size=3), ckpt_path="auto")
     module.test_step = lambda batch, batch_idx: module.log("count", float(len(batch[0])), reduce_fx="sum")  # type: ignore[method-assign]

@@ -21,6 +21,7 @@ from instep.data import CombinedLoader
 from instep.errors import Preempted
 from instep.loggers import Logger
 from instep.utils.seed import rng_state
+from tests.trainer.toys import Mean
 
 SAMPLES, VALIDATION_SAMPLES, EPOCHS = 22, 7, 3
 
@@ -49,6 +50,7 @@ class Case:
     scaler: bool = False
     callbacks: bool = False
     compiled: str = ""
+    torchmetrics: bool = False
 
 
 class Augmented(Dataset[Any]):
@@ -108,7 +110,7 @@ class StatefulStream(IterableDataset[Any]):
 def train_loader(case: Case) -> Any:
     options: dict[str, Any] = {"batch_size": case.batch_size, "num_workers": case.workers}
     if case.workers:
-        options["multiprocessing_context"] = "fork"  # in a rank of these tests it would be the slow forkserver
+        options["multiprocessing_context"] = "fork"  # the default of Python 3.14, forkserver, is slow
     if case.data == "map":
         return DataLoader(Augmented(SAMPLES), shuffle=True, **options)
     if case.data == "plain":
@@ -142,12 +144,12 @@ class Net(TrainModule):
         dropout: float = 0.3,
         optimizer: str = "adamw",
         scheduler: str = "exponential",
-        averaged: bool = True,
+        torchmetrics: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
-        self.average = _mean_metric() if averaged else None
+        self.average = _mean_metric() if torchmetrics else Mean()
         self.seen: list[list[int]] = []
 
     def setup(self, stage: str) -> None:
@@ -165,9 +167,8 @@ class Net(TrainModule):
             self.seen.append(index.tolist())
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
-        if self.average is not None:
-            self.average.update(loss.detach())
-            self.log("average", self.average, on_step=False, on_epoch=True)
+        self.average.update(loss.detach())
+        self.log("average", self.average, on_step=False, on_epoch=True)
         self.log("noise", random.random() + float(np.random.rand()))
         if batch_idx % 4 == 0:
             self.log("seldom", loss)
@@ -188,7 +189,7 @@ class Net(TrainModule):
 
 
 def _mean_metric() -> Any:
-    from torchmetrics import MeanMetric  # late: it takes longer to import than torch, and programs do without
+    from torchmetrics import MeanMetric  # late: it takes longer to import than torch
 
     return MeanMetric()
 
@@ -361,7 +362,7 @@ def run_once(
     """Train as a new process would: other seeds, new objects, `ckpt_path="auto"`."""
     rows = [] if rows is None else rows
     seed(100 + number)
-    module = Net(case.schedule, optimizer=case.optimizer, scheduler=case.scheduler)
+    module = Net(case.schedule, optimizer=case.optimizer, scheduler=case.scheduler, torchmetrics=case.torchmetrics)
     if case.compiled == "module":
         module.compile(backend="eager")
     elif case.compiled == "part":

@@ -11,7 +11,7 @@ from torch import nn
 
 from instep import Trainer, TrainModule
 from instep.callbacks import ModelCheckpoint
-from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from tests.trainer.toys import LoggingToy, Toy, assert_same, loader, quiet, samples, weights
 
 
@@ -143,11 +143,6 @@ def test_another_trainer_finds_them_in_the_root(tmp_path: Path):
     assert_same(weights(module), weights(first.model))
 
 
-def test_there_must_be_something_to_run():
-    with pytest.raises(UsageError, match="pass a model"):
-        quiet().validate(dataloaders=loader())
-
-
 def test_what_is_not_there_is_an_error(tmp_path: Path):
     for path in ("best", "last", tmp_path / "nowhere"):
         with pytest.raises(CheckpointNotFoundError):
@@ -186,11 +181,6 @@ def test_an_evaluation_in_between_does_not_change_what_is_saved(tmp_path: Path):
     resumed = quiet(max_epochs=2)
     resumed.fit(Toy(), loader(), ckpt_path=path)
     assert resumed.global_step == 8
-
-
-def test_there_must_be_something_to_save(tmp_path: Path):
-    with pytest.raises(UsageError, match="nothing to save yet"):
-        quiet().save_checkpoint(tmp_path / "x")
 
 
 def test_saving_inside_a_run_by_a_hook(tmp_path: Path):
@@ -261,34 +251,6 @@ def test_another_architecture_is_a_clear_error(tmp_path: Path):
         quiet(max_epochs=2).fit(Sized(7), loader(), ckpt_path=path)
     with pytest.raises(CheckpointError, match=r"(?s)do not fit Toy: .*[^. ]\. Set"):
         quiet().test(Toy(), loader(), ckpt_path=path)
-
-
-def test_weights_alone_cannot_be_resumed(tmp_path: Path):
-    trainer = quiet(max_epochs=1)
-    trainer.fit(Toy(), loader())
-    path = trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
-    with pytest.raises(CheckpointError, match=r"holds weights only.*resume=Resume\.weights\(\)"):
-        quiet(max_epochs=2).fit(Toy(), loader(), ckpt_path=path)
-    quiet().test(Toy(), loader(), ckpt_path=path, verbose=False)
-
-
-def test_a_file_of_weights_cannot_be_resumed(tmp_path: Path):
-    trainer = quiet(max_epochs=1)
-    trainer.fit(Toy(), loader())
-    file = trainer.save_checkpoint(tmp_path / "weights", weights_only=True) / "model.safetensors"
-    with pytest.raises(CheckpointError, match="weights only"):
-        quiet(max_epochs=2).fit(Toy(), loader(), ckpt_path=file)
-
-
-def test_other_optimizers_are_a_clear_error(tmp_path: Path):
-    trainer = quiet(max_epochs=1)
-    trainer.fit(Toy(), loader())
-    path = trainer.save_checkpoint(tmp_path / "toy")
-    module = Toy()
-    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    module.configure_optimizers = lambda: ([sgd], [torch.optim.lr_scheduler.StepLR(sgd, 1)])
-    with pytest.raises(CheckpointError, match=r"the schedulers \(none\) saved, StepLR now"):
-        quiet(max_epochs=2).fit(module, loader(), ckpt_path=path)
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path):

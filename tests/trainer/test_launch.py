@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -77,10 +76,17 @@ def helped(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], st
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The same of two ranks that the program starts itself."""
+def pair_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks have trained that the program started itself, after it had logged something."""
     root = tmp_path_factory.mktemp("pair")
-    expect(run(root, "--devices", "2"), 0)
+    expect(run(root, "--devices", "2", "--early"), 0)
+    return root
+
+
+@pytest.fixture(scope="module")
+def pair(pair_root: Path) -> dict[str, Any]:
+    """What they gave."""
+    root = pair_root
     first, second = results(root, 2)
     assert first == second
     assert (root / "started").read_text().split().count("None") == 1, "fit and test: launched once"
@@ -89,18 +95,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return first
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_to_the_whole_group_with_loader_workers(
-    name: str, helped: tuple[dict[str, Any], str], tmp_path: Path
-) -> None:
-    stopped = run(tmp_path, "--workers", "2", "--do", f"group-{name}")
-    expect(stopped, 75)
-    assert "Traceback" not in stopped.stderr
-    assert stopped.stderr.count(f"Stopping ({name}): ") == 1, stopped.stderr
-    said = status(tmp_path)
-    assert (said["status"], said["exit_code"], said["global_step"], said["signal"]) == ("preempted", 75, 5, name)
-    assert said["checkpoint"].endswith("step-00000005-1")
-    assert saved(tmp_path) == ["step-00000005-1"]
+def test_a_signal_to_the_whole_group_with_loader_workers(helped: tuple[dict[str, Any], str], tmp_path: Path) -> None:
+    for name, step in (("SIGINT", 4), ("SIGTERM", 9)):
+        stopped = run(tmp_path, "--workers", "2", "--do", f"group-{name}", "--step", str(step))
+        expect(stopped, 75)
+        assert "Traceback" not in stopped.stderr
+        assert stopped.stderr.count(f"Stopping ({name}): ") == 1, stopped.stderr
+        said, at = status(tmp_path), step + 1
+        assert (said["status"], said["exit_code"], said["global_step"], said["signal"]) == ("preempted", 75, at, name)
+        assert said["checkpoint"].endswith(f"step-{at:08d}-1")
+        assert saved(tmp_path) == [f"step-{at:08d}-1"]
     expect(run(tmp_path, "--workers", "2"), 0)
     assert results(tmp_path, 1)[0] == helped[0]
     assert table(tmp_path) == helped[1], "the table goes on without a gap or a repetition"
@@ -114,57 +118,40 @@ def test_killed_in_training_then_resumed(alone: dict[str, Any], tmp_path: Path) 
     assert status(tmp_path)["status"] == "done"
 
 
-def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_afresh_by_itself(
-    alone: dict[str, Any], tmp_path: Path
-) -> None:
-    expect(run(tmp_path, "--do", "SIGTERM", "--step", "8"), 75)
-    assert saved(tmp_path) == ["step-00000009-1"]
-    [newest] = tmp_path.rglob("step-00000009-1")
-    with open(newest / "model.safetensors", "r+b") as file:
-        file.truncate(100)
-    done = run(tmp_path)
-    expect(done, 1)
-    assert "step-00000009-1 is passed over" in done.stderr
-    assert "move them away to start afresh" in done.stderr
-    shutil.rmtree(newest)
-    expect(run(tmp_path), 0)
-    assert results(tmp_path, 1) == [alone]
+# The signal, its rank, the step that it comes after and the one that all stop at, and how the ranks are started: by the
+# program itself, as a script and as a module, and by torchrun, which knows no other code than 1.
+STOPS = [
+    ("SIGUSR1", "1", "1", 2, SCRIPT),
+    ("SIGTERM", "1", "4", 5, MODULE),
+    ("SIGUSR2", "0", "6", 6, SCRIPT),
+    ("SIGINT", "0", "7", 8, None),
+]
 
 
 @pytest.mark.dist
 def test_a_signal_to_one_rank_stops_all(pair: dict[str, Any], tmp_path: Path) -> None:
-    """First the program starts its ranks itself, as a module; then torchrun does; then the program again."""
-    expect(run(tmp_path, "--devices", "2", "--do", "SIGTERM", "--rank", "1", start=MODULE), 75)
-    assert status(tmp_path)["status"] == "preempted"
-    assert saved(tmp_path) == ["step-00000005-1"]
-    under_torchrun = run(tmp_path, "--do", "SIGINT", "--step", "7", start=torchrun(2))
-    expect(under_torchrun, 1)  # it knows no other code
-    assert status(tmp_path)["exit_code"] == 75
-    assert status(tmp_path)["global_step"] == 8
-    assert saved(tmp_path) == ["step-00000008-1"]
-    expect(run(tmp_path, "--devices", "2"), 0)
-    assert results(tmp_path, 2) == [pair, pair]
-
-
-@pytest.mark.dist
-def test_what_is_written_before_the_ranks_are_started_is_there_once(tmp_path: Path) -> None:
-    """The process that becomes the agent has run the same lines as the main rank."""
-    expect(run(tmp_path, "--devices", "2", "--early"), 0)
-    header, *rows = [line.split(",") for line in table(tmp_path).splitlines()]
-    assert [row[header.index("early")] for row in rows if row[header.index("early")]] == ["1.0"]
-    assert len(list(tmp_path.rglob("version_*"))) == 1
-
-
-@pytest.mark.dist
-def test_the_signals_of_batch_systems_to_one_rank_stop_all(pair: dict[str, Any], tmp_path: Path) -> None:
-    for name, rank, step in (("SIGUSR1", 1, 4), ("SIGUSR2", 0, 7)):
-        expect(run(tmp_path, "--devices", "2", "--do", name, "--rank", str(rank), "--step", str(step)), 75)
+    """One run that is stopped again and again, then ends like one that was not."""
+    for name, rank, step, at, start in STOPS:
+        event = ("--do", name, "--rank", rank, "--step", step)
+        if start is None:
+            expect(run(tmp_path, *event, start=torchrun(2)), 1)
+        else:
+            expect(run(tmp_path, "--devices", "2", *event, start=start), 75)
         said = status(tmp_path)
         assert (said["status"], said["exit_code"], said["signal"]) == ("preempted", 75, name)
-        assert said["checkpoint"].endswith(f"{step + 1:08d}-1")
-        assert saved(tmp_path) == [f"step-{step + 1:08d}-1"]
+        assert said["global_step"] == at
+        assert said["checkpoint"].endswith(f"{at:08d}-1")
+        assert saved(tmp_path) == [f"step-{at:08d}-1"]
     expect(run(tmp_path, "--devices", "2"), 0)
     assert results(tmp_path, 2) == [pair, pair]
+
+
+@pytest.mark.dist
+def test_what_is_written_before_the_ranks_are_started_is_there_once(pair_root: Path) -> None:
+    """The process that becomes the agent has run the same lines as the main rank."""
+    header, *rows = [line.split(",") for line in table(pair_root).splitlines()]
+    assert [row[header.index("early")] for row in rows if row[header.index("early")]] == ["1.0"]
+    assert len(list(pair_root.rglob("version_*"))) == 1
 
 
 @pytest.mark.dist

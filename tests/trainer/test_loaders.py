@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from instep import DataModule
 from instep.data import CombinedLoader
 from instep.data.index import IndexLoader
-from instep.errors import DataError, SettingError, UsageError
+from instep.errors import DataError, HookError, SettingError, UsageError
 from tests.trainer.toys import Stream, Toy, loader, quiet, samples
 
 
@@ -68,11 +69,6 @@ def test_a_limit_and_accumulation_count_combined_batches():
     trainer = quiet(max_epochs=1, limit_train_batches=3, accumulate_grad_batches=2)
     trainer.fit(module, {"a": loader(12, 3), "b": loader(4, 2)})
     assert (len(module.batches), trainer.global_step) == (3, 2)
-
-
-def test_training_on_loaders_in_sequence_is_refused():
-    with pytest.raises(SettingError, match="is for evaluation"):
-        quiet(max_epochs=1).fit(Toy(), CombinedLoader([loader(), loader()], "sequential"))
 
 
 def test_a_list_of_ready_batches_is_a_loader():
@@ -195,16 +191,6 @@ def test_a_datamodule():
     trainer.fit(Toy(), data)  # in the loaders' place
     trainer.validate(datamodule=data, verbose=False)
     assert data.calls[-4:] == ["prepare_data", "setup validate", "val", "teardown validate"]
-
-
-def test_a_datamodule_and_loaders_together_are_refused():
-    for arguments in ({"train_dataloaders": loader()}, {"val_dataloaders": loader()}):
-        with pytest.raises(UsageError, match="both loaders and a datamodule"):
-            quiet(max_epochs=1).fit(Toy(), datamodule=Data(), **arguments)
-    with pytest.raises(UsageError, match="both loaders and a datamodule"):
-        quiet(max_epochs=1).fit(Toy(), Data(), loader())
-    with pytest.raises(UsageError, match="two datamodules"):
-        quiet(max_epochs=1).fit(Toy(), Data(), datamodule=Data())
 
 
 def test_a_datamodule_is_told_of_an_exception():
@@ -343,13 +329,33 @@ def test_a_global_batch_size_gives_batch_and_accumulation(size: int, batches: li
     assert trainer.global_step == steps
 
 
-def test_a_global_batch_needs_one_loader_with_a_batch_size():
-    with pytest.raises(SettingError, match="needs one training DataLoader"):
-        quiet(max_epochs=1, global_batch_size=6).fit(Toy(), [loader(), loader()])
-
-
-def test_wrong_loaders():
-    with pytest.raises(DataError, match="must be iterable"):
-        quiet(max_epochs=1).fit(Toy(), DataLoader)
-    with pytest.raises(DataError, match="must be iterable"):
-        quiet(max_epochs=1).fit(Toy(), samples())
+@pytest.mark.parametrize(
+    ("error", "text", "run"),
+    [
+        (UsageError, r"must be an instep\.TrainModule", lambda trainer: trainer.fit(nn.Linear(1, 1), loader())),
+        (UsageError, "pass a model", lambda trainer: trainer.validate(dataloaders=loader())),
+        (UsageError, "nothing to save yet", lambda trainer: trainer.save_checkpoint("x")),
+        (HookError, "fit needs training data: pass loaders", lambda trainer: trainer.fit(Toy())),
+        (DataError, "gives no batch", lambda trainer: trainer.fit(Toy(), loader(2, 3, drop_last=True))),
+        (DataError, "must be iterable", lambda trainer: trainer.fit(Toy(), 3)),
+        (DataError, "must be iterable", lambda trainer: trainer.fit(Toy(), DataLoader)),
+        (DataError, "must be iterable", lambda trainer: trainer.fit(Toy(), samples())),
+        (UsageError, "both loaders and a datamodule", lambda trainer: trainer.fit(Toy(), loader(), datamodule=Data())),
+        (UsageError, "both loaders and a datamodule", lambda trainer: trainer.fit(Toy(), None, loader(), Data())),
+        (UsageError, "both loaders and a datamodule", lambda trainer: trainer.fit(Toy(), Data(), loader())),
+        (UsageError, "two datamodules", lambda trainer: trainer.fit(Toy(), Data(), datamodule=Data())),
+        (
+            SettingError,
+            "is for evaluation",
+            lambda trainer: trainer.fit(Toy(), CombinedLoader([loader(), loader()], "sequential")),
+        ),
+        (
+            SettingError,
+            "needs one training DataLoader",
+            lambda trainer: quiet(max_epochs=1, global_batch_size=6).fit(Toy(), [loader(), loader()]),
+        ),
+    ],
+)
+def test_what_a_run_is_not_given_or_cannot_use(error: Any, text: str, run: Any) -> None:
+    with pytest.raises(error, match=text):
+        run(quiet(max_epochs=1))

@@ -455,31 +455,23 @@ def test_other_arguments_for_a_name(tmp_path: Any):
         run(tmp_path, module)
 
 
-@pytest.mark.parametrize("hook", ["on_train_end", "on_validation_end", "on_fit_end"])
-def test_hooks_where_nothing_can_be_logged(hook: str, tmp_path: Any):
-    with pytest.raises(LogError, match=f"was called in {hook}, where nothing"):
-        run(tmp_path, logging_in(hook), val=loader(3))
-
-
-@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "configure_optimizers"])
-def test_hooks_before_training_cannot_log(hook: str, tmp_path: Any):
-    with pytest.raises(UsageError, match="where nothing can be logged"):
-        run(tmp_path, logging_in(hook))
-
-
-def test_predict_cannot_log():
-    with pytest.raises(UsageError, match="predict"):
-        quiet().predict(logging_in("predict_step"), loader())
-
-
-def test_epoch_hooks_have_no_step(tmp_path: Any):
-    with pytest.raises(LogError, match="there is no step here"):
-        run(tmp_path, logging_in("on_train_epoch_end", on_step=True))
-
-
-def test_an_unknown_reduction(tmp_path: Any):
-    with pytest.raises(LogError, match="use 'mean', 'sum', 'min' or 'max'"):
-        run(tmp_path, logging_in("training_step", on_epoch=True, reduce_fx="median"))
+@pytest.mark.parametrize(
+    ("hook", "arguments", "error", "text"),
+    [
+        *(
+            (hook, {}, LogError, f"in {hook}, where nothing")
+            for hook in ("on_train_end", "on_validation_end", "on_fit_end")
+        ),
+        *((hook, {}, UsageError, "where nothing can be") for hook in ("setup", "on_fit_start", "configure_optimizers")),
+        ("predict_step", {}, UsageError, "predict"),
+        ("on_train_epoch_end", {"on_step": True}, LogError, "there is no step here"),
+        ("training_step", {"reduce_fx": "median", "on_epoch": True}, LogError, "use 'mean', 'sum', 'min' or 'max'"),
+    ],
+)
+def test_where_and_how_nothing_can_be_logged(hook: str, arguments: Any, error: Any, text: str, tmp_path: Any) -> None:
+    module = logging_in(hook, **arguments)
+    with pytest.raises(error, match=text):
+        quiet().predict(module, loader()) if hook == "predict_step" else run(tmp_path, module, val=loader(3))
 
 
 def test_outside_a_run_a_warning():

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
-from instep.errors import DataError, HookError, Preempted, SettingError, UsageError
+from instep.errors import Preempted, SettingError, UsageError
 from instep.state import AcceleratorState, GradientState, active_run
 from tests.trainer.toys import LoggingToy, Stream, Toy, assert_same, loader, quiet, weights
 
@@ -340,18 +340,6 @@ def test_estimated_stepping_batches_is_known_in_configure_optimizers():
 # ---- what is missing or wrong
 
 
-def test_clear_errors_for_what_is_missing():
-    module = Toy()
-    with pytest.raises(HookError, match="fit needs training data: pass loaders"):
-        quiet(max_epochs=1).fit(module)
-    with pytest.raises(UsageError, match=r"must be an instep\.TrainModule"):
-        quiet(max_epochs=1).fit(nn.Linear(1, 1), loader())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(DataError, match="gives no batch"):
-        quiet(max_epochs=1).fit(module, loader(2, 3, drop_last=True))
-    with pytest.raises(DataError, match="must be iterable"):
-        quiet(max_epochs=1).fit(module, 3)
-
-
 def test_a_trainer_cannot_run_inside_its_own_run():
     trainer = quiet(max_epochs=1)
     module = Toy()
@@ -450,15 +438,6 @@ def test_manual_optimization_knows_the_last_batch_too():
 
     quiet(max_epochs=1).fit(Manual(), loader())
     assert seen == [False, False, False, True]
-
-
-def test_two_trainers_of_other_precisions_in_turn():
-    module = Toy()
-    seen: list[str] = []
-    module.on_train_start = module.on_test_start = lambda: seen.append(AcceleratorState().mixed_precision)
-    quiet(max_epochs=1, precision="bf16-mixed").fit(module, loader())
-    quiet().test(module, loader())
-    assert seen == ["bf16", "no"]
 
 
 def test_a_trainer_inside_anothers_run_has_its_own_state():

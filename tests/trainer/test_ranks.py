@@ -18,6 +18,7 @@ from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from instep.loggers import Logger
 from tests.helpers.spawn import RanksFailed, run_ranks
 from tests.trainer.resuming import Plain
+from tests.trainer.toys import Mean
 
 pytestmark = pytest.mark.dist
 
@@ -42,14 +43,16 @@ def loader(samples: int, batch_size: int = 2, shuffle: bool = False) -> DataLoad
 class Counting(TrainModule):
     """Counts samples in every stage; each evaluation step has a collective of its own."""
 
-    def __init__(self) -> None:
-        from torchmetrics import MeanMetric  # late: only ranks that need it wait for it, longer than for torch
-
+    def __init__(self, torchmetrics: bool = False) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1)
         self.dropout = nn.Dropout(0.5)
         self.trained: list[int] = []
-        self.mean_index = MeanMetric()
+        self.mean_index: Any = Mean()
+        if torchmetrics:
+            from torchmetrics import MeanMetric  # late: ranks wait for it longer than for torch
+
+            self.mean_index = MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, index = batch
@@ -83,12 +86,12 @@ class Counting(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def count_everything() -> list[dict[str, Any]]:
+def count_everything(torchmetrics: bool = False) -> list[dict[str, Any]]:
     """What every stage makes of data sets of several lengths."""
     results = []
     for length in LENGTHS:
         torch.manual_seed(5)
-        module = Counting()
+        module = Counting(torchmetrics)
         trainer = quiet(max_epochs=2)
         tested = trainer.test(module, loader(length), verbose=False)[0]
         validated = trainer.validate(module, loader(length), verbose=False)[0]
@@ -112,7 +115,7 @@ def count_everything() -> list[dict[str, Any]]:
 def test_every_sample_counts_once() -> None:
     alone = count_everything()
     for world_size in (2, 3):
-        ranks = run_ranks(count_everything, world_size)
+        ranks = run_ranks(count_everything, world_size, world_size == 2)
         for number, length in enumerate(LENGTHS):
             expected = alone[number]
             for results in ranks:

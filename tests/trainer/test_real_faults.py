@@ -383,24 +383,28 @@ def cli_ways(root: Path, path: Path) -> list[list[str]]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [*PEER_NAMES, *NAMES])
 def test_no_code_in_a_file_of_any_name_runs(name: str, saved: tuple[Path, str], tmp_path: Path) -> None:
-    """In a checkpoint, in a folder of its own, and by itself; as a plain pickle and as torch.save writes one."""
+    """In a checkpoint, in a folder of its own, and by itself; as a plain pickle and as torch.save writes one.
+
+    The code is the whole content of one of the two files, and an entry of a dict in the other, by turns of the names.
+    """
     canary = tmp_path / "pwned"
-    for number, content in enumerate((RunsCode(canary), {"state_dict": RunsCode(canary)})):
-        for plain in (True, False):
-            root = tmp_path / f"{number}-{plain}"
-            shutil.copytree(saved[0], root)
-            newest = store_of(root).scan()[0].path
-            alone = root / "folder" / name
-            alone.parent.mkdir()
-            for target in (newest / name, alone):
-                zipped = io.BytesIO()
-                torch.save(content, zipped)
-                target.write_bytes(pickle.dumps(content) if plain else zipped.getvalue())
-            for path in (newest, alone, alone.parent):
-                outcomes = read_all_ways(root, path)
-                assert not canary.exists(), (path, outcomes)
-            fit(root, max_epochs=1)
-            assert not canary.exists()
+    turn = [*PEER_NAMES, *NAMES].index(name) % 2
+    for plain in (True, False):
+        content = {"state_dict": RunsCode(canary)} if plain == turn else RunsCode(canary)
+        root = tmp_path / f"{plain}"
+        shutil.copytree(saved[0], root)
+        newest = store_of(root).scan()[0].path
+        alone = root / "folder" / name
+        alone.parent.mkdir()
+        for target in (newest / name, alone):
+            zipped = io.BytesIO()
+            torch.save(content, zipped)
+            target.write_bytes(pickle.dumps(content) if plain else zipped.getvalue())
+        for path in (newest, alone, alone.parent):
+            outcomes = read_all_ways(root, path)
+            assert not canary.exists(), (path, outcomes)
+        fit(root, max_epochs=1)
+        assert not canary.exists()
 
 
 def test_the_canary_sings(tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ CASES = {
     "scaler-windows": (Case(scaler=True, accumulate=3), WINDOWS_OF_3),
     "callbacks": (Case(callbacks=True, epochs=5, log_every=2), ([2], [6], [1, 3, 13])),
     "callbacks-saved-by-steps": (Case(callbacks=True, every_n_train_steps=2, schedule="epoch"), ([2], [5])),
-    "compiled": (Case(compiled="module"), ([2], [6])),
+    "torchmetrics": (Case(torchmetrics=True), ([2], [6])),
+    "compiled": (Case(compiled="module", torchmetrics=True), ([2], [6])),
     "compiled-part": (Case(compiled="part"), ([2],)),
 }
 

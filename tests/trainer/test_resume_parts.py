@@ -1,4 +1,4 @@
-"""Parts of a checkpoint: what is taken up, what is not, and what is said of it."""
+"""Parts of a checkpoint, beside what is alike with an Accelerator (tests/checkpoint/test_run_state.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from instep import Callback, Resume, Trainer
 from instep.callbacks import ModelCheckpoint
-from instep.checkpoint import KeepNewest, ResumeReport, write_tensors
+from instep.checkpoint import KeepNewest, write_tensors
 from instep.errors import CheckpointError, DataError, Preempted, SettingError
 from tests.trainer.toys import LoggingToy, assert_same, loader, quiet, weights
 
@@ -94,53 +94,21 @@ class Look(Callback):
     """What there is when training starts."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        group = trainer.optimizers[0].param_groups[0]
-        self.momentum = bool(trainer.optimizers[0].state)
-        self.step, self.epoch = trainer.global_step, trainer.current_epoch
-        self.lr, self.initial_lr = group["lr"], group["initial_lr"]
+        self.momentum, self.lr = bool(trainer.optimizers[0].state), trainer.optimizers[0].param_groups[0]["lr"]
         self.schedule = trainer.lr_scheduler_configs[0].scheduler.last_epoch
         self.resumed_from = trainer.resumed_from
 
 
-@pytest.mark.parametrize(
-    ("resume", "expected"),
-    [
-        (None, (True, 8, 8, 0.1 / 256, True, 12)),
-        (Resume(), (True, 8, 8, 0.1 / 256, True, 12)),
-        (Resume(optimizer=False), (False, 8, 8, 0.1 / 256, True, 12)),
-        (Resume(schedulers=False), (True, 8, 0, 0.1, True, 12)),
-        (Resume(optimizer=False, schedulers=False), (False, 8, 0, 0.1, True, 12)),
-        (Resume(position=False), (True, 0, 8, 0.1 / 256, False, 20)),
-        (Resume(callbacks=False), (True, 8, 8, 0.1 / 256, True, 4)),
-        (Resume(lr=0.2), (True, 8, 8, 0.2 / 256, True, 12)),
-        (Resume(schedulers=False, lr=0.2), (True, 8, 0, 0.2, True, 12)),
-        (Resume.weights(), (False, 0, 0, 0.1, False, 12)),
-    ],
-    ids=str,
-)
-def test_what_is_taken_up(resume: Resume | None, expected: tuple[Any, ...], saved: Any, tmp_path: Path):
-    path, first = saved
-    look, counter, module = Look(), Counter(), Net()
-    trainer = fit(tmp_path / "second", module, look, counter, epochs=3, ckpt_path=path, resume=resume)
-    assert_same(module.start, weights(first))
-    momentum, step, schedule, lr, continues, steps = expected
-    assert (look.momentum, look.step, look.schedule, look.lr) == (momentum, step, schedule, pytest.approx(lr))
-    assert (look.resumed_from is not None) == continues
-    assert counter.steps == steps
-    assert trainer.global_step == (12)
-    report = trainer.resume_report
-    assert isinstance(report, ResumeReport)
-    assert report.parts == (resume or Resume()).parts
-    assert (report.loaded, report.missing, report.unexpected, report.other_shape) == (4, [], [], {})
-    assert report.complete == (report.parts == Resume().parts)
-
-
 def test_a_new_run_has_another_folder_and_leaves_the_old_one(saved: Any, tmp_path: Path):
     path, _ = saved
-    trainer = fit(tmp_path / "first", Net(), ckpt_path="last", resume=Resume.weights())
+    anew, goes_on = Look(), Look()
+    trainer = fit(tmp_path / "first", Net(), anew, Counter(), ckpt_path="last", resume=Resume.weights())
+    assert (anew.resumed_from, trainer.global_step) == (None, 8)
     assert trainer.log_dir == str(tmp_path / "first" / "instep_runs" / "version_1")
     assert path.is_dir()
-    again = fit(tmp_path / "first", Net(), epochs=3, ckpt_path="auto")
+    again = fit(tmp_path / "first", Net(), goes_on, Counter(), epochs=3, ckpt_path="auto")
+    assert goes_on.resumed_from is not None
+    assert again.global_step == 12
     assert again.log_dir == trainer.log_dir
     assert again.resume_report is not None
     assert Path(again.resume_report.path).parent == Path(trainer.log_dir) / "checkpoints"
@@ -194,19 +162,8 @@ def test_weights_that_do_not_fit_are_refused(saved: Any, tmp_path: Path):
             fit(tmp_path / "second", Net(width=2), ckpt_path=path, resume=resume)
 
 
-def test_what_fits_is_loaded(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path, first = saved
-    module = Net(width=2, extra=True)
-    fresh = weights(module)
-    trainer = fit(tmp_path / "second", module, epochs=3, ckpt_path=path, resume=Resume(strict=False))
-    report = trainer.resume_report
-    assert report is not None
-    assert report.other_shape == {"layer.weight": ([1, 4], [2, 4]), "layer.bias": ([1], [2])}
-    assert (report.loaded, report.missing, report.unexpected) == (2, ["extra.weight", "extra.bias"], [])
-    assert report.left_out == ["the state of 'layer.weight'", "the state of 'layer.bias'"]
-    assert not report.complete
-    expected = {**fresh, **{name: value for name, value in weights(first).items() if name.startswith("body")}}
-    assert_same(module.start, expected)
+def test_what_was_left_out_is_printed(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    fit(tmp_path / "second", Net(width=2, extra=True), epochs=3, ckpt_path=saved[0], resume=Resume(strict=False))
     printed = capsys.readouterr().out
     assert "weights: 2 of 6 entries" in printed
     assert "not in the checkpoint (2): extra.weight, extra.bias" in printed

@@ -113,14 +113,6 @@ def test_one_argument_beside_any_others(tmp_path: Path):
 # ---- folders of checkpoints
 
 
-def test_what_killed_runs_left_is_swept_before_the_first_save(tmp_path: Path):
-    left = tmp_path / "kept" / ".deleting-step-00000004-1"
-    left.mkdir(parents=True)
-    (left / "model.safetensors").write_bytes(b"half")
-    fit(tmp_path, callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2)])
-    assert [path.name for path in (tmp_path / "kept").glob("step-*")] == ["step-00000004-1"]
-
-
 def test_what_cannot_be_swept_stays_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     left = tmp_path / "kept" / ".deleting-step-00000004-1"
     left.mkdir(parents=True)

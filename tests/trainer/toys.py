@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -67,6 +68,40 @@ class LoggingToy(Toy):
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         self.log("test_loss", self.loss(batch))
+
+
+class Mean(nn.Module):
+    """A metric object like those of torchmetrics: a state of tensors, computed over all ranks.
+
+    A rank or a program that imports torchmetrics itself waits for it longer than for torch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    @property
+    def metric_state(self) -> dict[str, Tensor]:
+        """What has been counted since the last reset."""
+        return {"total": self.total, "count": self.count}
+
+    def update(self, value: Any) -> None:
+        """Count a tensor's elements."""
+        values = torch.as_tensor(value, dtype=torch.float32)
+        self.total, self.count = self.total + values.sum(), self.count + values.numel()
+        self._update_count += 1
+
+    def compute(self) -> Tensor:
+        """The mean over all ranks."""
+        sums = torch.stack([self.total, self.count])
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        return sums[0] / sums[1]
+
+    def reset(self) -> None:
+        """Start anew."""
+        self.total, self.count = torch.zeros(()), torch.zeros(())
+        self._update_count = 0
 
 
 def samples(length: int = 12, seed: int = 0) -> TensorDataset:
