@@ -161,6 +161,7 @@ PUBLIC = {
         "DataParallelStrategy",
         "DeepSpeedStrategy",
         "FSDPStrategy",
+        "Gradients",
         "MeshStrategy",
         "PRECISIONS",
         "Precision",

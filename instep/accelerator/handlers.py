@@ -8,7 +8,7 @@ torch's profiler, which `profile` runs with a trace file per rank.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -50,7 +50,7 @@ _TIMEOUT = Check(
 
 def _activities(name: str, value: Any) -> Any:
     """Check for a list of names of `_ACTIVITIES`."""
-    if isinstance(value, str) or len(value) == 0:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) == 0:
         raise wrong(name, value, 'a list such as ["cpu", "cuda"], or None')
     for each in value:
         choice(*_ACTIVITIES)(name, each)
@@ -59,6 +59,8 @@ def _activities(name: str, value: Any) -> Any:
 
 def _schedule(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
     """Check for arguments of `torch.profiler.schedule`."""
+    if not isinstance(value, Mapping):
+        raise wrong(name, value, 'a dict such as {"wait": 1, "warmup": 1, "active": 3}, or None')
     for each in value:
         choice(*_SCHEDULE)(name, each)
     if not {"wait", "warmup", "active"} <= set(value):

@@ -291,7 +291,7 @@ def explain(message: str, classes: Iterable[str] = (), known: Iterable[str] = ()
     message = message.replace(key[0] + ":", "", 1)
     lines = dict.fromkeys(line.strip(" -") for line in message.splitlines() if line.strip() and not _NOISE.search(line))
     value = re.search(r"Given value: (.*)", message, re.DOTALL)
-    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", " ".join(lines))
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", " ".join(lines)).replace("Expected a int", "Expected an int")
     got = re.sub(r"NestedArg\(key='([^']*)', val='?(.*?)'?\)$", r"\1=\2", value[1].strip()) if value else ""
     hint = ""
     if option := re.search(r"class_path '([^']+)':\s+Option '([^']+)' is not accepted", message):

@@ -1,7 +1,8 @@
 """Sizes of batches: of the one in hand (`Share`), of all those of a pass (`Plan`), and what a loss weighs by them.
 
-`window_scale` and `gradient_correction` are all the arithmetic of accumulation windows: the Trainer's step and the
-Accelerator's backward call them, and nothing else decides what a batch weighs. A window begins at each multiple of
+`window_scale` and `gradient_correction` are the arithmetic of accumulation windows whose batches weigh differently: the
+Trainer's step and the Accelerator's backward call them, and divide by the number of batches where all weigh alike. A
+window begins at each multiple of
 `accumulate`, or where a resumed pass begins, and ends with the pass at the latest.
 """
 

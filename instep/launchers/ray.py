@@ -25,6 +25,7 @@ from instep.launch.spec import LaunchSpec
 from instep.launchers.ray_actor import Place
 from instep.state.environment import JOB_ID, RESTART
 from instep.state.secret import JOB_SECRET, JOB_SECRET_FILE, given_secret, make_secret
+from instep.utils import env
 from instep.utils.imports import require
 
 _PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -140,7 +141,7 @@ class RayLauncher:
         there: dict[str, float] = ray.cluster_resources()
         gpus = self.gpus_per_rank
         if gpus is None:
-            gpus = 1 if there.get("GPU", 0) and os.environ.get("INSTEP_ACCELERATOR") != "cpu" else 0
+            gpus = 1 if there.get("GPU", 0) and env.from_env("accelerator") != "cpu" else 0
         wanted = {"CPU": self.cpus_per_rank, "GPU": gpus, **(self.resources_per_rank or {})}
         wanted = {name: amount for name, amount in wanted.items() if amount}
         group = placement_group([wanted] * count, strategy=self.placement)

@@ -40,6 +40,7 @@ _LINGER = timedelta(seconds=5)
 _POLL_S = 0.02
 
 ENDED_FILE = "INSTEP_ENDED_FILE"
+"""Where the agent writes which ranks have ended: a JSON object of exit codes by rank."""
 
 
 class RankRecords:
@@ -138,8 +139,6 @@ def digest_of(text: str) -> int:
     """Hash a text to 64 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
-
-"""Where the agent writes which ranks have ended: a JSON object of exit codes by rank."""
 
 SAY_AFTER_S = 30.0
 _LOOK_S = 0.5

@@ -7,6 +7,7 @@ files in reading order, the invariants, and what can fail.
 from typing import TYPE_CHECKING
 
 from instep.strategies.base import Strategy
+from instep.strategies.gradients import Gradients
 from instep.strategies.precision import PRECISIONS, Precision
 from instep.strategies.registry import register_strategy, resolve_strategy, strategy_names
 from instep.utils.imports import loads
@@ -36,6 +37,7 @@ __all__ = [
     "DataParallelStrategy",
     "DeepSpeedStrategy",
     "FSDPStrategy",
+    "Gradients",
     "MeshStrategy",
     "Precision",
     "Strategy",

@@ -131,6 +131,10 @@ def fsync(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS alone has it, where fsync leaves the data in the drive's cache
     except (ImportError, AttributeError):
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.ENOTSUP, errno.EINVAL):
+            raise
+        os.fsync(fd)  # a file system that has no more, such as a network's
 
 
 def sync_path(path: Path) -> None:

@@ -1,7 +1,8 @@
 """Settings that a launcher hands to programs which leave them open, each in an environment variable.
 
 `instep launch` sets them for its ranks, from its command line, config file and own environment; whoever starts a
-program in another way may set them too. An argument in the program always wins. This is the only place that reads them.
+program in another way may set them too. An argument in the program always wins. `from_env` reads them; for `instep
+launch` they are one layer of `instep.config.layers`.
 """
 
 from __future__ import annotations

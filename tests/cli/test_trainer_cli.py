@@ -405,7 +405,7 @@ def test_texts_of_a_checkpoint_that_look_like_stand_ins(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--trainer.max_epochs=x"], "trainer.max_epochs: Expected a int. Got x"),
+        (["--trainer.max_epochs=x"], "trainer.max_epochs: Expected an int. Got x"),
         (["--trainer.gpus=2"], 'use accelerator="gpu", devices='),
         (["--trainer.max_epoch=2"], "did you mean max_epochs"),
         (

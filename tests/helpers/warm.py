@@ -5,7 +5,8 @@ server for a fork, and is then that program to whoever started it: it has the sa
 the same status, and takes the program with it when it is killed. In the program `sys.executable` is this executable
 too, so that the ranks which it starts are as quick. Whatever else Python is asked for is done by the real one.
 
-Not for tests of how a program starts or ends, of its process group, or of what it imports.
+Not for tests of how a program starts or ends, of its process group, of what it imports, or of variables that torch
+reads when it is loaded, such as OMP_NUM_THREADS.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 # ---- the server
 
+_Programs = dict[int, tuple[int, socket.socket]]  # pid and client, by the descriptors of the process and of the client
+
 
 def serve(address: str) -> dict[str, Any]:
     """Fork a process for each request; returns it in the process that is to be the program."""
@@ -131,62 +134,78 @@ def serve(address: str) -> dict[str, Any]:
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     selector.register(0, selectors.EVENT_READ)
-    programs: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of a client and by that of the process
+    programs: _Programs = {}
     while True:
-        for key, _ in selector.select():
+        ready = [key for key, _ in selector.select()]
+        for key in sorted(ready, key=lambda key: key.fileobj is listener):  # new ones last: they take free descriptors
             if key.fileobj == 0:  # the tests have ended
                 for pid, _ in programs.values():
-                    os.killpg(pid, signal.SIGKILL)
+                    _kill(pid)
                 os._exit(0)
             if key.fileobj is listener:
-                client, _ = listener.accept()
-                try:
-                    size, descriptors, _, _ = socket.recv_fds(client, 4, 3)
-                    request = json.loads(_receive(client, int.from_bytes(size, "big")))
-                except EOFError:
-                    client.close()  # killed before it had asked
-                    continue
-                pid = os.fork()
-                if pid == 0:
-                    for _, other in programs.values():
-                        other.close()
-                    for ends in (selector, listener, client):
-                        ends.close()
-                    for end in [end for end in programs if end != client.fileno()]:
-                        _close(end)
-                    return {**request, "descriptors": descriptors}
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                process = os.pidfd_open(pid)
-                programs[process] = programs[client.fileno()] = (pid, client)
-                selector.register(process, selectors.EVENT_READ)
-                selector.register(client, selectors.EVENT_READ)
-                client.sendall(pid.to_bytes(4, "big"))
-                continue
-            pid, client = programs[key.fd]
-            if key.fileobj is client:  # it was killed
-                _kill(pid)
-                selector.unregister(client)
-                continue
-            _, status = os.waitpid(pid, 0)
-            selector.unregister(key.fileobj)
-            os.close(key.fd)
-            del programs[key.fd]
-            if client.fileno() in selector.get_map():
-                selector.unregister(client)
-            del programs[client.fileno()]
-            try:
-                client.sendall(status.to_bytes(4, "big"))
-            except BrokenPipeError:
-                pass  # it was killed
-            client.close()
+                request = _accept(listener, programs, selector)
+                if request is not None:
+                    return request
+            elif key.fd in programs:  # else its other end was ready too
+                pid, client = programs[key.fd]
+                if key.fileobj is client:  # it was killed
+                    selector.unregister(client)
+                    _kill(pid)
+                else:
+                    _report(key.fd, programs, selector)
 
 
-def _close(descriptor: int) -> None:
+def _accept(listener: socket.socket, programs: _Programs, selector: selectors.BaseSelector) -> dict[str, Any] | None:
+    """Fork a process for a client; returns the request in it, and None in the server."""
+    client, _ = listener.accept()
+    descriptors: list[int] = []
     try:
+        size, descriptors, _, _ = socket.recv_fds(client, 4, 3)
+        request = json.loads(_receive(client, int.from_bytes(size, "big"))) if size else None
+    except (EOFError, ConnectionError):
+        request = None
+    pid = None if request is None else os.fork()
+    if pid == 0:
+        selector.close()
+        listener.close()
+        client.close()
+        for end, (_, other) in programs.items():
+            if end == other.fileno():
+                other.close()
+            else:
+                os.close(end)
+        return {**request, "descriptors": descriptors}
+    for descriptor in descriptors:
         os.close(descriptor)
-    except OSError:
-        pass  # a client, closed with its socket
+    if pid is None:  # killed before it had asked
+        client.close()
+        return None
+    process = os.pidfd_open(pid)
+    programs[process] = programs[client.fileno()] = (pid, client)
+    selector.register(process, selectors.EVENT_READ)
+    selector.register(client, selectors.EVENT_READ)
+    _send(client, pid)
+    return None
+
+
+def _report(process: int, programs: _Programs, selector: selectors.BaseSelector) -> None:
+    """Tell a client how its program has ended."""
+    pid, client = programs.pop(process)
+    _, status = os.waitpid(pid, 0)
+    selector.unregister(process)
+    os.close(process)
+    if client.fileno() in selector.get_map():
+        selector.unregister(client)
+    del programs[client.fileno()]
+    _send(client, status)
+    client.close()
+
+
+def _send(client: socket.socket, number: int) -> None:
+    try:
+        client.sendall(number.to_bytes(4, "big"))
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # it was killed
 
 
 def _kill(pid: int) -> None:

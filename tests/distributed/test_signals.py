@@ -103,7 +103,7 @@ TWICE = """
 import signal, sys
 from pathlib import Path
 from instep.callbacks import ModelCheckpoint
-from tests.trainer.test_signals import Sends, fit
+from tests.distributed.test_signals import Sends, fit
 sends = Sends("second", signal.SIGTERM, signal.SIGUSR1)
 sends.on_train_batch_start = lambda trainer, module, batch, batch_idx: sends.second() if batch_idx else None
 saver = ModelCheckpoint(every_n_train_steps=int(sys.argv[2]))
