@@ -378,7 +378,7 @@ def test_the_folder_of_a_file_is_synced_once_the_file_is_there(
 ) -> None:
     synced: list[tuple[Path, list[str]]] = []
     see = lambda path: synced.append((path, sorted(file.name for file in tmp_path.iterdir())))  # noqa: E731
-    monkeypatch.setattr(atomic, "_sync", see)
+    monkeypatch.setattr(atomic, "sync_path", see)
     make().save({}, tmp_path / "object.pt")
     assert synced[-1] == (tmp_path, ["object.pt"])
     assert len(synced) == 2  # the file before

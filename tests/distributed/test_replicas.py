@@ -102,7 +102,7 @@ def test_the_digest_sees_one_changed_bit_on_any_device(monkeypatch: pytest.Monke
 
 
 def test_arguments_are_checked() -> None:
-    with pytest.raises(SettingError, match="every_n_steps=0 must be at least 1"):
+    with pytest.raises(SettingError, match="every_n_steps=0: expected an integer of at least 1"):
         ReplicaCheck(every_n_steps=0)
     with pytest.raises(SettingError, match="on_difference='halt' is not known"):
         ReplicaCheck(on_difference="halt")  # type: ignore[arg-type]
