@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +117,7 @@ def _first_and_not() -> list[str]:
 def test_a_block_of_one_process_first_is_told_from_other_calls() -> None:
     for text, afterwards in run_ranks(_first_and_not, 2, env=CHECKED):
         assert "rank 0: the block under main_process_first() at " in text
-        assert "test_checked.py:" in text
+        assert f"{Path(__file__).name}:" in text
         assert "rank 1: gather_object at " in text
         assert afterwards == "no error"
 
@@ -189,7 +190,7 @@ def test_the_rank_that_differs_is_named_on_all(reports: Reports, what: str, rank
         assert len(by_rank) == len(reports) + 1
         assert rank_0 in by_rank[0]
         assert rank_1 in by_rank[1]
-        assert all("test_checked.py:" in line for line in by_rank[:-1])
+        assert all(f"{Path(__file__).name}:" in line for line in by_rank[:-1])
         sites.add((by_rank[0].partition(" at ")[2], by_rank[1].partition(" at ")[2]))
     assert len(sites) == 1, "the ranks tell unlike stories"
     if what == "line":
@@ -228,7 +229,7 @@ def test_a_rank_that_never_comes_is_named_with_what_it_did_last() -> None:
         assert by_rank[0].startswith("  rank 0: gather at ")
         assert by_rank[1].startswith("  rank 1: not here; its last collective was gather_object at ")
         assert by_rank[2].startswith("  rank 2: gather at ")
-        assert all("test_checked.py:" in line for line in by_rank)
+        assert all(f"{Path(__file__).name}:" in line for line in by_rank)
     late = texts[1].split("\n")
     assert "gave up after " in late[1], "the rank that comes too late learns that nobody waits any more"
     assert "gave up after " in late[3]
