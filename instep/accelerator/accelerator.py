@@ -125,7 +125,7 @@ class Accelerator(ProcessMethods):
         **unknown: Any,
     ) -> None:
         for name in unknown:
-            known = f"known are {', '.join(sorted(inspect.signature(Accelerator).parameters))}"
+            known = f"known are {', '.join(sorted(set(inspect.signature(Accelerator).parameters) - {'unknown'}))}"
             hint = instead_of("Accelerator", name) or known
             raise SettingError(f"Accelerator({name}=...) is not taken: {hint}.", field=name, got=unknown[name])
         mixed_precision = precision_asked_for(mixed_precision)

@@ -275,6 +275,8 @@ def by_kind(handlers: Iterable[KwargsHandler] | None) -> dict[type[KwargsHandler
         True
     """
     found: dict[type[KwargsHandler], Any] = {}
+    if handlers is not None and not isinstance(handlers, Iterable):
+        raise wrong("kwargs_handlers", handlers, "a list of handlers")
     for handler in handlers or ():
         kind = type(handler)
         if kind in _ELSEWHERE:

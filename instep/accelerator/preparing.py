@@ -29,7 +29,7 @@ from instep.strategies.gradients import parameters_of
 from instep.strategies.precision import precision_name
 from instep.strategies.registry import asked_strategy
 from instep.utils import env
-from instep.utils.checks import choice
+from instep.utils.checks import at_least, choice
 
 _PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 
@@ -371,6 +371,8 @@ def make_precision(mixed_precision: str, device: torch.device, handlers: Mapping
 def accumulation_asked_for(plugin: GradientAccumulationPlugin | None, steps: int | None) -> GradientAccumulationPlugin:
     """Return how windows are made: the plugin or the argument, else what the environment says, else 1."""
     if plugin is None:
+        if steps is not None:
+            at_least(1)("gradient_accumulation_steps", steps)
         steps = env.from_env("accumulate_grad_batches") if steps is None else steps
         return GradientAccumulationPlugin(num_steps=1 if steps is None else steps)
     if steps not in (None, 1, plugin.num_steps):

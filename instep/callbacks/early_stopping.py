@@ -14,12 +14,13 @@ import torch
 from instep.callbacks.base import Callback, acts_now
 from instep.checkpoint.edge import check, count, none_or, text
 from instep.errors import UsageError
-from instep.utils.checks import Check, at_least, choice, is_number
+from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, is_number
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 
+_THRESHOLD = Check(is_number, "a number, or None")
 _NOT_NEGATIVE = Check(
     lambda value: is_number(value) and value >= 0, "a number of at least 0; mode says which way is better"
 )
@@ -144,6 +145,15 @@ class EarlyStopping(Callback):
         choice("min", "max")("mode", mode)
         _NOT_NEGATIVE("min_delta", min_delta)
         at_least(0)("patience", patience)
+        METRIC("monitor", monitor)
+        flags = {"verbose": verbose, "strict": strict, "check_finite": check_finite}
+        for name, value in {**flags, "log_rank_zero_only": log_rank_zero_only}.items():
+            FLAG(name, value)
+        if check_on_train_epoch_end is not None:
+            FLAG("check_on_train_epoch_end", check_on_train_epoch_end)
+        for name, value in (("stopping_threshold", stopping_threshold), ("divergence_threshold", divergence_threshold)):
+            if value is not None:
+                _THRESHOLD(name, value)
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.callbacks.base import Callback, acts_now
-from instep.checkpoint import retention
+from instep.checkpoint import names, retention
 from instep.checkpoint.edge import check, count, none_or, number, text
 from instep.checkpoint.retention import Retention, Saved
 from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError
 from instep.types import Location
-from instep.utils.checks import at_least, choice, wrong
+from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, wrong
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
@@ -120,6 +120,24 @@ class ModelCheckpoint(Callback):
                 at_least(0, "0 to turn it off")(name, given[name])
         if save_last not in (None, True, False):
             raise wrong("save_last", save_last, "True or False; 'last' is found by scanning, so there is no link")
+        flags = {
+            "verbose": verbose,
+            "save_on_exception": save_on_exception,
+            "save_weights_only": save_weights_only,
+            "auto_insert_metric_name": auto_insert_metric_name,
+            "enable_version_counter": enable_version_counter,
+            "background": background,
+        }
+        for name, value in flags.items():
+            FLAG(name, value)
+        if save_on_train_epoch_end is not None:
+            FLAG("save_on_train_epoch_end", save_on_train_epoch_end)
+        if monitor is not None:
+            METRIC("monitor", monitor)
+        if train_time_interval is not None:
+            _INTERVAL("train_time_interval", train_time_interval)
+        if filename is not None:
+            _check_template(filename)
         self.dirpath = None if dirpath is None else to_path(dirpath).absolute()
         self.filename = filename
         self.monitor = monitor
@@ -457,6 +475,20 @@ def _policy(keep: Retention | None, monitor: str | None, mode: str, save_top_k: 
     if modes - {mode}:
         raise SettingError(f"keep={keep} contradicts mode={mode!r}: give both the same mode", field="mode", got=mode)
     return keep
+
+
+_INTERVAL = Check(lambda value: isinstance(value, timedelta) and value > timedelta(0), "a timedelta above 0")
+
+
+def _check_template(filename: Any) -> None:
+    """Refuse a template that gives no name of a folder, whatever is logged."""
+    try:
+        name = format_name(filename, {}, True)
+        names.base_name(0, name)
+    except (TypeError, ValueError) as error:  # SettingError too
+        raise wrong("filename", filename, f'a template such as "{{epoch}}-{{val_loss:.2f}}" ({error})') from None
+    if "{" in name or "}" in name:
+        raise wrong("filename", filename, 'a template such as "{epoch}-{val_loss:.2f}"; a brace has no other')
 
 
 def format_name(template: str, values: dict[str, Any], insert_names: bool) -> str:

@@ -64,6 +64,8 @@ class Line:
     elapsed_s: float
     speed: float | None
     note: str = ""
+    end: int | None = None
+    """The batch that it ends at, where that may come before `total`."""
     metrics: dict[str, float | int | str] = field(default_factory=dict)
 
     @property
@@ -77,8 +79,9 @@ class Line:
         if self.note:
             parts.append(self.note)
         parts.append(clock(self.elapsed_s))
-        if self.total is not None and self.done < self.total:
-            left = None if not self.speed else max(0, self.total - self.done) / self.speed
+        last = min((n for n in (self.total, self.end) if n is not None), default=None)
+        if last is not None and self.done < last:
+            left = None if not self.speed else (last - self.done) / self.speed
             parts.append(f"{clock(left)} left")
         if self.speed:
             parts.append(f"{self.speed:.1f} it/s" if self.speed >= 1 else f"{1 / self.speed:.2f} s/it")
@@ -331,7 +334,9 @@ class ProgressBar(Callback):
         max_steps = trainer.max_steps if trainer.max_steps is not None and trainer.max_steps > 0 else None
         note = f"step {trainer.global_step}/{max_steps}" if max_steps else ""
         name = title("train", progress.epoch, trainer.max_epochs, 0)
-        return Line(name, done, total, now_s - self._train_start_s, speed, note)
+        steps_left = None if max_steps is None else max(0, max_steps - trainer.global_step)
+        end = None if steps_left is None else done + steps_left * trainer.accumulate_grad_batches
+        return Line(name, done, total, now_s - self._train_start_s, speed, note, end)
 
     def _speed(self, stage: str) -> Speed:
         return self._speeds.setdefault(stage, Speed())

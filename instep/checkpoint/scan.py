@@ -237,6 +237,8 @@ def find_checkpoint(path: Location) -> Path:
     whole = [what for what in attempts if isinstance(what, CheckpointInfo)]
     if whole:
         return max(whole, key=lambda info: info.attempt).path
+    if (path / names.MANIFEST).exists():
+        raise CorruptCheckpointError(problem, path=path)
     if path.exists():
         folders = [folder for folder in (path, path / "checkpoints") if folder.is_dir()]
         inside = [what.path for folder in folders for what in list_checkpoints(folder)[:1]]

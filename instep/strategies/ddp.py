@@ -147,6 +147,8 @@ class DDPStrategy(Strategy):
             "zero_redundancy_optimizer": zero_redundancy_optimizer,
             "consolidate_optimizer": consolidate_optimizer,
         }
+        if find_unused_parameters is not None:
+            flags["find_unused_parameters"] = find_unused_parameters
         for field, value in flags.items():
             FLAG(field, value)
         if bucket_cap_mb is not None:

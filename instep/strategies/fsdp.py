@@ -34,7 +34,7 @@ from instep.strategies.wrapping import (
     recomputed_of,
     units_of,
 )
-from instep.utils.checks import at_least, wrong
+from instep.utils.checks import FLAG, at_least, wrong
 from instep.utils.optimizer_state import load_optimizer_state, names_of, optimizer_state
 from instep.utils.porting import instead_of
 
@@ -143,6 +143,9 @@ class FSDPStrategy(Strategy):
             at_least(1, 'or "auto"')("dp_replicate", dp_replicate)
         for field, value in (("forward_prefetch", forward_prefetch), ("backward_prefetch", backward_prefetch)):
             at_least(0)(field, value)
+        flags = {"cpu_offload": cpu_offload, "meta_init": meta_init, "accumulate_sharded": accumulate_sharded}
+        for field, value in flags.items():
+            FLAG(field, value)
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
             raise wrong("reshard_after_forward", reshard_after_forward, "True, False, or a number of processes")
         if not isinstance(compile, bool | Mapping):

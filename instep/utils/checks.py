@@ -99,6 +99,7 @@ def above_zero(what: str) -> Check:
 
 SECONDS = above_zero("of seconds above 0, or float('inf') for no limit")
 TEXT = Check(lambda value: isinstance(value, str), "a text", schema={"type": "string"})
+METRIC = Check(lambda value: isinstance(value, str) and value != "", 'the name of a logged metric, such as "val_loss"')
 
 
 def choice(*names: str) -> Check:

@@ -33,7 +33,7 @@ def to_path(value: Location, like: Any = None) -> Path:
 
     Raises:
         MissingPackageError: a URL needs a package that is not installed.
-        SettingError: nothing serves that protocol.
+        SettingError: it is neither, or nothing serves that protocol.
 
     Example:
         >>> to_path("file:///data/run"), to_path("runs/a")
@@ -47,6 +47,8 @@ def to_path(value: Location, like: Any = None) -> Path:
             return Path(unquote(parts.path))
     elif isinstance(value, (str, os.PathLike)):
         return local_path(value)
+    elif not hasattr(value, "protocol"):  # of a UPath
+        raise SettingError(f"{value!r} is no path. Give a text, a pathlib.Path or a URL.", got=value)
     upath = require("upath", extra="remote", purpose=str(value))  # late, as fsspec: optional
     fsspec = require("fsspec", extra="remote", purpose=str(value))
     try:

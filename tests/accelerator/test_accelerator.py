@@ -78,7 +78,7 @@ def test_a_scheduler_made_of_the_prepared_optimizer_steps_it(make: Any) -> None:
         ({"mixed_precision": "fp16"}, "Use 'bf16' or 'no'"),
         ({"split_batches": True}, "DataLoaderConfiguration"),
         ({"mixed_precison": "no"}, "mixed_precision"),
-        ({"gradient_accumulation_steps": 0}, "num_steps"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: expected"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)}, "one of"),
         ({"log_with": "tensorbord"}, "Did you mean 'tensorboard'"),
         ({"kwargs_handlers": [GradientAccumulationPlugin()]}, "gradient_accumulation_plugin"),

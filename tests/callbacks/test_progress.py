@@ -9,6 +9,7 @@ import pty
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from instep.callbacks import ProgressBar
 from instep.callbacks import progress as module
+from instep.callbacks.progress import Line
 from instep.errors import SettingError
 from tests.callbacks.fakes import FakeProgress, FakeTrainer
 from tests.helpers.spawn import HANG_S
@@ -244,6 +246,12 @@ def test_finished_epochs_stay_where_asked_for(terminal):
     terminal.read_until("Epoch 1/2  100 batches in 0:00")
     terminal.read_until("loss: 1  val_loss: 0.5\r\n")
     bar.on_train_end(trainer, None)
+
+
+def test_the_time_left_ends_with_the_steps():
+    line = Line("Epoch 1", done=20, total=4000, elapsed_s=10.0, speed=2.0, end=100)
+    assert "0:40 left" in line.plain()
+    assert "33:10 left" in replace(line, end=5000).plain(), "the epoch comes first"
 
 
 def test_plain_lines_where_there_is_no_terminal(monkeypatch):

@@ -447,6 +447,9 @@ def test_a_path_without_the_attempt_is_the_latest_one(store: CheckpointStore) ->
     assert find_checkpoint(store.root / "mine").name == "mine-2"
     with pytest.raises(CheckpointNotFoundError, match="has no manifest"):
         find_checkpoint(store.root / "mine-3")
+    (store.root / "mine-2" / "manifest.json").write_text("{")
+    with pytest.raises(CorruptCheckpointError, match="manifest"):
+        find_checkpoint(store.root / "mine-2")
 
 
 # Deleting and sweeping.
