@@ -23,10 +23,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from instep.distributed.stragglers import PaceWatch, activity
 from instep.errors import EXIT_HUNG, SettingError
 from instep.health.error_report import AGENT_PID
-from instep.health.hang_report import report, wait_until_said
 from instep.health.heartbeat_file import (
     BATCH,
     COMPILES,
@@ -162,6 +160,8 @@ class Heartbeat:
         self.enter("start")
         self.numbers[LIMIT_MS] = max(1, int(1000 * timeout_s))
         assert self._beats is not None
+        from instep.distributed.stragglers import PaceWatch  # late: only who watches needs it
+
         with ExitStack() as stack:
             stack.enter_context(closing(Watchdog(self, self._beats, self._slot, timeout_s)))
             if process.control_group is not None:
@@ -230,6 +230,11 @@ class Watchdog:
     """
 
     def __init__(self, heart: Heartbeat, beats: HeartbeatFile, slot: int, timeout_s: float) -> None:
+        # Late, since only who watches needs them; and now, since a process may hang while it imports.
+        from instep.distributed.stragglers import activity
+        from instep.health import hang_report
+
+        self._activity, self._reports = activity, hang_report
         self._heart, self._beats, self._slot, self._timeout_s = heart, beats, slot, timeout_s
         self._watched = threading.get_ident()
         self._poll_s = min(0.5, timeout_s / 10)
@@ -309,11 +314,11 @@ class Watchdog:
             self._write(records)
         except OSError as error:
             os.write(2, f"instep: the report of rank {self._heart.numbers[RANK]} was not written: {error}\n".encode())
-        self._heart.numbers[WAITS] = activity(frame) == "wait"
+        self._heart.numbers[WAITS] = self._activity(frame) == "wait"
         self._heart.numbers[SAID] = 1
-        wait_until_said(self._beats, _TOGETHER_S)
+        self._reports.wait_until_said(self._beats, _TOGETHER_S)
         if not self._heart.by_agent and self._first():
-            os.write(2, f"instep: {report(self._beats)}\n".encode())
+            os.write(2, f"instep: {self._reports.report(self._beats)}\n".encode())
         os._exit(EXIT_HUNG)
 
     def _first(self) -> bool:
