@@ -14,16 +14,28 @@ import torch
 from instep.callbacks.base import Callback, acts_now
 from instep.checkpoint.edge import check, count, none_or, text
 from instep.errors import UsageError
-from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, is_number
+from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, is_number, or_none
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 
-_THRESHOLD = Check(is_number, "a number, or None")
-_NOT_NEGATIVE = Check(
-    lambda value: is_number(value) and value >= 0, "a number of at least 0; mode says which way is better"
-)
+_THRESHOLD = or_none(Check(is_number, "a number, or None"))
+_CHECKS = {
+    "monitor": METRIC,
+    "min_delta": Check(
+        lambda value: is_number(value) and value >= 0, "a number of at least 0; mode says which way is better"
+    ),
+    "patience": at_least(0),
+    "verbose": FLAG,
+    "mode": choice("min", "max"),
+    "strict": FLAG,
+    "check_finite": FLAG,
+    "stopping_threshold": _THRESHOLD,
+    "divergence_threshold": _THRESHOLD,
+    "check_on_train_epoch_end": or_none(FLAG),
+    "log_rank_zero_only": FLAG,
+}
 
 
 class EarlyStoppingReason(Enum):
@@ -142,18 +154,9 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
-        choice("min", "max")("mode", mode)
-        _NOT_NEGATIVE("min_delta", min_delta)
-        at_least(0)("patience", patience)
-        METRIC("monitor", monitor)
-        flags = {"verbose": verbose, "strict": strict, "check_finite": check_finite}
-        for name, value in {**flags, "log_rank_zero_only": log_rank_zero_only}.items():
-            FLAG(name, value)
-        if check_on_train_epoch_end is not None:
-            FLAG("check_on_train_epoch_end", check_on_train_epoch_end)
-        for name, value in (("stopping_threshold", stopping_threshold), ("divergence_threshold", divergence_threshold)):
-            if value is not None:
-                _THRESHOLD(name, value)
+        given = locals()
+        for name, check_value in _CHECKS.items():
+            check_value(name, given[name])
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience

@@ -6,6 +6,7 @@ import math
 import re
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,13 +18,50 @@ from instep.checkpoint.edge import check, count, none_or, number, text
 from instep.checkpoint.retention import Retention, Saved
 from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError
 from instep.types import Location
-from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, wrong
+from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, or_none, wrong
 from instep.utils.paths import to_path
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
     from instep.checkpoint import Reader
     from instep.checkpoint.background import PendingSave
+
+
+def _check_template(name: str, value: Any) -> None:
+    """Check for a template that gives the name of a folder, whatever is logged."""
+    expected = 'a template such as "{epoch}-{val_loss:.2f}"'
+    try:
+        folder = format_name(value, {}, True)
+        names.base_name(0, folder)
+    except (TypeError, ValueError) as error:  # SettingError too
+        raise wrong(name, value, f"{expected} ({error})") from None
+    if "{" in folder or "}" in folder:
+        raise wrong(name, value, f"{expected}; a brace has no other")
+
+
+_PERIOD = or_none(at_least(0, "0 to turn it off"))
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "filename": or_none(_check_template),
+    "monitor": or_none(METRIC),
+    "verbose": FLAG,
+    "save_last": or_none(
+        Check(lambda value: isinstance(value, bool), "True or False; 'last' is found by scanning, so there is no link")
+    ),
+    "save_top_k": at_least(-1, "-1 for all"),
+    "save_on_exception": FLAG,
+    "save_weights_only": FLAG,
+    "mode": choice("min", "max"),
+    "auto_insert_metric_name": FLAG,
+    "every_n_train_steps": _PERIOD,
+    "train_time_interval": or_none(
+        Check(lambda value: isinstance(value, timedelta) and value > timedelta(0), "a timedelta above 0")
+    ),
+    "every_n_epochs": _PERIOD,
+    "save_on_train_epoch_end": or_none(FLAG),
+    "enable_version_counter": FLAG,
+    "background": FLAG,
+    "on_error": choice("raise", "warn"),
+}
 
 
 class ModelCheckpoint(Callback):
@@ -97,9 +135,9 @@ class ModelCheckpoint(Callback):
         background: bool = False,
         on_error: str = "raise",
     ) -> None:
-        choice("min", "max")("mode", mode)
-        choice("raise", "warn")("on_error", on_error)
-        at_least(-1, "-1 for all")("save_top_k", save_top_k)
+        arguments = locals()
+        for name, check_value in _CHECKS.items():
+            check_value(name, arguments[name])
         if monitor is None and save_top_k not in (-1, 0, 1):
             raise SettingError(
                 f"save_top_k={save_top_k} ranks checkpoints, so it needs monitor='<a logged metric>'. Without one use "
@@ -115,29 +153,6 @@ class ModelCheckpoint(Callback):
         several = [name for name, value in given.items() if value]
         if len(several) > 1:
             raise SettingError(f"{' and '.join(several)} exclude each other; give one of them", field=several[0])
-        for name in ("every_n_train_steps", "every_n_epochs"):
-            if given[name] is not None:
-                at_least(0, "0 to turn it off")(name, given[name])
-        if save_last not in (None, True, False):
-            raise wrong("save_last", save_last, "True or False; 'last' is found by scanning, so there is no link")
-        flags = {
-            "verbose": verbose,
-            "save_on_exception": save_on_exception,
-            "save_weights_only": save_weights_only,
-            "auto_insert_metric_name": auto_insert_metric_name,
-            "enable_version_counter": enable_version_counter,
-            "background": background,
-        }
-        for name, value in flags.items():
-            FLAG(name, value)
-        if save_on_train_epoch_end is not None:
-            FLAG("save_on_train_epoch_end", save_on_train_epoch_end)
-        if monitor is not None:
-            METRIC("monitor", monitor)
-        if train_time_interval is not None:
-            _INTERVAL("train_time_interval", train_time_interval)
-        if filename is not None:
-            _check_template(filename)
         self.dirpath = None if dirpath is None else to_path(dirpath).absolute()
         self.filename = filename
         self.monitor = monitor
@@ -475,20 +490,6 @@ def _policy(keep: Retention | None, monitor: str | None, mode: str, save_top_k: 
     if modes - {mode}:
         raise SettingError(f"keep={keep} contradicts mode={mode!r}: give both the same mode", field="mode", got=mode)
     return keep
-
-
-_INTERVAL = Check(lambda value: isinstance(value, timedelta) and value > timedelta(0), "a timedelta above 0")
-
-
-def _check_template(filename: Any) -> None:
-    """Refuse a template that gives no name of a folder, whatever is logged."""
-    try:
-        name = format_name(filename, {}, True)
-        names.base_name(0, name)
-    except (TypeError, ValueError) as error:  # SettingError too
-        raise wrong("filename", filename, f'a template such as "{{epoch}}-{{val_loss:.2f}}" ({error})') from None
-    if "{" in name or "}" in name:
-        raise wrong("filename", filename, 'a template such as "{epoch}-{val_loss:.2f}"; a brace has no other')
 
 
 def format_name(template: str, values: dict[str, Any], insert_names: bool) -> str:

@@ -199,6 +199,11 @@ def parse_duration(field: str, value: Any) -> timedelta:
     return time
 
 
+def or_none(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """Make a check that lets None pass."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
 def checks_of(settings: type) -> dict[str, Callable[[str, Any], Any]]:
     """Collect the checks of a dataclass's fields, which stand in their annotations; other fields have none.
 

@@ -210,7 +210,21 @@ def test_verbose_prints_on_rank_zero_or_everywhere(capsys):
     assert trainer.printed == ["loss = 1."]
 
 
-@pytest.mark.parametrize("options", [{"mode": "mim"}, {"min_delta": -0.1}, {"min_delta": NAN}, {"patience": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "mim"},
+        {"min_delta": -0.1},
+        {"min_delta": NAN},
+        {"patience": -1},
+        {"monitor": ""},
+        {"strict": 3},
+        {"stopping_threshold": "a"},
+        {"divergence_threshold": NAN},
+        {"check_on_train_epoch_end": "no"},
+    ],
+    ids=str,
+)
 def test_wrong_options(options):
     with pytest.raises(SettingError, match=next(iter(options))):
-        EarlyStopping("loss", **options)
+        EarlyStopping(**{"monitor": "loss", **options})
