@@ -27,6 +27,8 @@ _KNOWN_VARIABLES = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 def warm_python() -> str:
     """The executable. Its server is started on first use and ends with this process."""
     global _executable
+    if not hasattr(os, "pidfd_open"):  # Linux alone has it
+        return sys.executable
     if _executable is None:
         _executable = _start_server()
     return _executable
