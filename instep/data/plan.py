@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from instep.errors import DataError
+
 
 class Share(NamedTuple):
     """The samples of one batch, over the ranks.
@@ -123,6 +125,9 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int) -> float:
         source: its batch with that number is in hand.
         batch_idx: the batch's number in the epoch.
         accumulate: batches in a full window.
+
+    Raises:
+        DataError: the window has no samples.
     """
     plan = source.plan
     start, stop = plan.window_of(batch_idx, accumulate)
@@ -130,7 +135,13 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int) -> float:
         units = plan.at(batch_idx).units
         if units is None:
             return 1 / (stop - start)
-        return units[0] * source.world_size / plan.window_units(start, stop)
+        total = plan.window_units(start, stop)
+        if not total:
+            raise DataError(
+                f"batch {batch_idx} lies past the data's end at {stop}. A position that was restored does not fit the "
+                "data: resume from another checkpoint, or leave the position out by resume=Resume(...)."
+            )
+        return units[0] * source.world_size / total
     scale = rank_weight(source) / (stop - start)
     seen = plan.seen_in_window(start, batch_idx)
     return scale * seen[-1] / max(1, seen[0]) if seen else scale

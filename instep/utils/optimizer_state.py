@@ -42,6 +42,11 @@ _LOOKED_UP = {
     "Rprop": {"step", "prev", "step_size"},
     "SparseAdam": {"step", "exp_avg", "exp_avg_sq"},
 }
+_WITH_OPTION = {  # and what more where an option of the parameter's group is on
+    "Adam": {"amsgrad": "max_exp_avg_sq"},
+    "AdamW": {"amsgrad": "max_exp_avg_sq"},
+    "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
+}
 _FLOAT_BITS = 1024  # a larger integer overflows where it is multiplied with a float
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -162,7 +167,8 @@ def load_optimizer_state(
         by_index.update(zip(own["params"], zip(options["params"], group["params"], strict=True), strict=True))
     state.update({index: tree["state"][name] for index, (_, name) in by_index.items() if name in tree["state"]})
     if type(optimizer).__module__.partition(".")[0] == "torch":
-        _check_complete(kind, tree["state"])
+        options_of = {name: saved for saved, group in zip(settings, wanted, strict=True) for name in group["params"]}
+        _check_complete(kind, tree["state"], options_of)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for parameter, name in by_index.values():
         then = tree.get("dtypes", {}).get(name, parameter.dtype)
@@ -246,9 +252,13 @@ def check_tree(tree: Mapping[str, Any]) -> None:
             raise TypeError("a group's parameters have no names")
 
 
-def _check_complete(kind: str, state: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_complete(
+    kind: str, state: Mapping[str, Mapping[str, Any]], options_of: Mapping[str, Mapping[str, Any]]
+) -> None:
     for name, values in state.items():
-        lacking = _LOOKED_UP.get(kind, set()).difference(values)
+        more = _WITH_OPTION.get(kind, {}).items()
+        looked_up = {key for option, key in more if options_of.get(name, {}).get(option)}
+        lacking = (_LOOKED_UP.get(kind, set()) | looked_up).difference(values)
         if values and lacking:
             raise TypeError(f"the state of {name} lacks {', '.join(sorted(lacking))}")
 

@@ -151,6 +151,16 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
         assert not fresh.state
 
 
+def test_nor_is_one_whose_options_look_up_more():
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, steps=1)
+    tree = copy.deepcopy(optimizer_state(net, optimizer))
+    tree["groups"][0]["amsgrad"] = True
+    with pytest.raises(TypeError, match="lacks max_exp_avg_sq"):
+        load_optimizer_state(net, optimizer, tree)
+
+
 @pytest.mark.parametrize("lost", ["step", "exp_avg_sq"])
 def test_a_state_without_what_the_next_step_looks_up_is_refused(lost):
     net = Net()
