@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from instep.callbacks.base import Callback
+from instep.state import GradientState
 from instep.utils.checks import above_zero
 
 if TYPE_CHECKING:
@@ -335,7 +336,7 @@ class ProgressBar(Callback):
         note = f"step {trainer.global_step}/{max_steps}" if max_steps else ""
         name = title("train", progress.epoch, trainer.max_epochs, 0)
         steps_left = None if max_steps is None else max(0, max_steps - trainer.global_step)
-        end = None if steps_left is None else done + steps_left * trainer.accumulate_grad_batches
+        end = None if steps_left is None else done + steps_left * GradientState().num_steps
         return Line(name, done, total, now_s - self._train_start_s, speed, note, end)
 
     def _speed(self, stage: str) -> Speed:

@@ -2,8 +2,7 @@
 
 `window_scale` and `gradient_correction` are the arithmetic of accumulation windows whose batches weigh differently: the
 Trainer's step and the Accelerator's backward call them, and divide by the number of batches where all weigh alike. A
-window begins at each multiple of
-`accumulate`, or where a resumed pass begins, and ends with the pass at the latest.
+window begins at each multiple of `accumulate`, or where a resumed pass begins, and ends with the pass at the latest.
 """
 
 from __future__ import annotations

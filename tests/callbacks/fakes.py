@@ -48,7 +48,6 @@ class FakeTrainer:
     world_size: int = 1
     max_epochs: int | None = 2
     max_steps: int = -1
-    accumulate_grad_batches: int = 1
     fast_dev_run: bool | int = False
     state: TrainerState = field(default_factory=lambda: TrainerState("fit"))
     sanity_checking: bool = False

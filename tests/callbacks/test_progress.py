@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from instep import Trainer
 from instep.callbacks import ProgressBar
 from instep.callbacks import progress as module
 from instep.callbacks.progress import Line
 from instep.errors import SettingError
 from tests.callbacks.fakes import FakeProgress, FakeTrainer
 from tests.helpers.spawn import HANG_S
+from tests.trainer.resuming import Net, Plain
 
 DEADLINE_S = HANG_S
 
@@ -252,6 +254,28 @@ def test_the_time_left_ends_with_the_steps():
     line = Line("Epoch 1", done=20, total=4000, elapsed_s=10.0, speed=2.0, end=100)
     assert "0:40 left" in line.plain()
     assert "33:10 left" in replace(line, end=5000).plain(), "the epoch comes first"
+
+
+def test_the_steps_left_count_the_micro_batches_of_a_global_batch(tmp_path):
+    seen = []
+
+    class Bar(ProgressBar):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append(self._train_line(trainer, True, 0.0).end)
+
+    data = torch.utils.data.DataLoader(Plain(32), batch_size=2)
+    trainer = Trainer(
+        max_steps=3,
+        global_batch_size=8,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=Bar(),
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Net(), data)
+    assert trainer.global_step == 3
+    assert (seen[0], seen[-1], len(seen)) == (1 + 3 * 4, 12, 12)
 
 
 def test_plain_lines_where_there_is_no_terminal(monkeypatch):
