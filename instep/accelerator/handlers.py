@@ -7,7 +7,6 @@ torch's profiler, which `profile` runs with a trace file per rank.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -22,6 +21,7 @@ from instep.strategies import resolve_strategy
 from instep.types import PathLike
 from instep.utils.checks import FLAG, Check, above_zero, at_least, check_fields, choice, is_int, is_number, wrong
 from instep.utils.paths import local_path
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from torch.profiler import profile as Profiler
@@ -331,10 +331,9 @@ def profile(handler: ProfileKwargs | None = None, process_index: int = 0) -> Ite
     if ready.error is not None:
         raise ready.error
     if folder is not None and ready.calls == 0:
-        warnings.warn(
+        warn_user(
             f"nothing was recorded, so there is no trace in {folder}: the schedule {dict(schedule or {})} counts calls "
-            "of the profiler's step(), and its first active one was not reached",
-            stacklevel=3,
+            "of the profiler's step(), and its first active one was not reached"
         )
 
 

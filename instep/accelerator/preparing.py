@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from instep.strategies.precision import precision_name
 from instep.strategies.registry import asked_strategy
 from instep.utils import env
 from instep.utils.checks import at_least, choice
+from instep.utils.warn import warn_user
 
 _PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 
@@ -260,11 +260,10 @@ class PreparedRun:
             parameters = parameters_of(prepared.optimizer)
             strange = sum(p not in known for p in parameters)
             if strange:
-                warnings.warn(
+                warn_user(
                     f"{strange} of the {len(parameters)} parameters of {type(prepared.optimizer).__name__} are in no "
                     "prepared model: their gradients are not reduced over processes, and save_state() does not save "
-                    "them. Prepare the model too",
-                    stacklevel=4,
+                    "them. Prepare the model too"
                 )
 
     def _claim_run(self) -> None:

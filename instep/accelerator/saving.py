@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pickle
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -51,6 +50,7 @@ from instep.utils.optimizer_state import clean_name
 from instep.utils.optimizers import put_rates, rates_of, set_learning_rates
 from instep.utils.paths import local_path
 from instep.utils.seed import rng_state
+from instep.utils.warn import warn_user
 
 T = TypeVar("T")
 KIND = "accelerator"
@@ -133,10 +133,9 @@ def save(states: States, path: Path | None, background: bool = False) -> Path | 
         )
     states.wait()
     if not states.prepared.syncs:
-        warnings.warn(
+        warn_user(
             "this state is saved in the middle of an accumulation window, whose gradients are no part of it: a resumed "
-            "run begins the window again, with other random numbers. Save where accelerator.sync_gradients is True",
-            stacklevel=4,
+            "run begins the window again, with other random numbers. Save where accelerator.sync_gradients is True"
         )
     store, name = _store_of(states, path)
     if path is None:

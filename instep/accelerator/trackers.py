@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from instep import loggers
 from instep.errors import SettingError, UsageError, one_of
 from instep.loggers import Logger
+from instep.utils.warn import warn_user
 
 NAMES = {"csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "WandbLogger"}
 
@@ -87,10 +87,9 @@ class Trackers:
         """Write numbers; without a step under the one after the last."""
         if not self._asked:
             if not self._warned:
-                warnings.warn(
+                warn_user(
                     'accelerator.log() has nowhere to write to: give Accelerator(log_with="tensorboard"), or another '
-                    "logger, and call init_trackers()",
-                    stacklevel=3,
+                    "logger, and call init_trackers()"
                 )
             self._warned = True
         elif not self._started:
@@ -119,9 +118,8 @@ class Trackers:
     def finish(self) -> None:
         """Close the loggers."""
         if self._kept:
-            warnings.warn(
-                f"{len(self._kept)} records of accelerator.log() were never written: init_trackers() was not called",
-                stacklevel=3,
+            warn_user(
+                f"{len(self._kept)} records of accelerator.log() were never written: init_trackers() was not called"
             )
         started, self._started, self._kept = self._started, {}, []
         for logger in started.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +14,7 @@ from instep.callbacks.base import Callback, acts_now
 from instep.checkpoint.edge import check, count, none_or, text
 from instep.errors import UsageError
 from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, is_number, or_none
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
@@ -249,7 +249,7 @@ class EarlyStopping(Callback):
         if self.strict:
             raise UsageError(f"{text}, or strict=False to leave the check out.")
         if self.verbose:
-            warnings.warn(f"{text}. The check was left out.", stacklevel=4)
+            warn_user(f"{text}. The check was left out.")
 
     def _words(self, reason: EarlyStoppingReason, value: float) -> str:
         now = f"{self.monitor} = {value:.6g}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -20,6 +19,7 @@ from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, Set
 from instep.types import Location
 from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, or_none, wrong
 from instep.utils.paths import to_path
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
@@ -323,7 +323,7 @@ class ModelCheckpoint(Callback):
             if self.verbose:
                 trainer.print(f"saved {path}")
         else:
-            warnings.warn("no checkpoint of the failed run: not all processes got to saving it", stacklevel=2)
+            warn_user("no checkpoint of the failed run: not all processes got to saving it")
 
     def save_now(self, trainer: Trainer, reason: str = "", final: bool = True) -> Path:
         """Save now, whatever the schedule says: before a preemption, or on request. Collective.
@@ -410,7 +410,7 @@ class ModelCheckpoint(Callback):
         if self.on_error == "raise" or must:
             raise error
         if trainer.is_global_zero:
-            warnings.warn(f"a checkpoint was not saved, and training goes on: {error}", stacklevel=4)
+            warn_user(f"a checkpoint was not saved, and training goes on: {error}")
 
     def _record_and_delete(self, trainer: Trainer, path: Path, new: Saved, to_delete: list[str]) -> None:
         """Add a new checkpoint to the list and, once it has verified, delete those that are not kept any more."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.callbacks.base import Callback
 from instep.distributed.replicas import ReplicaDifference, compare_replicas
 from instep.errors import DistributedError, SettingError
 from instep.utils.checks import at_least, choice
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
@@ -74,7 +74,7 @@ class ReplicaCheck(Callback):
         if self.on_difference == "stop":
             raise DistributedError(f"{text} The newest checkpoint before it is the one to go on from.")
         if trainer.is_global_zero:
-            warnings.warn(text, stacklevel=2)
+            warn_user(text)
 
 
 def _text(differences: list[ReplicaDifference], step: int, count: int) -> str:

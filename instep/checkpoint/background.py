@@ -15,7 +15,6 @@ import copy
 import mmap
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PosixPath
@@ -31,6 +30,7 @@ from instep.checkpoint.tensors import Shard, framing
 from instep.checkpoint.writer import BaseWriter, Writer, checked_name
 from instep.distributed.rank_zero import RankGroup
 from instep.errors import CheckpointError, CorruptCheckpointError
+from instep.utils.warn import warn_user
 
 _ABORT_S = 5.0  # until a thread has noticed that its group is gone
 
@@ -181,9 +181,9 @@ class BackgroundSaver:
             self._buffers.close()
         if pending is not None and not pending._seen:
             if not done:
-                warnings.warn(f"the checkpoint under way was abandoned after {timeout_s} s", stacklevel=2)
+                warn_user(f"the checkpoint under way was abandoned after {timeout_s} s")
             elif pending.error is not None:
-                warnings.warn(f"a background save failed: {pending.error}", stacklevel=2)
+                warn_user(f"a background save failed: {pending.error}")
 
 
 def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +19,7 @@ from instep.checkpoint.hashing import Data, FileRecord, OutFile, Trace, hash_fil
 from instep.utils import atomic
 from instep.utils.process_id import is_gone, this_process
 from instep.utils.untrusted_files import open_regular, read_regular, too_large
+from instep.utils.warn import warn_user
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def passing(error: BaseException | None) -> bool:
 
 def wait(pause_s: float, what: str) -> None:
     """Say that something is tried again, and wait before it is."""
-    warnings.warn(what, stacklevel=3)
+    warn_user(what)
     sleep(pause_s)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import tempfile
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ from instep.checkpoint.files import Files, LocalFiles
 from instep.checkpoint.hashing import FileRecord, Hasher, OutFile
 from instep.utils.process_id import is_gone, this_process
 from instep.utils.untrusted_files import LEASE_BYTES
+from instep.utils.warn import warn_user
 
 _OWNER = ".owner"
 _PART_BYTES = 32 * 2**20  # of an upload; up to about three of them are in memory
@@ -209,7 +209,7 @@ class _RemoteOut(OutFile):
             with _as_os_error(self.path):
                 file.discard()
         except (OSError, AttributeError) as error:
-            warnings.warn(
+            warn_user(
                 f"the upload of {self.path} failed, and could not be given up either: {error}. A lifecycle "
                 "rule of the bucket removes unfinished uploads."
             )

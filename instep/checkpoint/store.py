@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -42,6 +41,7 @@ from instep.errors import (
 )
 from instep.types import Location
 from instep.utils.paths import to_path
+from instep.utils.warn import warn_user
 
 T = TypeVar("T")
 
@@ -285,7 +285,7 @@ class CheckpointStore:
             self.sweep(of_other_hosts=self.lease is not None)
         except (CheckpointError, RemoteError) as error:
             if self.ranks.rank_and_size()[0] == 0:
-                warnings.warn(f"what an earlier run left in {self.root} stays there: {error}", stacklevel=3)
+                warn_user(f"what an earlier run left in {self.root} stays there: {error}")
 
     def _try(
         self,
@@ -428,7 +428,7 @@ class CheckpointStore:
         try:
             self.files.delete(folder if renamed in (None, folder) or folder.exists() else renamed)
         except OSError as error:
-            warnings.warn(f"could not remove {folder}, which a failed save left: {error}. The next sweep() removes it.")
+            warn_user(f"could not remove {folder}, which a failed save left: {error}. The next sweep() removes it.")
 
     # Everyone.
 
@@ -454,7 +454,7 @@ class CheckpointStore:
                     return Reader(candidate.path, False, candidate.manifest), broken
             broken.append(f"{candidate.path.name}: {'; '.join(problems)}")
             if self.ranks.rank_and_size()[0] == 0:
-                warnings.warn(f"the checkpoint {candidate.path} is passed over: {'; '.join(problems)}", stacklevel=3)
+                warn_user(f"the checkpoint {candidate.path} is passed over: {'; '.join(problems)}")
         return None, broken
 
     def _inside(self, path: Location) -> Path:

@@ -11,7 +11,6 @@ import inspect
 import json
 import os
 import sys
-import warnings
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +47,7 @@ from instep.utils.hparams import CLASS_PATH, configured_as
 from instep.utils.plain_yaml import MAX_BYTES, MAX_ITEMS
 from instep.utils.rebuild import StandIn, configured_arguments, described_arguments
 from instep.utils.seed import seed_everything
+from instep.utils.warn import warn_user
 
 
 class SaveConfigCallback(Callback):
@@ -113,10 +113,9 @@ class SaveConfigCallback(Callback):
     def _write(self, folder: Path) -> None:
         data = self.parser.dump(self.config, skip_unset=False).encode()
         if len(data) > MAX_BYTES or _longest(self.config) > MAX_ITEMS:
-            warnings.warn(
+            warn_user(
                 f"{self.config_filename} beside the run has more than {MAX_ITEMS:,} entries in one list or mapping, or "
-                f"{MAX_BYTES:,} bytes: no run can be started from it. Keep long lists in files of their own.",
-                stacklevel=2,
+                f"{MAX_BYTES:,} bytes: no run can be started from it. Keep long lists in files of their own."
             )
         files, path, number = LocalFiles(), folder / self.config_filename, 0
         if self.overwrite and path.exists():
@@ -436,7 +435,7 @@ class TrainerCLI:
             given = [] if given is None else [given] if isinstance(given, Callback) else list(given)
             settings["callbacks"] = given + extra
         elif extra:
-            warnings.warn(f"{self.trainer_class!r} takes no callbacks, so these are left out: {extra}", stacklevel=2)
+            warn_user(f"{self.trainer_class!r} takes no callbacks, so these are left out: {extra}")
         return self.trainer_class(**settings)
 
     def _build_model(
@@ -476,10 +475,7 @@ class TrainerCLI:
             return
         trains = self.subcommand not in ("validate", "test", "predict")
         if trains and is_overridden(module, "configure_optimizers", TrainModule) and read_environment().rank == 0:
-            warnings.warn(
-                f"the configured {optimizers[0]} takes the place of {type(module).__name__}.configure_optimizers",
-                stacklevel=2,
-            )
+            warn_user(f"the configured {optimizers[0]} takes the place of {type(module).__name__}.configure_optimizers")
 
         def configure() -> Any:
             built = instantiate_class(module.parameters(), optimizer)

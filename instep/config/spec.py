@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from instep.state import read_environment
 from instep.state.device import find_device_kind, visible
 from instep.state.launchers import meeting_url
 from instep.utils.env import VARIABLES, as_variables, variable_of
+from instep.utils.warn import warn_user
 
 
 class Node(NamedTuple):
@@ -150,7 +150,7 @@ def _warn_of_unused(launch: Launch, num_nodes: int, c10d: bool) -> None:
         given = [f"{name} ({launch.sources[name]})" for name in names if name in launch.sources]
         given = [text for text in given if "(environment" not in text]  # which is of other jobs too
         if given:
-            warnings.warn(f"without effect, since {why}: {', '.join(given)}", stacklevel=3)
+            warn_user(f"without effect, since {why}: {', '.join(given)}")
             return
 
 

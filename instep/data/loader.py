@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from instep.types import Stateful
 from instep.utils.checks import choice
 from instep.utils.imports import require
 from instep.utils.seed import derive_seed
+from instep.utils.warn import warn_user
 
 
 def prepare_loader(
@@ -141,10 +141,9 @@ def prepare_loader(
         )
         return _by_index(loader, wanted, partitioning, seed_samples=seed_samples, pin=pin)
     if seed_samples:
-        warnings.warn(
+        warn_user(
             f"seed_samples=True has no effect on this {type(loader).__name__}: it hands out no sample indices through "
-            "instep",
-            stacklevel=2,
+            "instep"
         )
     loader = _rebuilt(loader, batch_size, stateful=stateful and stage == "train")
     if world_size > 1 and use_distributed_sampler:
@@ -407,10 +406,9 @@ def _common_length(lengths: list[int], wanted: _Pass, loader: Any) -> int:
         if wanted.uneven == "error":
             raise DataError(f"ranks have different numbers of batches ({numbers}). Give every rank as many")
         if wanted.shard.rank == 0:
-            warnings.warn(
+            warn_user(
                 f"ranks have different numbers of batches ({numbers}) in their {type(loader).__name__}: each epoch "
-                f"stops after {min(lengths)}",
-                stacklevel=2,
+                f"stops after {min(lengths)}"
             )
     return min(lengths)
 

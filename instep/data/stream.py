@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from instep.errors import DataError, UsageError
 from instep.state.process import step_group
 from instep.types import StateDict, Stateful
 from instep.utils.seed import derive_seed
+from instep.utils.warn import warn_user
 
 QUIET_AFTER = 3  # fetches that drew nothing: from then on only every 64th is watched, since each costs tens of us
 WATCH_EVERY = 64
@@ -292,11 +292,10 @@ class StreamLoader(PreparedLoader):
                 self._own_end = len(self.loader)
                 self._replay = self.loader[-1]
             return
-        warnings.warn(
+        warn_user(
             f"{type(self.loader).__name__} cannot say where it stands: {batches} batches are read again and thrown "
             "away to resume. Give the data set or loader state_dict and load_state_dict (with workers: use torchdata's "
-            "StatefulDataLoader)",
-            stacklevel=3,
+            "StatefulDataLoader)"
         )
         assert self._iterator is not None
         for number in range(batches):
@@ -337,11 +336,10 @@ class StreamLoader(PreparedLoader):
             self._silent += 1
             return
         if self._silent >= QUIET_AFTER:
-            warnings.warn(
+            warn_user(
                 f"{type(self.loader).__name__} drew random numbers for batch {number} after {number} batches without. "
                 "Those that it drew unseen came from the training's generators, so a resume within this epoch may not "
-                "repeat them. Draw from a generator of the loader's own",
-                stacklevel=3,
+                "repeat them. Draw from a generator of the loader's own"
             )
         self._silent = -math.inf
 

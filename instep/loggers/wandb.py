@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from instep.loggers.hparams import plain
 from instep.types import PathLike
 from instep.utils.checks import above_zero, choice
 from instep.utils.imports import require
+from instep.utils.warn import warn_user
 
 _STEP = "trainer/global_step"
 _MODE = choice("online", "offline", "disabled", "shared")
@@ -146,10 +146,9 @@ class WandbLogger(Logger):
         if self._run is None and wandb.run is not None and wandb.run.id not in _OPEN:
             self._run = wandb.run
             if self._version is not None and self._version != self._run.id:
-                warnings.warn(
+                warn_user(
                     f"WandbLogger uses the run {self._run.id!r} that the script opened by wandb.init; its own "
-                    f"id {self._version!r} is ignored. Call wandb.finish() first, or pass that id to wandb.init.",
-                    stacklevel=2,
+                    f"id {self._version!r} is ignored. Call wandb.finish() first, or pass that id to wandb.init."
                 )
         if self._run is None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -179,10 +178,9 @@ class WandbLogger(Logger):
                     'Use WandbLogger(mode="offline") or WANDB_MODE=offline and `wandb sync` later, '
                     "or a longer init_timeout_s."
                 ) from error
-            warnings.warn(
+            warn_user(
                 f"WandbLogger could not reach the W&B server within {self._init_timeout_s:g} s and goes on offline: "
-                f"the run is written to {self._log_dir}/wandb; upload it later with `wandb sync`. ({reason})",
-                stacklevel=2,
+                f"the run is written to {self._log_dir}/wandb; upload it later with `wandb sync`. ({reason})"
             )
             return self._init(wandb, "offline")
         except wandb.errors.UsageError as error:

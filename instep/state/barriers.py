@@ -7,7 +7,6 @@ help from the missing rank.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from instep.state.messages import gather_texts, header, share_error
 from instep.state.process import Process
 from instep.state.process_group import Groups
 from instep.state.rank_records import RankRecords, awaited, describe_ended, digest_of, finish
+from instep.utils.warn import warn_user
 
 _MOMENT_S = 0.25
 _SAY_AFTER_S = 30.0
@@ -104,7 +104,7 @@ def _wait(groups: Groups, name: str | None, limit_s: float, watch: awaited) -> N
             said_s = min(_SAY_AFTER_S, limit_s)
             late = not finish(work, said_s - moment_s)
             if late and said_s < limit_s:
-                warnings.warn(_report(groups, turn, name, f"goes on after {said_s:g} s", last=False), stacklevel=5)
+                warn_user(_report(groups, turn, name, f"goes on after {said_s:g} s", last=False))
             # Who came within the last moment writes it down within the next.
             late = late and not finish(work, limit_s - said_s + 2 * _MOMENT_S)
     except RuntimeError as error:

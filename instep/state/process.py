@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from instep.state.environment import ProcessEnvironment
 from instep.state.launchers import MPI, read_environment
 from instep.state.process_group import resolve_backend
 from instep.utils.env import from_env, misspelt_variables, variable_of
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,7 +61,7 @@ def ensure(cpu: bool | None, debug: bool | None, xla: bool | None, kwargs: dict[
         _process = _build(asked)
         alone = "INSTEP_AGENT_PID" not in os.environ  # else the launch has said it
         if alone and _process.environment.rank == 0 and (misspelt := misspelt_variables()):
-            warnings.warn(misspelt, stacklevel=4)
+            warn_user(misspelt)
     else:
         _compare(asked, _process)
 

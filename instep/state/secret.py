@@ -22,13 +22,13 @@ import os
 import secrets
 import stat
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import DistributedError, SettingError
 from instep.utils.private_files import make_key, read_private
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.state.environment import ProcessEnvironment
@@ -159,9 +159,7 @@ def secret_of_ranks(environment: ProcessEnvironment, environ: Mapping[str, str] 
     if _is_one_node(environment, environ):
         return _secret_of_user(environ)
     if environment.rank == 0:
-        warnings.warn(
-            f"this job has no secret: whoever reaches its ports can run code in it. {HOW_TO_GIVE}.", stacklevel=2
-        )
+        warn_user(f"this job has no secret: whoever reaches its ports can run code in it. {HOW_TO_GIVE}.")
     return Secret(b"")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,6 +15,7 @@ from instep.strategies.base import Strategy
 from instep.strategies.precision import Precision
 from instep.strategies.step_forward import StepForward
 from instep.utils.checks import is_int, wrong
+from instep.utils.warn import warn_user
 
 
 class DataParallelStrategy(Strategy):
@@ -73,10 +73,9 @@ class DataParallelStrategy(Strategy):
             )
         self._ids = ids
         if len(ids) < 2:
-            warnings.warn(
+            warn_user(
                 f"strategy='dp' has one device here, {device}, and trains on that alone. Leave strategy out, or use "
-                "strategy='ddp' with devices=N",
-                stacklevel=2,
+                "strategy='ddp' with devices=N"
             )
         super().connect(device, precision)
 

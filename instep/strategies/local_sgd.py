@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -22,6 +21,7 @@ from instep.state import read_environment
 from instep.strategies.comm_hooks import mean_of
 from instep.utils.checks import FLAG, at_least, check_fields
 from instep.utils.optimizer_state import load_optimizer_state, optimizer_state
+from instep.utils.warn import warn_user
 
 
 @dataclass(frozen=True)
@@ -173,10 +173,9 @@ def _differs(tensor: Tensor) -> bool:
 def _node_group() -> Any:
     """Make the group of this machine's ranks; warn where they are all that there are."""
     if read_environment().num_nodes == 1:
-        warnings.warn(
+        warn_user(
             "comm_hook='post_local_sgd' with within_node=True averages gradients over the ranks of a machine in every "
-            "step, and all ranks of this run are on one: nothing is local. Set within_node=False",
-            stacklevel=5,
+            "step, and all ranks of this run are on one: nothing is local. Set within_node=False"
         )
     nodes = gather_object(read_environment().node_rank)
     ranks = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]

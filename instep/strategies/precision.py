@@ -17,7 +17,6 @@ enters nothing), and owns the gradient scaler. A strategy that casts or scales b
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, one_of
 from instep.utils.checks import choice
 from instep.utils.imports import require
+from instep.utils.warn import warn_user
 
 T = TypeVar("T")
 
@@ -176,10 +176,9 @@ class Precision:
             ("autocast", autocast_options, tuple(_AUTOCAST)),
         ):
             if options and name not in precisions:
-                warnings.warn(
+                warn_user(
                     f"the {what} options {dict(options)} have no effect: precision={name!r} has no {what} "
-                    f"({' and '.join(precisions)} have)",
-                    stacklevel=2,
+                    f"({' and '.join(precisions)} have)"
                 )
         scaling = dict(scaler_options or {})
         scales = name == "16-mixed" and scaling.pop("enabled", True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from instep.state.environment import MIN_NODES, read_number
 from instep.state.process import is_held
 from instep.trainer.settings import Settings
 from instep.utils.env import as_variables, from_env
+from instep.utils.warn import warn_user
 
 TORCHRUN_GRACE_S = 25.0
 CHOSEN = "INSTEP_DEVICES"  # which devices the ranks of a launch were given
@@ -89,7 +89,7 @@ def grace_period(settings: Settings, rank: int) -> float:
     if asked_s <= given_s:
         return asked_s
     if asked_s != Settings.grace_period_s and rank == 0:
-        warnings.warn(f"grace_period_s={asked_s:g}: ranks have {given_s:g} s to save, since {why}.", stacklevel=2)
+        warn_user(f"grace_period_s={asked_s:g}: ranks have {given_s:g} s to save, since {why}.")
     return given_s
 
 

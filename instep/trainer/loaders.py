@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from instep.errors import DataError, HookError, SettingError
 from instep.state.runs import GradientRecord
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.module import TrainModule
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -174,10 +174,7 @@ class Loaders:
         if not self.evaluation("val"):
             return False
         if not is_overridden(module, "validation_step", TrainModule):
-            warnings.warn(
-                f"there is a validation loader, but {type(module).__name__} has no validation_step: none is run",
-                stacklevel=2,
-            )
+            warn_user(f"there is a validation loader, but {type(module).__name__} has no validation_step: none is run")
             self._eval["val"] = []
             return False
         return True

@@ -6,7 +6,6 @@ import copy
 import math
 import signal
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -28,6 +27,7 @@ from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
 from instep.trainer.plugins import saves
 from instep.trainer.step import detached_outputs, make_step, manual_optimizer_step, optimizer_step
 from instep.utils.seed import rng_state, set_rng_state
+from instep.utils.warn import warn_user
 
 
 def fit(ctx: RunContext) -> None:
@@ -153,10 +153,9 @@ def start_training(ctx: RunContext) -> None:
     ctx.switch_log(ctx.log)
     torch.set_grad_enabled(True)
     if not ctx.module.training:
-        warnings.warn(
+        warn_user(
             f"{type(ctx.module).__name__} is in eval mode, so dropout is off. Call model.train() before fit, unless "
-            "that is meant.",
-            stacklevel=4,
+            "that is meant."
         )
     if is_finished(ctx):
         trainer.print(
@@ -353,10 +352,9 @@ def plan_validation(ctx: RunContext) -> None:
     if isinstance(s.val_check_interval, int):
         plan.every = s.val_check_interval
         if batches is not None and plan.every > batches and s.check_val_every_n_epoch is not None:
-            warnings.warn(
+            warn_user(
                 f"val_check_interval={plan.every} is more than the {batches} batches of an epoch, so "
-                "nothing is validated. check_val_every_n_epoch=None counts across epochs.",
-                stacklevel=2,
+                "nothing is validated. check_val_every_n_epoch=None counts across epochs."
             )
     elif s.val_check_interval == 1.0:
         plan.at_epoch_end = True

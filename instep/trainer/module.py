@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +20,7 @@ from instep.trainer.log import Entry, Options, check_value, reduction
 from instep.trainer.optimizers import TrainOptimizer
 from instep.types import Location, PathLike
 from instep.utils.hparams import HyperParameters
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -313,7 +313,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     def _nothing_logs(self, name: str) -> None:
         if self._trainer is None or self._trainer.state.fn is None:
-            warnings.warn(f"self.log({name!r}) outside a Trainer's run is not recorded", stacklevel=3)
+            warn_user(f"self.log({name!r}) outside a Trainer's run is not recorded")
         else:
             raise UsageError(
                 f"self.log({name!r}) was called where nothing can be logged (predict, or a hook outside the stages). "

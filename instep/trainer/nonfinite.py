@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from instep.errors import NonFiniteError
 from instep.strategies.gradients import parameters_of
 from instep.trainer.log import StepMetrics
 from instep.utils.optimizer_state import names_of
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -99,10 +99,9 @@ class NonFiniteGuard:
         self._last_step = -1
         slow = [type(o).__name__ for o in optimizers if self._leaves_out and not self._takes_flag(o)]
         if slow and not host_may_wait(device) and trainer.is_global_zero:
-            warnings.warn(
+            warn_user(
                 f"nonfinite={policy!r} makes the host wait for the device once per step of {', '.join(slow)}, which "
-                "cannot leave an update out by itself. Adam, AdamW, SGD and Adagrad with fused=True can",
-                stacklevel=5,
+                "cannot leave an update out by itself. Adam, AdamW, SGD and Adagrad with fused=True can"
             )
 
     def _takes_flag(self, optimizer: Optimizer) -> bool:
@@ -274,7 +273,7 @@ class NonFiniteGuard:
             if self._trainer.is_global_zero:
                 done = "The update was left out" if self._leaves_out else "The update was made all the same"
                 more = "; from the sixth on, powers of two are reported" if count == 5 else ""
-                warnings.warn(f"{_describe(check, facts)} {done} (number {count}{more}).", stacklevel=2)
+                warn_user(f"{_describe(check, facts)} {done} (number {count}{more}).")
 
     def _error(self, check: _Check, facts: list[_Facts]) -> NonFiniteError:
         callback = self._trainer.checkpoint_callback

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from instep.errors import HookError, SettingError
 from instep.strategies.gradients import parameters_of
 from instep.utils.optimizer_state import names_of
 from instep.utils.optimizers import OptimizerProxy
+from instep.utils.warn import warn_user
 
 _FORMS = (
     "an optimizer; a list of optimizers; two lists ([optimizers], [schedulers]); a dict with 'optimizer' and perhaps "
@@ -81,7 +81,7 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
         'step'
     """
     if result is None:
-        warnings.warn("configure_optimizers returned None: this run trains nothing by itself", stacklevel=2)
+        warn_user("configure_optimizers returned None: this run trains nothing by itself")
         return OptimizerSetup([], [])
     optimizers, schedulers = _parts(result)
     if not optimizers:
@@ -151,16 +151,14 @@ def _scheduler_config(given: Any, monitor: str | None, optimizers: Sequence[Opti
             "'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
         )
     if config.monitor is not None and not config.reduce_on_plateau:
-        warnings.warn(
+        warn_user(
             f"configure_optimizers: monitor={config.monitor!r} is not used, since {kind} is not a plateau scheduler; "
-            "reduce_on_plateau=True passes the metric to its step()",
-            stacklevel=3,
+            "reduce_on_plateau=True passes the metric to its step()"
         )
     if isinstance(scheduler, OneCycleLR) and config.interval == "epoch":
-        warnings.warn(
+        warn_user(
             "configure_optimizers: OneCycleLR with interval='epoch' steps once per epoch; it is made for "
-            "{'scheduler': ..., 'interval': 'step'}",
-            stacklevel=3,
+            "{'scheduler': ..., 'interval': 'step'}"
         )
     return config
 
@@ -189,16 +187,14 @@ def _warn_about_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -
         outside = [p for p in parameters if p not in inside]
         astray = sorted({str(p.device) for p in outside if devices and p.device not in devices})
         if astray:
-            warnings.warn(
+            warn_user(
                 f"{type(optimizer).__name__} has parameters on {', '.join(astray)} that are not in the module, which "
-                f"is on {', '.join(map(str, devices))}: were they made before the module moved?",
-                stacklevel=3,
+                f"is on {', '.join(map(str, devices))}: were they made before the module moved?"
             )
         elif outside:
-            warnings.warn(
+            warn_user(
                 f"{len(outside)} parameters of {type(optimizer).__name__} are not in the module: they are trained, but "
-                "not saved with it, and their optimizer state goes by position. Make them parameters of the module",
-                stacklevel=3,
+                "not saved with it, and their optimizer state goes by position. Make them parameters of the module"
             )
 
 
@@ -253,7 +249,7 @@ def _metric_missing(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> No
             field="monitor",
             got=config.monitor,
         )
-    warnings.warn(f"{message} It is not stepped.", stacklevel=3)
+    warn_user(f"{message} It is not stepped.")
 
 
 # ---- manual optimization

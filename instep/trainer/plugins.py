@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
 from types import CodeType
@@ -16,6 +15,7 @@ from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.module import TrainModule
 from instep.trainer.settings import Settings
 from instep.utils.porting import HOOKS_GONE, HOOKS_UNCALLED
+from instep.utils.warn import warn_user
 
 _LIKE_A_HOOK = 0.8  # difflib's ratio: on_train_epoch_finish is 0.82 of on_train_epoch_end
 _warned: set[tuple[type, str]] = set()
@@ -172,7 +172,7 @@ def _warn_of_uncalled(owner: Any, base: type) -> None:
         else:
             continue
         _warned.add((kind, name))
-        warnings.warn(f"{kind.__name__}.{name} is not called by anything: {advice}", stacklevel=2)
+        warn_user(f"{kind.__name__}.{name} is not called by anything: {advice}")
 
 
 def _names_in_code(classes: list[type]) -> Iterator[str]:

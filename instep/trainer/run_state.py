@@ -5,7 +5,6 @@ The files are those of `checkpoint/run_state.py`; `weights.py` says what is in t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from instep.trainer.log import load_metric_states, merge_states, metric_objects,
 from instep.trainer.weights import VIEW, check_full, load_into, view_of
 from instep.utils.optimizers import put_rates, rates_of, set_learning_rates
 from instep.utils.seed import rng_state
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.checkpoint import CheckpointStore
@@ -214,11 +214,10 @@ def _prepare(ctx: RunContext, store: CheckpointStore, weights_only: bool) -> Non
         ctx.restore_rest()
     at = ctx.position
     if at.batch != at.window_batch and not weights_only and ctx.rank == 0:
-        warnings.warn(
+        warn_user(
             f"this checkpoint is saved in the middle of an optimizer window (batch {at.batch}, the window began at "
             f"{at.window_batch}). A resumed run begins the window again, with other random numbers. Save where "
-            "trainer.position.batch == trainer.position.window_batch to go on exactly",
-            stacklevel=5,
+            "trainer.position.batch == trainer.position.window_batch to go on exactly"
         )
     if ctx.saver is not None:
         ctx.saver.wait()
@@ -344,7 +343,7 @@ def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> None:
         report,
     )
     if report.other_shape and ctx.fn != "fit" and ctx.rank == 0:  # fit prints the report
-        warnings.warn(str(report), stacklevel=2)
+        warn_user(str(report))
 
 
 def resume_plugins(ctx: RunContext, saved: SavedRun) -> None:
@@ -378,10 +377,9 @@ def _resume_callbacks(ctx: RunContext, path: Path, states: dict[str, Any]) -> No
     assert ctx.report is not None
     ctx.report.left_out += [f"the state of the callback {key}" for key in unclaimed]
     if ctx.rank == 0:
-        warnings.warn(
+        warn_user(
             f"{path} has the state of callbacks that this run does not have, or has with other arguments; it is "
-            f"left out: {', '.join(unclaimed)}",
-            stacklevel=2,
+            f"left out: {', '.join(unclaimed)}"
         )
 
 
@@ -390,10 +388,9 @@ def _warn_of_changes(saved: dict[str, Any], now: dict[str, Any], path: Path) -> 
     changed = [key for key in saved.keys() & now.keys() if repr(saved[key]) != repr(now[key])]
     if changed:
         listed = ", ".join(f"{key}={now[key]!r} (there {saved[key]!r})" for key in sorted(changed))
-        warnings.warn(
+        warn_user(
             f"this run has other hyperparameters than {path}: {listed}. What the checkpoint holds is restored all the "
-            "same, learning rates among it; fit(..., resume=Resume(lr=...)) sets others.",
-            stacklevel=2,
+            "same, learning rates among it; fit(..., resume=Resume(lr=...)) sets others."
         )
 
 
@@ -487,11 +484,10 @@ def _resume_position(ctx: RunContext, saved: SavedRun) -> Callable[[], None]:
         with taking_up(saved.path, "the logged sums"):
             log = merge_states([each["log"] for each in saved.ranks() if each["counts"]])
     if of_before is not None and of_before["metric_states"] and ctx.rank == 0:
-        warnings.warn(
+        warn_user(
             f"{saved.path} was saved in the middle of an epoch by {state['world_size']} processes"
             f"{_layout(state, ctx)}. What these metric objects had counted is left out: "
-            f"{', '.join(of_before['metric_states'])}",
-            stacklevel=2,
+            f"{', '.join(of_before['metric_states'])}"
         )
 
     rng = saved.random_state(own, strategy.data_rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -38,6 +37,7 @@ from instep.utils.checks import (
 from instep.utils.env import VARIABLES, from_env, variable_of
 from instep.utils.paths import local_path
 from instep.utils.porting import instead_of
+from instep.utils.warn import warn_user
 
 DEFAULT_MAX_EPOCHS = 1000
 
@@ -205,10 +205,9 @@ def resolve(**given: Any) -> Settings:
 def _drop_accumulation(values: dict[str, Any]) -> None:
     asked_for = values.pop("accumulate_grad_batches", None)
     if asked_for is not None:
-        warnings.warn(
+        warn_user(
             f"{variable_of('accumulate_grad_batches')}={asked_for} has no effect: global_batch_size="
-            f"{values['global_batch_size']} derives the accumulation by itself",
-            stacklevel=5,
+            f"{values['global_batch_size']} derives the accumulation by itself"
         )
 
 
@@ -281,7 +280,7 @@ def _check_loop(s: Settings, given: Mapping[str, Any]) -> None:
             got=s.accumulate_grad_batches,
         )
     if "gradient_clip_algorithm" in given and s.gradient_clip_val is None:
-        warnings.warn("gradient_clip_algorithm has no effect without gradient_clip_val", stacklevel=4)
+        warn_user("gradient_clip_algorithm has no effect without gradient_clip_val")
 
 
 def _bare(s: Settings, given: Mapping[str, Any]) -> Settings:

@@ -6,7 +6,6 @@ order of hooks is Lightning's: the gradients are zeroed between forward and back
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,6 +23,7 @@ from instep.trainer.hooks import is_overridden
 from instep.trainer.module import TrainModule, accepted_arguments
 from instep.trainer.nonfinite import no_gradients_from
 from instep.trainer.optimizers import step_schedulers
+from instep.utils.warn import warn_user
 
 Step = Callable[..., Any]
 
@@ -317,7 +317,7 @@ def _loss_of(output: Any, ctx: RunContext) -> Tensor | None:
         place = ctx.position.epoch, ctx.position.batch
         ctx.batches_without_loss += place != ctx.last_without_loss  # a closure may return None several times
         ctx.last_without_loss = place
-        warnings.warn("training_step returned None: the batch is skipped. Is a `return loss` missing?", stacklevel=2)
+        warn_user("training_step returned None: the batch is skipped. Is a `return loss` missing?")
         return None
     if not isinstance(loss, Tensor):
         raise HookError(

@@ -7,7 +7,6 @@ each rank has its random generators and open log sums.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +24,7 @@ from instep.types import Location, PathLike
 from instep.utils.hparams import CLASS_PATH, AttributeDict
 from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,7 +164,7 @@ def load_module(
         report,
     )
     if report.other_shape:
-        warnings.warn(str(report), stacklevel=3)
+        warn_user(str(report))
     if map_location is not None:
         module.to(torch.device(map_location))
     return module

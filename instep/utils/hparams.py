@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from instep.errors import UsageError
+from instep.utils.warn import warn_user
 
 CLASS_PATH = "_class_path"
 """The hyperparameter that says which class a configuration chose; there are others only where it is."""
@@ -129,10 +129,9 @@ class HyperParameters:
             chosen |= {name: value for name, value in configured[1].items() if name in chosen or name == CLASS_PATH}
         modules = [name for name, value in chosen.items() if isinstance(value, nn.Module)]
         if modules:
-            warnings.warn(
+            warn_user(
                 f"save_hyperparameters keeps the modules {', '.join(modules)}, whose weights are in the checkpoint "
-                f"already. Leave them out: save_hyperparameters(ignore={modules!r}).",
-                stacklevel=2,
+                f"already. Leave them out: save_hyperparameters(ignore={modules!r})."
             )
         self._log_hyperparams = logger
         self.hparams.update(chosen)
