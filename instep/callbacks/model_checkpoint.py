@@ -11,11 +11,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from instep.callbacks.base import Callback, acts_now
 from instep.checkpoint import names, retention
 from instep.checkpoint.edge import check, count, none_or, number, text
 from instep.checkpoint.retention import Retention, Saved
-from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError
+from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError, UsageError
 from instep.types import Location
 from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, or_none, wrong
 from instep.utils.paths import to_path
@@ -74,7 +77,7 @@ class ModelCheckpoint(Callback):
         dirpath: where, a folder or a URL such as "s3://bucket/run"; by default `checkpoints/` in the run folder.
         filename: the folder's name, a template of logged metrics such as "{epoch}-{val_loss:.2f}"; by default
             `step-<8 digits>`. An attempt number follows in any case.
-        monitor: the logged metric to rank by.
+        monitor: the logged metric to rank by; "epoch" and "step" need not be logged.
         verbose: print what is saved and deleted.
         save_last: keep the newest as well, whatever its score. With a monitor it is saved at every occasion.
         save_top_k: how many of the best to keep; -1 for all, 0 for none.
@@ -100,6 +103,12 @@ class ModelCheckpoint(Callback):
         on_error: what a failed save comes to: "raise" ends the run, "warn" goes on without that checkpoint. With
             `background` it shows at the next save and at the end. Nothing older is deleted for it, and a preemption
             that cannot be saved is an error in any case.
+
+    Attributes:
+        best_model_path: the best checkpoint; without `monitor` the newest. "" while there is none.
+        best_model_score: its score, a 0-dim tensor; None while there is none.
+        current_score: the score of the checkpoint that was ranked last.
+        last_model_path: the newest checkpoint of all.
 
     Raises:
         SettingError: contradicting arguments.
@@ -153,7 +162,7 @@ class ModelCheckpoint(Callback):
         several = [name for name, value in given.items() if value]
         if len(several) > 1:
             raise SettingError(f"{' and '.join(several)} exclude each other; give one of them", field=several[0])
-        self.dirpath = None if dirpath is None else to_path(dirpath).absolute()
+        self.dirpath = dirpath
         self.filename = filename
         self.monitor = monitor
         self.verbose = verbose
@@ -175,12 +184,24 @@ class ModelCheckpoint(Callback):
         self.on_error = on_error
         self._pending: tuple[PendingSave, Saved, list[str]] | None = None
         self.saved: list[Saved] = []
-        self.best_model_score: float | None = None
+        self.current_score: Tensor | None = None
+        self.best_model_score: Tensor | None = None
         self.best_model_path = ""
         self.last_model_path = ""
         self._last_step_saved = -1
         self._position_saved: dict[str, Any] | None = None
         self._next_time = math.inf
+        self._run_folder: Any = None  # the Trainer's
+
+    @property
+    def dirpath(self) -> str | None:
+        """The folder of checkpoints: the given one, else the run's; None before the run has chosen it."""
+        folder = self.own_folder or getattr(self._run_folder, "checkpoints", None)
+        return None if folder is None else str(folder)
+
+    @dirpath.setter
+    def dirpath(self, dirpath: Location | None) -> None:
+        self.own_folder: Path | None = None if dirpath is None else to_path(dirpath).absolute()
 
     @property
     def state_key(self) -> str:
@@ -193,7 +214,7 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "best_model_score": self.best_model_score,
+            "best_model_score": None if self.best_model_score is None else float(self.best_model_score),
             "best_model_path": self.best_model_path,
             "last_model_path": self.last_model_path,
             "saved": [[saved.key, saved.step, saved.score] for saved in self.saved],
@@ -207,16 +228,54 @@ class ModelCheckpoint(Callback):
         texts = dict.fromkeys(("best_model_path", "last_model_path"), text)
         check(state_dict, {**texts, "best_model_score": none_or(number)}, "the state")
         self.saved = saved
-        self.best_model_score = state_dict["best_model_score"]
+        self.best_model_score = _tensor(state_dict["best_model_score"])
         self.best_model_path = state_dict["best_model_path"]
         self.last_model_path = state_dict["last_model_path"]
 
     @property
-    def best_k_models(self) -> dict[str, float]:
+    def best_k_models(self) -> dict[str, Tensor]:
         """Checkpoints that the policy keeps, with their scores; without one that is there as the newest only."""
+        scores = {one.key: math.nan if one.score is None else one.score for one in self._ranked()}
+        return {key: torch.tensor(score, dtype=torch.float64) for key, score in scores.items()}
+
+    def _ranked(self) -> list[Saved]:
         kept = self.policy.kept(self.saved)
-        ranked = [one for one in self.saved if one.key in kept and (self.monitor is None or one.score is not None)]
-        return {one.key: math.nan if one.score is None else one.score for one in ranked}
+        return [one for one in self.saved if one.key in kept and (self.monitor is None or one.score is not None)]
+
+    def _worst(self) -> Saved | None:
+        """Return the one that the next better checkpoint replaces, once there are `save_top_k`."""
+        ranked = self._ranked() if self.monitor is not None else []
+        return retention.best_first(ranked, self.mode)[-1] if ranked and len(ranked) == self.save_top_k else None
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst of the best, once there are `save_top_k` of them: the next better checkpoint replaces it."""
+        worst = self._worst()
+        return "" if worst is None else worst.key
+
+    @property
+    def kth_value(self) -> Tensor:
+        """The score of `kth_best_model_path`; before there is one, infinity, or with mode "max" minus infinity."""
+        worst = self._worst()
+        nothing = math.inf if self.mode == "min" else -math.inf
+        score = nothing if worst is None or worst.score is None else worst.score
+        return torch.tensor(score, dtype=torch.float64)
+
+    def to_yaml(self, filepath: Location | None = None) -> None:
+        """Write the paths and scores of `best_k_models` as YAML.
+
+        Args:
+            filepath: the file; by default `best_k_models.yaml` in `dirpath`.
+
+        Raises:
+            UsageError: there is no file, and no folder yet.
+        """
+        import yaml  # late: not needed where nobody asks
+
+        if filepath is None and self.dirpath is None:
+            raise UsageError("to_yaml() has no folder to write into before fit: give a file, to_yaml(filepath)")
+        path = self._path(self.dirpath or "") / "best_k_models.yaml" if filepath is None else to_path(filepath)
+        path.write_text(yaml.safe_dump({key: float(score) for key, score in self.best_k_models.items()}))
 
     @property
     def newest_step(self) -> int:
@@ -225,6 +284,9 @@ class ModelCheckpoint(Callback):
         return max(last, *(saved.step for saved in self.saved), 0)
 
     # ---- when
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._run_folder = trainer.run_folder
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._last_step_saved, self._position_saved = -1, None
@@ -254,7 +316,7 @@ class ModelCheckpoint(Callback):
             self._find_best()
 
     def _owns(self, trainer: Trainer, saved: Saved) -> bool:
-        here = self.dirpath or trainer.run_folder.checkpoints
+        here = self.own_folder or trainer.run_folder.checkpoints
         return self._path(saved.key).parent == here and saved.step <= trainer.global_step
 
     def _add_committed(self, trainer: Trainer, resumed_from: Reader) -> None:
@@ -264,7 +326,7 @@ class ModelCheckpoint(Callback):
         What another callback or the user saved is left out.
         """
         self.last_model_path = str(resumed_from.path)
-        store = trainer._store(self.dirpath)
+        store = trainer._store(self.own_folder)
         found = store.ranks.on_rank_zero(store.scan, f"looking for checkpoints in {store.root}")[::-1]
         known, listed = {saved.key: saved for saved in self.saved}, {str(info.path) for info in found}
         self.saved = [saved for saved in self.saved if saved.key not in listed]  # damaged ones first
@@ -319,7 +381,7 @@ class ModelCheckpoint(Callback):
         if trainer.all_ranks_arrive(timeout_s=10.0):
             kind = "weights" if self.save_weights_only else "exception"
             name = self._name(trainer)
-            path = trainer.save_to(self.dirpath, name, weights_only=self.save_weights_only, kind=kind)
+            path = trainer.save_to(self.own_folder, name, weights_only=self.save_weights_only, kind=kind)
             if self.verbose:
                 trainer.print(f"saved {path}")
         else:
@@ -355,7 +417,7 @@ class ModelCheckpoint(Callback):
     # ---- what
 
     def _path(self, text: str) -> Path:
-        return to_path(text, like=self.dirpath)
+        return to_path(text, like=self.own_folder)
 
     def _save(
         self, trainer: Trainer, last: bool = False, full: bool = False, at_once: bool = False, must: bool = False
@@ -369,6 +431,7 @@ class ModelCheckpoint(Callback):
         self._last_step_saved = trainer.global_step
         if not trainer.agree(wanted):
             return
+        self.current_score = self.current_score if score is None else _tensor(score)
         to_delete = trainer.agree(self.policy.to_delete([*self.saved, new]))
         what: dict[str, Any] = {
             "weights_only": self.save_weights_only and not full,
@@ -381,9 +444,9 @@ class ModelCheckpoint(Callback):
         name = self._name(trainer)
         try:
             if self.background and not at_once:
-                self._pending = trainer.save_later(self.dirpath, name, to_delete=to_delete, **what), new, to_delete
+                self._pending = trainer.save_later(self.own_folder, name, to_delete=to_delete, **what), new, to_delete
             else:
-                path = trainer.save_to(self.dirpath, name, **what)
+                path = trainer.save_to(self.own_folder, name, **what)
                 self._record_and_delete(trainer, path, new, to_delete)
         except Exception as error:  # noqa: BLE001  it is the same on all ranks, of whatever kind it is here
             self._fail(trainer, error, must)
@@ -439,35 +502,45 @@ class ModelCheckpoint(Callback):
 
     def _find_best(self) -> None:
         """Set the best of those kept; where none has a score, the best stays what it was."""
-        kept = self.best_k_models
         if self.monitor is None:
             self.best_model_path = self.saved[-1].key if self.saved else ""
             return
-        ranked = [saved for saved in self.saved if saved.key in kept]
-        best = next(iter(retention.best_first(ranked, self.mode)), None)
+        best = next(iter(retention.best_first(self._ranked(), self.mode)), None)
         if best is not None and best.score is not None and not math.isnan(best.score):
-            self.best_model_path, self.best_model_score = best.key, best.score
+            self.best_model_path, self.best_model_score = best.key, _tensor(best.score)
 
     def _score(self, trainer: Trainer) -> float:
-        metrics = trainer.callback_metrics
-        if self.monitor not in metrics:
+        values = _values(trainer)
+        if self.monitor not in values:
             self._save(trainer, last=True, full=True, at_once=True)  # not ranked, so that nothing is lost
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise SettingError(
                 f"ModelCheckpoint(monitor={self.monitor!r}): that was not logged before saving. The run is saved as "
-                f"{self.last_model_path or 'nothing'}. Logged so far: "
-                f"{', '.join(sorted(metrics)) or 'nothing'}. Log it with self.log({self.monitor!r}, ...), or save "
-                "where it exists (save_on_train_epoch_end, every_n_epochs).",
+                f"{self.last_model_path or 'nothing'}. Logged so far: {logged}. Log it with self.log("
+                f"{self.monitor!r}, ...), or save where it exists (save_on_train_epoch_end, every_n_epochs).",
                 field="monitor",
                 got=self.monitor,
             )
-        return trainer.agree(float(metrics[self.monitor]))
+        return trainer.agree(float(values[self.monitor]))
 
     def _name(self, trainer: Trainer) -> str | None:
         if self.filename is None:
             return None
-        values: dict[str, Any] = {name: float(v) for name, v in trainer.callback_metrics.items()}
-        values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        return trainer.agree(format_name(self.filename, values, self.auto_insert_metric_name))
+        return trainer.agree(format_name(self.filename, _values(trainer), self.auto_insert_metric_name))
+
+
+def _values(trainer: Trainer) -> dict[str, float]:
+    """Return what a checkpoint can be ranked by or named after: metrics, and `epoch` and `step`, logged or not."""
+    values: dict[str, float] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    for name, counted in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
+        logged = values.get(name, math.nan)
+        values[name] = int(logged) if math.isfinite(logged) else counted
+    return values
+
+
+def _tensor(score: float | None) -> Tensor | None:
+    """Return a score as users of Lightning read it: a 0-dim tensor, of float64 as metrics are."""
+    return None if score is None else torch.tensor(score, dtype=torch.float64)
 
 
 def _policy(keep: Retention | None, monitor: str | None, mode: str, save_top_k: int) -> Retention:

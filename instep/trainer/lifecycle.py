@@ -157,7 +157,7 @@ def _lease_folders(ctx: RunContext) -> None:
     """Take the folders that this fit will save checkpoints in, as far as they are known."""
     for callback in ctx.callbacks if ctx.fn == "fit" else ():
         if saves(callback):
-            folder: Path | None = getattr(callback, "dirpath", None) or ctx.trainer.run_folder.checkpoints
+            folder: Path | None = getattr(callback, "own_folder", None) or ctx.trainer.run_folder.checkpoints
             if folder is not None:
                 ctx.lease_folder(folder)
 

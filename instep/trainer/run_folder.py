@@ -113,9 +113,9 @@ class RunFolder:
         monitor = callback.monitor if callback is not None and ckpt_path == "best" else None
         if ckpt_path == "best" and callback is not None and monitor is None:
             ckpt_path = "last"  # nothing is measured: the newest is the best, as in callback.best_model_path
-        if callback is not None and callback.dirpath is not None:
-            found = checkpoint.CheckpointStore(callback.dirpath).resolve(ckpt_path, kind=kind, monitor=monitor)
-            return found or self._none(ctx, callback.dirpath)
+        if callback is not None and callback.own_folder is not None:
+            found = checkpoint.CheckpointStore(callback.own_folder).resolve(ckpt_path, kind=kind, monitor=monitor)
+            return found or self._none(ctx, callback.own_folder)
         broken: CorruptCheckpointError | None = None
         only = ckpt_path != "auto"
         keyword = "last" if ckpt_path == "auto" and kind is None else ckpt_path
@@ -282,13 +282,13 @@ class RunFolder:
     def _saved(self, trainer: Trainer) -> Path | None:
         """Return the newest checkpoint that this run has said it saved, if it is still there."""
         said = self._said.get("checkpoint")
-        path = to_path(said, like=getattr(trainer.checkpoint_callback, "dirpath", None)) if said else None
+        path = to_path(said, like=getattr(trainer.checkpoint_callback, "own_folder", None)) if said else None
         return path if path is not None and path.is_dir() else None
 
     def _newest(self, trainer: Trainer) -> Path | None:
         """Return the checkpoint that `ckpt_path="auto"` would take, if it verifies."""
         assert self.checkpoints is not None
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None) or self.checkpoints
+        folder = getattr(trainer.checkpoint_callback, "own_folder", None) or self.checkpoints
         with suppress(CheckpointError):  # that it cannot be listed is not what ended the run
             return next((info.path for info in checkpoint.CheckpointStore(folder).scan() if info.kind == "full"), None)
 
@@ -350,7 +350,7 @@ def _newest(ctx: RunContext, job: str) -> Reader | None:
     folders: dict[Path, Path | None] = {}
     for callback in ctx.callbacks:
         if saves(callback):
-            chosen = getattr(callback, "dirpath", None)
+            chosen = getattr(callback, "own_folder", None)
             folders |= {chosen: None} if chosen else {path / "checkpoints": path for path in runs}
     newest, of_run = None, None
     for folder, path in folders.items():

@@ -302,10 +302,10 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
         return
     trainer.run_folder.path = folder_before
     saver = trainer.checkpoint_callback
-    if ctx.ckpt_path == "auto" and saver is not None and saver.dirpath == path.parent:
+    if ctx.ckpt_path == "auto" and saver is not None and saver.own_folder == path.parent:
         raise SettingError(
             f"ckpt_path='auto' with a Resume that counts from step 0 again would find {path.name} at the next start "
-            f"too, since the new run saves into {saver.dirpath} beside it. Give ModelCheckpoint another dirpath, or "
+            f"too, since the new run saves into {saver.own_folder} beside it. Give ModelCheckpoint another dirpath, or "
             "ckpt_path the path.",
             field="resume",
             got=asked,

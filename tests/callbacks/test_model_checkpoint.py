@@ -15,7 +15,8 @@ from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
 from instep.callbacks.model_checkpoint import format_name
 from instep.checkpoint import CheckpointStore, KeepBest, KeepEvery, KeepNewest
-from instep.errors import SettingError, UnsavableStateError
+from instep.errors import SettingError, UnsavableStateError, UsageError
+from instep.utils import plain_yaml
 from tests.trainer.toys import LoggingToy, Toy, loader, quiet
 
 NAN, INF = math.nan, math.inf
@@ -383,4 +384,29 @@ def test_nobody_deletes_what_another_one_keeps(tmp_path: Path):
 def test_torch_scores_are_plain_numbers(tmp_path: Path):
     saver = ModelCheckpoint(tmp_path / "kept", monitor="score")
     run(tmp_path, saver, module=Scored([torch.tensor(0.5)]))  # pyright: ignore[reportArgumentType]
-    assert type(saver.best_model_score) is float
+    assert type(saver.state_dict()["best_model_score"]) is float
+
+
+def test_what_users_of_lightning_read(tmp_path: Path):
+    saver = ModelCheckpoint(monitor="score", save_top_k=2, mode="max")
+    assert (saver.dirpath, saver.kth_best_model_path, float(saver.kth_value)) == (None, "", -INF)
+    trainer = run(tmp_path, saver, module=Scored([3, 1, 2]), max_epochs=3)
+    assert saver.dirpath == str(trainer.run_folder.checkpoints)
+    scores = {Path(path).name: score.item() for path, score in saver.best_k_models.items()}
+    assert scores == {"step-00000004-1": 3.0, "step-00000012-1": 2.0}
+    assert Path(saver.kth_best_model_path).name == "step-00000012-1"
+    assert saver.best_model_score is not None
+    assert saver.current_score is not None
+    assert (saver.kth_value.item(), saver.best_model_score.item(), saver.current_score.item()) == (2.0, 3.0, 2.0)
+    saver.to_yaml()
+    written = Path(saver.dirpath) / "best_k_models.yaml"
+    assert plain_yaml.load(written.read_text(), written) == {k: v.item() for k, v in saver.best_k_models.items()}
+    with pytest.raises(UsageError, match="to_yaml"):
+        ModelCheckpoint().to_yaml()
+
+
+@pytest.mark.parametrize("monitor", ["epoch", "step"])
+def test_counters_can_be_watched_and_are_whole_in_names(monitor: str, tmp_path: Path):
+    saver = ModelCheckpoint(tmp_path / "kept", monitor=monitor, mode="max", filename="{epoch:02d}-{step}")
+    run(tmp_path, saver, module=Scored([1, 2]), max_epochs=2)
+    assert names(tmp_path / "kept") == ["epoch=01-step=8-1"]

@@ -110,7 +110,7 @@ def test_best_last_and_the_weights_at_hand(tmp_path: Path):
     assert_same(weights(module), at_the_end)  # a model that is passed is used as it is
     assert saver.best_model_score is not None
     best = trainer.validate(dataloaders=loader(6), verbose=False)[0]["val_loss"]
-    assert best == pytest.approx(saver.best_model_score, rel=1e-6)
+    assert best == pytest.approx(float(saver.best_model_score), rel=1e-6)
     assert trainer.validate(module, loader(6), ckpt_path="last", verbose=False)[0]["val_loss"] == last
     assert trainer.validate(module, loader(6), ckpt_path="best", verbose=False)[0]["val_loss"] == best
     path = saver.best_model_path
@@ -137,7 +137,9 @@ def test_another_trainer_finds_them_in_the_root(tmp_path: Path):
     module = LoggingToy()
     other = quiet(default_root_dir=tmp_path)
     other.validate(module, loader(6), ckpt_path="best", verbose=False)
-    assert other.callback_metrics["val_loss"] == pytest.approx(first.checkpoint_callback.best_model_score, rel=1e-6)
+    best = first.checkpoint_callback.best_model_score
+    assert best is not None
+    assert other.callback_metrics["val_loss"] == pytest.approx(float(best), rel=1e-6)
     other.predict(module, loader(6), ckpt_path="last")
     assert first.model is not None
     assert_same(weights(module), weights(first.model))
