@@ -16,7 +16,8 @@ from instep.distributed.heartbeat import BATCH
 from instep.distributed.nested import map_leaves
 from instep.trainer.context import RunContext
 from instep.trainer.log import EpochMetric, MetricLog, uncounted
-from instep.trainer.step import resolve_step
+from instep.trainer.module import TrainModule
+from instep.trainer.step import Step, resolve_step
 
 
 def evaluate(
@@ -57,8 +58,8 @@ def evaluate(
     run_batches = _batch_loop(ctx, name, log, sources, limit)
     with _stage(ctx, stage, log):
         if ctx.fn == "fit" and stage != "sanity_check":
-            module.on_validation_model_zero_grad()
-        getattr(module, f"on_{name}_model_eval")()
+            _call_own(module, "on_validation_model_zero_grad")
+        _call_own(module, f"on_{name}_model_eval")
         hooks.call(f"on_{name}_start")
         hooks.call(f"on_{name}_epoch_start")
         if not run_batches():
@@ -74,7 +75,7 @@ def evaluate(
             trainer.metrics.log_steps([*arrived, *more])
             trainer.metrics.put_epoch(epoch_metrics)
         hooks.call(f"on_{name}_end")
-    getattr(module, f"on_{name}_model_train")()
+    _call_own(module, f"on_{name}_model_train")
     return _by_loader(epoch_metrics, len(sources))
 
 
@@ -110,7 +111,7 @@ def _batch_loop(
 ) -> Callable[[], bool]:
     """Make the loop over all batches of all loaders; it returns False where the ranks agreed to leave the rest."""
     trainer, module, progress, gradient = ctx.trainer, ctx.module, ctx.trainer.progress, ctx.gradient
-    step = resolve_step(ctx, f"{name}_step", "batch", "batch_idx", "dataloader_idx")
+    step = _evaluation_step(ctx, f"{name}_step", sources)
     batch_start, batch_end = ctx.hooks[f"on_{name}_batch_start"], ctx.hooks[f"on_{name}_batch_end"]
     tick = ctx.triggers.tick if ctx.fn == "fit" else lambda _: ()
     beats, log_every = ctx.heartbeat.numbers, ctx.settings.log_every_n_steps
@@ -153,6 +154,19 @@ def _batch_loop(
     return run
 
 
+def _evaluation_step(ctx: RunContext, name: str, sources: Sequence[BatchSource]) -> Step:
+    """Resolve a step method; with one loader it gets a `dataloader_idx` only where it cannot do without."""
+    only = int(len(sources) < 2)
+    return resolve_step(ctx, name, "batch", "batch_idx", "dataloader_idx", needed_only=only)
+
+
+def _call_own(module: TrainModule, name: str) -> None:
+    """Call a hook that does something by default, unless the module has None in its place."""
+    hook = getattr(module, name)
+    if hook is not None:
+        hook()
+
+
 def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list[Any]:
     """Run `predict_step` over all batches; a batch that was replayed to keep ranks in step is left out.
 
@@ -165,7 +179,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
         The outputs of this rank's batches, on the CPU; a list of lists with several loaders.
     """
     trainer, module, hooks, progress = ctx.trainer, ctx.module, ctx.hooks, ctx.trainer.progress
-    step = resolve_step(ctx, "predict_step", "batch", "batch_idx", "dataloader_idx")
+    step = _evaluation_step(ctx, "predict_step", sources)
     batch_start, batch_end = hooks["on_predict_batch_start"], hooks["on_predict_batch_end"]
     modes = _modes(module)
     trainer.state.stage = progress.stage = "predict"
@@ -173,7 +187,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
     try:
         with _no_gradients(ctx), ctx.heartbeat.within("predict"):
             beats = ctx.heartbeat.numbers
-            module.on_predict_model_eval()
+            _call_own(module, "on_predict_model_eval")
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
             for loader_idx, source in enumerate(sources):

@@ -7,6 +7,7 @@ iterates tuples that are mostly empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -205,10 +206,35 @@ class ModuleHooks:
         """
 
 
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+_ALIKE = 0.8  # difflib's ratio: on_train_epoch_finish is 0.82 of on_train_epoch_end
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the hook, step or loader method that a name was probably meant to be."""
+    words = {"val": "validation"} if "dataloader" not in name else {"validation": "val"}
+    spelt = "_".join(words.get(word, word) for word in name.split("_"))
+    return next(iter(get_close_matches(spelt, known, 1, _ALIKE)), None)
+
+
+def own_methods(owner: object, base: type) -> dict[str, Any]:
+    """Collect the methods that the user's classes and the object itself add to or override of `base`."""
+    theirs = [cls for cls in type(owner).__mro__ if issubclass(cls, base) and not cls.__module__.startswith("instep.")]
+    members = {name: value for cls in reversed(theirs) for name, value in vars(cls).items()} | vars(owner)
+    return {name: value for name, value in members.items() if callable(value)}
+
+
+def misspelt(owner: object, name: str, base: type) -> str | None:
+    """Find a method of `owner` that was probably meant as its missing `name`."""
+    return next((own for own in own_methods(owner, base) if not hasattr(base, own) and nearest(own, [name])), None)
+
+
 def is_overridden(owner: object, name: str, base: type) -> bool:
-    """Whether `owner` has a `name` of its own, by subclass or by instance attribute."""
-    if name in getattr(owner, "__dict__", {}):
-        return True
+    """Return whether `owner` has a `name` of its own, by subclass or by instance attribute; None turns it off."""
+    own = getattr(owner, "__dict__", {})
+    if name in own:
+        return own[name] is not None
     mine = getattr(type(owner), name, None)
     return mine is not None and mine is not getattr(base, name, None)
 

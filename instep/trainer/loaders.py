@@ -12,7 +12,7 @@ from instep.data.prefetch import batches_through
 from instep.distributed import send_to_device
 from instep.errors import DataError, HookError, SettingError
 from instep.state.runs import GradientRecord
-from instep.trainer.hooks import ModuleHooks, is_overridden
+from instep.trainer.hooks import ModuleHooks, is_overridden, misspelt
 from instep.trainer.module import TrainModule
 from instep.utils.warn import warn_user
 
@@ -95,8 +95,19 @@ class Loaders:
             return self._given[stage]
         name, module, datamodule = f"{stage}_dataloader", self._module, self._datamodule
         if datamodule is not None:
-            return getattr(datamodule, name)()
+            return getattr(datamodule, name)() if getattr(datamodule, name) is not None else None
         return getattr(module, name)() if is_overridden(module, name, ModuleHooks) else None
+
+    def how_to_give(self, stage: str) -> str:
+        """Say how to give the data that is missing, with the method that was probably meant to."""
+        base = ModuleHooks if self._datamodule is None else DataModule
+        owner = self._datamodule or self._module
+        name, wanted = type(owner).__name__, f"{stage}_dataloader"
+        if (own := misspelt(owner, wanted, base)) is not None:
+            return f"{name} has no {wanted}. It has {own}: is that it?"
+        if self._datamodule is not None:
+            return f"{name} has no {wanted}, or it returned None."
+        return f"{self._trainer.how_to_give_data}, or give {name} a {wanted} method."
 
     # ---- training
 
@@ -111,10 +122,7 @@ class Loaders:
         settings = self._settings
         raw = self._raw("train")
         if raw is None:
-            raise HookError(
-                f"fit needs training data: {self._trainer.how_to_give_data}, or give {type(self._module).__name__} a "
-                "train_dataloader method."
-            )
+            raise HookError(f"fit needs training data: {self.how_to_give('train')}")
         micro_batch = None
         if settings.global_batch_size is not None:
             micro_batch, self.accumulate = derive(
@@ -174,7 +182,10 @@ class Loaders:
         if not self.evaluation("val"):
             return False
         if not is_overridden(module, "validation_step", TrainModule):
-            warn_user(f"there is a validation loader, but {type(module).__name__} has no validation_step: none is run")
+            own = misspelt(module, "validation_step", TrainModule)
+            hint = f". It has {own}: is that it?" if own else ""
+            name = type(module).__name__
+            warn_user(f"there is a validation loader, but {name} has no validation_step: none is run{hint}")
             self._eval["val"] = []
             return False
         return True

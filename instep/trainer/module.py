@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +15,7 @@ from instep.distributed import gather
 from instep.distributed.nested import map_leaves
 from instep.errors import HookError, UsageError
 from instep.strategies.gradients import parameters_of
-from instep.trainer.hooks import ModuleHooks, is_overridden
+from instep.trainer.hooks import STEPS, ModuleHooks, is_overridden
 from instep.trainer.log import Entry, Options, check_value, reduction
 from instep.trainer.optimizers import TrainOptimizer
 from instep.types import Location, PathLike
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
 
 M = TypeVar("M", bound="TrainModule")
-
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class TrainModule(HyperParameters, ModuleHooks, nn.Module):
@@ -440,12 +438,23 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile `forward` and the step methods in place, with the arguments of `torch.compile`.
 
-        Call it before `fit`. Logging stays outside the compiled graph.
+        Call it before `fit`. Logging stays outside the compiled graph. `trainer.fit(torch.compile(module))` does the
+        same.
         """
-        super().compile(*args, **kwargs)
+        self.compile_by(lambda method: torch.compile(method, *args, **kwargs))
+
+    def compile_by(self, compiler: Callable[[Any], Any]) -> None:
+        """Compile `forward` and the step methods in place, those that are not compiled yet.
+
+        Args:
+            compiler: takes a method and returns it compiled.
+        """
+        if self._compiled_call_impl is None:
+            self._compiled_call_impl = compiler(self._call_impl)
         for name in STEPS:
-            if is_overridden(self, name, TrainModule):
-                self.__dict__[name] = torch.compile(getattr(self, name), *args, **kwargs)
+            step = getattr(self, name)
+            if is_overridden(self, name, TrainModule) and not hasattr(step, "_torchdynamo_orig_callable"):
+                self.__dict__[name] = compiler(step)
 
     def __getstate__(self) -> Any:
         # Copies and saved modules must not carry the Trainer, nor steps compiled for another object.
@@ -458,19 +467,20 @@ def _bare(optimizer: Any) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, TrainOptimizer) else optimizer
 
 
-def accepted_arguments(step: Any, offered: tuple[str, ...]) -> int:
+def accepted_arguments(step: Any, offered: tuple[str, ...], needed_only: int = 0) -> int:
     """Count the offered positional arguments that a step method takes.
 
     Args:
         step: the bound method.
         offered: their names in order, such as ("batch", "batch_idx", "dataloader_idx").
+        needed_only: how many of the last ones are given only to a parameter that has no default.
     """
     parameters = inspect.signature(step).parameters.values()
     if any(p.name == "dataloader_iter" for p in parameters):
         raise HookError("a step with a dataloader_iter argument is not taken over: take (batch, batch_idx), one batch")
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return len(offered)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not positional:
+    takes = len(offered) if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(positional)
+    if not takes:
         raise HookError(f"{getattr(step, '__qualname__', step)} takes no batch; its first argument must be the batch")
-    return min(len(positional), len(offered))
+    needs = sum(p.default is p.empty for p in positional)
+    return max(min(takes, len(offered) - needed_only), min(needs, len(offered)))

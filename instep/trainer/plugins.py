@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from types import CodeType
 from typing import Any
 
@@ -11,20 +10,68 @@ from instep.callbacks.base import Callback
 from instep.data import DataModule
 from instep.errors import HookError, SettingError, UsageError
 from instep.trainer.context import RunContext
-from instep.trainer.hooks import ModuleHooks, is_overridden
+from instep.trainer.hooks import LOADERS, ModuleHooks, is_overridden, misspelt, nearest, own_methods
 from instep.trainer.module import TrainModule
 from instep.trainer.settings import Settings
 from instep.utils.porting import HOOKS_GONE, HOOKS_UNCALLED
 from instep.utils.warn import warn_user
 
-_LIKE_A_HOOK = 0.8  # difflib's ratio: on_train_epoch_finish is 0.82 of on_train_epoch_end
 _warned: set[tuple[type, str]] = set()
 
+_LOADER_OF = {"fit": "train", "validate": "val"}
 _NEEDED = {
     "fit": ("training_step", "configure_optimizers"),
     "validate": ("validation_step",),
     "test": ("test_step",),
 }
+
+
+# ---- the model and the data
+
+
+def check_module(model: Any) -> TrainModule:
+    """Return the user's module; of a compiled one the module itself, whose steps are compiled as it was.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    inner = getattr(model, "_orig_mod", None)  # of torch's OptimizedModule, whose import takes a second
+    if isinstance(inner, TrainModule):
+        inner.compile_by(model.dynamo_ctx)
+        return inner
+    if isinstance(model, type) and issubclass(model, TrainModule):
+        raise UsageError(f"model is the class {model.__name__}, not an object of it: write {model.__name__}(...)")
+    if not isinstance(model, TrainModule):
+        kind = type(model if inner is None else inner).__name__
+        raise UsageError(
+            f"model must be an instep.TrainModule, got {f'a compiled {kind}' if inner is not None else kind}. To port "
+            "a LightningModule change its base class and import; a plain nn.Module goes into an attribute of a "
+            "TrainModule."
+        )
+    return model
+
+
+def check_data(datamodule: Any, loaders: Any, val_loaders: Any = None) -> tuple[DataModule | None, Any]:
+    """Return the datamodule and the loaders, of which a DataModule may stand in the loaders' place.
+
+    Raises:
+        UsageError: both were passed, or something that is neither.
+    """
+    for name, value in (("datamodule", datamodule), ("the data", loaders), ("val_dataloaders", val_loaders)):
+        if isinstance(value, type):
+            raise UsageError(f"{name} is the class {value.__name__}, not an object of it: write {value.__name__}(...)")
+    if isinstance(loaders, DataModule):
+        if datamodule is not None:
+            raise UsageError("two datamodules were passed; pass one")
+        datamodule, loaders = loaders, None
+    if datamodule is not None and not isinstance(datamodule, DataModule):
+        raise UsageError(
+            f"datamodule must be an instep.DataModule, got {type(datamodule).__name__}. To port a LightningDataModule "
+            "change its base class and import; loaders go into the arguments before it."
+        )
+    if datamodule is not None and (loaders is not None or val_loaders is not None):
+        raise UsageError("both loaders and a datamodule were passed; pass one of them")
+    return datamodule, loaders
 
 
 # ---- callbacks and loggers
@@ -81,7 +128,7 @@ def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list
     Raises:
         SettingError: two of them keep their state under the same key.
     """
-    own = module.configure_callbacks()
+    own = module.configure_callbacks() if is_overridden(module, "configure_callbacks", ModuleHooks) else []
     own = [own] if isinstance(own, Callback) else list(own or ())
     kinds = {type(callback) for callback in own}
     merged = sorted([c for c in callbacks if type(c) not in kinds] + own, key=saves)
@@ -124,8 +171,9 @@ def check_hooks(ctx: RunContext) -> None:
     """
     module, name = ctx.module, type(ctx.module).__name__
     if ctx.rank == 0:
-        for owner, base in ((module, TrainModule), *((callback, Callback) for callback in ctx.callbacks)):
-            _warn_of_uncalled(owner, base)
+        data = () if ctx.datamodule is None else ((ctx.datamodule, DataModule),)
+        for owner, base in ((module, TrainModule), *data, *((callback, Callback) for callback in ctx.callbacks)):
+            _warn_of_uncalled(owner, base, ctx.fn)
     for old, successor in HOOKS_GONE.items():
         if callable(getattr(module, old, None)):
             raise HookError(
@@ -134,7 +182,11 @@ def check_hooks(ctx: RunContext) -> None:
             )
     for needed in _NEEDED.get(ctx.fn, ()):
         if not is_overridden(module, needed, TrainModule):
-            raise HookError(f"{name} has no {needed}; trainer.{ctx.fn} needs it")
+            own = misspelt(module, needed, TrainModule)
+            hint = f". It has {own}: is that it?" if own else ""
+            raise HookError(f"{name} has no {needed}; trainer.{ctx.fn} needs it{hint}")
+    if ctx.fn == "predict" and module.predict_step is None:
+        raise HookError(f"{name} has no predict_step: it was set to None; trainer.predict needs it")
     if ctx.fn == "fit" and not module.automatic_optimization:
         for setting in ("gradient_clip_val", "global_batch_size"):
             if getattr(ctx.settings, setting) is not None:
@@ -149,17 +201,21 @@ def check_hooks(ctx: RunContext) -> None:
             )
 
 
-def _warn_of_uncalled(owner: Any, base: type) -> None:
-    """Warn once of each `on_...` method that nothing calls and that was probably meant as a hook."""
+def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:
+    """Warn once of each method that nothing calls and that was probably meant as a hook or a loader's method.
+
+    Without its own loader `fn` cannot go on: then an error names the method.
+    """
     kind = type(owner)
     theirs = [cls for cls in kind.__mro__ if issubclass(cls, base) and not cls.__module__.startswith("instep.")]
-    names = {name for cls in theirs for name, value in vars(cls).items() if callable(value)}
-    names |= {name for name, value in vars(owner).items() if callable(value)}
-    names = {name for name in names if name.startswith("on_") and not hasattr(base, name)}
-    names = {name for name in names if (kind, name) not in _warned}
+    names = {name for name in own_methods(owner, base) if not hasattr(base, name) and (kind, name) not in _warned}
+    loaders = {name for name in names if "loader" in name and base is not Callback}
+    names = {name for name in names if name.startswith("on_")} | loaders
     if not names:
         return
     hooks = [name for name in dir(base) if name.startswith("on_")]
+    needed = f"{_LOADER_OF.get(fn, fn)}_dataloader"
+    hooks += [name for name in LOADERS if loaders and name != needed and not is_overridden(owner, name, base)]
     other, whose = (Callback, "callbacks") if base is TrainModule else (ModuleHooks, "modules")
     called = set(_names_in_code(theirs))
     for name in sorted(names - called):
@@ -167,8 +223,8 @@ def _warn_of_uncalled(owner: Any, base: type) -> None:
             advice = f"only {whose} have this hook"
         elif name in HOOKS_UNCALLED:
             advice = f"it is of Lightning 1.x. Use {HOOKS_UNCALLED[name]}"
-        elif close := get_close_matches(name.replace("_val_", "_validation_"), hooks, 1, _LIKE_A_HOOK):
-            advice = f"did you mean {close[0]}?"
+        elif close := nearest(name, hooks):
+            advice = f"did you mean {close}?"
         else:
             continue
         _warned.add((kind, name))

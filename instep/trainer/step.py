@@ -283,9 +283,15 @@ def manual_backward(ctx: RunContext, loss: Tensor, *args: Any, **kwargs: Any) ->
 # ---- both
 
 
-def resolve_step(ctx: RunContext, name: str, *offered: str) -> Step:
-    """Resolve a step method through strategy and precision; the result takes all `offered` arguments."""
-    count = accepted_arguments(getattr(ctx.module, name), offered)
+def resolve_step(ctx: RunContext, name: str, *offered: str, needed_only: int = 0) -> Step:
+    """Resolve a step method through strategy and precision; the result takes all `offered` arguments.
+
+    Args:
+        ctx: the run.
+        name: the method.
+        offered, needed_only: as in `accepted_arguments`.
+    """
+    count = accepted_arguments(getattr(ctx.module, name), offered, needed_only)
     step = ctx.strategy.step_function(name)
     accepted = step if count == len(offered) else lambda *args: step(*args[:count])
     return within(ctx.precision.context(), accepted)

@@ -32,7 +32,7 @@ from instep.trainer.log import MetricLog, Metrics, as_tensors, print_results
 from instep.trainer.loop import fit
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import LRSchedulerConfig
-from instep.trainer.plugins import default_callbacks
+from instep.trainer.plugins import check_data, check_module, default_callbacks
 from instep.trainer.run_folder import RunFolder
 from instep.trainer.settings import resolve
 from instep.trainer.step import manual_backward
@@ -283,7 +283,7 @@ class Trainer:
                 on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer
 
         Args:
-            model: what to train.
+            model: what to train; also as `torch.compile(module)`: then its steps run compiled.
             train_dataloaders: a loader, a dict or list of them, or a DataModule; by default the model's.
             val_dataloaders: a loader or a list of them.
             datamodule: in place of loaders.
@@ -299,7 +299,8 @@ class Trainer:
             NonFiniteError: nan or inf in the loss or a gradient, with `Trainer(nonfinite="stop")`.
             Preempted: a signal asked to stop; the run is saved. Uncaught, the process exits with status 75.
         """
-        datamodule, train_dataloaders = _datamodule(datamodule, train_dataloaders, val_dataloaders)
+        model = check_module(model)
+        datamodule, train_dataloaders = check_data(datamodule, train_dataloaders, val_dataloaders)
         if resume is not None:
             run_state.check_resume(resume, ckpt_path)
         self._launch()
@@ -371,7 +372,7 @@ class Trainer:
             This rank's outputs, one for each batch, on the CPU; a list of such lists with several loaders. None with
             `return_predictions=False`.
         """
-        datamodule, dataloaders = _datamodule(datamodule, dataloaders, None)
+        datamodule, dataloaders = check_data(datamodule, dataloaders)
         self._launch()
         model, ckpt_path = self._model_for_evaluation(model, ckpt_path)
         with open_run(self, "predict", model, datamodule, {"predict": dataloaders}, ckpt_path) as ctx:
@@ -391,7 +392,7 @@ class Trainer:
         verbose: bool,
         datamodule: DataModule | None,
     ) -> list[dict[str, float]]:
-        datamodule, dataloaders = _datamodule(datamodule, dataloaders, None)
+        datamodule, dataloaders = check_data(datamodule, dataloaders)
         self._launch()
         model, ckpt_path = self._model_for_evaluation(model, ckpt_path)
         with open_run(self, fn, model, datamodule, {stage: dataloaders}, ckpt_path) as ctx:
@@ -406,7 +407,8 @@ class Trainer:
     def _need_loaders(self, sources: list[Any], fn: str) -> None:
         limit = getattr(self.settings, f"limit_{'val' if fn == 'validate' else fn}_batches")
         if not sources and limit != 0:
-            raise UsageError(f"{fn} needs data: {self.how_to_give_data}, or give the module a loader method.")
+            stage = "val" if fn == "validate" else fn
+            raise UsageError(f"{fn} needs data: {self._run.loaders.how_to_give(stage)}")
 
     def _model_for_evaluation(
         self, model: TrainModule | None, ckpt_path: Location | None
@@ -418,9 +420,8 @@ class Trainer:
             if ckpt_path is None and callback is not None and callback.best_model_path:
                 ckpt_path = callback.best_model_path
             model = self.model
-        _check_module(model)
-        self.model = model
-        return model, ckpt_path
+        self.model = check_module(model)
+        return self.model, ckpt_path
 
     # ------------------------------------------------------------------ before a run
 
@@ -441,7 +442,6 @@ class Trainer:
 
     def _begin(self, model: TrainModule) -> None:
         """Reset what the last fit left; the position stays, so that a new fit goes on counting, as in Lightning."""
-        _check_module(model)
         self.model = model
         self.resume_report = None
         self._stop_agreed = False
@@ -778,22 +778,3 @@ class Trainer:
 
     def _batch_weight(self) -> float:
         return rank_weight(self._run.loaders.train)
-
-
-def _check_module(model: Any) -> None:
-    if not isinstance(model, TrainModule):
-        raise UsageError(
-            f"model must be an instep.TrainModule, got {type(model).__name__}. To port a LightningModule change its "
-            "base class and import; a plain nn.Module goes into an attribute of a TrainModule."
-        )
-
-
-def _datamodule(datamodule: DataModule | None, loaders: Any, more: Any) -> tuple[DataModule | None, Any]:
-    """Tell a DataModule that was passed in the loaders' place from loaders."""
-    if isinstance(loaders, DataModule):
-        if datamodule is not None:
-            raise UsageError("two datamodules were passed; pass one")
-        datamodule, loaders = loaders, None
-    if datamodule is not None and (loaders is not None or more is not None):
-        raise UsageError("both loaders and a datamodule were passed; pass one of them")
-    return datamodule, loaders

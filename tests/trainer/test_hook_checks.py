@@ -1,4 +1,4 @@
-"""Methods that look like hooks and that nothing calls."""
+"""Hooks that are misspelt, that are turned off by None, and that take any arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from instep import Callback
+from instep import Callback, DataModule
+from instep.errors import HookError, UsageError
 from tests.trainer.toys import Toy, loader, quiet
 
 
@@ -73,3 +74,121 @@ def test_other_names_are_the_users_own(name: str):
     module = Toy()
     module.__dict__[name] = lambda: None
     quiet(max_epochs=1, limit_train_batches=1).fit(module, loader())
+
+
+# ---- names that are almost a step's or a loader's
+
+
+class Misspelt(Toy):
+    """Its steps have names of their own."""
+
+    validation_step = None  # pyright: ignore[reportAssignmentType]
+    training_step = None  # pyright: ignore[reportAssignmentType]
+
+    def training_steps(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def val_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+class MisspeltTraining(DataModule):
+    def train_dataloaders(self) -> Any:
+        return loader()
+
+
+class MisspeltValidation(DataModule):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def validation_dataloader(self) -> Any:
+        return loader()
+
+
+def test_an_error_of_a_missing_step_or_loader_names_the_method_that_is_almost_it():
+    with pytest.raises(HookError, match=r"Misspelt has no training_step.*It has training_steps: is that it\?"):
+        quiet().fit(Misspelt(), loader())
+    with pytest.raises(HookError, match=r"Misspelt has no validation_step.*It has val_step: is that it\?"):
+        quiet().validate(Misspelt(), loader())
+    with pytest.raises(HookError, match=r"MisspeltTraining has no train_dataloader\. It has train_dataloaders"):
+        quiet().fit(Toy(), datamodule=MisspeltTraining())
+    with pytest.raises(UsageError, match=r"has no val_dataloader\. It has validation_dataloader: is that"):
+        quiet().validate(Toy(), datamodule=MisspeltValidation())
+
+
+def test_a_fit_that_could_do_without_warns_of_it():
+    class Model(Misspelt):
+        training_step = Toy.training_step
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet(max_steps=1).fit(Model(), datamodule=MisspeltValidation())
+        quiet(max_steps=1).fit(Model(), loader(), loader())
+    said = [str(it.message) for it in caught]
+    assert said == [
+        "MisspeltValidation.validation_dataloader is not called by anything: did you mean val_dataloader?",
+        "there is a validation loader, but Model has no validation_step: none is run. It has val_step: is that it?",
+    ]
+
+
+# ---- None in a hook's place
+
+
+def test_none_in_the_place_of_a_hook_turns_it_off():
+    class Model(Toy):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        val_dataloader = train_dataloader
+
+        def on_train_start(self) -> None:
+            raise AssertionError
+
+    class Data(DataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        val_dataloader = train_dataloader
+
+    for data in (None, Data()):
+        module: Any = Model()
+        owner = module if data is None else data
+        owner.val_dataloader = None
+        module.on_train_start = module.on_validation_model_zero_grad = module.configure_callbacks = None
+        trainer = quiet(max_steps=1)
+        trainer.fit(module, datamodule=data)
+        assert trainer.global_step == 1
+        with pytest.raises(UsageError, match="validate needs data"):
+            trainer.validate(module, datamodule=data)
+    module = Model()
+    module.on_train_start = module.validation_step = None
+    with pytest.warns(UserWarning, match="has no validation_step"):
+        quiet(max_steps=1).fit(module)
+    module.predict_step = None
+    with pytest.raises(HookError, match="Model has no predict_step"):
+        quiet().predict(module, loader())
+
+
+# ---- steps that take whatever they are given
+
+
+def test_a_step_of_any_arguments_gets_a_dataloader_idx_only_with_several_loaders():
+    seen: list[tuple[str, int]] = []
+
+    class Model(Toy):
+        def validation_step(self, *args: Any) -> None:
+            seen.append(("validate", len(args)))
+
+        def test_step(self, batch: Any, *rest: Any) -> None:
+            seen.append(("test", 1 + len(rest)))
+
+        def predict_step(self, batch: Any, batch_idx: int, mine: int = 7) -> None:
+            seen.append(("predict", mine))
+
+    trainer, module = quiet(limit_val_batches=1, limit_test_batches=1, limit_predict_batches=1), Model()
+    for loaders in (loader(), [loader(), loader()]):
+        trainer.validate(module, loaders, verbose=False)
+        trainer.test(module, loaders, verbose=False)
+        trainer.predict(module, loaders)
+    one = [("validate", 2), ("test", 2), ("predict", 7)]
+    assert seen == [*one, *[("validate", 3)] * 2, *[("test", 3)] * 2, ("predict", 0), ("predict", 1)]
