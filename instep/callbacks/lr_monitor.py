@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,14 +31,18 @@ class LearningRateMonitor(Callback):
         log_weight_decay: log weight decay too; 0 where an optimizer has none.
         log_key_prefix: put before every name.
 
+    The values are in `trainer.callback_metrics` too.
+
     Attributes:
-        latest: the values logged last, by name.
+        lrs: all learning rates that were logged in this fit, by name.
+        last_momentum_values: the momenta logged last, by name; None before, and without `log_momentum`.
+        last_weight_decay_values: the same of weight decays.
 
     Raises:
         SettingError: `logging_interval` is unknown; there is no logger; two groups of one optimizer have one name.
 
     Example:
-        >>> LearningRateMonitor(logging_interval="step").latest
+        >>> LearningRateMonitor(logging_interval="step").lrs
         {}
     """
 
@@ -54,7 +59,9 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self.log_key_prefix = log_key_prefix or ""
-        self.latest: dict[str, float] = {}
+        self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float | None] = {}
+        self.last_weight_decay_values: dict[str, float | None] = {}
         self._logged_step = -1
         if logging_interval != "epoch":  # of this object, not of the class: others have no call at every step
             self.on_train_batch_start = self._before_batch
@@ -75,6 +82,17 @@ class LearningRateMonitor(Callback):
                     field="name",
                     got=twice[0],
                 )
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if self.log_momentum and any("momentum" not in group and "betas" not in group for group in groups):
+            warnings.warn(
+                "LearningRateMonitor(log_momentum=True): some optimizers have no momentum; 0 is logged for it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        names = [name for name, *_ in self._groups(trainer)]
+        self.lrs = {name: [] for name in names}
+        self.last_momentum_values = dict.fromkeys(f"{name}-momentum" for name in names)
+        self.last_weight_decay_values = dict.fromkeys(f"{name}-weight_decay" for name in names)
         self._logged_step = -1
 
     def _before_batch(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
@@ -89,25 +107,36 @@ class LearningRateMonitor(Callback):
             self._log(trainer, "epoch")
 
     def _log(self, trainer: Trainer, interval: str) -> None:
-        values = dict(self._values(trainer, interval))
-        if values:
-            self.latest = values
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=trainer.global_step)
-
-    def _values(self, trainer: Trainer, interval: str) -> Iterator[tuple[str, float]]:
-        for optimizer, name, own_interval in _named(trainer):
+        lrs, momenta, decays = {}, {}, {}
+        for name, group, own_interval in self._groups(trainer):
             if self.logging_interval is None and own_interval != interval:
                 continue
+            lrs[name] = float(group["lr"])
+            if self.log_momentum:
+                momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0)
+                momenta[f"{name}-momentum"] = float(momentum)
+            if self.log_weight_decay:
+                decays[f"{name}-weight_decay"] = float(group.get("weight_decay", 0))
+        if not lrs:
+            return
+        for name, value in lrs.items():
+            if name not in self.lrs:  # a group was added; the first had no number until then
+                self.lrs[name] = self.lrs.pop(name.removesuffix("/pg1"), [])
+            self.lrs[name].append(value)
+        self.last_momentum_values |= momenta
+        self.last_weight_decay_values |= decays
+        values = lrs | momenta | decays
+        trainer.metrics.callback.update(values)
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
+
+    def _groups(self, trainer: Trainer) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Give every parameter group with its name and the interval of its scheduler."""
+        for optimizer, name, interval in _named(trainer):
             groups = optimizer.param_groups
             for group, group_name in zip(groups, _group_names(optimizer), strict=True):
                 suffix = f"/{group_name}" if len(groups) > 1 or "name" in group else ""
-                key = f"{self.log_key_prefix}{name}{suffix}"
-                yield key, float(group["lr"])
-                if self.log_momentum:
-                    yield f"{key}-momentum", float(group["betas"][0] if "betas" in group else group.get("momentum", 0))
-                if self.log_weight_decay:
-                    yield f"{key}-weight_decay", float(group.get("weight_decay", 0))
+                yield f"{self.log_key_prefix}{name}{suffix}", group, interval
 
 
 def _named(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:

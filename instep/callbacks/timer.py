@@ -23,7 +23,8 @@ class Timer(Callback):
     earlier runs is added after a restart.
 
     Args:
-        duration: the time to train, as "DD:HH:MM:SS", a timedelta, or a dict of its arguments. None: only measure.
+        duration: the time to train, as "DD:HH:MM:SS", a timedelta, or a dict of its arguments; with 0 no step is
+            done. None: only measure.
         interval: look at the clock after every "step" or every "epoch".
         verbose: say so when the time is up.
 
@@ -38,12 +39,14 @@ class Timer(Callback):
 
     def __init__(
         self,
-        duration: str | timedelta | dict[str, float] | None = None,
+        duration: str | timedelta | dict[str, float] | int | None = None,
         interval: Literal["step", "epoch"] = "step",
         verbose: bool = True,
     ) -> None:
         choice("step", "epoch")("interval", interval)
-        self.duration_s = None if duration is None else parse_duration("duration", duration).total_seconds()
+        self.duration_s = (
+            None if duration is None else parse_duration("duration", duration, or_zero=True).total_seconds()
+        )
         self.interval = interval
         if interval == "step":  # of this object, not of the class: others have no call at every step
             self.on_train_batch_end = self._after_batch
@@ -89,6 +92,8 @@ class Timer(Callback):
         self._deadline = float("inf")
         if remaining is not None and trainer.is_global_zero:
             self._deadline = time.monotonic() + remaining
+            if remaining <= 0:
+                self._stop(trainer)
 
     def _after_batch(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         type(self).on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)  # a subclass's

@@ -224,7 +224,7 @@ def _resolve(name: str, value: Any) -> Any:
     if name == "strategy" and value != "auto":
         from instep.strategies.registry import check_name  # late: loads torch
 
-        check_name(value)
+        value = check_name(value)
     return value
 
 

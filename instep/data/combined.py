@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from instep.data.base import BatchSource, PreparedLoader
 from instep.data.config import resolve_limit
 from instep.data.loader import prepare_loader
 from instep.data.plan import Plan, Share
-from instep.distributed.nested import iter_leaves, map_leaves
+from instep.distributed.nested import map_leaves
 from instep.errors import DataError
 from instep.types import StateDict
 from instep.utils.checks import choice
@@ -71,7 +72,7 @@ class CombinedLoader(BatchSource):
     same.
 
     Args:
-        iterables: loaders in dicts, lists and tuples, nested as you like.
+        iterables: loaders in dicts, lists and tuples, nested as you like. A list of plain numbers or texts is a loader.
         mode: "min_size" stops with the shortest loader, "max_size_cycle" with the longest and starts the others again
             (shuffled anew), "max_size" with the longest and gives None for the others, "sequential" takes one after the
             other and gives (batch, batch_idx, dataloader_idx).
@@ -91,7 +92,9 @@ class CombinedLoader(BatchSource):
         super().__init__()
         self.iterables = iterables
         self.mode = mode
-        self.flattened: list[Any] = [leaf for _, leaf in iter_leaves(iterables)]
+        self._loaders: list[Any] = []
+        self._places = _places(iterables, self._loaders)
+        self.flattened = list(self._loaders)
         if not self.flattened:
             raise DataError("CombinedLoader got no loader: give at least one, in a dict, list or tuple")
         self._limit: int | None = None
@@ -104,7 +107,7 @@ class CombinedLoader(BatchSource):
 
         Loaders after the first get seeds of their own, so that two of equal length are not shuffled alike.
         """
-        combined = CombinedLoader(map_leaves(function, self.iterables), self.mode)
+        combined = CombinedLoader(map_leaves(lambda place: function(self._loaders[place]), self._places), self.mode)
         for index, loader in enumerate(combined.flattened):
             if index and isinstance(loader, PreparedLoader):
                 loader.reseed(derive_seed(loader.seed, "loader", index))
@@ -304,8 +307,8 @@ class CombinedLoader(BatchSource):
             ]
             self.share = _together(given, over or number + 1 == self._limit)
             self._given = number + 1
-            parts = iter(batches)
-            yield map_leaves(lambda _: None if (part := next(parts)) is _END else part, self.iterables)  # noqa: B023
+            parts = [None if batch is _END else batch for batch in batches]
+            yield map_leaves(parts.__getitem__, self._places)
             if self.share.last:
                 return
 
@@ -363,6 +366,21 @@ class CombinedLoader(BatchSource):
 
 
 _END = object()
+
+
+def _places(nest: Any, loaders: list[Any]) -> Any:
+    """Add the loaders of a nest to the list, and return the nest with the index of each in its place."""
+    plain = isinstance(nest, list | tuple) and nest and all(isinstance(item, int | float | str) for item in nest)
+    if isinstance(nest, list | tuple) and not plain:
+        values = [_places(item, loaders) for item in nest]
+        return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
+    if isinstance(nest, Mapping):
+        places: Any = copy.copy(nest)  # keeps what the class holds besides its items
+        for key, value in nest.items():
+            places[key] = _places(value, loaders)
+        return places
+    loaders.append(nest)
+    return len(loaders) - 1
 
 
 def _gives(track: _Track, batch_idx: int) -> bool:

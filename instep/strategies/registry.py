@@ -77,11 +77,19 @@ def strategy_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(["auto", *_BUILT_IN, *_registered, *(entry.name for entry in _entries())]))
 
 
-def check_name(name: str, field: str = "strategy") -> None:
-    """Raise a `SettingError`, which lists what there is, for a name that no strategy has."""
+def check_name(name: str, field: str = "strategy") -> str:
+    """Return a strategy's name as it is registered: built-in ones may be given in capitals.
+
+    Raises:
+        SettingError: no strategy has it; the text lists what there is.
+    """
+    lower = name.lower()
+    if lower == "auto" or lower in _BUILT_IN:
+        return lower
     # Other packages are asked last: to find them, all that is installed is listed.
-    if name != "auto" and name not in _BUILT_IN and name not in _registered and name not in strategy_names():
+    if name not in _registered and name not in strategy_names():
         raise one_of(field, name, strategy_names())
+    return name
 
 
 def asked_strategy() -> tuple[str, dict[str, Any]]:
@@ -92,7 +100,7 @@ def asked_strategy() -> tuple[str, dict[str, Any]]:
     """
     name, options = from_env("strategy"), from_env("strategy_options") or {}
     if name is not None:
-        check_name(name, variable_of("strategy"))
+        name = check_name(name, variable_of("strategy"))
     elif options:
         raise SettingError(
             f"{variable_of('strategy_options')} has options of a strategy, but {variable_of('strategy')} names none",
@@ -117,6 +125,8 @@ def resolve_strategy(
         SettingError: the name is unknown, options are not the strategy's or come with an instance, or it cannot run
             with so many processes.
     """
+    if isinstance(strategy, str):
+        strategy = check_name(strategy)
     if strategy == "auto":
         strategy = "xla" if device_type == "xla" else "ddp" if world_size > 1 else "single_device"
     if isinstance(strategy, str):
@@ -134,7 +144,6 @@ def resolve_strategy(
 
 
 def _make(name: str, options: Mapping[str, Any]) -> Any:
-    check_name(name)
     factory = _factory(name)
     try:
         inspect.signature(factory).bind(**options)

@@ -260,7 +260,7 @@ class Loaders:
 
 
 def _is_batches(raw: Any) -> bool:
-    """Tell a list that is itself the data (ready batches) from a list of loaders."""
+    """Tell a list that is itself the data (numbers, tensors or lists of tensors) from a list of loaders."""
     if isinstance(raw, (dict, CombinedLoader)) or not raw:
         return False
     return not all(_is_loader(item) for item in raw)
@@ -272,7 +272,7 @@ def _is_loader(item: Any) -> bool:
     if isinstance(item, dict):
         return all(_is_loader(value) for value in item.values())
     if isinstance(item, (list, tuple)):
-        return all(not isinstance(part, (torch.Tensor, int, float, str)) for part in item)
+        return not any(isinstance(part, torch.Tensor) for part in item)
     return hasattr(item, "__iter__")
 
 

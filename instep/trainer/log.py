@@ -114,17 +114,18 @@ Entry = tuple[str, Any, Options, "int | None"]
 
 _REDUCTIONS: dict[Any, str] = {
     **{name: name for name in ("mean", "sum", "min", "max")},
+    "avg": "mean",
     torch.mean: "mean",
-    torch.sum: "sum",
-    torch.min: "min",
-    torch.max: "max",
+    **dict.fromkeys((torch.sum, sum), "sum"),
+    **dict.fromkeys((torch.min, min), "min"),
+    **dict.fromkeys((torch.max, max), "max"),
 }
 
 
 def reduction(name: str, reduce_fx: Any) -> str:
-    """Return the name of a `reduce_fx`, which may be given as `"mean"` or as `torch.mean`."""
+    """Return the name of a `reduce_fx`, which may be given as `"mean"`, `"AVG"`, `torch.mean` or Python's `max`."""
     try:
-        return _REDUCTIONS[reduce_fx]
+        return _REDUCTIONS[reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx]
     except (KeyError, TypeError):
         raise LogError(
             f"self.log({name!r}, reduce_fx={reduce_fx!r}): use 'mean', 'sum', 'min' or 'max'; for anything else "

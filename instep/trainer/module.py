@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -271,7 +271,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             logger: send it to the loggers; default yes.
             on_step: hand over the value of the step, every `log_every_n_steps`. Default: in training's batch hooks.
             on_epoch: hand over the epoch's value. Default: in evaluation, and in epoch hooks.
-            reduce_fx: "mean" (weighted by batch size), "sum", "min" or "max", over the epoch's batches and ranks.
+            reduce_fx: "mean" (weighted by batch size), "sum", "min" or "max", over the epoch's batches and ranks; or
+                torch's or Python's function of that name.
             sync_dist: None (default): epoch values reduce exactly over ranks, step values stay local. True: step values
                 are averaged over ranks too, when they are handed over. False: nothing is reduced.
             add_dataloader_idx: append the loader's index to the name when there are several.
@@ -293,7 +294,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             value = value.detach().clone()
         elif type(value) is not float and type(value) is not int:
             check_value(name, value)
-        if type(reduce_fx) is not str:
+        if reduce_fx != "mean":
             reduce_fx = reduction(name, reduce_fx)
         buffer.append(
             (
@@ -400,10 +401,13 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     # ---- weights
 
-    def freeze(self) -> None:
-        """Stop gradients of all parameters and go to eval mode."""
-        self.requires_grad_(False)
-        self.eval()
+    def freeze(self) -> Self:
+        """Stop gradients of all parameters and go to eval mode.
+
+        Returns:
+            The module.
+        """
+        return self.requires_grad_(False).eval()
 
     def unfreeze(self) -> None:
         """Undo `freeze`."""

@@ -98,7 +98,7 @@ def _strategy(name: str, value: Any) -> str | Strategy:
     if isinstance(value, type):
         raise wrong(name, value, f"an object, not the class: write {value.__name__}()")
     if isinstance(value, str):
-        check_name(value, name)
+        return check_name(value, name)
     return value
 
 

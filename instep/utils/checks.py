@@ -170,12 +170,13 @@ DEVICES = Check(
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
 
 
-def parse_duration(field: str, value: Any) -> timedelta:
+def parse_duration(field: str, value: Any, or_zero: bool = False) -> timedelta:
     """Check for a positive time, as users write it.
 
     Args:
         field: the argument's name, for the error's text.
         value: "DD:HH:MM:SS", a timedelta, or its keyword arguments as a dict.
+        or_zero: no time at all is right too, also as the number 0.
 
     Raises:
         SettingError: it is none of these, or not above zero.
@@ -184,7 +185,7 @@ def parse_duration(field: str, value: Any) -> timedelta:
         >>> parse_duration("max_time", "00:01:30:00") == parse_duration("max_time", {"minutes": 90})
         True
     """
-    time, reason = value, ""
+    time, reason = timedelta(0) if is_int(value) and value == 0 else value, ""
     clock = _CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
     if clock is not None:
         time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, clock.groups()), strict=True))
@@ -193,9 +194,9 @@ def parse_duration(field: str, value: Any) -> timedelta:
             time = timedelta(**time)
         except (TypeError, ValueError, OverflowError) as error:
             reason = f" ({error})"
-    if not isinstance(time, timedelta) or time <= timedelta(0):
+    if not isinstance(time, timedelta) or time < timedelta(0) or (not time and not or_zero):
         form = "'DD:HH:MM:SS', a timedelta, or a dict like {'hours': 1, 'minutes': 30}"
-        raise wrong(field, value, f"a time above zero: {form}{reason}")
+        raise wrong(field, value, f"{'zero or a time above it' if or_zero else 'a time above zero'}: {form}{reason}")
     return time
 
 

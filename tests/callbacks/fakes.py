@@ -38,7 +38,13 @@ class FakeLogger:
 
 
 @dataclass
+class FakeMetrics:
+    callback: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
 class FakeTrainer:
+    metrics: FakeMetrics = field(default_factory=FakeMetrics)
     callback_metrics: dict[str, Any] = field(default_factory=dict)
     progress_bar_metrics: dict[str, Any] = field(default_factory=dict)
     progress: FakeProgress = field(default_factory=FakeProgress)

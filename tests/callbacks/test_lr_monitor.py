@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adagrad, Adam
 from torch.optim.lr_scheduler import StepLR
 
 from instep.callbacks import Callback, LearningRateMonitor
@@ -31,7 +31,11 @@ def test_logs_every_n_steps_once_per_step():
     monitor = LearningRateMonitor(logging_interval="step")
     records = fit(monitor, trainer, accumulate=3)
     assert records == [({"lr-Adam": 0.1}, 0), ({"lr-Adam": 0.1}, 50), ({"lr-Adam": 0.1}, 100)]
-    assert monitor.latest == {"lr-Adam": 0.1}
+    assert monitor.lrs == {"lr-Adam": [0.1, 0.1, 0.1]}
+    assert trainer.metrics.callback == {"lr-Adam": 0.1}
+    trainer.optimizers[0].add_param_group({"params": parameters(), "lr": 0.5})
+    monitor._log(trainer, "step")
+    assert monitor.lrs == {"lr-Adam/pg1": [0.1] * 4, "lr-Adam/pg2": [0.5]}
 
 
 def test_never_by_step():
@@ -72,7 +76,8 @@ def test_momentum_and_weight_decay():
     trainer = FakeTrainer(
         optimizers=[Adam(parameters(), lr=torch.tensor(0.5)), SGD(parameters(), lr=1.0, weight_decay=0.25)]
     )
-    ((values, _),) = fit(LearningRateMonitor(log_momentum=True, log_weight_decay=True), trainer, steps=1)
+    monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+    ((values, _),) = fit(monitor, trainer, steps=1)
     assert values == {
         "lr-Adam": 0.5,
         "lr-Adam-momentum": 0.9,
@@ -82,6 +87,15 @@ def test_momentum_and_weight_decay():
         "lr-SGD-weight_decay": 0.25,
     }
     assert all(type(value) is float for value in values.values())
+    assert monitor.lrs == {"lr-Adam": [0.5], "lr-SGD": [1.0]}
+    assert monitor.last_momentum_values == {"lr-Adam-momentum": 0.9, "lr-SGD-momentum": 0.0}
+    assert monitor.last_weight_decay_values == {"lr-Adam-weight_decay": 0.0, "lr-SGD-weight_decay": 0.25}
+    assert trainer.metrics.callback == values
+
+    without = LearningRateMonitor(log_momentum=True)
+    with pytest.warns(RuntimeWarning, match="no momentum"):
+        without.on_train_start(FakeTrainer(optimizers=[Adagrad(parameters())]), None)
+    assert without.last_momentum_values == {"lr-Adagrad-momentum": None}
 
 
 def test_errors():

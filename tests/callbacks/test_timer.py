@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+from datetime import timedelta
 
 import pytest
 
@@ -10,6 +11,7 @@ from instep.callbacks import timer as module
 from instep.errors import SettingError
 from instep.trainer.hooks import is_overridden
 from tests.callbacks.fakes import FakeTrainer
+from tests.trainer.toys import Toy, loader, quiet
 
 
 class Clock:
@@ -119,7 +121,16 @@ def test_stages_are_measured_and_a_second_fit_adds(clock):
     assert timer.start_time("test") is None
 
 
+@pytest.mark.parametrize("duration", [0, timedelta(0), "00:00:00:00", {"seconds": 0}])
+def test_no_time_at_all_is_no_step(duration, tmp_path):
+    trainer = quiet(max_epochs=1, callbacks=[Timer(duration)], default_root_dir=tmp_path)
+    trainer.fit(Toy(), loader())
+    assert trainer.global_step == 0
+
+
 def test_wrong_options():
+    with pytest.raises(SettingError, match="zero or a time above it"):
+        Timer(timedelta(-1))
     with pytest.raises(SettingError, match="interval"):
         Timer(interval="batch")
     with pytest.raises(SettingError, match="stage"):

@@ -212,6 +212,17 @@ def test_nested_collections_and_raw_loaders() -> None:
     outer.close()
 
 
+@pytest.mark.parametrize(
+    ("loaders", "batches"),
+    [
+        ({"a": [0, 1], "b": [2, 3]}, [{"a": 0, "b": 2}, {"a": 1, "b": 3}]),
+        ([["x", "y"], ((0.5, 1.5), range(2))], [["x", (0.5, 0)], ["y", (1.5, 1)]]),
+    ],
+)
+def test_plain_lists_are_loaders(loaders: Any, batches: list[Any]) -> None:
+    assert list(CombinedLoader(loaders)) == batches
+
+
 def test_empty_loaders() -> None:
     assert list(CombinedLoader([range(3), range(0)])) == []
     assert list(CombinedLoader([range(2), range(0)], "max_size")) == [[0, None], [1, None]]

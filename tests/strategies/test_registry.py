@@ -35,6 +35,8 @@ def registered() -> Iterator[None]:
         ("ddp", 1, DDPStrategy),
         ("single_device", 1, Strategy),
         ("ddp_find_unused_parameters_true", 2, DDPStrategy),
+        ("DDP", 2, DDPStrategy),
+        ("Auto", 1, Strategy),
     ],
 )
 def test_names(name: str, world_size: int, kind: type):

@@ -102,6 +102,22 @@ def test_ready_batches_of_any_form(batches: list[Any]):
     assert all(a is b for a, b in zip(seen, batches, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [([1, 2], [1, 2]), (range(2), [0, 1]), ({"a": [0, 1], "b": [2, 3]}, [{"a": 0, "b": 2}, {"a": 1, "b": 3}])],
+)
+def test_batches_without_tensors(batches: Any, expected: list[Any]):
+    module, seen = Toy(), list[Any]()
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        seen.append(batch)
+        return module.layer.weight.sum()
+
+    module.training_step = step
+    quiet(max_epochs=1).fit(module, batches)
+    assert seen == expected
+
+
 # ---- evaluation
 
 
@@ -129,6 +145,13 @@ def test_several_evaluation_loaders_run_in_turn(fn: str, wrap: Any):
     module = Evaluates()
     getattr(quiet(), fn)(module, wrap(loader(6, 3), loader(9, 3)))
     assert module.calls == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("loaders", [[[0, 1], [2, 3]], {"a": [0, 1], "b": [2, 3]}])
+def test_plain_lists_are_evaluation_loaders(loaders: Any):
+    module = Toy()
+    module.predict_step = lambda batch, batch_idx, dataloader_idx=0: (batch, batch_idx, dataloader_idx)
+    assert quiet().predict(module, loaders) == [[(0, 0, 0), (1, 1, 0)], [(2, 0, 1), (3, 1, 1)]]
 
 
 def test_limits_of_evaluation():

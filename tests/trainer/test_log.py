@@ -209,7 +209,8 @@ def test_epoch_means_are_weighted_by_samples_and_exact_in_float64(tmp_path: Any)
             self.log("one each", batch[1].mean(), batch_size=1)
             for name in ("sum", "min", "max"):
                 self.log(name, batch[1].sum(), reduce_fx=name)
-            self.log("torch", batch[1].sum(), reduce_fx=torch.max)
+            for name, given in {"torch": torch.max, "python": max, "SUM": "SUM", "avg": "avg"}.items():
+                self.log(name, batch[1].sum() if name != "avg" else batch[1].mean(), reduce_fx=given)
 
     trainer, _ = run(tmp_path, Model(), val=loader(11, 4))
     y = [batch[1] for batch in loader(11, 4)]
@@ -219,6 +220,7 @@ def test_epoch_means_are_weighted_by_samples_and_exact_in_float64(tmp_path: Any)
     assert metrics["one each"] == (means[0] + means[1] + means[2]) / 3
     assert metrics["sum"] == sums[0] + sums[1] + sums[2]
     assert (metrics["min"], metrics["max"], metrics["torch"]) == (min(sums), max(sums), max(sums))
+    assert (metrics["python"], metrics["SUM"], metrics["avg"]) == (max(sums), metrics["sum"], metrics["mean"])
 
 
 def test_many_small_values_do_not_drown(tmp_path: Any):

@@ -288,7 +288,7 @@ def test_a_run_without_loggers_and_checkpoints_writes_nothing(tmp_path: Path):
 
 def test_freeze_and_unfreeze():
     module = Toy()
-    module.freeze()
+    assert module.freeze() is module
     assert not module.training
     assert not any(p.requires_grad for p in module.parameters())
     module.unfreeze()
