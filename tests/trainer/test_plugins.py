@@ -119,7 +119,7 @@ def test_learning_rates_reach_the_logs(tmp_path: Path):
     assert trainer.log_dir is not None
     found = [(int(row["step"]), float(row["lr-SGD"])) for row in rows(Path(trainer.log_dir) / "metrics.csv")]
     assert found == [(0, 8.0), (2, 2.0)]
-    assert monitor.latest == {"lr-SGD": 2.0}
+    assert monitor.lrs["lr-SGD"][-1] == trainer.callback_metrics["lr-SGD"] == 2.0
     with pytest.raises(SettingError, match="no logger"):
         quiet(max_epochs=1, callbacks=LearningRateMonitor()).fit(Scheduled(), loader())
 
