@@ -68,6 +68,8 @@ def test_one_of_suggests_the_nearest():
     error = one_of("strategy", "dpp", ["auto", "ddp"])
     assert str(error) == "strategy='dpp' is not known. Use one of: auto, ddp. Did you mean 'ddp'?"
     assert error.got == "dpp"
+    assert "Did you mean 'ddp'?" in str(one_of("strategy", "dpp", ["pp", "dp", "ddp"]))
+    assert "Did you mean 'xla'?" in str(one_of("accelerator", "TPU", ["xpu", "cpu", "xla"]))
     assert "Did you mean" not in str(one_of("strategy", "zebra", ["auto", "ddp"]))
 
 

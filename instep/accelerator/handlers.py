@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 
 from instep.errors import SettingError
+from instep.state.device import KINDS
 from instep.strategies import resolve_strategy
 from instep.types import PathLike
-from instep.utils.checks import FLAG, Check, above_zero, at_least, check_fields, choice, is_int, is_number, wrong
+from instep.utils.checks import FLAG, PATH, Check, above_zero, at_least, check_fields, choice, is_int, is_number, wrong
 from instep.utils.paths import local_path
 from instep.utils.warn import warn_user
 
@@ -36,9 +37,20 @@ def _time(value: timedelta | float) -> timedelta:
     return value if isinstance(value, timedelta) else timedelta(seconds=value)
 
 
+def _backends() -> set[str]:
+    """Collect the collective backends that torch knows, and those that the extensions of our devices bring."""
+    ours = {kind.backend for kind in KINDS.values() if kind.backend is not None}
+    return ours | set(getattr(torch.distributed.Backend, "backend_list", ()))
+
+
 _MAPPING = Check(lambda value: isinstance(value, Mapping), "a dict, or None")
 _FUNCTION = Check(callable, "a function of the profiler, or None")
-_BACKEND = Check(lambda value: isinstance(value, str) and value != "", 'a name such as "nccl" or "gloo", or None')
+_BACKEND = Check(
+    lambda value: (
+        isinstance(value, str) and {part.rpartition(":")[2] for part in value.lower().split(",")} <= _backends()
+    ),
+    'a backend of torch, such as "nccl", "gloo" or "cpu:gloo,cuda:nccl", or None',
+)
 _ABOVE_ONE = Check(lambda value: is_number(value) and value > 1, "a number above 1", float)
 _BELOW_ONE = Check(lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1", float)
 _TIMEOUT = Check(
@@ -241,8 +253,8 @@ class ProjectConfiguration:
         SettingError: a value is wrong, or an option has nothing to work on.
     """
 
-    project_dir: PathLike | None = None
-    logging_dir: PathLike | None = None
+    project_dir: Annotated[PathLike | None, PATH] = None
+    logging_dir: Annotated[PathLike | None, PATH] = None
     automatic_checkpoint_naming: Annotated[bool, FLAG] = False
     total_limit: Annotated[int | None, at_least(1, "or None")] = None
 

@@ -278,10 +278,10 @@ class ModelCheckpoint(Callback):
         path.write_text(yaml.safe_dump({key: float(score) for key, score in self.best_k_models.items()}))
 
     @property
-    def newest_step(self) -> int:
-        """Step of the newest saved checkpoint, or of the one that the run was resumed from; 0 where there is none."""
+    def settled_step(self) -> int:
+        """Step up to which nothing is lost: the newest that was saved, resumed from, or ranked and not kept; else 0."""
         last = 0 if self._position_saved is None else int(self._position_saved["global_step"])
-        return max(last, *(saved.step for saved in self.saved), 0)
+        return max(last, self._last_step_saved, *(saved.step for saved in self.saved), 0)
 
     # ---- when
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.errors import CorruptCheckpointError, InstepError, LogError
 from instep.types import Location, PathLike
+from instep.utils.checks import PATH
 from instep.utils.paths import local_path, to_path
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Logger:
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        self._save_dir = None if save_dir is None else local_path(save_dir)
+        self._save_dir = None if save_dir is None else local_path(PATH("save_dir", save_dir))
         self._name = name
         self._version = version
         self._prefix = f"{prefix}-" if prefix else ""

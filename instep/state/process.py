@@ -15,6 +15,7 @@ from instep.state.device import DeviceKind, DistributedType, device_of, find_dev
 from instep.state.environment import ProcessEnvironment
 from instep.state.launchers import MPI, read_environment
 from instep.state.process_group import resolve_backend
+from instep.utils.checks import FLAG
 from instep.utils.env import from_env, misspelt_variables, variable_of
 from instep.utils.warn import warn_user
 
@@ -119,7 +120,7 @@ def _checked(switches: dict[str, bool | None], kwargs: dict[str, Any]) -> dict[s
         asked["timeout"] = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if asked["timeout"] <= timedelta(0):
             raise SettingError(f"timeout={timeout} must be longer than nothing", field="timeout", got=timeout)
-    asked |= {name: bool(switch) for name, switch in switches.items() if switch is not None}
+    asked |= {name: FLAG(name, switch) for name, switch in switches.items() if switch is not None}
     if asked.get("cpu") and asked.get("xla"):
         raise SettingError("cpu=True and xla=True name two devices. Give one of them.", field="xla", got=True)
     return asked

@@ -127,7 +127,7 @@ def _batch_loop(
             source.set_epoch(trainer.current_epoch)
             gradient.dataloader_references.append(source)
             gradient.active_dataloader = source
-            for batch_idx, batch in enumerate(islice(ctx.loaders.on_device(source, loader_idx), limit)):
+            for batch_idx, batch in enumerate(islice(ctx.loaders.on_device(source, loader_idx, name), limit)):
                 gradient.end_of_dataloader = source.share.last
                 log.batch, log.weight = batch, source.share.mine
                 with uncounted(module) if log.weight == 0 else nullcontext():
@@ -196,7 +196,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                 progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, source.num_batches
                 which = (loader_idx,) if len(sources) > 1 else ()
                 source.set_epoch(0)
-                for batch_idx, batch in enumerate(ctx.loaders.on_device(source, loader_idx)):
+                for batch_idx, batch in enumerate(ctx.loaders.on_device(source, loader_idx, "predict")):
                     replayed = source.share.mine == 0
                     for hook in () if replayed else batch_start:
                         hook(batch, batch_idx, *which)

@@ -9,6 +9,7 @@ import torch
 
 from instep.data import BatchSource, CombinedLoader, DataModule, prepare_loader
 from instep.data.prefetch import batches_through
+from instep.data.seeding import add_note
 from instep.distributed import send_to_device
 from instep.errors import DataError, HookError, SettingError
 from instep.state.runs import GradientRecord
@@ -216,7 +217,7 @@ class Loaders:
             uneven=settings.uneven,
         )
 
-    def on_device(self, source: BatchSource, dataloader_idx: int = 0) -> Iterator[Any]:
+    def on_device(self, source: BatchSource, dataloader_idx: int = 0, what: str | None = None) -> Iterator[Any]:
         """Give the source's batches, each on the device. On CUDA a copy overlaps with the step before.
 
         The module's transfer hooks run unless the datamodule overrides one of the three.
@@ -224,6 +225,7 @@ class Loaders:
         Args:
             source: batches on the host.
             dataloader_idx: index of the loader that they come from, for the hooks.
+            what: "validation", "test" or "predict": an error in reading the data says that it was this data.
         """
         module, datamodule, device = self._module, self._datamodule, self._device
 
@@ -244,7 +246,8 @@ class Loaders:
         elif device.type != "cpu":
             stages.append(lambda batch: send_to_device(batch, device, non_blocking=True))
         last = None if after is None else lambda batch: after(batch, dataloader_idx)
-        return batches_through(source, stages, device, last)
+        batches = source if what is None else _named(source, what, dataloader_idx)
+        return batches_through(batches, stages, device, last)
 
     def _close_train(self) -> None:
         if self.prepared_train is not None:
@@ -257,6 +260,19 @@ class Loaders:
             for source in sources:
                 source.close()
         self.prepared_train, self._eval = None, {}
+
+
+def _named(source: BatchSource, what: str, loader: int) -> Iterator[Any]:
+    """Give the batches; an error in reading one says of which data it was."""
+    batch_idx = 0
+    try:
+        for batch in source:
+            yield batch
+            batch_idx += 1
+    except Exception as error:
+        which = f" loader {loader}" if loader else ""
+        add_note(error, f"This came from reading batch_idx {batch_idx} of the {what} data{which}.")
+        raise
 
 
 def _is_batches(raw: Any) -> bool:

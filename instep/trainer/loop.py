@@ -326,12 +326,12 @@ def print_why_it_ended(ctx: RunContext) -> None:
     else:
         why = f"max_epochs={s.max_epochs} reached"
     trainer.print(f"fit ended at step {at.global_step}: {why}.")
-    steps = [getattr(callback, "newest_step", 0) for callback in ctx.callbacks if saves(callback)]
-    newest = max(steps, default=at.global_step)
-    if newest < at.global_step:
+    steps = [getattr(callback, "settled_step", 0) for callback in ctx.callbacks if saves(callback)]
+    settled = max(steps, default=at.global_step)
+    if settled < at.global_step:
         trainer.print(
-            f"Steps {newest + 1} to {at.global_step} are not in a checkpoint. ModelCheckpoint(save_last=True) "
-            "saves the end of a fit too."
+            f"Steps {settled + 1} to {at.global_step} are in no checkpoint: it was not yet time for one. "
+            "ModelCheckpoint(save_last=True) saves the end of a fit too."
         )
 
 

@@ -344,7 +344,7 @@ def _describe(check: _Check, facts: list[_Facts]) -> str:
         for rank, own in enumerate(facts)
     ]
     what = "; ".join(wrong) or "a value was not finite"
-    return f"global_step {check.step} (epoch {check.epoch + 1}, {batches}): {what}. Samples: {', '.join(samples)}."
+    return f"global_step {check.step} (epoch {check.epoch}, {batches}): {what}. Samples: {', '.join(samples)}."
 
 
 def _listed(indices: list[Any] | None) -> str:

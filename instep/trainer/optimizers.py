@@ -81,7 +81,8 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
         'step'
     """
     if result is None:
-        warn_user("configure_optimizers returned None: this run trains nothing by itself")
+        name = f"{type(module).__name__}.configure_optimizers"
+        warn_user(f"{name} returned None, so this run trains nothing by itself. Is a `return` missing?")
         return OptimizerSetup([], [])
     optimizers, schedulers = _parts(result)
     if not optimizers:

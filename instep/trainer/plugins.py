@@ -13,6 +13,7 @@ from instep.trainer.context import RunContext
 from instep.trainer.hooks import LOADERS, ModuleHooks, is_overridden, misspelt, nearest, own_methods
 from instep.trainer.module import TrainModule
 from instep.trainer.settings import Settings
+from instep.utils.checks import constructor_call
 from instep.utils.porting import HOOKS_GONE, HOOKS_UNCALLED
 from instep.utils.warn import warn_user
 
@@ -40,7 +41,7 @@ def check_module(model: Any) -> TrainModule:
         inner.compile_by(model.dynamo_ctx)
         return inner
     if isinstance(model, type) and issubclass(model, TrainModule):
-        raise UsageError(f"model is the class {model.__name__}, not an object of it: write {model.__name__}(...)")
+        raise UsageError(f"model is the class {model.__name__}, not an object of it: write {constructor_call(model)}")
     if not isinstance(model, TrainModule):
         kind = type(model if inner is None else inner).__name__
         raise UsageError(
@@ -59,7 +60,9 @@ def check_data(datamodule: Any, loaders: Any, val_loaders: Any = None) -> tuple[
     """
     for name, value in (("datamodule", datamodule), ("the data", loaders), ("val_dataloaders", val_loaders)):
         if isinstance(value, type):
-            raise UsageError(f"{name} is the class {value.__name__}, not an object of it: write {value.__name__}(...)")
+            raise UsageError(
+                f"{name} is the class {value.__name__}, not an object of it: write {constructor_call(value)}"
+            )
     if isinstance(loaders, DataModule):
         if datamodule is not None:
             raise UsageError("two datamodules were passed; pass one")

@@ -111,6 +111,7 @@ class RunFolder:
         kind = None if weights else "full"
         callback = ctx.trainer.checkpoint_callback
         monitor = callback.monitor if callback is not None and ckpt_path == "best" else None
+        asked = ckpt_path
         if ckpt_path == "best" and callback is not None and monitor is None:
             ckpt_path = "last"  # nothing is measured: the newest is the best, as in callback.best_model_path
         if callback is not None and callback.own_folder is not None:
@@ -145,7 +146,7 @@ class RunFolder:
         if ckpt_path == "auto":
             return self._none(ctx, folder)
         raise CheckpointNotFoundError(
-            f"ckpt_path={ckpt_path!r}: there is no checkpoint in {folder}. Give a path, or 'auto' to "
+            f"ckpt_path={asked!r}: there is no checkpoint in {folder}. Give a path, or 'auto' to "
             "start fresh where there is none.",
             path=folder,
         )

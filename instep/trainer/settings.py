@@ -30,6 +30,7 @@ from instep.utils.checks import (
     at_least,
     checks_of,
     choice,
+    constructor_call,
     is_int,
     parse_duration,
     wrong,
@@ -84,7 +85,7 @@ def _plugins(kind: type) -> Callable[[str, Any], tuple[Any, ...]]:
         items = tuple(value) if isinstance(value, list | tuple | set) else (value,)
         for item in items:
             if isinstance(item, type):
-                raise wrong(field, item, f"an object, not the class: write {item.__name__}()")
+                raise wrong(field, item, f"an object, not the class: write {constructor_call(item)}")
             if not isinstance(item, kind):
                 raise wrong(field, item, f"an instep {kind.__name__} or a list of them, got a {type(item).__name__}")
         return items
@@ -96,7 +97,7 @@ def _strategy(name: str, value: Any) -> str | Strategy:
     if isinstance(value, Strategy):
         return value
     if isinstance(value, type):
-        raise wrong(name, value, f"an object, not the class: write {value.__name__}()")
+        raise wrong(name, value, f"an object, not the class: write {constructor_call(value)}")
     if isinstance(value, str):
         return check_name(value, name)
     return value

@@ -6,6 +6,8 @@ them. Any callable of this form is a check; a `Check` also reads text and descri
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +22,21 @@ from instep.errors import SettingError, one_of
 def wrong(name: str, got: Any, expected: str) -> SettingError:
     """Make the error for a value of the wrong type or out of range."""
     return SettingError(f"{name}={got!r}: expected {expected}.", field=name, got=got)
+
+
+def constructor_call(cls: type) -> str:
+    """Write the call that makes an object of a class, with the arguments that it cannot do without.
+
+    Example:
+        >>> constructor_call(Check)
+        'Check(holds=..., expected=...)'
+    """
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        parameters = []
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return f"{cls.__name__}({', '.join(f'{p.name}=...' for p in needed)})"
 
 
 def is_int(value: Any, least: int | None = None) -> bool:
@@ -99,6 +116,10 @@ def above_zero(what: str) -> Check:
 
 SECONDS = above_zero("of seconds above 0, or float('inf') for no limit")
 TEXT = Check(lambda value: isinstance(value, str), "a text", schema={"type": "string"})
+PATH = Check(
+    lambda value: isinstance(value, str | os.PathLike) and bool(os.fspath(value)),
+    "the path of a folder, as a text or a pathlib.Path",
+)
 METRIC = Check(lambda value: isinstance(value, str) and value != "", 'the name of a logged metric, such as "val_loss"')
 
 

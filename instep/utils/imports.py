@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from instep.errors import MissingPackageError
+from instep.utils.porting import hint_for
 
 _DISTRIBUTIONS = {"upath": "universal-pathlib"}  # of modules that are not called as what pip installs
 
@@ -108,8 +109,10 @@ def loads(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], Any], 
 
     def load(name: str) -> Any:
         if name not in home:
-            there = ", ".join(sys.modules[package].__all__)
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {there}")
+            there, hint = ", ".join(sys.modules[package].__all__), hint_for(name)
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}{f': {hint}' if hint else ''}; it has {there}"
+            )
         value = getattr(import_module(f"{package}.{home[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value

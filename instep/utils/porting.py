@@ -86,13 +86,12 @@ MOVED = {
 _BY_ITSELF = "leave it out: the launcher's environment is read by itself"
 _NO_BIG_MODELS = "keep Accelerate for it: instep has nothing in its place"
 _OWN_CALLBACK = "write it as a Callback of your own"
+_AVERAGING = f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}"
 _OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger with `_log_metrics`"
 
 ADVICE = {
     "Tuner": "try learning rates in a loop of short fits; global_batch_size=... keeps the meaning of a batch",
-    "StochasticWeightAveraging": f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}",
-    "WeightAveraging": f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}",
-    "EMAWeightAveraging": f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}",
+    **dict.fromkeys(("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "SWA", "EMA"), _AVERAGING),
     "OnExceptionCheckpoint": "use ModelCheckpoint(save_on_exception=True)",
     "MisconfigurationException": "instep raises instep.errors.SettingError, a ValueError",
     "ModelParallelStrategy": "use instep.strategies.MeshStrategy(dp_shard=, tp=), with the module's `parallelize`",
@@ -145,6 +144,9 @@ RENAMED = {
         "checkpoint_callback": "enable_checkpointing",
         "gpus": "devices",
         "tpu_cores": "devices",
+        **dict.fromkeys(("epochs", "n_epochs", "num_epochs", "num_train_epochs"), "max_epochs"),
+        **dict.fromkeys(("steps", "num_steps", "num_train_steps"), "max_steps"),
+        "output_dir": "default_root_dir",
     },
     "launch": {
         "nproc_per_node": "devices",
@@ -215,6 +217,10 @@ INSTEAD: dict[str, dict[str, str]] = {
         "gradient_accumulation_steps": "use accumulate_grad_batches=...",
         "max_grad_norm": "use gradient_clip_val=...",
         "mixed_precision": "use precision='bf16-mixed' or '16-mixed'",
+        "seed": "call instep.seed_everything(seed) before the model is made",
+        "batch_size": "the loader has it: DataLoader(..., batch_size=...)",
+        **dict.fromkeys(("lr", "learning_rate"), "the module's configure_optimizers gives it to the optimizer"),
+        **dict.fromkeys(("swa", "stochastic_weight_avg"), _AVERAGING),
     },
     "Accelerator": {
         "split_batches": _IN_DATALOADER_CONFIG,
@@ -509,3 +515,20 @@ def advice(name: str) -> str:
     if leaf.startswith("is_") and leaf.endswith("_available"):
         return "ask torch, or importlib.util.find_spec"
     return ADVICE.get(leaf, "instep has nothing of that name")
+
+
+OTHER_NAMES = {field: values for (owner, field), values in VALUES.items() if owner == "Trainer"}
+"""What other packages call a value, by the Trainer's setting."""
+
+
+def hint_for(name: str) -> str | None:
+    """Say what there is for a name that a room of instep has not; None for a name of nobody's.
+
+    Example:
+        >>> hint_for("RichProgressBar")
+        'use instep.callbacks.ProgressBar'
+    """
+    for root in ("lightning", "accelerate"):
+        if (found := successor(f"{root}.{name}")) is not None:
+            return f"use {found}"
+    return ADVICE.get(name)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from instep import Accelerator
 from instep.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -26,6 +27,9 @@ from instep.strategies import DDPStrategy, Precision
     ("make", "says"),
     [
         (lambda: AutocastKwargs(enabled=1), r"enabled=1: expected True or False"),
+        (lambda: ProjectConfiguration(project_dir=3), r"project_dir=3: expected the path of a folder"),
+        (lambda: InitProcessGroupKwargs(backend="glo"), r"backend='glo': expected a backend of torch"),
+        (lambda: Accelerator(cpu="x"), r"cpu='x': expected True or False"),
         (lambda: DistributedDataParallelKwargs(bucket_cap_mb=0), r"bucket_cap_mb=0.*above 0"),
         (lambda: DistributedDataParallelKwargs(comm_hook="fp_16"), r"comm_hook='fp_16'.*Did you mean 'fp16'"),
         (lambda: DistributedDataParallelKwargs(comm_wrapper="powersgd"), r"comm_wrapper='powersgd'.*no, fp16, bf16"),
@@ -37,7 +41,7 @@ from instep.strategies import DDPStrategy, Precision
         (lambda: GradScalerKwargs(growth_interval=0.5), r"growth_interval=0.5.*at least 1"),
         (lambda: InitProcessGroupKwargs(timeout=0), r"timeout=0.*above 0"),
         (lambda: InitProcessGroupKwargs(timeout=timedelta(0)), r"timeout=.*above 0"),
-        (lambda: InitProcessGroupKwargs(backend=""), r"backend=''.*a name"),
+        (lambda: InitProcessGroupKwargs(backend=""), r"backend=''.*a backend"),
         (lambda: ProfileKwargs(activities="cpu"), r"activities='cpu'.*a list"),
         (lambda: ProfileKwargs(activities=["gpu"]), r"activities='gpu'.*cuda"),
         (lambda: ProfileKwargs(on_trace_ready="print"), r"on_trace_ready='print'.*a function"),

@@ -150,8 +150,9 @@ def test_every_n_train_steps(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "missing"),
     [
-        ({"every_n_train_steps": 3}, "Steps 7 to 8 are not in a checkpoint"),
-        ({"every_n_train_steps": 9}, "Steps 1 to 8 are not in a checkpoint"),
+        ({"every_n_train_steps": 3}, "Steps 7 to 8 are in no checkpoint: it was not yet time for one"),
+        ({"every_n_train_steps": 9}, "Steps 1 to 8 are in no checkpoint: it was not yet time for one"),
+        ({"monitor": "score"}, ""),  # the end was worse than the first epoch, and is not kept
         ({"every_n_train_steps": 3, "save_last": True}, ""),
         ({"every_n_train_steps": 4}, ""),
         ({}, ""),
@@ -160,10 +161,12 @@ def test_every_n_train_steps(tmp_path: Path):
 def test_steps_that_no_checkpoint_holds_are_told_at_the_end(
     arguments: dict[str, Any], missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    run(tmp_path, ModelCheckpoint(**arguments), max_epochs=2)
+    saver = ModelCheckpoint(**arguments)
+    run(tmp_path, saver, module=Scored([1.0, 2.0]), max_epochs=2)
     printed = capsys.readouterr().out
     assert missing in printed
-    assert ("not in a checkpoint" in printed) == bool(missing)
+    assert ("in no checkpoint" in printed) == bool(missing)
+    assert ("step-00000004" in saver.last_model_path) == ("monitor" in arguments)
 
 
 def test_every_n_train_steps_counts_windows(tmp_path: Path):

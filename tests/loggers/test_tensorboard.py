@@ -174,5 +174,7 @@ def test_errors_name_the_logger(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InstepError, match="TensorBoardLogger failed in start"):
         opened(tmp_path / "file")
+    with pytest.raises(SettingError, match="save_dir=3: expected the path of a folder"):
+        TensorBoardLogger(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(SettingError, match="flush_s=0"):
         TensorBoardLogger(flush_s=0)

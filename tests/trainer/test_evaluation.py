@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from instep import Trainer, TrainModule
 from instep.callbacks import ModelCheckpoint
@@ -152,6 +154,29 @@ def test_what_is_not_there_is_an_error(tmp_path: Path):
     trainer = quiet(default_root_dir=tmp_path, max_epochs=1)
     trainer.fit(Toy(), loader(), ckpt_path="auto")  # starts fresh
     assert trainer.global_step == 4
+
+
+def test_the_error_has_the_keyword_that_was_given(tmp_path: Path):
+    trainer = quiet(default_root_dir=tmp_path, enable_checkpointing=True)
+    with pytest.raises(CheckpointNotFoundError, match="ckpt_path='best': there is no checkpoint"):
+        trainer.test(Toy(), loader(), ckpt_path="best")
+
+
+@pytest.mark.parametrize(("fn", "what"), [("fit", "validation"), ("test", "test"), ("predict", "predict")])
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="an error takes notes from Python 3.11 on")
+def test_an_error_in_evaluation_data_says_whose_it_is(fn: str, what: str):
+    class Broken(Dataset[Any]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> Any:
+            return samples(6)[index // (index != 4)]
+
+    data = (loader(), DataLoader(Broken(), 2)) if fn == "fit" else ([loader(2), DataLoader(Broken(), 2)],)
+    with pytest.raises(ZeroDivisionError) as caught:
+        getattr(quiet(max_epochs=1, num_sanity_val_steps=0), fn)(Toy(), *data)
+    which = "" if fn == "fit" else " loader 1"
+    assert caught.value.__notes__[-1] == f"This came from reading batch_idx 2 of the {what} data{which}."
 
 
 # ---- saving by hand

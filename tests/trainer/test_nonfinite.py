@@ -130,7 +130,7 @@ def test_the_report_names_what_where_and_the_samples(by: str):
     (report,) = [str(w.message) for w in caught]
     gradients = " gradients that are not finite: layer.weight, layer.bias." if by == "times" else ""
     assert report == (
-        f"global_step 7 (epoch 2, batch_idx 2): the loss is nan{';' if gradients else '.'}{gradients} "
+        f"global_step 7 (epoch 1, batch_idx 2): the loss is nan{';' if gradients else '.'}{gradients} "
         "Samples: [6, 7, 8]. The update was left out (number 1)."
     )
 
@@ -172,7 +172,7 @@ def test_a_window_is_looked_at_once_and_all_its_losses_count(bad: dict[int, floa
     with pytest.warns(UserWarning, match="global_step") as caught:
         trainer = fit(module, "skip", accumulate_grad_batches=2)
     (report,) = [str(w.message) for w in caught]
-    assert "global_step 2 (epoch 1, batch_idx 2 to 3): the loss is" in report
+    assert "global_step 2 (epoch 0, batch_idx 2 to 3): the loss is" in report
     assert "Samples: [6, 7, 8]; [9, 10, 11]." in report
     assert_same(weights(module), expected)
     assert trainer.global_step == 4

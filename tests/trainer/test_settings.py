@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instep.callbacks import Callback
+from instep.callbacks import Callback, EarlyStopping
 from instep.errors import SettingError
 from instep.loggers import Logger
 from instep.state import device
@@ -172,6 +172,7 @@ def test_precision_aliases(given, expected):
         ("strategy", "ddpp", "Did you mean 'ddp'"),
         ("strategy", DDPStrategy, r"DDPStrategy\(\)"),
         ("callbacks", Callback, r"Callback\(\)"),
+        ("callbacks", [EarlyStopping], r"EarlyStopping\(monitor=\.\.\.\)"),
         ("callbacks", [print], "instep Callback"),
         ("logger", Logger, r"Logger\(\)"),
         ("logger", "csv", "instep Logger"),
@@ -314,9 +315,11 @@ def test_unknown_arguments_are_named_with_the_nearest_or_the_replacement():
     with pytest.raises(SettingError, match=r"max_epoch: unknown \(did you mean max_epochs\?\)"):
         resolve(max_epoch=3)
     with pytest.raises(SettingError) as caught:
-        reject_unknown({"profiler": None, "zebra": 1, "max_steps": 2})
+        reject_unknown({"profiler": None, "zebra": 1, "max_steps": 2, "epochs": 3, "swa": True})
     assert str(instead_of("Trainer", "profiler")) in str(caught.value)
     assert "zebra: unknown." in str(caught.value)
+    assert "use max_epochs=" in str(caught.value)
+    assert "torch.optim.swa_utils" in str(caught.value)
     assert "max_steps" not in str(caught.value)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from instep import callbacks
 from instep.errors import MissingPackageError
 from instep.utils import imports
 
@@ -61,6 +62,13 @@ def test_an_import_that_fails_inside_the_package_is_its_own_error(installed, tmp
     (tmp_path / "stand_in_pkg.py").write_text("import no_such_pkg\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_pkg"):
         imports.require("stand_in_pkg", extra="toys", purpose="playing")
+
+
+def test_a_name_of_another_package_is_answered_with_what_there_is_here():
+    with pytest.raises(AttributeError, match=r"'SWA': torch\.optim\.swa_utils has the averaging"):
+        _ = callbacks.SWA
+    with pytest.raises(AttributeError, match=r"'RichProgressBar': use instep\.callbacks\.ProgressBar"):
+        _ = callbacks.RichProgressBar
 
 
 def test_the_range_is_that_of_the_project_s_own_metadata():
