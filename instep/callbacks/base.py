@@ -212,5 +212,5 @@ def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool
     if at_epoch_end is None:
         interval = trainer.val_check_interval  # a float is a fraction of an epoch, an int counts batches
         once = isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
-        at_epoch_end = once or sum(trainer.num_val_batches) == 0
+        at_epoch_end = once or not trainer.enable_validation
     return at_epoch_end != after_validation

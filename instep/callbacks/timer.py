@@ -86,9 +86,9 @@ class Timer(Callback):
         self._before.update({str(stage): float(elapsed_s) for stage, elapsed_s in state_dict["time_elapsed"].items()})
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._begin("train")
         self._said = False
         remaining = self.time_remaining()
+        self._begin("train")
         self._deadline = float("inf")
         if remaining is not None and trainer.is_global_zero:
             self._deadline = time.monotonic() + remaining

@@ -89,6 +89,7 @@ class Loaders:
         self.accumulate = self._settings.accumulate_grad_batches
         self.prepared_train: BatchSource | None = None
         self._eval: dict[str, list[BatchSource]] = {}
+        self._loaded_epoch: int | None = None  # in which validation's were asked for
 
     def _raw(self, stage: str) -> Any:
         """Return the user's loader or loaders: passed in, from the datamodule, or from the module."""
@@ -180,7 +181,9 @@ class Loaders:
     def validates(self) -> bool:
         """Whether fit has a validation to run; a loader without a `validation_step` is warned of."""
         module = self._module
-        if not self.evaluation("val"):
+        # With reloading they are asked for by the epochs that validate, and not before.
+        later = self._settings.reload_dataloaders_every_n_epochs and self._settings.limit_val_batches != 0
+        if not (self._has("val") if later else self.evaluation("val")):
             return False
         if not is_overridden(module, "validation_step", TrainModule):
             own = misspelt(module, "validation_step", TrainModule)
@@ -191,10 +194,29 @@ class Loaders:
             return False
         return True
 
-    def reload_evaluation(self, stage: str) -> None:
-        """Ask the user for the evaluation loaders again."""
-        for source in self._eval.pop(stage, ()):
-            source.close()
+    def _has(self, stage: str) -> bool:
+        """Return whether there are loaders, as far as can be said without asking for them."""
+        name, owner = f"{stage}_dataloader", self._datamodule or self._module
+        base = ModuleHooks if self._datamodule is None else DataModule
+        return self._given.get(stage) is not None or is_overridden(owner, name, base)
+
+    def validation(self, epoch: int) -> list[BatchSource]:
+        """Return validation's loaders for this epoch, asked for again as `reload_dataloaders_every_n_epochs` says.
+
+        That is in the first epoch that validates, and from there in every epoch that validates and is so many epochs
+        after the one before: a function of the epoch alone, so that a resumed run does the same.
+        """
+        every, check_every = self._settings.reload_dataloaders_every_n_epochs, self._settings.check_val_every_n_epoch
+        if every and self._loaded_epoch is not None:
+            step = check_every or 1
+            distance = -(-every // step) * step
+            now, then = ((at - step + 1) // distance for at in (epoch, self._loaded_epoch))
+            if now != then:
+                for source in self._eval.pop("val", ()):
+                    source.close()
+        if "val" not in self._eval:
+            self._loaded_epoch = epoch
+        return self.evaluation("val")
 
     # ---- both
 

@@ -137,10 +137,12 @@ def check_sanity(ctx: RunContext) -> None:
     if not ctx.validation.enabled or limit == 0 or ctx.continues is not None:
         return
     rng = rng_state()
+    ctx.trainer.state.stage = "sanity_check"
     ctx.hooks.call("on_sanity_check_start")
-    sources = ctx.loaders.evaluation("val")
+    sources = ctx.loaders.validation(ctx.position.epoch)
     if evaluate(ctx, "sanity_check", sources, None if limit == -1 else limit) is not None:
         ctx.hooks.call("on_sanity_check_end")
+    ctx.trainer.state.stage = None
     set_rng_state(rng)  # training does not depend on whether it ran
     agree_on_triggers(ctx)
 
@@ -207,7 +209,6 @@ def begin_epoch(ctx: RunContext) -> None:
     every = ctx.settings.reload_dataloaders_every_n_epochs
     if every and at.epoch and at.epoch % every == 0 and not at.batch:
         ctx.loaders.reload_train()
-        ctx.loaders.reload_evaluation("val")
         ctx.source = ctx.loaders.train
     ctx.source.set_epoch(at.epoch)
     if at.batch and not inside:
@@ -395,7 +396,7 @@ def validate(ctx: RunContext) -> None:
     at.validated = True
     ctx.log.leave("training_step")
     before = BeforeValidation(ctx)
-    if evaluate(ctx, "validate", ctx.loaders.evaluation("val")) is None:
+    if evaluate(ctx, "validate", ctx.loaders.validation(at.epoch)) is None:
         at.validated = False  # a resumed run validates again, from its start
         before.restore()
     plan_next_validation(ctx)

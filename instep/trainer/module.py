@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -401,7 +401,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     # ---- weights
 
-    def freeze(self) -> Self:
+    def freeze(self: M) -> M:
         """Stop gradients of all parameters and go to eval mode.
 
         Returns:

@@ -740,6 +740,11 @@ class Trainer:
         return self._eval_batches("val")
 
     @property
+    def enable_validation(self) -> bool:
+        """Whether the running fit validates: there are loaders, and a `validation_step`."""
+        return self._ctx is not None and self._ctx.validation.enabled
+
+    @property
     def num_sanity_val_batches(self) -> list[int | float]:
         limit = self.settings.num_sanity_val_steps
         return [n if limit == -1 else min(n, limit) for n in self.num_val_batches]

@@ -59,7 +59,7 @@ class FakeTrainer:
     sanity_checking: bool = False
     val_check_interval: float | int | timedelta = 1.0
     check_val_every_n_epoch: int | None = 1
-    num_val_batches: list[int] = field(default_factory=lambda: [4])
+    enable_validation: bool = True
     log_every_n_steps: int = 50
     optimizers: list[Optimizer] = field(default_factory=list)
     lr_scheduler_configs: list[FakeSchedulerConfig] = field(default_factory=list)

@@ -160,7 +160,7 @@ def test_missing_metric_that_is_not_strict():
         (None, {"val_check_interval": 1}, False),
         (None, {"val_check_interval": timedelta(minutes=1)}, False),
         (None, {"check_val_every_n_epoch": 2}, False),
-        (None, {"check_val_every_n_epoch": 2, "num_val_batches": [0]}, True),
+        (None, {"check_val_every_n_epoch": 2, "enable_validation": False}, True),
         (True, {"val_check_interval": 0.5}, True),
         (False, {}, False),
     ],

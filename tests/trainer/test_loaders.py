@@ -10,10 +10,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from instep import DataModule
+from instep.callbacks import EarlyStopping
 from instep.data import CombinedLoader
 from instep.data.index import IndexLoader
 from instep.errors import DataError, HookError, SettingError, UsageError
-from tests.trainer.toys import Stream, Toy, loader, quiet, samples
+from tests.trainer.toys import LoggingToy, Stream, Toy, loader, quiet, samples
 
 
 class Shapes(Toy):
@@ -277,6 +278,41 @@ def test_reloading_every_n_epochs():
     assert trainer.global_step == 1 + 1 + 2 + 2 + 3
 
 
+@pytest.mark.parametrize(
+    ("sanity", "check_every", "reload_every", "expected"),
+    [
+        (0, 1, 1, [0, 1, 2, 3, 4, 5]),
+        (1, 1, 1, [1, 2, 3, 4, 5]),
+        (1, 1, 2, [2, 4]),
+        (0, 3, 4, [2, 8]),
+        (1, 3, 4, [2, 8]),
+        (0, 2, 1, [1, 3, 5]),
+        (1, 3, 2, [2, 5]),
+        (0, 5, 2, [4, 9]),
+    ],
+)
+def test_validation_is_reloaded_by_the_epochs_that_validate(
+    sanity: int, check_every: int, reload_every: int, expected: list[int]
+):
+    before: list[int] = []
+    asked: list[int] = []
+
+    class Own(LoggingToy):
+        def val_dataloader(self) -> Any:
+            (before if self.trainer.sanity_checking else asked).append(self.current_epoch)
+            return loader(3, 3)
+
+    settings = {"check_val_every_n_epoch": check_every, "reload_dataloaders_every_n_epochs": reload_every}
+    trainer = quiet(
+        max_epochs=expected[-1] + 1,
+        num_sanity_val_steps=sanity,
+        callbacks=EarlyStopping("val_loss", patience=99),
+        **settings,
+    )
+    trainer.fit(Own(), loader(3, 3))
+    assert (before, asked) == ([0] * sanity, expected)
+
+
 def test_what_is_reloaded_is_prepared_like_the_first_and_the_old_is_closed(monkeypatch: pytest.MonkeyPatch):
     seen: list[Any] = []
     closed: list[Any] = []
@@ -286,7 +322,10 @@ def test_what_is_reloaded_is_prepared_like_the_first_and_the_old_is_closed(monke
         def on_train_epoch_start(self) -> None:
             source = self.trainer.train_dataloader
             assert source.history == 2
-            seen.extend([source, *self.trainer._run.loaders.evaluation("val")])
+            seen.append(source)
+
+        def on_validation_epoch_start(self) -> None:
+            seen.extend(self.trainer._run.loaders.evaluation("val"))
 
     trainer = quiet(max_epochs=2, reload_dataloaders_every_n_epochs=1, accumulate_grad_batches=2)
     trainer.fit(Notes(), loader(), loader(3))
