@@ -219,7 +219,8 @@ def find_checkpoint(path: Location) -> Path:
     """Find the checkpoint that a path means: the folder itself, or the latest attempt of a name without number.
 
     Args:
-        path: such as "runs/best-2", or "runs/best" for the highest "runs/best-<attempt>".
+        path: such as "runs/best-2", or "runs/best" for the highest "runs/best-<attempt>". As Lightning's users write
+            it, ".ckpt" may follow, and "runs/last.ckpt" is the newest in "runs" where none has that name.
 
     Returns:
         A folder whose manifest can be read.
@@ -233,7 +234,11 @@ def find_checkpoint(path: Location) -> Path:
     if manifest is not None:
         return path
     beside = list_checkpoints(path.parent)
-    attempts = [what for what in beside if _base(what.path) == path.name]
+    attempts: list[CheckpointInfo | Broken] = []
+    for name in dict.fromkeys((path.name, path.name.removesuffix(".ckpt"))):
+        attempts = attempts or [what for what in beside if name in (what.path.name, _base(what.path))]
+    if not attempts and path.name == "last.ckpt":
+        attempts = beside[:1]
     whole = [what for what in attempts if isinstance(what, CheckpointInfo)]
     if whole:
         return max(whole, key=lambda info: info.attempt).path

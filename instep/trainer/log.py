@@ -385,6 +385,8 @@ class MetricLog:
 
     def _defaults(self, name: str, options: Options) -> tuple[bool, bool]:
         hook, on_step, on_epoch = self._hook, options.on_step, options.on_epoch
+        if on_step is False and on_epoch is False:
+            raise LogError(f"self.log({name!r}, on_step=False, on_epoch=False) is not useful: leave one of them out.")
         if hook in _BATCH_HOOKS_OF_TRAINING:
             step = True if on_step is None else on_step
             return step, False if on_epoch is None else on_epoch
@@ -398,6 +400,11 @@ class MetricLog:
             f"self.log({name!r}) was called in {hook or 'a place outside the hooks'}, where nothing can be logged. "
             "Log in a step, in a batch hook, or in an *_epoch_start / *_epoch_end hook."
         )
+
+    @property
+    def callback_values(self) -> dict[str, Any]:
+        """The step values that callbacks may watch: those of training. Evaluation is watched as a whole."""
+        return self.step_values if self.stage == "train" else {}
 
     def bar_values(self, on_device: bool = False) -> dict[str, Any]:
         """Return the last step values that were logged with `prog_bar=True`.
@@ -690,7 +697,8 @@ class Metrics:
     def log_steps(self, arrived: Sequence[StepMetrics]) -> None:
         """Send step values to the loggers, with the epoch beside them."""
         for metrics, step, bar in arrived:
-            self.callback.update(metrics)
+            if self._trainer.state.stage == "train":
+                self.callback.update(metrics)
             self.bar.update(bar)
             if metrics and self._trainer.settings.log_every_n_steps:
                 self.logged.update(metrics)
@@ -698,7 +706,7 @@ class Metrics:
 
     def keep(self, log: MetricLog) -> None:
         """Keep the step values of a log that another one replaces: callbacks may watch them."""
-        self.callback.update({name: float(value) for name, value in log.step_values.items()})
+        self.callback.update({name: float(value) for name, value in log.callback_values.items()})
         self.bar.update({name: float(value) for name, value in log.bar_values(on_device=True).items()})
 
     def put_epoch(self, metrics: Sequence[EpochMetric], final: bool = True) -> None:

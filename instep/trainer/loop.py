@@ -353,9 +353,11 @@ def plan_validation(ctx: RunContext) -> None:
     if isinstance(s.val_check_interval, int):
         plan.every = s.val_check_interval
         if batches is not None and plan.every > batches and s.check_val_every_n_epoch is not None:
-            warn_user(
-                f"val_check_interval={plan.every} is more than the {batches} batches of an epoch, so "
-                "nothing is validated. check_val_every_n_epoch=None counts across epochs."
+            raise SettingError(
+                f"val_check_interval={plan.every} must be less than or equal to the number of the training batches, "
+                f"{batches} an epoch: nothing would be validated. check_val_every_n_epoch=None counts across epochs.",
+                field="val_check_interval",
+                got=plan.every,
             )
     elif s.val_check_interval == 1.0:
         plan.at_epoch_end = True

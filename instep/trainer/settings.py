@@ -109,8 +109,8 @@ def _logger(name: str, value: Any) -> bool | tuple[Any, ...]:
     return _plugins(Logger)(name, value)
 
 
-def _fast_dev_run(name: str, value: Any) -> int:
-    return int(value) if isinstance(value, bool) else at_least(0, "a number of batches")(name, value)
+def _fast_dev_run(name: str, value: Any) -> bool | int:
+    return value if isinstance(value, bool) else at_least(0, "a number of batches")(name, value)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Settings:
     precision: Annotated[str, precision_name] = "32-true"
     logger: Annotated[bool | tuple[Logger, ...], _logger] = True
     callbacks: Annotated[tuple[Callback, ...], _plugins(Callback)] = ()
-    fast_dev_run: Annotated[int, _fast_dev_run] = 0
+    fast_dev_run: Annotated[bool | int, _fast_dev_run] = False
     max_epochs: Annotated[int, at_least(-1, "-1 for no limit")] = DEFAULT_MAX_EPOCHS
     min_epochs: Annotated[int | None, at_least(0)] = None
     max_steps: Annotated[int, at_least(-1, "-1 for no limit")] = -1
@@ -293,7 +293,7 @@ def _bare(s: Settings, given: Mapping[str, Any]) -> Settings:
         "enable_model_summary": False,
         "log_every_n_steps": 0,
         "num_sanity_val_steps": 0,
-        "fast_dev_run": 0,
+        "fast_dev_run": False,
         "detect_anomaly": False,
     }
     contradicting = [f"{name}={given[name]!r}" for name in off if name in given and given[name] != off[name]]
@@ -307,7 +307,7 @@ def _bare(s: Settings, given: Mapping[str, Any]) -> Settings:
 
 
 def _trial(s: Settings) -> Settings:
-    n = s.fast_dev_run
+    n = int(s.fast_dev_run)
     limits: Any = {f"limit_{stage}_batches": n for stage in ("train", "val", "test", "predict")}
     return replace(
         s,
@@ -320,6 +320,7 @@ def _trial(s: Settings) -> Settings:
         val_check_interval=1.0,
         check_val_every_n_epoch=1,
         num_sanity_val_steps=0,
+        log_every_n_steps=1,
         logger=(),
         enable_checkpointing=False,
     )

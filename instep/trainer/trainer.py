@@ -356,7 +356,7 @@ class Trainer:
         model: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        return_predictions: bool = True,
+        return_predictions: bool | None = None,
         ckpt_path: Location | None = None,
     ) -> list[Any] | None:
         """Run `predict_step` over the predict loaders.
@@ -365,7 +365,7 @@ class Trainer:
             model: as in `validate`.
             dataloaders: as in `validate`.
             datamodule: in place of loaders.
-            return_predictions: keep the outputs and return them.
+            return_predictions: keep the outputs and return them; True by default.
             ckpt_path: as in `validate`.
 
         Returns:
@@ -379,8 +379,8 @@ class Trainer:
             ctx.strategy.prepare_training(model, [])
             sources = ctx.loaders.evaluation("predict")
             self._need_loaders(sources, "predict")
-            outputs = predict(ctx, sources, return_predictions)
-        return outputs if return_predictions else None
+            outputs = predict(ctx, sources, return_predictions is not False)
+        return None if return_predictions is False else outputs
 
     def _evaluate(
         self,
@@ -601,9 +601,9 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """All logged values as 0-dim tensors: epoch values once reduced, step values as they stand."""
+        """All logged values as 0-dim tensors: epoch values once reduced, training's step values as they stand."""
         log = self._log
-        return as_tensors({**self.metrics.callback, **({} if log is None else log.step_values)})
+        return as_tensors({**self.metrics.callback, **({} if log is None else log.callback_values)})
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:

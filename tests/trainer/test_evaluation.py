@@ -65,6 +65,7 @@ def test_predictions_come_batch_by_batch():
     assert several is not None
     assert [len(batches) for batches in several] == [1, 2]
     assert quiet().predict(module, loader(), return_predictions=False) is None
+    assert len(quiet().predict(module, loader(), return_predictions=None) or ()) == len(loader())
 
 
 def test_predict_uses_forward_where_there_is_no_predict_step():

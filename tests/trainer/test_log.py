@@ -69,6 +69,12 @@ def test_epoch_hooks_of_training_log_by_epoch(hook: str, tmp_path: Any):
     assert trainer.callback_metrics["x"] == 0.0
 
 
+def test_callbacks_watch_an_evaluation_as_a_whole_not_its_steps(tmp_path: Any):
+    trainer, _ = run(tmp_path, logging_in("validation_step", on_step=True, on_epoch=True), val=loader())
+    assert set(trainer.callback_metrics) == {"x", "x_epoch"}
+    assert set(trainer.logged_metrics) == {"x_step", "x_epoch"}
+
+
 @pytest.mark.parametrize(
     "hook",
     [
@@ -467,6 +473,7 @@ def test_other_arguments_for_a_name(tmp_path: Any):
         *((hook, {}, UsageError, "where nothing can be") for hook in ("setup", "on_fit_start", "configure_optimizers")),
         ("predict_step", {}, UsageError, "predict"),
         ("on_train_epoch_end", {"on_step": True}, LogError, "there is no step here"),
+        ("training_step", {"on_step": False, "on_epoch": False}, LogError, "is not useful"),
         ("training_step", {"reduce_fx": "median", "on_epoch": True}, LogError, "use 'mean', 'sum', 'min' or 'max'"),
     ],
 )

@@ -205,9 +205,9 @@ def test_no_validation_that_is_due_by_time_delays_a_preemption(tmp_path: Any):
     assert callback.at == []
 
 
-def test_an_interval_longer_than_the_epoch_says_that_nothing_is_validated():
-    with pytest.warns(UserWarning, match="check_val_every_n_epoch=None"):
-        assert validations(val_check_interval=11) == []
+def test_an_interval_longer_than_the_epoch_is_an_error():
+    with pytest.raises(SettingError, match=r"less than or equal to .* 10 an epoch.*check_val_every_n_epoch=None"):
+        validations(val_check_interval=11)
 
 
 def test_validation_runs_in_eval_mode_without_gradients_and_puts_every_mode_back():
@@ -295,8 +295,9 @@ def test_fast_dev_run_runs_one_batch_of_everything_and_writes_nothing(tmp_path: 
 
 def test_fast_dev_run_takes_a_number():
     trainer = quiet(fast_dev_run=3, enable_checkpointing=None)
-    trainer.fit(Toy(), loader(), loader())
-    assert trainer.global_step == 3
+    trainer.fit(LoggingToy(), loader(), loader())
+    assert trainer.global_step == trainer.fast_dev_run == 3
+    assert trainer.logged_metrics  # of each step
 
 
 def test_barebones_runs_nothing_but_the_loop(tmp_path: Any):
