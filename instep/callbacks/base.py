@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from instep.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +47,8 @@ class Callback:
     runs_last: bool = False
     """True: `on_..._end` hooks run after the module's own, so that they see its metrics."""
 
+    _module: TrainModule | None = None  # the one that runs
+
     @property
     def state_key(self) -> str:
         """The key of this callback's state in a checkpoint: the class's name unless overridden."""
@@ -55,6 +60,29 @@ class Callback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave. Not called if the checkpoint has no state for this key."""
+
+    # ---- logging
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log one value in a hook of the run, as `TrainModule.log` does, with the same arguments.
+
+        Raises:
+            UsageError: no run is under way.
+        """
+        self._running_module(name).log(name, value, *args, **kwargs)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """`log` for each item of a dict; takes the same arguments."""
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **kwargs)
+
+    def _running_module(self, name: str) -> TrainModule:
+        if self._module is None:
+            raise UsageError(
+                f"{type(self).__name__}.log({name!r}) was called outside of a run. Log in a hook that the Trainer "
+                "calls, or use `trainer.logger.log_metrics`."
+            )
+        return self._module
 
     # ---- the run
 

@@ -115,6 +115,8 @@ def _set_up(ctx: RunContext) -> None:
     """configure_callbacks › prepare_data › setup › configure_model › weights; the module is on its device then."""
     trainer, module, heartbeat = ctx.trainer, ctx.module, ctx.heartbeat
     ctx.callbacks = trainer.callbacks = add_module_callbacks(trainer.callbacks, module)
+    for callback in ctx.callbacks:
+        callback._module = module
     ctx.hooks = HookTable(trainer, module, ctx.callbacks)
     check_hooks(ctx)
     if ctx.fn == "fit":
@@ -265,6 +267,8 @@ def _detach(ctx: RunContext) -> None:
     """Take the run off the Trainer, which keeps it as its last one and can still save it."""
     trainer = ctx.trainer
     ctx.switch_log(None)
+    for callback in ctx.callbacks:
+        callback._module = None
     ctx.strategy.teardown()
     before, trainer._ctx = trainer._last_ctx, None
     if ctx.fn == "fit" or before is None or before.module is not ctx.module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from typing import Any
@@ -227,6 +228,24 @@ def test_epoch_means_are_weighted_by_samples_and_exact_in_float64(tmp_path: Any)
     assert metrics["sum"] == sums[0] + sums[1] + sums[2]
     assert (metrics["min"], metrics["max"], metrics["torch"]) == (min(sums), max(sums), max(sums))
     assert (metrics["python"], metrics["SUM"], metrics["avg"]) == (max(sums), metrics["sum"], metrics["mean"])
+
+
+def test_callbacks_log_as_the_module_does(tmp_path: Any):
+    class Logs(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("batch", float(batch_idx), on_epoch=True, reduce_fx=max)
+
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True)
+
+    callback = Logs()
+    trainer, _ = run(tmp_path, Toy(), loader(), loader(3), callbacks=[callback])
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert metrics == {"batch": 3.0, "batch_step": 3.0, "batch_epoch": 3.0, "a": 1.0, "b": 2.0}
+    assert trainer.progress_bar_metrics == {"a": 1.0, "b": 2.0}
+    copy.deepcopy(callback)
+    with pytest.raises(UsageError, match="outside of a run"):
+        callback.log("x", 1.0)
 
 
 def test_many_small_values_do_not_drown(tmp_path: Any):
