@@ -9,17 +9,14 @@ from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
-from instep.errors import CorruptCheckpointError, InstepError, LogError
+from instep.errors import CorruptCheckpointError, InstepError, LogError, SettingError
+from instep.loggers.folders import RUNS, folder_name, make_next, next_version, version_of
 from instep.types import Location, PathLike
 from instep.utils.checks import PATH
 from instep.utils.paths import local_path, to_path
 
 if TYPE_CHECKING:
     from torch.nn import Module
-
-
-RUNS = "instep_runs"
-"""The folder of run folders, in a Trainer's `default_root_dir`."""
 
 
 class NoExperiment:
@@ -40,15 +37,19 @@ class Logger:
     logger. A subclass that shows its writer calls `self._opened()` first: outside a run too that opens the logger.
 
     A logger writes into `log_dir`: the run folder that the Trainer gives to `start`, or, with an explicit `save_dir`,
-    `<save_dir>/<name>/<version>`, where the version is the next free `version_N` unless given. Opened before a run it
-    takes the folder that the run will have; where that turns out to be another one (the run is resumed, or has another
-    `default_root_dir`), what was written moves there.
+    `<save_dir>/<name>/<version>`, where the version is the next free `version_N` unless given. The first logger with a
+    `save_dir` decides: that folder is the run folder then, with the checkpoints, and loggers of the same `save_dir` and
+    `name` write there too. Opened before a run a logger takes the folder that the run will have; where that turns out
+    to be another one (the run is resumed, or has another `default_root_dir`), what was written moves there.
 
     Args:
-        save_dir: the logger's own folder. None: the run folder.
+        save_dir: where run folders go; the first logger that has one decides. None: the run folder.
         name: the run's name; with `save_dir` the folder's name.
         version: an int N for the folder `version_N`, or the folder's name; used with `save_dir` only.
         prefix: put before every metric's name, joined by "-".
+
+    Raises:
+        SettingError: `save_dir` is a URL.
 
     Example:
         >>> class ListLogger(Logger):
@@ -69,15 +70,17 @@ class Logger:
     _save_dir: Path | None = None
     _name: str | None = None
     _version: int | str | None = None
+    _given_version: int | str | None = None  # the user's; `_version` is also what was chosen, or is resumed
     _run_dir: Path | None = None
     _log_dir: Path | None = None
     _is_main: bool = True
     _open: bool = False
     _early: bool = False  # opened before any run
-    _early_version: int | str | None = None  # what `_version` was then
     _earlier: Path | None = None  # where it wrote then, when the run goes on elsewhere
     _fresh: bool = False  # nothing was in that folder
+    _among_others: bool = False  # something was, and the user named it: what is written there stays there
     _claim: Callable[[], Path] | None = None  # the Trainer's, which gives the folder of its next run
+    _decides: bool = False  # the Trainer's run folder is this logger's
     _resumed: bool = False
     _kept: list[tuple[str, tuple[Any, ...]]] | None = None
     _last_step: int = -1
@@ -90,9 +93,16 @@ class Logger:
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
+        if "://" in str(save_dir):
+            raise SettingError(
+                f"{type(self).__name__}(save_dir={str(save_dir)!r}): logs are written into a folder of this machine. "
+                "Give its path; checkpoints may go to a URL, by ModelCheckpoint(dirpath=...).",
+                field="save_dir",
+                got=save_dir,
+            )
         self._save_dir = None if save_dir is None else local_path(PATH("save_dir", save_dir))
         self._name = name
-        self._version = version
+        self._version = self._given_version = version
         self._prefix = f"{prefix}-" if prefix else ""
 
     # ---- who and where
@@ -118,6 +128,24 @@ class Logger:
         """The folder this logger writes into; None before `start`, and on other ranks if it was not given."""
         return None if self._log_dir is None else str(self._log_dir)
 
+    @property
+    def runs_dir(self) -> Path | None:
+        """The folder with one folder per run, `<save_dir>/<name>`; None without a `save_dir`.
+
+        A logger whose package makes the folders of its runs returns None: such a one never decides the run folder.
+        """
+        return None if self._save_dir is None else self._save_dir / self._name if self._name else self._save_dir
+
+    @property
+    def asked_folder(self) -> str | None:
+        """The run folder's name in `runs_dir` that the user asked for by `version`; None leaves it open."""
+        return None if self._given_version is None else folder_name(self._given_version)
+
+    @property
+    def last_folder(self) -> str | None:
+        """The run folder's name in `runs_dir` that this logger wrote into last, else `asked_folder`."""
+        return None if self._version is None else folder_name(self._version)
+
     # ---- the public methods
 
     def start(self, run_dir: PathLike, is_main: bool = True) -> None:
@@ -136,7 +164,7 @@ class Logger:
             self._run_dir = run_dir
             return
         if early:
-            self._earlier = self._log_dir
+            self._earlier = self._own_log_dir()
         if self._open:
             self.finalize("success")
         self._is_main = is_main
@@ -146,13 +174,18 @@ class Logger:
             return
         self._reopen()
 
-    def attach(self, claim: Callable[[], Path]) -> None:
+    def attach(self, claim: Callable[[], Path], decides: bool = False) -> None:
         """Say where the next run will write, for what is written before it. Called by the Trainer.
 
         Args:
             claim: makes the run folder, if it is not there yet, and returns it.
+            decides: the run folder stands in this logger's `runs_dir`.
         """
-        self._claim = claim
+        self._claim, self._decides = claim, decides
+
+    def follow(self, folder: str) -> None:
+        """Write into this folder of `runs_dir` from the next start on: the run's. Called by the Trainer."""
+        self._version = version_of(folder)
 
     def discard(self) -> None:
         """Take back what was written before a run: the ranks that are about to start do all of it again."""
@@ -160,7 +193,7 @@ class Logger:
         if self._early:
             self.finalize("success")
             self._call("_discard")
-            self._early, self._run_dir, self._log_dir, self._version = False, None, None, self._early_version
+            self._early, self._run_dir, self._log_dir, self._version = False, None, None, self._given_version
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics.
@@ -250,7 +283,7 @@ class Logger:
         if self._open:
             self.finalize("success")
         if self._early:
-            self._early, self._earlier, self._version = False, self._log_dir, self._early_version
+            self._early, self._earlier, self._version = False, self._own_log_dir(), self._given_version
         if self._version is None:
             version = state_dict.get("version")
             name, kind = str(version), type(self).__name__
@@ -312,34 +345,34 @@ class Logger:
         return self._open
 
     def _open_early(self) -> None:
-        self._early_version = self._version
-        self._run_dir = self._claim_folder() if self._save_dir is None else self._save_dir
+        if self._decides or self._save_dir is None:
+            self._run_dir = make_next(Path.cwd() / RUNS) if self._claim is None else self._claim()
+        elif self.runs_dir is None:
+            self._run_dir = self._save_dir
+        elif self._version is None:
+            self._run_dir = make_next(self.runs_dir)
+        else:
+            self._run_dir = self.runs_dir / folder_name(self._version)
+            self._among_others = self._run_dir.exists() and any(self._run_dir.iterdir())
         folder = self._choose_log_dir(self._run_dir)
         self._fresh = not folder.exists() or not any(folder.iterdir())
         self._early = True
         self._reopen()
         self._close_at_exit()
 
-    def _claim_folder(self) -> Path:
-        """Return the folder of the next run: the Trainer's, or that of one without a `default_root_dir`."""
-        if self._claim is not None:
-            return self._claim()
-        base = Path.cwd() / RUNS
-        base.mkdir(exist_ok=True)
-        while True:
-            folder = base / f"version_{_next_version(base)}"
-            with suppress(FileExistsError):  # another program took it in the meantime
-                folder.mkdir()
-                return folder
-
     @property
     def early_folder(self) -> Path | None:
-        """The run folder that the logger has taken before a run; None where it has not, or has a folder of its own."""
-        return self._run_dir if self._early and self._save_dir is None else None
+        """The run folder that the logger has taken before a run; None where it has not, or another one has its own."""
+        taken = self._save_dir is None or (self.runs_dir is not None and not self._among_others)
+        return self._run_dir if self._early and taken else None
+
+    def _own_log_dir(self) -> Path | None:
+        """Return where the logger wrote before a run, if all of that is its own and can move."""
+        return None if self._among_others else self._log_dir
 
     def _stays(self, run_dir: Path) -> bool:
         """Return whether a logger that was opened before the run writes into the same folder in it."""
-        return self._choose_log_dir(run_dir) == self._log_dir
+        return self._log_dir is not None and self._choose_log_dir(run_dir).absolute() == self._log_dir.absolute()
 
     def _is_main_here(self) -> bool:
         """Return whether this process will be the main one of a run, by its launcher's environment."""
@@ -384,12 +417,15 @@ class Logger:
             self._call(hook, *args)
 
     def _choose_log_dir(self, run_dir: Path) -> Path:
-        if self._save_dir is None:
+        parent = self.runs_dir
+        if parent is None:
             return run_dir
-        parent = self._save_dir / self._name if self._name else self._save_dir
+        if run_dir.absolute().parent == parent.absolute() and self.asked_folder in (None, run_dir.name):
+            self.follow(run_dir.name)  # one run, one folder
+            return run_dir
         if self._version is None:
-            self._version = _next_version(parent)
-        return parent / (f"version_{self._version}" if isinstance(self._version, int) else self._version)
+            self._version = next_version(parent)
+        return parent / folder_name(self._version)
 
     def _call(self, hook: str, *args: Any) -> None:
         try:
@@ -416,8 +452,3 @@ class Logger:
                 f"got {type(value).__name__}: {repr(value)[:80]}. "
                 "Log one scalar per name; texts and settings go to log_hyperparams."
             ) from error
-
-
-def _next_version(parent: Path) -> int:
-    taken = [path.name[8:] for path in parent.glob("version_*")]
-    return max((int(number) for number in taken if number.isdigit()), default=-1) + 1

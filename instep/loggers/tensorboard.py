@@ -28,7 +28,7 @@ class TensorBoardLogger(Logger):
     points that were logged after the checkpoint.
 
     Args:
-        save_dir: the logger's own folder. None: the run folder.
+        save_dir: where run folders go; the first logger that has one decides. None: the run folder.
         name: with `save_dir`, the folder below it.
         version: with `save_dir`, the folder below that; see `Logger`.
         prefix: put before every metric's name, joined by "-".

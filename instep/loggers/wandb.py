@@ -132,6 +132,11 @@ class WandbLogger(Logger):
         if self._project is None:
             self._project = state_dict.get("project")
 
+    @property
+    def runs_dir(self) -> None:
+        """None: the run's id is no folder."""
+        return None
+
     def _choose_log_dir(self, run_dir: Path) -> Path:
         # W&B makes a folder per run by itself, below `<folder>/wandb`.
         return run_dir if self._save_dir is None else self._save_dir

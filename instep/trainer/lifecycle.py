@@ -120,6 +120,7 @@ def _set_up(ctx: RunContext) -> None:
     ctx.hooks = HookTable(trainer, module, ctx.callbacks)
     check_hooks(ctx)
     if ctx.fn == "fit":
+        trainer.run_folder.leave_visited()
         run_folder.resume_restarted_job(ctx)
     folder = trainer.run_folder.path
     _lease_folders(ctx)  # before anything is resumed from them

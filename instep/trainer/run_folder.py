@@ -1,13 +1,13 @@
 """The run folder: `<default_root_dir>/instep_runs/version_<n>/`, with logs, `checkpoints/` and `status.json`.
 
-A restarted job finds its folder, and the checkpoint of its own that it goes on from.
+Where a logger has a `save_dir`, it is that logger's folder, `<save_dir>/<name>/<version>/`. A restarted job finds its
+folder, and the checkpoint of its own that it goes on from.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
 import shutil
 import socket
 import sys
@@ -38,20 +38,21 @@ from instep.health.run_status import (
     read_status,
     write_status,
 )
-from instep.loggers.base import RUNS
+from instep.loggers.folders import RUNS, folder_name, is_free, is_run, leads_out, next_version, runs_in
 from instep.state.environment import read_job
 from instep.trainer.context import RunContext
 from instep.trainer.plugins import saves
-from instep.trainer.weights import saved_run
+from instep.trainer.weights import check_full, saved_run
 from instep.utils.paths import to_path
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
     from instep.checkpoint import CheckpointStore, Reader
     from instep.checkpoint.run_state import SavedRun
+    from instep.loggers.base import Logger
 
 EXIT_INTERRUPTED = 130  # what shells say of a process that SIGINT ended
-_VERSION = re.compile(r"version_(\d+)")
 
 _fits = itertools.count(1)
 
@@ -64,8 +65,11 @@ class RunFolder:
     """
 
     def __init__(self, root: Path) -> None:
-        self.base = root / RUNS
+        self.base = self._plain_base = root / RUNS
         self.path: Path | None = None
+        self._logger: Logger | None = None  # the first with a `save_dir`: run folders are its folders
+        self._visits = False  # an evaluation logs into the folder of a run that may be another's
+        self._made = False  # the folder is new
         self._said: dict[str, Any] = {}  # what `status.json` has
         self._claimed: Path | None = None  # made for a logger that was used before the run
         self.given: Sequence[Path] = ()  # folders of configurations; the first that is a run's is where to look
@@ -74,6 +78,19 @@ class RunFolder:
     def checkpoints(self) -> Path | None:
         """Where checkpoints go unless ModelCheckpoint has a `dirpath`; None before the folder is chosen."""
         return None if self.path is None else self.path / "checkpoints"
+
+    def follow(self, loggers: Sequence[Logger]) -> None:
+        """Put run folders where the first logger with a `save_dir` has its folders, and tell all loggers."""
+        self._logger = next((logger for logger in loggers if logger.runs_dir is not None), None)
+        if self._logger is not None and self._logger.runs_dir is not None:
+            self.base = self._logger.runs_dir
+        for logger in loggers:
+            logger.attach(self.claim, logger is self._logger)
+
+    def leave_visited(self) -> None:
+        """Leave the folder that only an evaluation logged into: a fit chooses its own."""
+        if self._visits:
+            self.path, self._visits = None, False
 
     # ---- choosing; all collective: rank 0 looks at the disk
 
@@ -122,7 +139,8 @@ class RunFolder:
         keyword = "last" if ckpt_path == "auto" and kind is None else ckpt_path
         look = f"looking for runs in {self.base}"
         versions = [self.path] if self.path else on_rank_zero(lambda: self._candidates(only), look)
-        for version in versions:
+        apart = [] if self.path else on_rank_zero(self._runs_apart, look)
+        for version in [*versions, *apart]:
             store, found = checkpoint.CheckpointStore(version / "checkpoints"), None
             goes_on = self.path is None and ckpt_path == "auto" and ctx.fn == "fit"
             if goes_on and callback is not None and on_rank_zero(store.root.is_dir, f"looking at {store.root}"):
@@ -139,6 +157,8 @@ class RunFolder:
                 continue
             if goes_on:
                 self.path = version  # the same command goes on in the same folder
+            if version in apart:
+                ctx.trainer.print(f"{version} is of an earlier instep, apart from its logs: the run goes on there.")
             return found
         if broken is not None:
             raise broken
@@ -164,71 +184,184 @@ class RunFolder:
         if ctx.fn == "fit":
             ctx.trainer.print(f"Nothing to resume from in {folder}: starting afresh.")
 
-    def adopt(self, ctx: RunContext, folder: str | None) -> None:
-        """Go on in the run folder of the checkpoint that is resumed, if it is one of this root's and still there."""
-        if self.path is None and folder is not None:
-            own = Path(folder).parent == self.base.absolute() and Path(folder).name != ".."
-            there = on_rank_zero(lambda: own and Path(folder).is_dir(), f"looking for {folder}")
-            self.path = Path(folder) if there else None
+    def adopt(self, ctx: RunContext, state: dict[str, Any]) -> None:
+        """Go on in the run folder of the resumed checkpoint, if it is one that this run could have, and still there."""
+        text = state.get("run_folder")
+        if self.path is None and text is not None:
+            folder = Path(text)
+
+            def is_own() -> bool:
+                if not folder.is_dir() or folder.name == "..":
+                    return False
+                if self._logger is None:
+                    return folder.parent == self.base.absolute()
+                return folder in self._asked_runs() or (
+                    folder.parent == self._plain_base.absolute() and self._logged_apart(state)
+                )
+
+            self.path = folder if on_rank_zero(is_own, f"looking for {folder}") else None
 
     def choose(self, ctx: RunContext) -> Path:
-        """Return the folder, made with the next free number the first time."""
+        """Return the folder, made with the next free number the first time; by the logger's `version` where given.
+
+        A folder of another run is left alone: this one gets the next version, and a warning.
+        """
         if self.path is None:
             doing = f"making a run folder in {self.base}"
-            self.path = on_rank_zero(lambda: self._taken(ctx) or self._make(), doing)
+            self.path, self._visits, self._made = on_rank_zero(lambda: self._choose(ctx), doing)
+            named = self._named
+            if named is not None and self.path != named and not self._visits and ctx.rank == 0:
+                warn_user(
+                    f"{named} is taken: it has the files of another run. This run writes into {self.path}, and "
+                    "ckpt_path='auto' with the same version finds it there"
+                )
+        if self._logger is not None:
+            named = self._named
+            if self.path == named or self.path.parent == self.base.absolute():
+                self._logger.follow(self._logger.asked_folder or "" if self.path == named else self.path.name)
         return self.path
+
+    def _choose(self, ctx: RunContext) -> tuple[Path, bool, bool]:
+        """Return the folder; whether it is only visited; whether it is new."""
+        taken, last, named = self._taken(ctx), getattr(self._logger, "last_folder", None), self._named
+        if taken is not None:
+            return taken, False, True
+        if ctx.fn != "fit" and last is not None:
+            folder = (self.base / last).absolute()
+            if not is_free(folder) and folder.is_dir() and not leads_out(folder):
+                return folder, True, False
+        if named is not None and self._continues_in(ctx, named):
+            return named, False, False
+        return self._new(for_fit=ctx.fn == "fit"), False, True
 
     def claim(self) -> Path:
         """Return the folder of the next run, for a logger that is used before it. On the main process only."""
         if self.path is None and self._claimed is None:
-            self._claimed = self._make()
+            self._claimed = self._new(for_fit=False)
+            if self._logger is not None and self._claimed != self._named:
+                self._logger.follow(self._claimed.name)
         return self.path or self._claimed  # pyright: ignore[reportReturnType]
 
     def _taken(self, ctx: RunContext) -> Path | None:
         """Return the folder that a logger has taken before this run."""
-        folders = [self._claimed, *(logger.early_folder for logger in ctx.trainer.loggers)]
-        base = self.base.absolute()
-        return next((folder for folder in folders if folder is not None and folder.parent == base), None)
+        ours = [logger for logger in ctx.trainer.loggers if logger is self._logger or logger.asked_folder is None]
+        ours.sort(key=lambda logger: logger is not self._logger)
+        folders = [self._claimed, *(logger.early_folder for logger in ours)]
+        found = [folder.absolute() for folder in folders if folder is not None]
+        return next((path for path in found if path == self._named or path.parent == self.base.absolute()), None)
+
+    @property
+    def _named(self) -> Path | None:
+        """The folder that the deciding logger's `version` names."""
+        name = None if self._logger is None else self._logger.asked_folder
+        return None if name is None else (self.base / name).absolute()
+
+    def _continues_in(self, ctx: RunContext, folder: Path) -> bool:
+        """Return whether a folder is that of the run that is resumed, and has no later checkpoint."""
+        if ctx.continues is None or leads_out(folder) or not folder.is_dir():
+            return False
+        store = checkpoint.CheckpointStore(folder / "checkpoints")
+        status = read_status(folder) or {}
+        if ctx.continues.path.parent != store.root and status.get("run_id") != ctx.trainer.run_id:
+            return False
+        later = (info for info in store.scan() if (info.step, info.attempt) > _order(ctx.continues))
+        return next(later, None) is None
+
+    def _new(self, for_fit: bool) -> Path:
+        """Make the folder that the logger's version names, unless it is another run's; else the next free one."""
+        named = self._named
+        if named is None or not is_free(named):
+            return self._make()
+        files = checkpoint.LocalFiles()
+        try:
+            files.make_root(named)
+            # Of several jobs that start at once only one makes the file.
+            mine = not for_fit or files.create_exclusive(named / NAME, b'{"status": "starting"}\n')
+            return named if mine else self._make()
+        except OSError as error:
+            raise self._cannot_make(named, error) from error
 
     def forget(self, main: bool) -> None:
         """Let the next run choose anew; the main process removes a folder that holds no more than a run's status."""
         folder, self.path, self._claimed = self.path, None, None
-        if main and folder is not None:
+        if main and folder is not None and self._made:
             files = [path.name for path in folder.rglob("*") if not path.is_dir()]
             if all(is_bookkeeping(name) or name.startswith(".lease-") for name in files):
                 shutil.rmtree(folder)
 
     def _make(self) -> Path:
         files = checkpoint.LocalFiles()
-        number = max((int(path.name.removeprefix("version_")) for path in self._versions()), default=-1) + 1
+        number = next_version(self.base)
         while True:
-            path = self.base / f"version_{number}"
+            path = self.base / folder_name(number)
             try:
                 files.make_root(self.base)
                 files.make_folder(path)  # a checkpoint that is safe must not lie in a folder that is not
             except FileExistsError:  # another run took it in the meantime
                 number += 1
             except OSError as error:
-                raise InstepError(
-                    f"cannot make the run folder {path}: {error.strerror or error}. Make it writable, or choose "
-                    "another with Trainer(default_root_dir=...)."
-                ) from error
+                raise self._cannot_make(path, error) from error
             else:
                 return path.absolute()
 
+    def _cannot_make(self, path: Path, error: OSError) -> InstepError:
+        where = "Trainer(default_root_dir=...)" if self._logger is None else "the logger's save_dir"
+        return InstepError(
+            f"cannot make the run folder {path}: {error.strerror or error}. Make it writable, or choose another with "
+            f"{where}."
+        )
+
     def _candidates(self, only: bool) -> list[Path]:
         """List the run whose configuration was given and, unless `only` that is meant, all others, the newest first."""
+        runs = self._asked_runs()
         for folder in self.given:
-            if folder.parent.name == self.base.name or (folder / NAME).is_file():
-                return [folder, *(() if only else self._versions())]
-        return self._versions()
+            is_in_base = folder.parent.name == RUNS or folder.parent == self.base.absolute()
+            if is_in_base or (folder / NAME).is_file():
+                return [folder, *(() if only else runs)]
+        return runs
+
+    def _asked_runs(self) -> list[Path]:
+        """List the runs that the logger's version names, the newest first; without one all of them."""
+        named, runs = self._named, self._versions()
+        if named is None:
+            return runs
+        name = self._logger.asked_folder  # pyright: ignore[reportOptionalMemberAccess]
+        moved = [path for path in runs if path != named and (read_status(path) or {}).get("asked_folder") == name]
+        return [*moved, named] if is_run(named) else moved
 
     def _versions(self) -> list[Path]:
-        """List the run folders, the newest first."""
-        if not self.base.is_dir():
+        """List the run folders, the newest first: by number and, among a logger's, then by name."""
+        return runs_in(self.base, self._logger is not None)
+
+    def _runs_apart(self) -> list[Path]:
+        """List the runs whose logs alone are in this logger's folder: an earlier instep wrote checkpoints elsewhere."""
+        if self._logger is None or not self.base.is_dir() or self._versions():
             return []
-        found = [(int(m[1]), path) for path in self.base.iterdir() if (m := _VERSION.fullmatch(path.name))]
-        return [path.absolute() for _, path in sorted(found, reverse=True)]
+        found = []
+        for folder in runs_in(self._plain_base, False):
+            with suppress(CheckpointError):
+                store = checkpoint.CheckpointStore(folder / "checkpoints")
+                full = next((info for info in store.scan() if info.kind == "full"), None)
+                if full is not None:
+                    check_full(saved := saved_run(store.read(full.path)))
+                    found += [folder] * self._logged_apart(saved.shared)
+        return found
+
+    def _logged_apart(self, state: dict[str, Any]) -> bool:
+        """Return whether the run of a checkpoint had a folder of this logger, which has logs and no run."""
+        for (kind, _), kept in state["loggers"].items():
+            version = kept["version"]
+            if kind == type(self._logger).__name__ and version is not None:
+                folder = (self.base / folder_name(version)).absolute()
+                return self._named in (None, folder) and folder.is_dir() and not is_run(folder)
+        return False
+
+    def runs_of(self, job: str) -> list[Path]:
+        """List the run folders that a job wrote, the newest first."""
+        runs = [*self._versions(), *(() if self._logger is None else runs_in(self._plain_base, False))]
+        if self._named is not None and self._named not in runs and is_run(self._named):
+            runs.insert(0, self._named)
+        return [path for path in runs if (read_status(path) or {}).get("job") == job]
 
     # ---- how it ended
 
@@ -293,8 +426,7 @@ class RunFolder:
         with suppress(CheckpointError):  # that it cannot be listed is not what ended the run
             return next((info.path for info in checkpoint.CheckpointStore(folder).scan() if info.kind == "full"), None)
 
-    @staticmethod
-    def _content(trainer: Trainer, status: str, code: int | None) -> dict[str, Any]:
+    def _content(self, trainer: Trainer, status: str, code: int | None) -> dict[str, Any]:
         job = read_job()
         return {
             "status": status,
@@ -303,6 +435,7 @@ class RunFolder:
             "epoch": trainer.current_epoch,
             "run_id": trainer.run_id,
             "job": None if job is None else job.id,
+            "asked_folder": None if self._logger is None else self._logger.asked_folder,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "checkpoint": None,
@@ -347,7 +480,7 @@ def resume_restarted_job(ctx: RunContext) -> None:
 
 def _newest(ctx: RunContext, job: str) -> Reader | None:
     own = ctx.trainer.run_folder
-    runs = [own.path] if own.path else on_rank_zero(lambda: _runs_of(own.base, job), f"looking in {own.base}")
+    runs = [own.path] if own.path else on_rank_zero(lambda: own.runs_of(job), f"looking in {own.base}")
     folders: dict[Path, Path | None] = {}
     for callback in ctx.callbacks:
         if saves(callback):
@@ -364,12 +497,3 @@ def _newest(ctx: RunContext, job: str) -> Reader | None:
 
 def _order(reader: Reader) -> tuple[int, int]:
     return reader.manifest.step, reader.manifest.attempt
-
-
-def _runs_of(base: Path, job: str) -> list[Path]:
-    """List the run folders that a job wrote, the newest first."""
-    if not base.is_dir():
-        return []
-    folders = (path.parent for path in base.glob(f"version_*/{NAME}"))
-    found = [path.absolute() for path in folders if (read_status(path) or {}).get("job") == job]
-    return sorted(found, key=lambda path: -int(path.name.removeprefix("version_")))

@@ -298,7 +298,7 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
         if ctx.restarted:
             ctx.resumed_with = state.get("resumed_with")
         if ctx.ckpt_path == "auto" or ctx.restarted:
-            trainer.run_folder.adopt(ctx, state.get("run_folder"))  # the same command goes on in the same folder
+            trainer.run_folder.adopt(ctx, state)  # the same command goes on in the same folder
         return
     trainer.run_folder.path = folder_before
     saver = trainer.checkpoint_callback

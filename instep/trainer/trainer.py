@@ -98,7 +98,7 @@ class Trainer:
         detect_anomaly: torch's anomaly detection.
         barebones: nothing but the loop: no log, bar, checkpoint, summary or sanity check.
         reload_dataloaders_every_n_epochs: ask for the loaders again so often; 0 for never.
-        default_root_dir: where run folders go; the working directory by default.
+        default_root_dir: where run folders go, unless a logger has a `save_dir`; the working directory by default.
         global_batch_size: samples per optimizer step over all processes; the batch per process and the accumulation
             follow, so that a run means the same on any number of processes.
         trigger_every: optimizer steps between two agreements on triggers; chosen by time when None.
@@ -679,8 +679,7 @@ class Trainer:
                 self._loggers = [TensorBoardLogger()]
             else:
                 self._loggers = list(self.settings.logger or ())
-            for logger in self._loggers:
-                logger.attach(self.run_folder.claim)
+            self.run_folder.follow(self._loggers)
         return self._loggers
 
     @property

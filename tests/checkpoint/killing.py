@@ -201,7 +201,8 @@ def lost(root: Path, board: Board) -> str | None:
     saved = board.read()[3]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a kill leaves nothing that would have to be passed over
-        stores = [CheckpointStore(folder) for folder in root.glob("instep_runs/version_*/checkpoints")]
+        found_in = [folder for runs in ("instep_runs", "logs/exp") for folder in root.glob(f"{runs}/*/checkpoints")]
+        stores = [CheckpointStore(folder) for folder in found_in]
         found = [reader for store in stores if (reader := store.newest_verified("full")) is not None]
     newest = max((reader.manifest.step for reader in found), default=0)
     return None if newest >= saved else f"step {saved} was saved, but {newest} is the newest that verifies"

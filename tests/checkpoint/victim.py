@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from instep import Trainer, TrainModule, seed_everything
 from instep.callbacks import Callback, ModelCheckpoint
 from instep.checkpoint import CheckpointStore
+from instep.loggers import CSVLogger
 from tests.trainer.resuming import Augmented, Plain
 
 PHASES = ("start-up", "training", "validation", "exit")
@@ -191,7 +192,7 @@ def train(root: Path, way: Way, kill_after: int | None = None) -> dict[str, Any]
         accelerator="cpu",
         devices="auto",
         strategy=way.strategy,
-        logger=False,
+        logger=CSVLogger(root / "logs", "exp") if way.background else False,  # each layout of run folders in its turn
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=root,
@@ -218,7 +219,7 @@ def train(root: Path, way: Way, kill_after: int | None = None) -> dict[str, Any]
         "scheduler": digest(trainer.lr_scheduler_configs[0].scheduler.state_dict()),
         "position": trainer.position.state_dict(),
         "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
-        "best": sorted(best.best_k_models.values()),
+        "best": sorted(map(float, best.best_k_models.values())),
         "best are there": all(Path(path).is_dir() for path in best.best_k_models),
         "batches": {str(epoch): batches for epoch, batches in seen.batches.items()},
         "exactly once": all(count == Counter(range(SAMPLES)) for count in seen.counts().values()),

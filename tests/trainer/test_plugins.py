@@ -219,9 +219,9 @@ def test_hyperparameters_are_logged_once_with_those_of_the_data(tmp_path: Path):
 
 @pytest.mark.filterwarnings("default:::tensorboard.*", "default::DeprecationWarning")
 @pytest.mark.parametrize("used", ["before the Trainer", "after it"])
-@pytest.mark.parametrize("save_dir", [None, "own"])
+@pytest.mark.parametrize(("save_dir", "version"), [(None, None), ("own", None), ("own", 3)])
 def test_what_users_write_around_a_fit_is_in_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_dir: str | None, used: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_dir: str | None, version: int | None, used: str
 ):
     monkeypatch.chdir(tmp_path)
 
@@ -231,7 +231,7 @@ def test_what_users_write_around_a_fit_is_in_its_folder(
         table.save()
 
     for attempt in ("first", "resumed"):  # the second process finds a finished run, and goes on with it
-        board, table = TensorBoardLogger(save_dir), CSVLogger(save_dir and f"{save_dir}-csv")
+        board, table = TensorBoardLogger(save_dir, version=version), CSVLogger(save_dir and f"{save_dir}-csv")
         if used == "before the Trainer":
             write(attempt)
         trainer = Trainer(
@@ -250,6 +250,7 @@ def test_what_users_write_around_a_fit_is_in_its_folder(
         board.finalize()
         table.finalize()
         assert board.log_dir is not None
+        assert Path(board.log_dir).absolute() == Path(trainer.log_dir or "")
 
     found = rows(Path(table.log_dir or "") / "metrics.csv")
     assert sorted(float(row["step"]) for row in found if row["train_loss_step"]) == list(range(1, 9))
@@ -258,7 +259,37 @@ def test_what_users_write_around_a_fit_is_in_its_folder(
     assert set(texts(Path(board.log_dir or ""))) == {"first", "after-first", "resumed", "after-resumed"}
     assert len({path.parent for path in tmp_path.rglob("events.out.tfevents.*")}) == 1
     assert len(list(tmp_path.rglob("metrics.csv"))) == 1
-    assert len(list(Path("root").rglob("version_*"))) == 1
+    (folder,) = Path(save_dir or "root").rglob("version_*")
+    assert folder.name == f"version_{version or 0}"
+
+
+@pytest.mark.filterwarnings("default:::tensorboard.*", "default::DeprecationWarning")
+@pytest.mark.parametrize("used", ["before the Trainer", "after it"])
+def test_what_users_write_before_a_fit_that_finds_its_version_taken(tmp_path: Path, used: str):
+    def fit(attempt: str, **how: Any) -> Trainer:
+        board = TensorBoardLogger(tmp_path, version=3)
+        if used == "before the Trainer":
+            board.experiment.add_text(attempt, "text")
+        trainer = Trainer(
+            accelerator="cpu", max_epochs=1, logger=board, enable_progress_bar=False, enable_model_summary=False
+        )
+        if used == "after it":
+            board.experiment.add_text(attempt, "text")
+        trainer.fit(LoggingToy(), loader(), **how)
+        return trainer
+
+    fit("first")
+    with pytest.warns(UserWarning, match="version_3 is taken"):
+        second = fit("second")
+    assert second.log_dir == str(tmp_path / "version_4")
+    again = fit("again", ckpt_path="auto")
+    assert again.log_dir == second.log_dir
+    found = {n: set(texts(tmp_path / f"version_{n}")) for n in (3, 4)}
+    if used == "after it":
+        assert found == {3: {"first"}, 4: {"second", "again"}}
+    else:  # without a Trainer the user's word alone holds, and what is written among another's files stays there
+        assert found == {3: {"first", "second", "again"}, 4: set()}
+    assert {path.name for path in tmp_path.iterdir()} == {"version_3", "version_4"}
 
 
 def test_run_folders_are_numbered_and_say_how_the_run_ended(tmp_path: Path):

@@ -10,6 +10,7 @@ import pytest
 
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
+from instep.loggers import CSVLogger
 from instep.trainer import run_folder
 from tests.trainer.toys import Toy, loader, quiet
 
@@ -35,11 +36,12 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Any:
     return begin
 
 
-def fit(root: Path, steps: int, ends: int = -1, text: str = "the node is lost", **how: Any) -> Trainer:
+def fit(
+    root: Path, steps: int, ends: int = -1, text: str = "the node is lost", logger: Any = False, **how: Any
+) -> Trainer:
     callbacks = [ModelCheckpoint(every_n_train_steps=2, save_top_k=-1), Ends(ends, text)]
-    trainer = quiet(
-        default_root_dir=root, enable_checkpointing=True, max_steps=steps, max_epochs=-1, callbacks=callbacks
-    )
+    limits = {"max_steps": steps, "max_epochs": -1}
+    trainer = quiet(default_root_dir=root, enable_checkpointing=True, logger=logger, callbacks=callbacks, **limits)
     trainer.fit(Toy(), loader(), **how)
     return trainer
 
@@ -49,20 +51,37 @@ def folder(trainer: Trainer) -> str:
     return Path(trainer.log_dir).name
 
 
-def test_each_fit_goes_on_from_its_own(tmp_path: Path, begin: Any) -> None:
+@pytest.mark.parametrize("logs", [False, True])
+def test_each_fit_goes_on_from_its_own(tmp_path: Path, begin: Any, logs: bool) -> None:
+    def logger() -> Any:
+        return CSVLogger(tmp_path / "logs") if logs else False
+
     begin(0)
-    first = fit(tmp_path, 6)
+    first = fit(tmp_path, 6, logger=logger())
     with pytest.raises(RuntimeError, match="the node is lost"):
-        fit(tmp_path, 6, ends=3)
+        fit(tmp_path, 6, ends=3, logger=logger())
     begin(1)
-    again = fit(tmp_path, 6)
+    again = fit(tmp_path, 6, logger=logger())
     assert again.resume_report is not None
     assert (again.resume_report.path.name, folder(again)) == ("step-00000006-1", folder(first))
-    second = fit(tmp_path, 6)
+    second = fit(tmp_path, 6, logger=logger())
     assert second.resume_report is not None
     assert (second.resume_report.path.name, folder(second)) == ("step-00000002-1", "version_1")
-    third = fit(tmp_path, 2)
+    third = fit(tmp_path, 2, logger=logger())
     assert (third.resume_report, folder(third)) == (None, "version_2")
+    assert {path.name for path in tmp_path.iterdir()} == {"logs" if logs else "instep_runs"}
+
+
+@pytest.mark.filterwarnings("default:.*version_3 is taken")
+def test_a_job_whose_version_was_taken_goes_on_in_the_next(tmp_path: Path, begin: Any) -> None:
+    begin(0, "another job")
+    fit(tmp_path, 4, logger=CSVLogger(tmp_path, version=3))
+    begin(0)
+    with pytest.raises(RuntimeError, match="the node is lost"):
+        fit(tmp_path, 6, ends=3, logger=CSVLogger(tmp_path, version=3))
+    begin(1)
+    again = fit(tmp_path, 6, logger=CSVLogger(tmp_path, version=3))
+    assert (again.resume_report is not None, folder(again)) == (True, "version_4")
 
 
 def test_it_goes_on_after_an_error_of_any_length(tmp_path: Path, begin: Any) -> None:

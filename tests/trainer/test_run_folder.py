@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -14,8 +18,10 @@ import torch
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
 from instep.errors import CheckpointError, CorruptCheckpointError, Preempted
-from instep.loggers import CSVLogger, Logger
-from tests.trainer.toys import Toy, loader, quiet
+from instep.loggers import CSVLogger, Logger, TensorBoardLogger
+from instep.trainer import run_folder
+from tests.helpers.spawn import run_ranks
+from tests.trainer.toys import LoggingToy, Toy, loader, quiet
 
 
 def status(trainer: Trainer) -> dict[str, Any]:
@@ -213,3 +219,200 @@ def test_the_status_of_a_failed_run_names_what_auto_would_take(own: bool, tmp_pa
     with pytest.raises(KeyError):
         trainer.fit(Toy(), loader())
     assert status(trainer)["checkpoint"] is None
+
+
+# ---- a logger's `save_dir`: logs and checkpoints of a run in one folder
+
+
+def boards(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in folder.rglob("events.out.tfevents.*"))
+
+
+def logging_to(logger: Any, epochs: int = 1, callbacks: Any = (), **settings: Any) -> Trainer:
+    defaults = {"max_epochs": epochs, "enable_checkpointing": True, "log_every_n_steps": 1}
+    return quiet(logger=logger, callbacks=[*callbacks], **defaults, **settings)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("version", [None, 3, "best", ""])
+def test_the_first_logger_with_a_save_dir_gives_the_run_folder(version: Any, tmp_path: Path):
+    table, board = CSVLogger(), TensorBoardLogger(tmp_path / "tb", "exp", version, sub_dir="board")
+    beside, own = CSVLogger(tmp_path / "tb", "exp", version or None), CSVLogger(tmp_path / "own", version="x")
+    trainer = logging_to([table, board, beside, own], default_root_dir=tmp_path / "root")
+    trainer.fit(LoggingToy(), loader())
+    folder = tmp_path / "tb" / "exp" / {None: "version_0", 3: "version_3"}.get(version, version)
+    assert (trainer.log_dir, trainer.default_root_dir) == (str(folder), tmp_path / "root")
+    assert {"checkpoints", "status.json", "metrics.csv"} <= {path.name for path in folder.iterdir()}
+    assert boards(tmp_path) == [folder / "board"]
+    assert table.log_dir == str(folder)
+    assert beside.log_dir == str(folder if version != "" else folder / "version_0")
+    assert own.log_dir == str(tmp_path / "own" / "x"), "of another name or version: as it says"
+    assert not (tmp_path / "root").exists()
+    assert Path(trainer.checkpoint_callback.best_model_path).parent == folder / "checkpoints"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+@pytest.mark.parametrize("how", ["auto", "last", "path"])
+def test_the_same_command_goes_on_in_the_loggers_folder(how: str, kind: Any, tmp_path: Path):
+    def fit(version: Any, epochs: int, ckpt_path: Any) -> Trainer:
+        trainer = logging_to(kind(tmp_path, "exp", version), epochs)
+        trainer.fit(LoggingToy(), loader(), ckpt_path=ckpt_path)
+        return trainer
+
+    first, other = fit(1, 1, "auto"), fit(2, 1, "auto")
+    assert (other.global_step, Path(other.log_dir or "").name) == (4, "version_2"), "another version is another run"
+    path = first.checkpoint_callback.last_model_path  # type: ignore[union-attr]
+    again = fit(1, 2, path if how == "path" else how)
+    assert (again.global_step, again.log_dir) == (8, first.log_dir)
+    assert [path.name for path in sorted((tmp_path / "exp").iterdir())] == ["version_1", "version_2"]
+    newest = fit(None, 3, "auto")
+    assert (newest.global_step, newest.log_dir) == (12, other.log_dir), "without a version: the newest of all"
+
+
+def leave_run(folder: Path) -> None:
+    logging_to(CSVLogger(folder.parent.parent, folder.parent.name, 3)).fit(LoggingToy(), loader())
+
+
+def leave_lightnings(folder: Path) -> None:
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "epoch=0-step=4.ckpt").write_bytes(b"PK")
+    (folder / "hparams.yaml").write_text("lr: 0.1\n")
+    (folder / "metrics.csv").write_text("epoch,loss\n0,1.0\n")
+
+
+@pytest.mark.parametrize("leave", [leave_run, leave_lightnings])
+def test_a_folder_of_another_run_is_left_alone_and_the_next_version_is_found_again(leave: Any, tmp_path: Path):
+    taken = tmp_path / "exp" / "version_3"
+    leave(taken)
+    before = contents(tmp_path)
+
+    def fit(logger: Any, *callbacks: Any, **how: Any) -> Trainer:
+        trainer = logging_to(logger, 2, callbacks)
+        with pytest.raises(KeyError) if callbacks else nullcontext():
+            trainer.fit(LoggingToy(), loader(), **how)
+        return trainer
+
+    with pytest.warns(UserWarning, match=r"version_3 is taken: .* writes into .*version_4, and ckpt_path='auto'"):
+        killed = fit(CSVLogger(tmp_path, "exp", 3), Raises("on_train_end", KeyError()))
+    assert killed.log_dir == str(tmp_path / "exp" / "version_4")
+    again = fit(CSVLogger(tmp_path, "exp", 3), ckpt_path="auto")
+    assert (again.log_dir, again.resume_report is not None) == (killed.log_dir, True)
+    assert {path: data for path, data in contents(tmp_path).items() if path in before} == before
+    assert {path.name for path in (tmp_path / "exp").iterdir()} == {"version_3", "version_4"}
+
+
+def test_a_run_behind_a_link_is_passed_over_aloud(tmp_path: Path):
+    leave_run(tmp_path / "elsewhere" / "exp" / "version_3")
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "version_3").symlink_to(tmp_path / "elsewhere" / "exp" / "version_3")
+    (tmp_path / "exp" / "latest").symlink_to(tmp_path / "exp" / "version_4")
+    before = contents(tmp_path / "elsewhere")
+    auto, named = logging_to(CSVLogger(tmp_path, "exp")), logging_to(CSVLogger(tmp_path, "exp", 3))
+    with pytest.warns(UserWarning, match="version_3 is passed over: it leads out"):
+        auto.fit(LoggingToy(), loader(), ckpt_path="auto")
+    assert (auto.log_dir, auto.resume_report) == (str(tmp_path / "exp" / "version_4"), None)
+    with pytest.warns(UserWarning, match="version_3 is taken"):
+        named.fit(LoggingToy(), loader())
+    assert named.log_dir == str(tmp_path / "exp" / "version_5")
+    assert contents(tmp_path / "elsewhere") == before
+
+
+def test_an_older_checkpoint_of_a_folder_is_gone_on_from_in_the_next_version(tmp_path: Path):
+    first, second = (
+        logging_to(CSVLogger(tmp_path, version=0), epochs, [ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)])
+        for epochs in (1, 2)
+    )
+    first.fit(Toy(), loader())
+    with pytest.warns(UserWarning, match="version_0 is taken"):
+        second.fit(Toy(), loader(), ckpt_path=tmp_path / "version_0" / "checkpoints" / "step-00000002-1")
+    assert (second.log_dir, second.global_step) == (str(tmp_path / "version_1"), 8)
+
+
+def test_an_evaluation_logs_beside_the_run_and_a_fit_does_not(tmp_path: Path):
+    leave_run(tmp_path / "exp" / "version_3")
+    before = contents(tmp_path)
+    trainer = logging_to(TensorBoardLogger(tmp_path, "exp", 3))
+    trainer.test(LoggingToy(), loader(), ckpt_path="last")
+    assert trainer.log_dir == str(tmp_path / "exp" / "version_3")
+    with pytest.warns(UserWarning, match="version_3 is taken"):
+        trainer.fit(LoggingToy(), loader())
+    assert trainer.log_dir == str(tmp_path / "exp" / "version_4")
+    assert {path: data for path, data in contents(tmp_path).items() if path in before} == before
+    fresh = logging_to(CSVLogger(tmp_path, "fresh", 3))
+    fresh.validate(LoggingToy(), loader())
+    fresh.fit(LoggingToy(), loader())
+    assert fresh.log_dir == str(tmp_path / "fresh" / "version_3")
+
+
+def test_one_logger_of_several_trainers(tmp_path: Path):
+    logger = CSVLogger(tmp_path)
+    folders = []
+    for _ in range(2):  # as in cross-validation
+        trainer = logging_to(logger)
+        trainer.fit(LoggingToy(), loader())
+        folders.append(trainer.log_dir)
+        tested = logging_to(logger)
+        tested.test(LoggingToy(), loader())
+        assert (tested.log_dir, logger.log_dir) == (trainer.log_dir, trainer.log_dir)
+    assert folders == [str(tmp_path / "version_0"), str(tmp_path / "version_1")]
+
+
+def test_jobs_that_start_at_once_take_different_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    together, look = Barrier(2), run_folder.is_free
+
+    def is_free(folder: Path) -> bool:
+        free = look(folder)
+        together.wait(30)  # both have looked before one of them acts
+        return free
+
+    monkeypatch.setattr(run_folder, "is_free", is_free)
+    trainers = [logging_to(CSVLogger(tmp_path, version=3)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(lambda trainer: trainer.run_folder._new(for_fit=True).name, trainers))
+    assert sorted(folders) == ["version_3", "version_4"]
+
+
+def test_a_run_of_an_earlier_instep_is_found_where_it_kept_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fit(epochs: int, logger: Any, **how: Any) -> Trainer:
+        trainer = logging_to(logger, epochs, default_root_dir=tmp_path)
+        trainer.fit(LoggingToy(), loader(), **how)
+        return trainer
+
+    unrelated = fit(1, CSVLogger())
+    afresh = fit(1, CSVLogger(tmp_path / "other"), ckpt_path="auto")
+    assert afresh.log_dir == str(tmp_path / "other" / "version_0"), "a run that this logger did not log"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(run_folder.RunFolder, "follow", lambda self, loggers: None)
+        old = fit(1, CSVLogger(tmp_path / "logs"))
+    assert (unrelated.log_dir, old.log_dir) == tuple(str(tmp_path / "instep_runs" / f"version_{n}") for n in (0, 1))
+    capsys.readouterr()
+    for epochs in (2, 3):
+        again = fit(epochs, CSVLogger(tmp_path / "logs"), ckpt_path="auto")
+        assert (again.global_step, again.log_dir) == (4 * epochs, old.log_dir)
+        assert "is of an earlier instep" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["version_0"]
+
+
+def on_a_rank(root: Path) -> list[tuple[str | None, int]]:
+    """Take a version that is taken, then go on there."""
+    ends = []
+    for epochs, ckpt_path in ((1, None), (2, "auto")):
+        trainer = logging_to(CSVLogger(root, "exp", 3), epochs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*version_3 is taken")
+            trainer.fit(LoggingToy(), loader(), ckpt_path=ckpt_path)
+        ends.append((trainer.log_dir, trainer.global_step))
+    return ends
+
+
+@pytest.mark.dist
+def test_rank_0_chooses_for_all(tmp_path: Path):
+    leave_run(tmp_path / "exp" / "version_3")
+    first, second = run_ranks(on_a_rank, 2, tmp_path)
+    assert first == second == [(str(tmp_path / "exp" / "version_4"), steps) for steps in (2, 4)]
+    assert {path.name for path in (tmp_path / "exp").iterdir()} == {"version_3", "version_4"}

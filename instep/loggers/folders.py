@@ -1,0 +1,95 @@
+"""Folders of runs: how they are named and numbered, and which ones are a run's.
+
+A logger's `save_dir` may be shared with other programs: what stands there is looked at as a stranger's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from instep.health.run_status import NAME
+from instep.utils.warn import warn_user
+
+RUNS = "instep_runs"
+"""The folder of run folders, in a Trainer's `default_root_dir`."""
+
+_NUMBERED = re.compile(r"version_([0-9]{1,18})")
+_LOGS = ("events.out.tfevents.*", "metrics.csv", "hparams.*")
+
+
+def folder_name(version: int | str) -> str:
+    """Return the name of a version's folder."""
+    return f"version_{version}" if isinstance(version, int) else version
+
+
+def version_of(folder: str) -> int | str:
+    """Return the version of a folder's name; the folder's name again where it is no number's."""
+    number = number_of(folder)
+    return folder if number is None or folder_name(number) != folder else number
+
+
+def number_of(folder: str) -> int | None:
+    """Return N of a name `version_N`."""
+    found = _NUMBERED.fullmatch(folder)
+    return None if found is None else int(found[1])
+
+
+def next_version(parent: Path) -> int:
+    """Return the number after the highest one."""
+    numbers = [number_of(path.name) for path in parent.glob("version_*")]
+    return max((number for number in numbers if number is not None), default=-1) + 1
+
+
+def make_next(parent: Path) -> Path:
+    """Make the next numbered folder; of several programs at once each gets its own."""
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        folder = parent / folder_name(next_version(parent))
+        with suppress(FileExistsError):  # another program took it in the meantime
+            folder.mkdir()
+            return folder
+
+
+def runs_in(base: Path, shared: bool) -> list[Path]:
+    """List the run folders in a folder, the newest first: by number, then by name.
+
+    Args:
+        base: the folder.
+        shared: names may be any, and others may have folders there: only runs of instep count, and no links.
+    """
+    if not base.is_dir():
+        return []
+    found: list[tuple[int, Path]] = []
+    for path in base.iterdir():
+        number = number_of(path.name)
+        if is_run(path) if shared else number is not None:
+            found.append((-1 if number is None else number, path.absolute()))
+        elif shared and leads_out(path) and (path / NAME).exists() and base.resolve() not in path.resolve().parents:
+            warn_user(f"{path} is passed over: it leads out of its folder by a link. Give ckpt_path where it leads to")
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run of instep, and stands where it seems to."""
+    if not folder.is_dir() or leads_out(folder):
+        return False
+    checkpoints = folder / "checkpoints"
+    return (folder / NAME).is_file() or any(checkpoints.glob(".lease-*")) or any(checkpoints.glob("*/manifest.json"))
+
+
+def leads_out(folder: Path) -> bool:
+    """Return whether a folder or its `checkpoints` is a link: what is behind it may be anybody's."""
+    return any(os.path.islink(path) for path in (folder, folder / "checkpoints"))
+
+
+def is_free(folder: Path) -> bool:
+    """Return whether a run may take a folder: it has nothing of another run, though it may have other files."""
+    if not os.path.lexists(folder):
+        return True
+    if leads_out(folder) or not folder.is_dir():
+        return False
+    taken = any(os.path.lexists(folder / name) for name in (NAME, "checkpoints"))
+    return not taken and not any(found for pattern in _LOGS for found in folder.glob(pattern))
