@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
     from upath import UPath
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -13,6 +15,7 @@ Location: TypeAlias = (
     "PathLike | UPath"  # where checkpoints may lie: a path, a URL as text, or a universal_pathlib path
 )
 StateDict: TypeAlias = "dict[str, Any]"
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -22,3 +25,38 @@ class Stateful(Protocol):
     def state_dict(self) -> StateDict: ...
 
     def load_state_dict(self, state_dict: StateDict) -> Any: ...
+
+
+class ReadOnly(Generic[T]):
+    """Attribute that a function of its object computes: a property without a setter, in one line.
+
+    Args:
+        read: returns the value.
+        doc: what it is.
+
+    Example:
+        >>> class Square:
+        ...     side = 3
+        ...     area: ReadOnly[int] = ReadOnly(lambda self: self.side**2, "Square of the side.")
+        >>> Square().area
+        9
+    """
+
+    def __init__(self, read: Callable[[Any], T], doc: str | None = None) -> None:
+        self._read = read
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+
+    def __get__(self, instance: object, owner: type) -> Self | T:
+        return self if instance is None else self._read(instance)
+
+    def __set__(self, instance: object, value: Any) -> None:
+        raise AttributeError(f"{type(instance).__name__}.{self._name} can be read, not set")

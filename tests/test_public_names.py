@@ -172,7 +172,7 @@ PUBLIC = {
         "sequence_positions",
         "strategy_names",
     ],
-    "instep.trainer": ["TrainModule", "Trainer"],
+    "instep.trainer": ["RunningStage", "TrainModule", "Trainer", "TrainerFn", "TrainerState", "TrainerStatus"],
     "instep.utils.rank_zero": ["rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn"],
     "instep.errors": [
         "CheckpointError",

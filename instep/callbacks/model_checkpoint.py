@@ -410,7 +410,7 @@ class ModelCheckpoint(Callback):
         return self._path(self.last_model_path)
 
     def _save_by_epoch(self, trainer: Trainer) -> None:
-        due = self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        due = self.every_n_epochs and (trainer.position.epoch + 1) % self.every_n_epochs == 0
         if due and self._last_step_saved != trainer.global_step:
             self._save(trainer)
 
@@ -532,7 +532,7 @@ class ModelCheckpoint(Callback):
 def _values(trainer: Trainer) -> dict[str, float]:
     """Return what a checkpoint can be ranked by or named after: metrics, and `epoch` and `step`, logged or not."""
     values: dict[str, float] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    for name, counted in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
+    for name, counted in (("epoch", trainer.position.epoch), ("step", trainer.global_step)):
         logged = values.get(name, math.nan)
         values[name] = int(logged) if math.isfinite(logged) else counted
     return values

@@ -162,6 +162,9 @@ class ProgressBar(Callback):
         ...         return {name: value for name, value in shown.items() if not name.endswith("_step")}
     """
 
+    _screen: _Screen | None = None
+    _thread: threading.Thread | None = None
+
     def __init__(self, refreshes_per_s: float = 4.0, plain_every_s: float = 5.0, leave: bool = False) -> None:
         rate = above_zero("above 0; Trainer(enable_progress_bar=False) shows no bar")
         self.refreshes_per_s = rate("refreshes_per_s", refreshes_per_s)
@@ -169,8 +172,6 @@ class ProgressBar(Callback):
         self.leave = leave
         self.error: Exception | None = None
         self._run = "fit"
-        self._screen: _Screen | None = None
-        self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._speeds: dict[str, Speed] = {}
         self._loop: tuple[Any, ...] = ()
@@ -178,6 +179,10 @@ class ProgressBar(Callback):
         self._train_start_s = 0.0
         self._train_first = 0
         self._epoch_done: Line | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no thread, and makes an event of its own when it starts one.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_screen", "_thread", "_stopping")}
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, float | int | str]:
         """Return the metrics to show; override to hide some. Runs in the bar's thread: must not touch a device."""

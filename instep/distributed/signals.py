@@ -156,6 +156,7 @@ class SignalGuard:
         self._pid = -1
         self._deadline: Deadline | None = None
         self.received: int | None = None
+        self.got_sigterm = False
 
     def __enter__(self) -> SignalGuard:
         self._pid = os.getpid()
@@ -199,6 +200,7 @@ class SignalGuard:
         self._deadline.note(number)
         if self.received is None:
             self.received, self._at = number, time.monotonic()
+            self.got_sigterm = number == signal.SIGTERM
             if not self._quiet:
                 os.write(2, _notice(number, self._grace_s))  # print is not safe in a handler
             self._triggers.set("preempted", signal.Signals(number).name)

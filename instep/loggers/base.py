@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
@@ -85,6 +86,7 @@ class Logger:
     _kept: list[tuple[str, tuple[Any, ...]]] | None = None
     _last_step: int = -1
     _prefix: str = ""
+    _writers: AbstractSet[str] = frozenset()  # attributes of a subclass that exist while it is open
 
     def __init__(
         self,
@@ -104,6 +106,10 @@ class Logger:
         self._name = name
         self._version = self._given_version = version
         self._prefix = f"{prefix}-" if prefix else ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is closed: it opens a writer of its own.
+        return {**self.__dict__, "_open": False, **dict.fromkeys(self._writers & self.__dict__.keys())}
 
     # ---- who and where
 

@@ -49,6 +49,8 @@ class TensorBoardLogger(Logger):
         1
     """
 
+    _writers = frozenset({"_writer", "_summary_writer", "_event", "_proto"})
+
     def __init__(
         self,
         save_dir: PathLike | None = None,

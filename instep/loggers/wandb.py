@@ -75,6 +75,8 @@ class WandbLogger(Logger):
         True
     """
 
+    _writers = frozenset({"_run", "_given"})
+
     def __init__(
         self,
         name: str | None = None,

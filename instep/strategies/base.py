@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -107,6 +108,12 @@ class Strategy:
         """Make the error for a run that this strategy cannot have; `why` goes on after the strategy's name."""
         return SettingError(f"strategy={self.name!r} {why}", field="strategy", got=self.name)
 
+    _constructed: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is one that no run has used: it must not drag devices, modules and process groups along.
+        return self.__dict__ if self._constructed is None else self._constructed
+
     # ---- life
 
     def check_world_size(self, world_size: int) -> None:
@@ -121,6 +128,8 @@ class Strategy:
         """Take the run's device and precision; called once per run, before the module exists on its device."""
         if device.type == "xla" and not self.runs_on_xla:
             raise self._refused("does not run on XLA devices. Use 'xla', 'xla_spmd' or 'xla_fsdp'.")
+        if self._constructed is None:
+            self._constructed = {name: copy(value) for name, value in self.__dict__.items()}
         self.device = device
         self.precision = precision
         self.gradients = self.gradients_class(self)

@@ -191,7 +191,7 @@ class DDPStrategy(Strategy):
     def __deepcopy__(self, memo: dict[int, Any]) -> DDPStrategy:
         other = memo[id(self)] = copy(self)
         shared = {id(option): option for option in self.ddp_options.values()}  # a process group cannot be copied
-        other.__dict__ = deepcopy(self.__dict__, memo | shared)
+        other.__dict__ = deepcopy(self.__getstate__(), memo | shared)
         return other
 
     # ---- life

@@ -1,6 +1,7 @@
 """`TrainModule`, `Trainer` and the loop."""
 
+from instep.trainer.context import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from instep.trainer.module import TrainModule
 from instep.trainer.trainer import Trainer
 
-__all__ = ["TrainModule", "Trainer"]
+__all__ = ["RunningStage", "TrainModule", "Trainer", "TrainerFn", "TrainerState", "TrainerStatus"]

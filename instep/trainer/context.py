@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from instep.callbacks.base import Callback
 from instep.data import BatchSource, DataModule
 from instep.distributed import Trigger, Triggers
 from instep.distributed.heartbeat import Heartbeat
+from instep.distributed.signals import SignalGuard
 from instep.state.runs import GradientRecord
 from instep.strategies import Precision, Strategy
 from instep.trainer.hooks import HookTable
@@ -40,25 +42,82 @@ if TYPE_CHECKING:
     from instep.checkpoint.run_state import SavedRun
 
 
+class _Word(str, Enum):
+    """One of a few words: a str, and printed as one."""
+
+    __str__ = str.__str__
+
+
+class TrainerStatus(_Word):
+    """How far a Trainer's last run got; "interrupted" is one that an error or a signal ended."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run is over."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+class TrainerFn(_Word):
+    """A Trainer's entry points."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(_Word):
+    """Stages of a run; fit has the first three."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether metrics are computed without training."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+    @property
+    def dataloader_prefix(self) -> str:
+        """What the stage's loader method begins with: "train", "val", "test" or "predict"."""
+        return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else self.value
+
+
 @dataclass
 class TrainerState:
-    """The entry point and stage that run, and how the last run ended.
+    """The entry point and stage that run, and how far the last run got. Each compares equal to its word.
 
     Attributes:
-        fn: "fit", "validate", "test", "predict", or None between runs.
-        stage: "sanity_check", "train", "validate", "test", "predict" or None.
-        status: "initializing", "running", "finished", "interrupted" or "failed".
+        status: "initializing", "running", "finished" or "interrupted".
+        fn: "fit", "validate", "test" or "predict": what runs, or ran last; None before the first run.
+        stage: "sanity_check", "train", "validate", "test" or "predict"; None between runs.
     """
 
-    fn: str | None = None
-    stage: str | None = None
-    status: str = "initializing"
+    status: TrainerStatus = TrainerStatus.INITIALIZING
+    fn: TrainerFn | None = None
+    stage: RunningStage | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last run came to its end."""
+        return self.status == "finished"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last run is over, in whatever way."""
+        return self.status in ("finished", "interrupted")
 
     def begin(self, fn: str) -> None:
-        self.fn, self.status = fn, "running"
-
-    def end(self) -> None:
-        self.fn = self.stage = None
+        self.status, self.fn = TrainerStatus.RUNNING, TrainerFn(fn)
+        self.stage = RunningStage("train" if fn == "fit" else fn)
 
 
 @dataclass
@@ -177,6 +236,7 @@ class RunContext:
         strategy: the Trainer's strategy.
         undo: what ends the run, in reverse order.
         rank, world_size, device, precision, triggers, heartbeat, gradient, loaders: set when the processes have met.
+        signals: of fit: what takes SIGTERM and its kin.
         callbacks: the Trainer's and the module's own.
         hooks: overridden hooks, set with the callbacks.
         optimizers, wrapped_optimizers, schedulers: of fit; wrapped ones are what `self.optimizers()` returns.
@@ -223,6 +283,7 @@ class RunContext:
     triggers: Triggers = field(init=False)
     heartbeat: Heartbeat = field(init=False)
     gradient: GradientRecord = field(init=False)
+    signals: SignalGuard | None = None
     loaders: Loaders = field(init=False)
     callbacks: list[Callback] = field(default_factory=list)
     hooks: HookTable = field(init=False)

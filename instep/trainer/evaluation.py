@@ -14,7 +14,7 @@ from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH
 from instep.distributed.nested import map_leaves
-from instep.trainer.context import RunContext
+from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.log import EpochMetric, MetricLog, uncounted
 from instep.trainer.module import TrainModule
 from instep.trainer.step import Step, resolve_step
@@ -86,7 +86,7 @@ def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
     outer_log, outer_stage, outer_progress = ctx.switch_log(log), trainer.state.stage, progress.stage
     outer_end, outer_loaders = gradient.end_of_dataloader, len(gradient.dataloader_references)
     modes = _modes(ctx.module)
-    trainer.state.stage = stage
+    trainer.state.stage = RunningStage(stage)
     progress.stage = "sanity" if stage == "sanity_check" else stage
     try:
         with (
@@ -124,7 +124,7 @@ def _batch_loop(
             total = limit if total is None else total if limit is None else min(total, limit)
             progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, total
             which = (loader_idx,) if len(sources) > 1 else ()
-            source.set_epoch(trainer.current_epoch)
+            source.set_epoch(ctx.position.epoch)
             gradient.dataloader_references.append(source)
             gradient.active_dataloader = source
             for batch_idx, batch in enumerate(islice(ctx.loaders.on_device(source, loader_idx, name), limit)):
@@ -178,11 +178,11 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
     Returns:
         The outputs of this rank's batches, on the CPU; a list of lists with several loaders.
     """
-    trainer, module, hooks, progress = ctx.trainer, ctx.module, ctx.hooks, ctx.trainer.progress
+    module, hooks, progress = ctx.module, ctx.hooks, ctx.trainer.progress
     step = _evaluation_step(ctx, "predict_step", sources)
     batch_start, batch_end = hooks["on_predict_batch_start"], hooks["on_predict_batch_end"]
     modes = _modes(module)
-    trainer.state.stage = progress.stage = "predict"
+    progress.stage = "predict"
     results: list[list[Any]] = []
     try:
         with _no_gradients(ctx), ctx.heartbeat.within("predict"):
@@ -213,7 +213,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
             hooks.call("on_predict_end")
     finally:
         _restore(modes)
-        trainer.state.stage = progress.stage = None
+        progress.stage = None
     return results[0] if len(results) == 1 else results
 
 

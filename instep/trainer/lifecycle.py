@@ -27,7 +27,7 @@ from instep.strategies import Precision
 from instep.strategies.base import sync_batchnorm
 from instep.strategies.precision import float32_products
 from instep.trainer import run_folder, run_state
-from instep.trainer.context import RunContext
+from instep.trainer.context import RunContext, TrainerStatus
 from instep.trainer.devices import connect, device_of, grace_period, torch_flags
 from instep.trainer.hooks import HookTable, ModuleHooks, is_overridden
 from instep.trainer.loaders import Loaders
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.resume import Resume
     from instep.loggers.base import Logger
 
+_WORDS = ("last", "best", "auto")  # for `ckpt_path`, in place of a path
 LAST_SAVE_S = 30.0  # what a background save gets to end after an error
 _TOGETHER_S = 86400.0  # without a limit to the grace period: torch takes no infinite one
 
@@ -105,7 +106,8 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
     if ctx.fn == "fit":
         overdue, killed = partial(_report_overdue, ctx), partial(_report_killed, ctx)
         grace_s = grace_period(settings, ctx.rank)
-        ctx.undo.enter_context(SignalGuard(ctx.triggers, grace_s, overdue, ctx.rank != 0, killed))
+        ctx.signals = SignalGuard(ctx.triggers, grace_s, overdue, ctx.rank != 0, killed)
+        ctx.undo.enter_context(ctx.signals)
 
 
 # ---- set-up, in the order of Lightning's hooks
@@ -126,6 +128,7 @@ def _set_up(ctx: RunContext) -> None:
     _lease_folders(ctx)  # before anything is resumed from them
     heartbeat.enter("load" if ctx.ckpt_path is not None else "start")
     path, ctx.resumed = trainer.run_folder.find_checkpoint(ctx, ctx.ckpt_path)
+    trainer._loaded = None if path is None else str(path) if ctx.ckpt_path in _WORDS else ctx.ckpt_path
     if path is not None:
         run_state.begin(ctx, path, folder)
     for lease in ctx.leases.values():
@@ -152,7 +155,7 @@ def _set_up(ctx: RunContext) -> None:
     ctx.strategy.prepare_module(module)
     if path is not None:
         run_state.load_weights(ctx, path, ctx.resumed)
-        if ctx.fn != "fit" and ctx.ckpt_path in ("last", "best", "auto"):
+        if ctx.fn != "fit" and ctx.ckpt_path in _WORDS:
             trainer.print(f"{ctx.fn}: ckpt_path={ctx.ckpt_path!r} is {path}")
 
 
@@ -192,6 +195,8 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
     def finalize(logger: Logger) -> None:
         logger.finalize("success" if first is None else _status(first))
 
+    if error is not None:
+        ctx.trainer.state.status = TrainerStatus.INTERRUPTED
     undo: list[Callable[[], Any]] = [
         lambda: _close_saver(ctx, error),
         *([] if error is None else [lambda: _call_on_exception(ctx, error)]),
@@ -254,7 +259,7 @@ def _call_teardown(ctx: RunContext) -> None:
 
 def _note_status(ctx: RunContext, error: BaseException | None) -> None:
     """Note how the run ended, a fit in `status.json` too."""
-    ctx.trainer.state.status = _status(error)
+    ctx.trainer.state.status = TrainerStatus.FINISHED if error is None else TrainerStatus.INTERRUPTED
     if ctx.fn == "fit":
         ctx.trainer.run_folder.write_status(ctx.trainer, error)
 
@@ -275,7 +280,7 @@ def _detach(ctx: RunContext) -> None:
     if ctx.fn == "fit" or before is None or before.module is not ctx.module:
         trainer._last_ctx = ctx  # an evaluation in between does not hide fit's optimizers from save_checkpoint
     trainer.progress.stage = None
-    trainer.state.end()
+    trainer.state.stage = None
 
 
 def _wait_for_all(ctx: RunContext, error: BaseException | None) -> None:

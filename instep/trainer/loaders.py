@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +58,59 @@ def derive(global_batch_size: int, world_size: int, loader_batch_size: int) -> t
     return per_rank // accumulate, accumulate
 
 
+@dataclass(frozen=True)
+class StageData:
+    """Data of a stage of a run.
+
+    Attributes:
+        loaders: what the user gave: a loader, or loaders in a list, dict or tuple; None where there are none.
+        batches: of each loader, on this rank; infinity while unknown. Training has one number.
+        accumulate: micro-batches per optimizer step.
+    """
+
+    loaders: Any = None
+    batches: Sequence[int | float] = ()
+    accumulate: int = 1
+
+
+def data_of(trainer: Trainer, stage: str) -> StageData:
+    """Return the data of `train`, `val`, `test` or `predict`: of the running call, else of the last that had some.
+
+    Loaders of the running call that nobody has asked for yet are asked for now.
+    """
+    ctx = trainer._ctx
+    if ctx is not None and ctx.loaders.has(stage):
+        return ctx.loaders.data(stage)
+    return trainer._data.get(stage, StageData())
+
+
+def users_loaders(trainer: Trainer, stage: str) -> Any:
+    """Return the user's loaders of a stage, as `data_of` does; None where they were not asked for yet."""
+    ctx = trainer._ctx
+    if ctx is not None and ctx.loaders.has(stage):
+        return ctx.loaders.users(stage)
+    return trainer._data.get(stage, StageData()).loaders
+
+
+def sanity_batches(trainer: Trainer) -> list[int | float]:
+    """Return the batches of each validation loader that the sanity check of fit takes."""
+    limit = trainer.settings.num_sanity_val_steps
+    runs = trainer._ctx is not None and trainer._ctx.fn == "fit"
+    batches = data_of(trainer, "val" if runs else "sanity").batches
+    return [count if limit == -1 else min(count, limit) for count in batches]
+
+
+def estimate_steps(trainer: Trainer) -> int | float:
+    """Return the optimizer steps of a whole fit; infinity while unknown."""
+    s = trainer.settings
+    data = StageData() if s.max_epochs == -1 else data_of(trainer, "train")
+    batches = data.batches[0] if data.batches else math.inf
+    if batches == math.inf:
+        return s.max_steps if s.max_steps != -1 else batches
+    steps = math.ceil(batches / data.accumulate) * max(s.max_epochs, 1)
+    return steps if s.max_steps == -1 else min(steps, s.max_steps)
+
+
 class Loaders:
     """The loaders of one run, prepared when they are first asked for.
 
@@ -90,9 +145,29 @@ class Loaders:
         self.prepared_train: BatchSource | None = None
         self._eval: dict[str, list[BatchSource]] = {}
         self._loaded_epoch: int | None = None  # in which validation's were asked for
+        self._users: dict[str, Any] = {}
+
+    def has(self, stage: str) -> bool:
+        """Return whether the run has this stage's loaders."""
+        return stage in self._given
+
+    def data(self, stage: str) -> StageData:
+        """Return the data of a stage that the run has, as users see it."""
+        sources = [self.train] if stage == "train" else self.evaluation(stage)
+        counts = [math.inf if source.num_batches is None else source.num_batches for source in sources]
+        return StageData(self.users(stage), counts, self.accumulate)
+
+    def users(self, stage: str) -> Any:
+        """Return the user's loaders, where they were asked for already."""
+        users = self._users.get(stage)
+        return users.iterables if isinstance(users, CombinedLoader) else users
 
     def _raw(self, stage: str) -> Any:
         """Return the user's loader or loaders: passed in, from the datamodule, or from the module."""
+        self._users[stage] = users = self._ask(stage)
+        return users
+
+    def _ask(self, stage: str) -> Any:
         if self._given.get(stage) is not None:
             return self._given[stage]
         name, module, datamodule = f"{stage}_dataloader", self._module, self._datamodule
@@ -276,7 +351,11 @@ class Loaders:
             self.prepared_train.close()
 
     def close(self) -> None:
-        """End loader workers."""
+        """End loader workers. The Trainer keeps the user's loaders, and how many batches each had."""
+        known = {stage: self.data(stage) for stage in (*(["train"] if self.prepared_train else []), *self._eval)}
+        self._trainer._data |= known
+        if "train" in self._given and "val" in known:
+            self._trainer._data["sanity"] = known["val"]
         self._close_train()
         for sources in self._eval.values():
             for source in sources:

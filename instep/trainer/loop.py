@@ -17,7 +17,7 @@ from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH, STEP
 from instep.errors import HookError, Preempted, SettingError
 from instep.trainer import run_state
-from instep.trainer.context import RunContext
+from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.evaluation import evaluate
 from instep.trainer.hooks import Hook, is_overridden
 from instep.trainer.log import MetricLog, metric_states, restore_metric_states
@@ -118,6 +118,7 @@ def resume(ctx: RunContext) -> None:
     if report is None:
         return
     ctx.restore_rest = run_state.resume(ctx)
+    trainer._epoch_over = at.epoch_ended
     batch = " done" if at.epoch_ended else f", batch {at.batch}"
     where = f"epoch {at.epoch + 1}{batch}, step {at.global_step}"
     if report.complete:
@@ -137,12 +138,12 @@ def check_sanity(ctx: RunContext) -> None:
     if not ctx.validation.enabled or limit == 0 or ctx.continues is not None:
         return
     rng = rng_state()
-    ctx.trainer.state.stage = "sanity_check"
+    ctx.trainer.state.stage = RunningStage.SANITY_CHECKING
     ctx.hooks.call("on_sanity_check_start")
     sources = ctx.loaders.validation(ctx.position.epoch)
     if evaluate(ctx, "sanity_check", sources, None if limit == -1 else limit) is not None:
         ctx.hooks.call("on_sanity_check_end")
-    ctx.trainer.state.stage = None
+    ctx.trainer.state.stage = RunningStage.TRAINING
     set_rng_state(rng)  # training does not depend on whether it ran
     agree_on_triggers(ctx)
 
@@ -150,7 +151,7 @@ def check_sanity(ctx: RunContext) -> None:
 def start_training(ctx: RunContext) -> None:
     """Enter the training stage: from here on the position is the loop's."""
     trainer, at, s = ctx.trainer, ctx.position, ctx.settings
-    trainer.state.stage = trainer.progress.stage = "train"
+    trainer.progress.stage = "train"
     ctx.batches_at_start = at.earlier_batches + at.batch
     ctx.switch_log(ctx.log)
     torch.set_grad_enabled(True)
@@ -205,6 +206,7 @@ def begin_epoch(ctx: RunContext) -> None:
         ctx.restore_rest = None
     if at.epoch_ended:
         at.next_epoch()
+    ctx.trainer._epoch_over = False
     ctx.heartbeat.enter("epoch")
     every = ctx.settings.reload_dataloaders_every_n_epochs
     if every and at.epoch and at.epoch % every == 0 and not at.batch:
@@ -287,6 +289,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
             hook()
     else:
         save_now(ctx, "the run ended within an epoch")  # its metrics are not there to rank it by
+    trainer._epoch_over = True
     agree_on_triggers(ctx)
 
 
@@ -474,7 +477,6 @@ def preempt(ctx: RunContext, trigger: Trigger) -> None:
     began = ctx.position.global_step > 0 or ctx.continues is not None
     # Before the first step there is nothing to lose, and what hooks drew and logged at the start comes again.
     path = save_now(ctx, trigger.reason) if began else None
-    trainer.interrupted = True
     at, s, batches = ctx.position, ctx.settings, ctx.source.num_batches
     epoch = f"epoch {at.epoch + 1}{f'/{s.max_epochs}' if s.max_epochs != -1 else ''}"
     done = f"{epoch}, batch {at.window_batch}{f' of {batches}' if batches is not None else ''}. Saved {path}"

@@ -311,7 +311,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             self.log(name, value, **kwargs)
 
     def _nothing_logs(self, name: str) -> None:
-        if self._trainer is None or self._trainer.state.fn is None:
+        if self._trainer is None or self._trainer._ctx is None:
             warn_user(f"self.log({name!r}) outside a Trainer's run is not recorded")
         else:
             raise UsageError(
@@ -334,7 +334,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def current_epoch(self) -> int:
-        """The epoch, from 0."""
+        """Epochs completed, which is the number of the running one, from 0."""
         return 0 if self._trainer is None else self._trainer.current_epoch
 
     @property

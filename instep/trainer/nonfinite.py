@@ -300,7 +300,7 @@ class NonFiniteGuard:
             known = names_of(self._module, self._optimizers)
             values = check.norms.tolist()
             names = [known[p] for p, norm in zip(check.parameters, values, strict=True) if not math.isfinite(norm)]
-        source = self._trainer.train_dataloader
+        source = self._trainer._run.source
         at = source.plan.at
         replayed = {batch for batch in check.batches if (source.share if at is None else at(batch)).mine == 0}
         samples = {batch: [] if batch in replayed else source.sample_indices(batch) for batch in check.batches}

@@ -165,11 +165,11 @@ class _Recorder(Callback):
     def _note(self, trainer: Trainer, batch_idx: int, outputs: Any) -> None:
         self._returned = None
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        samples = trainer.train_dataloader.sample_indices(batch_idx)
+        samples = trainer._run.source.sample_indices(batch_idx)
         self._batches.append({"batch": batch_idx, "loss": None if loss is None else float(loss), "samples": samples})
 
     def _write(self, trainer: Trainer, **more: Any) -> None:
-        line = {"step": self._step, "epoch": trainer.current_epoch, "rank": trainer.global_rank, **more}
+        line = {"step": self._step, "epoch": trainer.position.epoch, "rank": trainer.global_rank, **more}
         json.dump({**line, "grad_norms": self._norms, "batches": self._batches}, self._file, default=repr)
         self._file.write("\n")
         self._batches, self._norms = [], []

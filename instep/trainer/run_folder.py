@@ -378,7 +378,7 @@ class RunFolder:
     def say_saved(self, trainer: Trainer, path: Path) -> None:
         """Name the newest checkpoint in `status.json`, to go on from where the run is killed."""
         if self.path is not None and trainer.is_global_zero and self._said.get("status") == "running":
-            self._said |= {"global_step": trainer.global_step, "epoch": trainer.current_epoch, "checkpoint": str(path)}
+            self._said |= {"global_step": trainer.global_step, "epoch": trainer.position.epoch, "checkpoint": str(path)}
             with suppress(OSError):  # the save itself was well
                 write_status(self.path, self._said)
 
@@ -432,7 +432,7 @@ class RunFolder:
             "status": status,
             "exit_code": code,
             "global_step": trainer.global_step,
-            "epoch": trainer.current_epoch,
+            "epoch": trainer.position.epoch,
             "run_id": trainer.run_id,
             "job": None if job is None else job.id,
             "asked_folder": None if self._logger is None else self._logger.asked_folder,

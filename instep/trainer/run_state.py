@@ -47,7 +47,7 @@ def _collect(ctx: RunContext, weights_only: bool = False) -> RunState:
     weights = strategy.local_shards(view.pop("state_dict"))
     shared: dict[str, Any] = {
         "instep_version": __version__,
-        "epoch": trainer.current_epoch,
+        "epoch": ctx.position.epoch,
         "global_step": trainer.global_step,
         "world_size": ctx.world_size,
         "data_world_size": strategy.data_world_size,
@@ -99,7 +99,7 @@ def _user_view(ctx: RunContext) -> dict[str, Any]:
     """Return the dict that `on_save_checkpoint` hooks see and change."""
     trainer = ctx.trainer
     view: dict[str, Any] = {
-        "epoch": trainer.current_epoch,
+        "epoch": ctx.position.epoch,
         "global_step": trainer.global_step,
         "instep_version": __version__,
         "state_dict": ctx.strategy.model_state(),

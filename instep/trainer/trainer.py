@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,20 +30,23 @@ from instep.trainer.context import Position, Progress, RunContext, TrainerState
 from instep.trainer.devices import count_devices, launch, on_nodes_there
 from instep.trainer.evaluation import evaluate, predict
 from instep.trainer.lifecycle import open_run
+from instep.trainer.loaders import StageData, data_of, estimate_steps, sanity_batches, users_loaders
 from instep.trainer.log import MetricLog, Metrics, as_tensors, print_results
 from instep.trainer.loop import fit
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import LRSchedulerConfig
 from instep.trainer.plugins import check_data, check_module, default_callbacks
 from instep.trainer.run_folder import RunFolder
-from instep.trainer.settings import resolve
+from instep.trainer.settings import check_value, resolve
 from instep.trainer.step import manual_backward
-from instep.types import Location, PathLike
+from instep.types import Location, PathLike, ReadOnly
 from instep.utils.paths import to_path
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.early_stopping import EarlyStopping
     from instep.callbacks.model_checkpoint import ModelCheckpoint
+    from instep.callbacks.progress import ProgressBar
     from instep.checkpoint import Reader
     from instep.checkpoint.background import PendingSave
     from instep.checkpoint.resume import Resume, ResumeReport
@@ -199,9 +204,12 @@ class Trainer:
         self._seed: int | None = None
         self.model: TrainModule | None = None
         self.resume_report: ResumeReport | None = None
-        self.interrupted = False
         self.stop_reason = ""
         self._stop_agreed = False
+        self._epoch_over = False  # its end hooks have run
+        self._loaded: Location | None = None
+        self._asked_for: Location | None = None  # `ckpt_path` as the user set it
+        self._data: dict[str, StageData] = {}  # of the last runs
         self._ctx: RunContext | None = None  # of the call that runs
         self._last_ctx: RunContext | None = None
         self._log: MetricLog | None = None  # that `self.log` writes into
@@ -301,6 +309,7 @@ class Trainer:
         """
         model = check_module(model)
         datamodule, train_dataloaders = check_data(datamodule, train_dataloaders, val_dataloaders)
+        ckpt_path = self._chosen(ckpt_path)
         if resume is not None:
             run_state.check_resume(resume, ckpt_path)
         self._launch()
@@ -413,6 +422,7 @@ class Trainer:
     def _model_for_evaluation(
         self, model: TrainModule | None, ckpt_path: Location | None
     ) -> tuple[TrainModule, Location | None]:
+        ckpt_path = self._chosen(ckpt_path)
         if model is None:
             if self.model is None:
                 raise UsageError("pass a model: this Trainer has not run one yet")
@@ -424,6 +434,12 @@ class Trainer:
         return self.model, ckpt_path
 
     # ------------------------------------------------------------------ before a run
+
+    def _chosen(self, ckpt_path: Location | None) -> Location | None:
+        if self._asked_for is not None and ckpt_path is not None:
+            warn_user(f"ckpt_path={ckpt_path!r} goes before trainer.ckpt_path = {self._asked_for!r}, which is dropped")
+            self._asked_for = None
+        return self._asked_for if ckpt_path is None else ckpt_path
 
     def _launch(self) -> None:
         """Become the agent of the ranks, in a plain script that asked for several devices."""
@@ -446,7 +462,12 @@ class Trainer:
         self.resume_report = None
         self._stop_agreed = False
         self.stop_reason = ""
-        self.interrupted = False
+        self._epoch_over = self.position.epoch_ended
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has what the Trainer knows, not what its runs hold: devices, process groups, loaders.
+        data = {stage: replace(data, loaders=None) for stage, data in self._data.items()}
+        return {**self.__dict__, "_ctx": None, "_last_ctx": None, "_log": None, "_data": data}
 
     def __getattr__(self, name: str) -> Any:
         # Arguments can be read under their own names; only what is no attribute comes here.
@@ -536,10 +557,7 @@ class Trainer:
             return False
         return True
 
-    @property
-    def resumed_from(self) -> Reader | None:
-        """Checkpoint that the running fit was resumed from."""
-        return None if self._ctx is None else self._ctx.continues
+    resumed_from: ReadOnly[Reader | None] = ReadOnly(lambda t: t._ctx and t._ctx.continues, "By the running fit.")
 
     def set_trigger(self, name: str, reason: str = "") -> None:
         """Set a trigger on any rank: "stop", "save", "preempted", or a name of your own. Local and free.
@@ -589,15 +607,15 @@ class Trainer:
             raise UsageError("this works only while fit, validate, test or predict runs")
         return self._ctx
 
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps done."""
-        return self.position.global_step
+    global_step: ReadOnly[int] = ReadOnly(lambda t: t.position.global_step, "Optimizer steps done.")
 
     @property
     def current_epoch(self) -> int:
-        """The epoch, from 0."""
-        return self.position.epoch
+        """Epochs completed, which is the number of the running one, from 0.
+
+        It counts once an epoch's end hooks have run, in an epoch too that the run's end cuts short.
+        """
+        return self.position.epoch + self._epoch_over
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
@@ -623,51 +641,32 @@ class Trainer:
             raise UsageError("the seed is known once a run has started")
         return self._seed
 
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the main process."""
-        return self.global_rank == 0
+    global_rank: ReadOnly[int] = ReadOnly(lambda t: t._environment.rank)
+    local_rank: ReadOnly[int] = ReadOnly(lambda t: t._environment.local_rank)
+    node_rank: ReadOnly[int] = ReadOnly(lambda t: t._environment.node_rank)
+    is_global_zero: ReadOnly[bool] = ReadOnly(lambda t: t.global_rank == 0, "Whether this is the main process.")
+    num_devices: ReadOnly[int] = ReadOnly(lambda t: t._device_count, "Devices on this machine.")
+    world_size: ReadOnly[int] = ReadOnly(lambda t: t._device_count * t.settings.num_nodes, "Processes of the run.")
 
     @property
-    def global_rank(self) -> int:
-        return self._environment.rank
+    def device_ids(self) -> list[int]:
+        """Indices of the devices on this machine."""
+        devices = self.settings.devices
+        return list(devices) if isinstance(devices, tuple) else list(range(self._device_count))
 
     @property
-    def local_rank(self) -> int:
-        return self._environment.local_rank
+    def lightning_module(self) -> TrainModule | None:
+        """Lightning's name for `model`."""
+        warn_user("trainer.lightning_module: instep's name for it is trainer.model", FutureWarning)
+        return self.model
 
-    @property
-    def node_rank(self) -> int:
-        return self._environment.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the run."""
-        return self._device_count * self.settings.num_nodes
-
-    @property
-    def num_devices(self) -> int:
-        """Devices on this machine."""
-        return self._device_count
-
-    @property
-    def datamodule(self) -> DataModule | None:
-        ctx = self._ctx or self._last_ctx
-        return None if ctx is None else ctx.datamodule
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        ctx = self._ctx or self._last_ctx
-        return [] if ctx is None else ctx.optimizers
-
-    @property
-    def _wrapped_optimizers(self) -> list[Any]:
-        return self._run.wrapped_optimizers
-
-    @property
-    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        ctx = self._ctx or self._last_ctx
-        return [] if ctx is None else ctx.schedulers
+    _shown: ReadOnly[RunContext | None] = ReadOnly(lambda t: t._ctx or t._last_ctx, "Whose optimizers are shown.")
+    datamodule: ReadOnly[DataModule | None] = ReadOnly(lambda t: t._shown and t._shown.datamodule)
+    optimizers: ReadOnly[list[Optimizer]] = ReadOnly(lambda t: t._shown.optimizers if t._shown else [])
+    _wrapped_optimizers: ReadOnly[list[Any]] = ReadOnly(lambda t: t._shown.wrapped_optimizers if t._shown else [])
+    lr_scheduler_configs: ReadOnly[list[LRSchedulerConfig]] = ReadOnly(
+        lambda t: t._shown.schedulers if t._shown else []
+    )
 
     @property
     def loggers(self) -> list[Logger]:
@@ -682,93 +681,90 @@ class Trainer:
             self.run_folder.follow(self._loggers)
         return self._loggers
 
+    @loggers.setter
+    def loggers(self, loggers: Iterable[Logger] | None) -> None:
+        if self._ctx is not None:
+            raise UsageError("trainer.loggers: a run goes on with the loggers that it began with; set them before it")
+        self._loggers = list(check_value("logger", list(loggers or ())))
+        for logger in self._loggers:
+            logger.attach(self.run_folder.claim)
+
     @property
     def logger(self) -> Logger | None:
         """The first logger."""
         return self.loggers[0] if self.loggers else None
 
-    @property
-    def log_dir(self) -> str | None:
-        """The run folder; None before it is chosen. Not a collective."""
-        return None if self.run_folder.path is None else str(self.run_folder.path)
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.loggers = [] if logger is None else [logger]
+
+    log_dir: ReadOnly[str | None] = ReadOnly(
+        lambda t: None if t.run_folder.path is None else str(t.run_folder.path), "The run folder, once it is chosen."
+    )
 
     @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first ModelCheckpoint."""
-        return next((c for c in self.callbacks if hasattr(c, "save_now")), None)  # pyright: ignore[reportReturnType]
+    def ckpt_path(self) -> Location | None:
+        """Checkpoint that the running call, or the last one, has loaded.
+
+        Set, it is loaded by every call that has no `ckpt_path` of its own, until it is set to None.
+        """
+        return self._loaded if self._asked_for is None else self._asked_for
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: Location | None) -> None:
+        self._loaded = self._asked_for = path
+
+    checkpoint_callbacks: ReadOnly[list[ModelCheckpoint]] = ReadOnly(
+        lambda t: [callback for callback in t.callbacks if hasattr(callback, "save_now")], "All ModelCheckpoints."
+    )
+    checkpoint_callback: ReadOnly[ModelCheckpoint | None] = ReadOnly(
+        lambda t: next(iter(t.checkpoint_callbacks), None), "The first ModelCheckpoint."
+    )
+    early_stopping_callbacks: ReadOnly[list[EarlyStopping]] = ReadOnly(
+        lambda t: [callback for callback in t.callbacks if hasattr(callback, "stopping_reason")], "All EarlyStoppings."
+    )
+    early_stopping_callback: ReadOnly[EarlyStopping | None] = ReadOnly(
+        lambda t: next(iter(t.early_stopping_callbacks), None), "The first EarlyStopping."
+    )
+    progress_bar_callback: ReadOnly[ProgressBar | None] = ReadOnly(
+        lambda t: next((callback for callback in t.callbacks if hasattr(callback, "refreshes_per_s")), None),
+        "The progress bar.",
+    )
+
+    sanity_checking: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "sanity_check")
+    training: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "train")
+    validating: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "validate")
+    testing: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "test")
+    predicting: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "predict")
+    evaluating: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage in ("sanity_check", "validate", "test"))
+    interrupted: ReadOnly[bool] = ReadOnly(lambda t: t.state.status == "interrupted", "By a signal or an error.")
+    received_sigterm: ReadOnly[bool] = ReadOnly(
+        lambda t: bool(t._shown and t._shown.signals and t._shown.signals.got_sigterm),
+        "Whether SIGTERM has reached this process in the running fit, or the last one.",
+    )
 
     @property
-    def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first EarlyStopping."""
-        return next((c for c in self.callbacks if hasattr(c, "stopping_reason")), None)  # pyright: ignore
+    def is_last_batch(self) -> bool:
+        """Whether the training batch in hand, or the last one, is the epoch's last."""
+        source = next((ctx.source for ctx in (self._ctx, self._last_ctx) if ctx and hasattr(ctx, "source")), None)
+        return source is not None and (source.share.last or self.position.skipped_rest)
 
-    @property
-    def sanity_checking(self) -> bool:
-        return self.state.stage == "sanity_check"
-
-    @property
-    def training(self) -> bool:
-        return self.state.stage == "train"
-
-    @property
-    def validating(self) -> bool:
-        return self.state.stage == "validate"
-
-    @property
-    def testing(self) -> bool:
-        return self.state.stage == "test"
-
-    @property
-    def predicting(self) -> bool:
-        return self.state.stage == "predict"
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The prepared training data of the running fit, from `on_fit_start` on; else None."""
-        return None if self._ctx is None else self._ctx.loaders.prepared_train
-
-    @property
-    def num_training_batches(self) -> int | float:
-        """Batches of an epoch on this rank; infinity while unknown."""
-        batches = self._run.loaders.train.num_batches
-        return float("inf") if batches is None else batches
-
-    @property
-    def num_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader on this rank."""
-        return self._eval_batches("val")
-
-    @property
-    def enable_validation(self) -> bool:
-        """Whether the running fit validates: there are loaders, and a `validation_step`."""
-        return self._ctx is not None and self._ctx.validation.enabled
-
-    @property
-    def num_sanity_val_batches(self) -> list[int | float]:
-        limit = self.settings.num_sanity_val_steps
-        return [n if limit == -1 else min(n, limit) for n in self.num_val_batches]
-
-    @property
-    def num_test_batches(self) -> list[int | float]:
-        return self._eval_batches("test")
-
-    @property
-    def num_predict_batches(self) -> list[int | float]:
-        return self._eval_batches("predict")
-
-    def _eval_batches(self, stage: str) -> list[int | float]:
-        sources = self._run.loaders.evaluation(stage)
-        return [float("inf") if source.num_batches is None else source.num_batches for source in sources]
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole fit, for schedulers; usable in `configure_optimizers`."""
-        s = self.settings
-        batches = self.num_training_batches
-        if s.max_epochs == -1 or batches == float("inf"):
-            return s.max_steps if s.max_steps != -1 else float("inf")
-        steps = -(-int(batches) // self._run.loaders.accumulate) * s.max_epochs
-        return steps if s.max_steps == -1 else min(steps, s.max_steps)
+    enable_validation: ReadOnly[bool] = ReadOnly(
+        lambda t: t._ctx is not None and t._ctx.validation.enabled, "Whether the running fit has a validation to run."
+    )
+    # The user's loaders, None before a run asks for them; batches of each on this rank, infinity while unknown.
+    train_dataloader: ReadOnly[Any] = ReadOnly(lambda t: users_loaders(t, "train"))
+    val_dataloaders: ReadOnly[Any] = ReadOnly(lambda t: users_loaders(t, "val"))
+    test_dataloaders: ReadOnly[Any] = ReadOnly(lambda t: users_loaders(t, "test"))
+    predict_dataloaders: ReadOnly[Any] = ReadOnly(lambda t: users_loaders(t, "predict"))
+    num_training_batches: ReadOnly[int | float] = ReadOnly(lambda t: next(iter(data_of(t, "train").batches), math.inf))
+    num_val_batches: ReadOnly[list[int | float]] = ReadOnly(lambda t: list(data_of(t, "val").batches))
+    num_sanity_val_batches: ReadOnly[list[int | float]] = ReadOnly(sanity_batches)
+    num_test_batches: ReadOnly[list[int | float]] = ReadOnly(lambda t: list(data_of(t, "test").batches))
+    num_predict_batches: ReadOnly[list[int | float]] = ReadOnly(lambda t: list(data_of(t, "predict").batches))
+    estimated_stepping_batches: ReadOnly[int | float] = ReadOnly(
+        estimate_steps, "Optimizer steps of the whole fit, for schedulers; usable in `configure_optimizers`."
+    )
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print` on the main process only."""

@@ -30,6 +30,7 @@ MOVED = {
         "LightningModule": "instep.TrainModule",
         "LightningDataModule": "instep.DataModule",
         "Trainer": "instep.Trainer",
+        **{name: f"instep.trainer.{name}" for name in ("RunningStage", "TrainerFn", "TrainerState", "TrainerStatus")},
         "seed_everything": "instep.seed_everything",
         **{
             name: f"instep.callbacks.{name}"
@@ -420,20 +421,11 @@ ATTRIBUTES = {
     "Trainer": {
         "add_argparse_args": "declare the arguments that the script takes, or use instep.cli.TrainerCLI",
         "from_argparse_args": "call Trainer(...) with the arguments, or use instep.cli.TrainerCLI",
-        "checkpoint_callbacks": "`trainer.checkpoint_callback` is the first; the others are in `trainer.callbacks`",
-        "early_stopping_callbacks": "they are in `trainer.callbacks`",
-        "progress_bar_callback": "it is in `trainer.callbacks`",
-        "device_ids": "`trainer.num_devices` is their number",
         "precision_plugin": "`trainer.precision` is its name",
         "scaler": "the strategy owns it",
-        "received_sigterm": "a signal saves and stops the run by itself",
         "init_module": "build large layers in `configure_model`",
         **dict.fromkeys(("tune", "tuner", "lr_find"), _SHORT_FITS),
-        **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop", "is_last_batch"), _WHERE),
-        **dict.fromkeys(
-            ("val_dataloaders", "test_dataloaders", "predict_dataloaders"),
-            "`trainer.datamodule` or the module has them",
-        ),
+        **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _WHERE),
     },
     "TrainModule": {
         "to_onnx": "torch.onnx.export(module, ...) does it",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from instep.trainer.context import TrainerState
+from instep.trainer.context import TrainerFn, TrainerState
 
 
 @dataclass
@@ -55,7 +55,7 @@ class FakeTrainer:
     max_epochs: int | None = 2
     max_steps: int = -1
     fast_dev_run: bool | int = False
-    state: TrainerState = field(default_factory=lambda: TrainerState("fit"))
+    state: TrainerState = field(default_factory=lambda: TrainerState(fn=TrainerFn.FITTING))
     sanity_checking: bool = False
     val_check_interval: float | int | timedelta = 1.0
     check_val_every_n_epoch: int | None = 1

@@ -132,7 +132,7 @@ class Seen(Callback):
         self.batches: dict[int, list[list[int]]] = {}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        count = trainer.train_dataloader.share.mine
+        count = trainer._run.source.share.mine
         mine = torch.full((8,), -1)
         mine[:count] = batch[2][:count]
         taken = module.all_gather(mine).flatten()

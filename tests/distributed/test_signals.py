@@ -50,7 +50,7 @@ def fit(root: Path, callback: Callback, **settings: Any) -> Any:
     try:
         trainer.fit(Toy(), loader())
     finally:
-        assert trainer.state.fn is None, "detached"
+        assert trainer.state.stage is None, "detached"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return trainer
 
@@ -62,6 +62,7 @@ def test_a_signal_after_the_last_agreement_is_delivered_when_fit_ends(
     trainer = fit(tmp_path, Sends(hook, signal.SIGTERM))
     assert terminations == [signal.SIGTERM]
     assert trainer.global_step == 4
+    assert trainer.received_sigterm
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, Sends(hook, signal.SIGINT))
 

@@ -251,7 +251,7 @@ class Spoilt(TinyGPT):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self(batch[0])
-        self.replayed = self.trainer.train_dataloader.share.mine == 0
+        self.replayed = self.trainer._run.source.share.mine == 0
         logits = (logits - 1e6).sqrt() if self.spoilt and self.replayed else logits
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 

@@ -149,7 +149,7 @@ class Recorder(Callback):
         self._window: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        count = trainer.train_dataloader.share.mine
+        count = trainer._run.source.share.mine
         loss = float(outputs["loss"])
         sums = torch.tensor([loss * count, float(count)], dtype=torch.float64)
         self._window.append(module.all_gather(sums).reshape(-1, 2).sum(0))

@@ -304,7 +304,7 @@ class StepLosses(Callback):
         self._window: list[torch.Tensor] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        local = trainer.train_dataloader.share.mine
+        local = trainer._run.source.share.mine
         sums = torch.tensor([float(outputs["loss"]) * local, float(local)], dtype=torch.float64)
         self._window.append(module.all_gather(sums).reshape(-1, 2).sum(0))
         if trainer.position.batch == trainer.position.window_batch:

@@ -196,7 +196,7 @@ def test_save_checkpoint_and_go_on(tmp_path: Path):
     resumed = Toy()
     second = quiet(max_epochs=2)
     second.fit(resumed, loader(), ckpt_path=tmp_path / "mine")
-    assert (second.global_step, second.current_epoch) == (8, 1)
+    assert (second.global_step, second.current_epoch) == (8, 2)
     assert len(resumed.seen) == 4
     assert_same(weights(resumed), weights(whole))
 

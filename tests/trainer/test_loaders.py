@@ -320,7 +320,7 @@ def test_what_is_reloaded_is_prepared_like_the_first_and_the_old_is_closed(monke
 
     class Notes(Toy):
         def on_train_epoch_start(self) -> None:
-            source = self.trainer.train_dataloader
+            source = self.trainer._run.source
             assert source.history == 2
             seen.append(source)
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields, replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from instep import Callback, Trainer
 from instep.callbacks import ModelCheckpoint
 from instep.errors import Preempted, SettingError, UsageError
 from instep.state import AcceleratorState, GradientState, active_run
-from tests.trainer.toys import LoggingToy, Stream, Toy, assert_same, loader, quiet, weights
+from instep.trainer.context import Position
+from tests.trainer.toys import LoggingToy, Stream, Toy, assert_same, loader, quiet, samples, weights
 
 
 def stream(length: int = 12, batch_size: int = 3) -> DataLoader[Any]:
@@ -44,27 +49,132 @@ def validations(train: Any = None, **settings: Any) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "steps", "epoch"),
+    ("settings", "steps", "epochs"),
     [
-        ({"max_epochs": 3}, 12, 2),
-        ({"max_steps": 6}, 6, 1),
-        ({"max_steps": 8}, 8, 1),
-        ({"max_epochs": 1, "max_steps": 100}, 4, 0),
-        ({"max_epochs": 3, "max_steps": 3}, 3, 0),
-        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 4, 1),
-        ({"max_steps": 3, "accumulate_grad_batches": 2}, 3, 1),
-        ({"max_epochs": 2, "limit_train_batches": 3}, 6, 1),
-        ({"max_epochs": 2, "limit_train_batches": 0.5}, 4, 1),
+        ({"max_epochs": 3}, 12, 3),
+        ({"max_steps": 6}, 6, 2),
+        ({"max_steps": 8}, 8, 2),
+        ({"max_epochs": 1, "max_steps": 100}, 4, 1),
+        ({"max_epochs": 3, "max_steps": 3}, 3, 1),
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 4, 2),
+        ({"max_steps": 3, "accumulate_grad_batches": 2}, 3, 2),
+        ({"max_epochs": 2, "limit_train_batches": 3}, 6, 2),
+        ({"max_epochs": 2, "limit_train_batches": 0.5}, 4, 2),
         ({"max_epochs": 0}, 0, 0),
         ({"max_steps": 0}, 0, 0),
         ({"max_epochs": 2, "limit_train_batches": 0}, 0, 0),
     ],
 )
-def test_where_training_ends(settings: dict[str, Any], steps: int, epoch: int):
+def test_where_training_ends(settings: dict[str, Any], steps: int, epochs: int):
     for data in [loader()] if settings.get("limit_train_batches") == 0.5 else [loader(), stream()]:
         trainer = quiet(**settings)
         trainer.fit(Toy(), data)
-        assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
+        assert (trainer.global_step, trainer.current_epoch) == (steps, epochs)
+        assert trainer.position.epoch == max(0, epochs - 1), "the place in the training stays in the last epoch"
+
+
+class Epochs(Callback):
+    """`current_epoch` in the hooks of a fit, of the Trainer and of the module."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[int]] = {}
+        for hook in ("fit_start", "train_start", "train_epoch_start", "validation_end", "train_end", "fit_end"):
+            setattr(self, f"on_{hook}", partial(self.note, f"on_{hook}"))
+
+    def note(self, hook: str, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            assert module.current_epoch == trainer.current_epoch
+            self.seen.setdefault(hook, []).append(trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.note("on_train_epoch_end", trainer, module)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self.note("teardown", trainer, module)
+
+
+class RunsLast(Epochs):
+    runs_last = True
+
+
+def epochs_seen(begin: int, epochs: list[int], end: int, *, restored: int | None = None) -> dict[str, list[int]]:
+    return {
+        "on_fit_start": [begin],
+        "on_train_start": [begin if restored is None else restored],
+        **{f"on_{hook}": epochs for hook in ("train_epoch_start", "validation_end", "train_epoch_end")},
+        **{hook: [end] for hook in ("on_train_end", "on_fit_end", "teardown")},
+    }
+
+
+@pytest.mark.parametrize("kind", [Epochs, RunsLast])
+def test_current_epoch_counts_an_epoch_once_its_end_hooks_have_run(kind: type[Epochs], tmp_path: Path):
+    first, second = kind(), kind()
+    trainer = quiet(max_epochs=2, callbacks=first)
+    trainer.fit(Toy(), loader(), loader(3))
+    assert first.seen == epochs_seen(0, [0, 1], 2)
+    assert trainer.model is not None
+    assert trainer.model.current_epoch == 2
+    path = trainer.save_checkpoint(tmp_path / "two")
+    first.seen.clear()
+    trainer.settings = replace(trainer.settings, max_epochs=3)
+    trainer.fit(Toy(), loader(), loader(3))
+    assert first.seen == epochs_seen(2, [2], 3)
+    resumed = quiet(max_epochs=3, callbacks=second)
+    resumed.fit(Toy(), loader(), loader(3), ckpt_path=path)
+    assert second.seen == epochs_seen(0, [2], 3, restored=2)
+
+
+def test_current_epoch_where_an_epoch_is_cut_short():
+    epochs = Epochs()
+    trainer = quiet(max_steps=6, callbacks=epochs, limit_val_batches=0)
+    trainer.fit(Toy(), loader())
+    expected = epochs_seen(0, [0, 1], 2)
+    del expected["on_validation_end"]
+    assert epochs.seen == expected
+    epochs.seen.clear()
+    trainer.settings = replace(trainer.settings, max_steps=10)
+    trainer.fit(Toy(), loader())
+    expected |= epochs_seen(1, [1, 2], 3)
+    del expected["on_validation_end"]
+    assert epochs.seen == expected, "the run goes on in the epoch that it had begun"
+    broken = quiet(max_epochs=2, callbacks=Raises(ValueError("no"), batch=2))
+    with pytest.raises(ValueError, match="no"):
+        broken.fit(Toy(), loader())
+    assert broken.current_epoch == 0
+
+
+class Raises(Callback):
+    def __init__(self, error: Exception, batch: int) -> None:
+        self.error, self.batch = error, batch
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            raise self.error
+
+
+def test_what_is_written_and_drawn_has_the_epoch_itself_and_not_the_count(tmp_path: Path):
+    drawn: list[int] = []
+
+    class Notes(RandomSampler):
+        def set_epoch(self, epoch: int) -> None:
+            drawn.append(epoch)
+
+    data = samples(6)
+    saver = ModelCheckpoint(filename="{epoch}", save_top_k=-1, every_n_epochs=2, save_last=True)
+    trainer = quiet(max_epochs=3, max_steps=10, enable_checkpointing=True, callbacks=saver, default_root_dir=tmp_path)
+    trainer.fit(Toy(), loader(), DataLoader(data, 3, sampler=Notes(data)))
+    trainer.validate(verbose=False, dataloaders=DataLoader(data, 3, sampler=Notes(data)), model=Toy())
+    assert (trainer.current_epoch, trainer.global_step) == (3, 10)
+    assert drawn[-1] == 2
+    assert sorted(set(drawn)) == [0, 1, 2]
+    checkpoints = {path.name: path for path in map(Path, saver.best_k_models)}
+    assert list(checkpoints) == ["epoch=1-1", "epoch=2-1"]
+    for name, epoch in (("epoch=1-1", 1), ("epoch=2-1", 2)):
+        kept = json.loads((checkpoints[name] / "trainer.json").read_text())
+        assert kept["epoch"] == kept["position"]["epoch"] == epoch
+        assert kept["position"].keys() == {field.name for field in fields(Position)}
+    assert trainer.log_dir is not None
+    assert json.loads((Path(trainer.log_dir) / "status.json").read_text())["epoch"] == 2
 
 
 def test_a_fraction_of_unsized_data_is_an_error():
@@ -372,8 +482,8 @@ def test_after_an_error_everything_is_put_back(fn: str):
     with pytest.raises(ValueError, match="from the step"):
         getattr(trainer, fn)(module, loader())
     assert events == ["exception from the step", f"teardown {fn}"]
-    assert trainer.state.status == "failed"
-    assert trainer.state.fn is None
+    assert (trainer.state.status, trainer.state.fn, trainer.state.stage) == ("interrupted", fn, None)
+    assert trainer.interrupted
     assert active_run() is None
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.is_anomaly_enabled()
@@ -468,6 +578,6 @@ def test_what_a_trainer_says_of_itself():
     )
     trainer.fit(module, loader(), [loader(6), loader(9)])
     assert seen == [("fit", True, 4, [2, 3], module)]
-    assert trainer.state.status == "finished"
+    assert trainer.state.finished
     with pytest.raises(AttributeError, match="no attribute 'max_epoch'"):
         _ = trainer.max_epoch

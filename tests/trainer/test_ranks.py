@@ -56,7 +56,7 @@ class Counting(TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, index = batch
-        if self.trainer.train_dataloader.share.mine:
+        if self.trainer._run.source.share.mine:
             self.trained += index.tolist()
         self.log("count", float(len(x)), on_step=False, on_epoch=True, reduce_fx="sum")
         return nn.functional.mse_loss(self.layer(x), y)

@@ -85,8 +85,9 @@ def test_the_status_is_that_of_the_first_error(
     said = status(trainer)
     assert (said["status"], said["exit_code"]) == expected
     assert logger.closed == [logged]
-    assert trainer.train_dataloader is None, "detached"
-    assert trainer.state.fn is None
+    assert trainer._ctx is None, "detached"
+    assert trainer.state.stage is None
+    assert trainer.state.stopped
 
 
 def test_a_preempted_run_is_resumable_though_its_status_cannot_be_written(

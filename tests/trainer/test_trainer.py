@@ -2,31 +2,210 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from instep import AcceleratorState, Callback
-from instep.errors import UsageError
-from tests.trainer.toys import Toy, loader, quiet
+from instep import AcceleratorState, Callback, Trainer
+from instep.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ProgressBar, Timer
+from instep.data import CombinedLoader
+from instep.errors import SettingError, UsageError
+from instep.loggers import CSVLogger, TensorBoardLogger
+from instep.strategies import DDPStrategy
+from instep.trainer import RunningStage, TrainerFn, TrainerStatus
+from tests.trainer.toys import LoggingToy, Toy, assert_same, loader, quiet, weights
 
 
-def test_the_training_data_is_there_while_fit_runs_only():
-    asked: list[int] = []
+def told(trainer: Trainer) -> dict[str, Any]:
+    """What a Trainer says of its data, of where it stands, and how it ended."""
+    state = trainer.state
+    return {
+        "train": (trainer.train_dataloader, trainer.num_training_batches),
+        "val": (trainer.val_dataloaders, trainer.num_val_batches, trainer.num_sanity_val_batches),
+        "test": (trainer.test_dataloaders, trainer.num_test_batches),
+        "predict": (trainer.predict_dataloaders, trainer.num_predict_batches),
+        "state": (state.status, state.fn, state.stage, state.finished, state.stopped),
+        "last": trainer.is_last_batch,
+    }
 
-    class Own(Toy):
-        def train_dataloader(self) -> Any:
-            asked.append(1)
-            return loader()
 
-        def on_train_start(self) -> None:
-            assert self.trainer.train_dataloader.num_batches == 4
+NOTHING = {
+    "train": (None, float("inf")),
+    "val": (None, [], []),
+    "test": (None, []),
+    "predict": (None, []),
+    "state": ("initializing", None, None, False, False),
+    "last": False,
+}
 
-    trainer = quiet(max_epochs=1)
-    assert trainer.train_dataloader is None
-    trainer.fit(Own())
-    assert trainer.train_dataloader is None
-    assert asked == [1]
+
+class Asks(Toy):
+    """What the Trainer says of itself at some hooks; the training loader is the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = loader()
+        self.asked = 0
+        self.told: dict[str, dict[str, Any]] = {}
+        self.last: list[bool] = []
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return self.own
+
+    def configure_optimizers(self) -> Any:
+        self.steps = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+    def on_validation_start(self) -> None:
+        if self.trainer.sanity_checking:
+            self.told["sanity"] = told(self.trainer)
+
+    def on_train_start(self) -> None:
+        self.told["train"] = told(self.trainer)
+        assert self.optimizers() is self.optimizers()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.last.append(self.trainer.is_last_batch)
+
+    def on_test_epoch_end(self) -> None:
+        self.told["test"] = told(self.trainer)
+
+
+def test_what_a_trainer_says_before_during_and_after_a_run():
+    trainer, module = quiet(max_epochs=2, accumulate_grad_batches=3), Asks()
+    assert told(trainer) == NOTHING
+    vals = {"a": loader(9), "b": loader(15)}
+    trainer.fit(module, val_dataloaders=vals)
+    data = {"train": (module.own, 4), "val": (vals, [3, 5], [2, 2])}
+    assert module.told["sanity"] == {**NOTHING, **data, "state": ("running", "fit", "sanity_check", False, False)}
+    assert module.told["train"] == {**NOTHING, **data, "state": ("running", "fit", "train", False, False)}
+    assert module.last == [False, False, False, True] * 2
+    assert told(trainer) == {**NOTHING, **data, "state": ("finished", "fit", None, True, True), "last": True}
+    assert (module.asked, module.steps, trainer.estimated_stepping_batches) == (1, 4, 4)
+    assert module.optimizers().optimizer is trainer.optimizers[0]
+
+    tests, more = [loader(6), loader(3)], loader(3)
+    trainer.test(module, tests, verbose=False)
+    tested = {**NOTHING, **data, "test": (tests, [2, 1]), "last": True}
+    assert module.told["test"] == {**tested, "state": ("running", "test", "test", False, False)}
+    assert told(trainer) == {**tested, "state": ("finished", "test", None, True, True)}
+    trainer.validate(module, more, verbose=False)
+    trainer.predict(module, tests)
+    assert (trainer.val_dataloaders, trainer.num_val_batches, trainer.num_sanity_val_batches) == (more, [1], [2, 2])
+    assert (trainer.predict_dataloaders, trainer.num_predict_batches) == (tests, [2, 1])
+    trainer.fit(module, CombinedLoader([module.own], "min_size"))
+    assert trainer.train_dataloader == [module.own]
+    assert (trainer.val_dataloaders, trainer.num_val_batches) == (None, [])
+
+
+def test_a_trainer_has_the_words_of_lightning(tmp_path: Path):
+    plugins = [EarlyStopping("a"), EarlyStopping("b"), ModelCheckpoint(), ModelCheckpoint(filename="x"), ProgressBar()]
+    trainer = quiet(callbacks=plugins, devices=2, enable_progress_bar=True, enable_checkpointing=True)
+    assert trainer.early_stopping_callbacks == plugins[:2]
+    assert trainer.early_stopping_callback is plugins[0]
+    assert trainer.checkpoint_callbacks == plugins[2:4]
+    assert trainer.checkpoint_callback is plugins[2]
+    assert trainer.progress_bar_callback is plugins[4]
+    bare = quiet()
+    assert (bare.early_stopping_callbacks, bare.checkpoint_callbacks) == ([], [])
+    assert (bare.checkpoint_callback, bare.progress_bar_callback, bare.ckpt_path) == (None, None, None)
+    assert (trainer.device_ids, bare.device_ids) == ([0, 1], [0])
+    assert (bare.evaluating, bare.interrupted, bare.received_sigterm) == (False, False, False)
+    module = Toy()
+    bare.validate(module, loader(3), verbose=False)
+    with pytest.warns(FutureWarning, match="trainer.model") as warned:
+        assert bare.lightning_module is module
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    with pytest.raises(AttributeError, match="global_step can be read, not set"):
+        bare.global_step = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_states_are_words_and_members():
+    stage = RunningStage("sanity_check")
+    assert (stage, f"{stage}", str(stage), stage.value) == ("sanity_check",) * 4
+    assert [one.evaluating for one in RunningStage] == [False, True, True, True, False]
+    assert [one.dataloader_prefix for one in RunningStage] == ["train", "val", "val", "test", "predict"]
+    assert [one.stopped for one in TrainerStatus] == [False, False, True, True]
+    assert list(TrainerFn) == ["fit", "validate", "test", "predict"]
+
+
+def test_loggers_may_be_set_between_runs(tmp_path: Path):
+    trainer, logger = quiet(max_epochs=1, default_root_dir=tmp_path, logger=True), CSVLogger()
+    trainer.logger = logger
+    module = LoggingToy()
+    module.on_train_start = lambda: setattr(trainer, "logger", None)
+    with pytest.raises(UsageError, match="set them before it"):
+        trainer.fit(module, loader())
+    module.on_train_start = lambda: None
+    trainer.fit(module, loader())
+    assert trainer.loggers == [logger]
+    assert logger.log_dir == trainer.log_dir
+    trainer.loggers = []
+    assert trainer.logger is None
+    with pytest.raises(SettingError, match="Logger"):
+        trainer.loggers = ["csv"]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_ckpt_path_tells_what_was_loaded_and_may_be_set(tmp_path: Path):
+    saver = ModelCheckpoint(dirpath=tmp_path / "best", save_last=True)
+    trainer, module = quiet(max_epochs=1, callbacks=saver, enable_checkpointing=True, default_root_dir=tmp_path), Toy()
+    trainer.fit(module, loader(), ckpt_path="auto")
+    assert trainer.ckpt_path is None, "there was none to load"
+    other = quiet(max_epochs=1)
+    other.fit(Toy(), loader())
+    mine = other.save_checkpoint(tmp_path / "mine")
+    trainer.test(dataloaders=loader(3), verbose=False)
+    assert trainer.ckpt_path == saver.best_model_path
+    trainer.ckpt_path = mine
+    trainer.test(dataloaders=loader(3), verbose=False)
+    assert trainer.ckpt_path == mine
+    assert_same(weights(module), weights(other.model))
+    with pytest.warns(UserWarning, match=r"goes before trainer\.ckpt_path = .*mine-1"):
+        trainer.test(ckpt_path="best", dataloaders=loader(3), verbose=False)
+    assert trainer.ckpt_path == saver.best_model_path
+    trainer.ckpt_path = mine
+    trainer.ckpt_path = None
+    trainer.test(module, dataloaders=loader(3), verbose=False)
+    assert trainer.ckpt_path is None
+
+
+def test_a_trainer_that_has_run_can_be_pickled_and_copied(tmp_path: Path):
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        strategy=DDPStrategy(),
+        default_root_dir=tmp_path,
+        logger=[TensorBoardLogger(), CSVLogger()],
+        callbacks=[EarlyStopping("val_loss"), LearningRateMonitor(), Timer(), ModelCheckpoint(monitor="val_loss")],
+    )
+    torch.manual_seed(0)
+    module = LoggingToy()
+    first = copy.deepcopy(module.state_dict())
+    trainer.fit(module, loader(), loader(3))
+    for callback, copied in zip(trainer.callbacks, copy.deepcopy(trainer.callbacks), strict=True):
+        assert type(copied) is type(callback)
+        assert copied.state_dict().keys() == callback.state_dict().keys()
+    data = pickle.dumps(trainer)
+    assert len(data) < 30_000, "nothing of the run is in it"
+    assert trainer.train_dataloader is not None
+    for again in (pickle.loads(data), copy.deepcopy(trainer)):
+        assert (again.current_epoch, again.global_step, again.num_training_batches) == (1, 4, 4)
+        assert again.train_dataloader is None
+        assert again.callback_metrics.keys() == trainer.callback_metrics.keys()
+        again.settings = replace(again.settings, max_epochs=2)
+        again.fit(again.model, loader(), loader(3))
+        assert again.global_step == 8
+    whole = LoggingToy()
+    whole.load_state_dict(first)
+    quiet(max_epochs=2).fit(whole, loader(), loader(3))
+    assert_same(weights(again.model), weights(whole))
 
 
 class Withdraws(Callback):
