@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
@@ -201,6 +201,38 @@ def resolve(**given: Any) -> Settings:
     if settings.fast_dev_run:
         settings = _trial(settings)
     return settings
+
+
+_FIXED = frozenset(
+    {
+        "accelerator", "barebones", "callbacks", "default_root_dir", "devices", "enable_checkpointing",
+        "enable_model_summary", "enable_progress_bar", "fast_dev_run", "logger", "max_time", "num_nodes", "precision",
+        "strategy", "sync_batchnorm",
+    }
+)  # fmt: skip
+ATTRIBUTES = frozenset(field.name for field in fields(Settings)) - {"strategy", "logger", "callbacks"}
+"""Arguments that the Trainer has no attribute of its own for."""
+
+
+def change(settings: Settings, name: str, value: Any) -> Settings:
+    """Return the settings with another value of one argument, for the runs to come.
+
+    Raises:
+        SettingError: a wrong value, or an argument that the Trainer has acted on when it was made.
+    """
+    if name in _FIXED:
+        raise SettingError(
+            f"trainer.{name} = {value!r}: it was settled when the Trainer was made. Make a new Trainer with {name}=...",
+            field=name,
+            got=value,
+        )
+    if value is None:
+        new = None if name == "check_val_every_n_epoch" else getattr(Settings, name)
+    else:
+        new = check_value(name, value)
+    changed = replace(settings, **{name: new})
+    _check_loop(changed, {name: value})
+    return changed
 
 
 def _drop_accumulation(values: dict[str, Any]) -> None:

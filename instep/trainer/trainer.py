@@ -37,7 +37,7 @@ from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import LRSchedulerConfig
 from instep.trainer.plugins import check_data, check_module, default_callbacks
 from instep.trainer.run_folder import RunFolder
-from instep.trainer.settings import check_value, resolve
+from instep.trainer.settings import ATTRIBUTES, change, check_value, resolve
 from instep.trainer.step import manual_backward
 from instep.types import Location, PathLike, ReadOnly
 from instep.utils.paths import to_path
@@ -56,9 +56,9 @@ class Trainer:
     """Trains, validates, tests and predicts with a `TrainModule`.
 
     All arguments are keyword-only, have Lightning's names and meaning, and are checked here, before anything runs. They
-    can be read back under their names: `trainer.max_epochs`. Where accelerator, strategy, precision,
-    accumulate_grad_batches or grace_period_s is left out, `INSTEP_PRECISION` and its kin hold, as `instep launch` sets
-    them.
+    can be read back under their names, and most may be set between runs: `trainer.max_epochs = 20`. Where accelerator,
+    strategy, precision, accumulate_grad_batches or grace_period_s is left out, `INSTEP_PRECISION` and its kin hold, as
+    `instep launch` sets them.
 
     Args:
         accelerator: "auto", "cpu", "gpu", "cuda", "mps", ...
@@ -468,6 +468,14 @@ class Trainer:
         # A copy has what the Trainer knows, not what its runs hold: devices, process groups, loaders.
         data = {stage: replace(data, loaders=None) for stage, data in self._data.items()}
         return {**self.__dict__, "_ctx": None, "_last_ctx": None, "_log": None, "_data": data}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ATTRIBUTES:
+            super().__setattr__(name, value)
+        elif self._ctx is not None:
+            raise UsageError(f"trainer.{name} = {value!r}: the running {self._ctx.fn} has read it; set it between runs")
+        else:
+            self.settings = change(self.settings, name, value)
 
     def __getattr__(self, name: str) -> Any:
         # Arguments can be read under their own names; only what is no attribute comes here.

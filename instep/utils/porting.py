@@ -405,7 +405,10 @@ ATTRIBUTES_RENAMED = {("Trainer", "lightning_module"): "model"}
 _IN_CONFIG = "it is in `accelerator.dataloader_config`"
 _SHORT_FITS = "try learning rates in a loop of short fits"
 _UNCALLED = {old: f"use `{new}`" for old, new in HOOKS_UNCALLED.items()}
-_WHERE = "`trainer.current_epoch` and `trainer.global_step` say where a run stands"
+_LOOPS = (
+    "`trainer.current_epoch` and `trainer.global_step` say where a run stands, and `trainer.max_epochs = ...` between "
+    "two fits lets the second go on"
+)
 
 ATTRIBUTES = {
     "Accelerator": {
@@ -425,7 +428,7 @@ ATTRIBUTES = {
         "scaler": "the strategy owns it",
         "init_module": "build large layers in `configure_model`",
         **dict.fromkeys(("tune", "tuner", "lr_find"), _SHORT_FITS),
-        **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _WHERE),
+        **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOPS),
     },
     "TrainModule": {
         "to_onnx": "torch.onnx.export(module, ...) does it",

@@ -398,7 +398,7 @@ def test_a_global_batch_size_gives_batch_and_accumulation(size: int, batches: li
         (UsageError, "pass a model", lambda trainer: trainer.validate(dataloaders=loader())),
         (UsageError, "nothing to save yet", lambda trainer: trainer.save_checkpoint("x")),
         (HookError, "fit needs training data: pass loaders", lambda trainer: trainer.fit(Toy())),
-        (UsageError, r"the class Toy.*write Toy\(\.\.\.\)", lambda trainer: trainer.fit(Toy, loader())),
+        (UsageError, r"the class Toy.*write Toy\(\)", lambda trainer: trainer.fit(Toy, loader())),
         (
             UsageError,
             r"datamodule is the class.*DataModule\(",

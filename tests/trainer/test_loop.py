@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -116,7 +116,7 @@ def test_current_epoch_counts_an_epoch_once_its_end_hooks_have_run(kind: type[Ep
     assert trainer.model.current_epoch == 2
     path = trainer.save_checkpoint(tmp_path / "two")
     first.seen.clear()
-    trainer.settings = replace(trainer.settings, max_epochs=3)
+    trainer.max_epochs = 3
     trainer.fit(Toy(), loader(), loader(3))
     assert first.seen == epochs_seen(2, [2], 3)
     resumed = quiet(max_epochs=3, callbacks=second)
@@ -132,7 +132,7 @@ def test_current_epoch_where_an_epoch_is_cut_short():
     del expected["on_validation_end"]
     assert epochs.seen == expected
     epochs.seen.clear()
-    trainer.settings = replace(trainer.settings, max_steps=10)
+    trainer.max_steps = 10
     trainer.fit(Toy(), loader())
     expected |= epochs_seen(1, [1, 2], 3)
     del expected["on_validation_end"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +152,30 @@ def test_loggers_may_be_set_between_runs(tmp_path: Path):
         trainer.loggers = ["csv"]  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_arguments_may_be_set_between_runs():
+    trainer, module = quiet(max_epochs=1, min_epochs=1), Toy()
+    trainer.fit(module, loader())
+    trainer.max_epochs, trainer.limit_train_batches = 3, 2
+    assert (trainer.settings.max_epochs, trainer.max_epochs, trainer.limit_train_batches) == (3, 3, 2)
+    trainer.fit(module, loader())
+    assert (trainer.global_step, trainer.current_epoch) == (8, 3)
+    trainer.min_epochs = trainer.max_epochs = None
+    assert (trainer.min_epochs, trainer.max_epochs) == (None, 1000)
+    for name, value, text in (
+        ("max_epochs", "4", "max_epochs='4'"),
+        ("min_steps", 5, "min_steps=5 is more than max_steps=3"),
+        ("precision", "bf16-mixed", r"trainer\.precision = .*Make a new Trainer"),
+    ):
+        trainer.max_steps = 3
+        with pytest.raises(SettingError, match=text):
+            setattr(trainer, name, value)
+    assert (trainer.max_epochs, trainer.min_steps, trainer.precision) == (1000, None, "32-true")
+    module.on_train_start = lambda: setattr(trainer, "accumulate_grad_batches", 4)
+    trainer.max_steps = 20
+    with pytest.raises(UsageError, match="the running fit has read it"):
+        trainer.fit(module, loader())
+
+
 def test_ckpt_path_tells_what_was_loaded_and_may_be_set(tmp_path: Path):
     saver = ModelCheckpoint(dirpath=tmp_path / "best", save_last=True)
     trainer, module = quiet(max_epochs=1, callbacks=saver, enable_checkpointing=True, default_root_dir=tmp_path), Toy()
@@ -199,7 +222,7 @@ def test_a_trainer_that_has_run_can_be_pickled_and_copied(tmp_path: Path):
         assert (again.current_epoch, again.global_step, again.num_training_batches) == (1, 4, 4)
         assert again.train_dataloader is None
         assert again.callback_metrics.keys() == trainer.callback_metrics.keys()
-        again.settings = replace(again.settings, max_epochs=2)
+        again.max_epochs = 2
         again.fit(again.model, loader(), loader(3))
         assert again.global_step == 8
     whole = LoggingToy()
