@@ -1,6 +1,7 @@
 """`Accelerator`: a handwritten loop over the Trainer's strategies, data, loggers and checkpoints."""
 
 from instep.accelerator.accelerator import Accelerator
+from instep.accelerator.exporting import save
 from instep.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -15,6 +16,8 @@ from instep.accelerator.local_sgd import LocalSGD
 from instep.accelerator.logging import get_logger, tqdm
 from instep.accelerator.memory import clear_device_cache, find_executable_batch_size, release_memory
 from instep.accelerator.rng import set_seed, synchronize_rng_states
+from instep.accelerator.trackers import GeneralTracker, register_tracker_class
+from instep.accelerator.unwrapping import convert_outputs_to_fp32, extract_model_from_parallel
 from instep.data import DataLoaderConfiguration
 
 __all__ = [
@@ -22,6 +25,7 @@ __all__ = [
     "AutocastKwargs",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
+    "GeneralTracker",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -29,9 +33,13 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "clear_device_cache",
+    "convert_outputs_to_fp32",
+    "extract_model_from_parallel",
     "find_executable_batch_size",
     "get_logger",
+    "register_tracker_class",
     "release_memory",
+    "save",
     "set_seed",
     "skip_first_batches",
     "synchronize_rng_states",

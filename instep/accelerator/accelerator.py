@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from instep import distributed
 from instep.accelerator import saving
+from instep.accelerator.exporting import save, save_weights
 from instep.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -25,7 +27,7 @@ from instep.accelerator.handlers import (
     by_kind,
     profile,
 )
-from instep.accelerator.loader import AcceleratedLoader, SkippedLoader, gather_samples, skip_first_batches
+from instep.accelerator.loader import AcceleratedLoader, gather_samples, skip_first_batches
 from instep.accelerator.memory import clear_device_cache
 from instep.accelerator.preparing import (
     PreparedRun,
@@ -34,22 +36,23 @@ from instep.accelerator.preparing import (
     make_precision,
     precision_asked_for,
 )
-from instep.accelerator.saving import States
-from instep.accelerator.trackers import Trackers
+from instep.accelerator.saving import HookHandle, States
+from instep.accelerator.trackers import LogWith, Trackers
 from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler
 from instep.checkpoint.resume import Resume, ResumeReport
 from instep.data import DataLoaderConfiguration
 from instep.distributed import Triggers
 from instep.distributed.nested import map_leaves
-from instep.errors import SettingError, UsageError
-from instep.loggers import Logger
+from instep.errors import DistributedError, RemoteError, SettingError, UsageError
 from instep.state import AcceleratorState, GradientState, PartialState, read_environment
 from instep.state.device import DistributedType
 from instep.state.partial import ProcessMethods
 from instep.strategies import Strategy
 from instep.types import Location, PathLike
+from instep.utils.checks import at_least, parse_size
 from instep.utils.paths import local_path, to_path
 from instep.utils.porting import instead_of
+from instep.utils.warn import warn_user
 
 
 class Accelerator(ProcessMethods):
@@ -64,6 +67,7 @@ class Accelerator(ProcessMethods):
 
     Args:
         device_placement: move models and batches to the device.
+        split_batches: as in `dataloader_config`, whose value it takes the place of.
         mixed_precision: "no", "fp16" (not on a CPU), "bf16" or "fp8" (emulated on a CPU); None: what the variable
             INSTEP_PRECISION says, else "no".
         gradient_accumulation_steps: micro-batches of one window, used by `accumulate` and `backward`; None: what the
@@ -72,8 +76,9 @@ class Accelerator(ProcessMethods):
         dataloader_config: how loaders are prepared.
         strategy: a name or a `Strategy`, as for the Trainer; each model gets a copy. None: what the variables
             INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS say, else "auto".
-        log_with: loggers: "tensorboard", "wandb", "csv", "all", a `Logger`, or a list of these.
-        project_dir: where checkpoints and logs go.
+        log_with: loggers: "tensorboard", "wandb", "csv", "all", a `Logger` or `GeneralTracker`, or a list
+            of these.
+        project_dir: where checkpoints and logs go, unless `project_config` says it.
         project_config: the same with more options.
         gradient_accumulation_plugin: the number of micro-batches with more options.
         step_scheduler_with_optimizer: False passes every `scheduler.step()` on.
@@ -110,12 +115,13 @@ class Accelerator(ProcessMethods):
         self,
         *,
         device_placement: bool = True,
+        split_batches: bool | None = None,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
         strategy: str | Strategy | None = None,
-        log_with: str | Logger | Sequence[str | Logger] | None = None,
+        log_with: LogWith = None,
         project_dir: PathLike | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -130,12 +136,14 @@ class Accelerator(ProcessMethods):
             raise SettingError(f"Accelerator({name}=...) is not taken: {hint}.", field=name, got=unknown[name])
         mixed_precision = precision_asked_for(mixed_precision)
         accumulation = accumulation_asked_for(gradient_accumulation_plugin, gradient_accumulation_steps)
-        if project_config is not None and project_dir is not None:
-            raise SettingError("give project_dir or project_config, not both", field="project_dir", got=project_dir)
         self._handlers = by_kind(kwargs_handlers)
         self._accumulation = accumulation
-        self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
+        self.project_configuration = project_config or ProjectConfiguration()
+        if project_dir is not None and self.project_configuration.project_dir is None:
+            self.project_configuration.set_directories(project_dir)
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+        if split_batches is not None:
+            self.dataloader_config = replace(self.dataloader_config, split_batches=split_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         if read_environment().launcher != "none":
@@ -150,7 +158,7 @@ class Accelerator(ProcessMethods):
         self._rank, self._local_rank = process.process_index, process.local_process_index
         self._world_size = process.num_processes
         self.precision = make_precision(mixed_precision, process.device, self._handlers)
-        self._trackers = Trackers(log_with, process.is_main_process)
+        self._trackers = Trackers(log_with, process.is_main_process, self.logging_dir)
         self.triggers = Triggers(reserved=())
         """Named triggers; `triggers.tick(step)` is the agreement that does not wait."""
         self._prepared = PreparedRun(  # this makes it the active run
@@ -223,13 +231,21 @@ class Accelerator(ProcessMethods):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one window."""
+        """Micro-batches of one window; a new number holds from the next window on."""
         return self._prepared.run.gradient.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, num_steps: int) -> None:
+        self._prepared.set_accumulation(at_least(1)("gradient_accumulation_steps", num_steps))
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the micro-batch in hand ends its window: gradients are reduced, optimizers step."""
         return self._prepared.syncs
+
+    @sync_gradients.setter
+    def sync_gradients(self, syncs: bool) -> None:
+        self._prepared.run.gradient.sync_gradients = syncs
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -265,6 +281,43 @@ class Accelerator(ProcessMethods):
     def dataloaders(self) -> list[AcceleratedLoader]:
         """The prepared loaders."""
         return self._prepared.dataloaders
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The loggers and trackers that `init_trackers` started."""
+        return self._trackers.started
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler of fp16; None without one."""
+        return self.precision.scaler
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.num_processes > 1
+
+    multi_device = use_distributed
+
+    @property
+    def split_batches(self) -> bool:
+        """What `dataloader_config` says, as are the next three."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every rank runs the same number of steps."""
+        return self.dataloader_config.even_batches
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies to the device are not waited for."""
+        return self.dataloader_config.non_blocking
 
     # ---- preparing
 
@@ -355,7 +408,7 @@ class Accelerator(ProcessMethods):
         """Return the user's model in what `prepare` returned.
 
         Args:
-            model: wrapped, or not.
+            model: wrapped, or not; another package's DataParallel and DistributedDataParallel come off too.
             keep_fp32_wrapper: False also takes the precision off its forward.
             keep_torch_compile: False also takes off what `torch.compile` put around it.
         """
@@ -515,7 +568,7 @@ class Accelerator(ProcessMethods):
         """
         self._states.register(objects, named)
 
-    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> Callable[[], None]:
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> HookHandle:
         """Call a hook before each save, on every rank.
 
         Args:
@@ -525,12 +578,11 @@ class Accelerator(ProcessMethods):
                 checkpoint. It must not wait for other ranks.
 
         Returns:
-            What removes the hook.
+            What removes the hook: `handle.remove()`.
         """
-        self._states.save_hooks.append(hook)
-        return lambda: self._states.save_hooks.remove(hook)
+        return HookHandle(self._states.save_hooks, hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> Callable[[], None]:
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> HookHandle:
         """Call a hook before each load, on every rank.
 
         Args:
@@ -538,23 +590,29 @@ class Accelerator(ProcessMethods):
                 of the list are its own to load.
 
         Returns:
-            What removes the hook.
+            What removes the hook: `handle.remove()`.
         """
-        self._states.load_hooks.append(hook)
-        return lambda: self._states.load_hooks.remove(hook)
+        return HookHandle(self._states.load_hooks, hook)
 
     @overload
-    def save_state(self, output_dir: Location | None = None, background: Literal[False] = False) -> Path: ...
+    def save_state(
+        self, output_dir: Location | None = None, safe_serialization: bool = True, *, background: Literal[False] = False
+    ) -> Path: ...
 
     @overload
-    def save_state(self, output_dir: Location | None = None, *, background: bool) -> Path | None: ...
+    def save_state(
+        self, output_dir: Location | None = None, safe_serialization: bool = True, *, background: bool
+    ) -> Path | None: ...
 
-    def save_state(self, output_dir: Location | None = None, background: bool = False) -> Path | None:
+    def save_state(
+        self, output_dir: Location | None = None, safe_serialization: bool = True, *, background: bool = False
+    ) -> Path | None:
         """Save everything that was prepared or registered, at one instant and verified. Collective: on all ranks.
 
         Args:
             output_dir: the folder; `-<attempt>` is added, so that nothing is overwritten. Default: the next one in
                 `<project_dir>/checkpoints`, where `ProjectConfiguration(total_limit=)` deletes the oldest of this run.
+            safe_serialization: False warns: a state is always safetensors and JSON.
             background: copy the state to host memory, which is kept, and write and verify it beside the training. The
                 next save waits for it, like `wait_for_saves` and `end_training`, and raises its error.
 
@@ -568,6 +626,8 @@ class Accelerator(ProcessMethods):
             SettingError: two loaders, optimizers or schedulers cannot be told apart by name.
             DistributedError: not all ranks came.
         """
+        if not safe_serialization:
+            warn_user("save_state(safe_serialization=False) has no effect: a state is always safetensors and JSON")
         self.wait_for_everyone("save_state")
         return saving.save(self._states, None if output_dir is None else to_path(output_dir), background)
 
@@ -606,44 +666,58 @@ class Accelerator(ProcessMethods):
         self.resume_report = saving.load(self._states, path, resume or Resume())
         return self.resume_report.path
 
-    def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole model's state dict. Collective: on all ranks.
 
         Args:
-            model: prepared, wrapped or not.
+            model: prepared, wrapped or not; or any other, whose own state dict is returned.
+            unwrap: False gives the names that the wrapped model has.
 
         Returns:
             Name -> plain tensor; with a strategy whose ranks write their own parts of a checkpoint, on the main process
             only, and empty elsewhere.
         """
+        if self._prepared.inner(model) is None:
+            return (self.unwrap_model(model) if unwrap else model).state_dict()
         strategy = self._prepared.strategy_of(model)
+        if not unwrap and not strategy.sharded:
+            return model.state_dict()
         return strategy.full_model_state() if strategy.sharded else strategy.model_state()
 
-    def save_model(self, model: nn.Module, save_directory: PathLike) -> Path:
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: PathLike,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> Path:
         """Write a model's weights as `model.safetensors`, for anybody to load. Collective: on all ranks.
 
         Args:
-            model: prepared, wrapped or not.
+            model: prepared or not, wrapped or not.
             save_directory: the folder; made if it is not there.
+            max_shard_size: bytes of a file, or a text such as "5GB": a larger model is several files with an index.
+            safe_serialization: False writes `pytorch_model.bin`, by torch.save.
 
         Returns:
-            The file.
+            The file, or the index.
         """
+        limit = parse_size("max_shard_size", max_shard_size)
         self.wait_for_everyone("save_model")
-        state = {name: value for name, value in self.get_state_dict(model).items() if isinstance(value, Tensor)}
-        return saving.save_weights(state, local_path(save_directory) / "model.safetensors")
+        return save_weights(self.get_state_dict(model), local_path(save_directory), limit, safe_serialization)
 
-    def save(self, obj: Any, file: PathLike) -> None:
-        """`torch.save` by the main process, at one instant: a reader sees the whole file or the one before.
+    def save(self, obj: Any, f: PathLike, safe_serialization: bool = False) -> None:
+        """`instep.accelerator.save`.
 
         Args:
             obj: what to save.
-            file: where to; its folder is there.
+            f: where to; its folder is there.
+            safe_serialization: write a dict of tensors as safetensors.
 
         Raises:
             UnsavableStateError: it cannot be pickled; the file that was there is intact.
         """
-        saving.save_object(obj, local_path(file), self.is_main_process)
+        save(obj, f, safe_serialization=safe_serialization)
 
     # ---- evaluation
 
@@ -661,18 +735,20 @@ class Accelerator(ProcessMethods):
             per rank that has samples.
 
         Raises:
-            DataError: with `per_sample`, a tensor has another number of rows than the batch has samples.
+            DataError: with `per_sample`, a tensor has another number of rows than the batch has samples. As many as a
+                whole batch of the loader has are cut.
         """
         loader: AcceleratedLoader | None = self._prepared.run.gradient.active_dataloader
         samples = None if loader is None else loader.source.share.mine
         samples = samples if self._prepared.main_strategy.contributes else 0  # another rank has the same samples
-        return gather_samples(data, samples, use_gather_object, per_sample)
+        size = None if loader is None else loader.batch_size
+        return gather_samples(data, samples, size, use_gather_object, per_sample)
 
-    def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedLoader:
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """`instep.accelerator.skip_first_batches`.
 
         Args:
-            dataloader: what `prepare` returned for a loader.
+            dataloader: what `prepare` returned for a loader, or any other.
             num_batches: batches to leave out, counted from the epoch's beginning.
         """
         return skip_first_batches(dataloader, num_batches)
@@ -699,8 +775,27 @@ class Accelerator(ProcessMethods):
     # ---- collectives
 
     def gather(self, data: Any) -> Any:
-        """`instep.distributed.gather`."""
-        return distributed.gather(data)
+        """`instep.distributed.gather`, of equally many rows on every rank.
+
+        Args:
+            data: nested tensors.
+
+        Raises:
+            DistributedError: ranks have different numbers of rows, as in an epoch's last batch: `gather_for_metrics`
+                takes those.
+        """
+        try:
+            return distributed.gather(data)
+        except RemoteError:
+            raise
+        except DistributedError as error:
+            loader: AcceleratedLoader | None = self._prepared.run.gradient.active_dataloader
+            if loader is None or not loader.is_last:
+                raise
+            raise DistributedError(
+                f"{error}\nThis is the loader's last batch, of which ranks have different numbers of samples: use "
+                "accelerator.gather_for_metrics, which gives each sample once."
+            ) from error
 
     def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """`instep.distributed.reduce`, times `scale`.
@@ -738,14 +833,20 @@ class Accelerator(ProcessMethods):
         """
         self._trackers.init(project_name, config, init_kwargs or {}, Path(self.logging_dir or "."))
 
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers by name, from the main process.
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log values by name, from the main process.
 
         Args:
-            values: numbers, or tensors with one element.
+            values: numbers, tensors with one element, texts where a logger has a place for them, or dicts of these.
             step: the step; None: one after the last.
+            log_kwargs: further arguments for a `GeneralTracker`'s `log`, by its name.
         """
-        self._trackers.log(values, step)
+        self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a started logger, or with `unwrap` what it writes with.

@@ -239,18 +239,18 @@ class GradientAccumulationPlugin:
         check_fields(self)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProjectConfiguration:
     """Where an Accelerator writes, and how many checkpoints it keeps.
 
     Args:
-        project_dir: the folder of checkpoints; None writes only where a call names a folder.
+        project_dir: the folder of checkpoints; None: the Accelerator's `project_dir`, or only where a call names one.
         logging_dir: the folder of loggers; None takes `project_dir`.
         automatic_checkpoint_naming: `save_state()` without a folder numbers its own below `project_dir`.
         total_limit: checkpoints to keep, the newest ones; None keeps all.
 
     Raises:
-        SettingError: a value is wrong, or an option has nothing to work on.
+        SettingError: a value is wrong.
     """
 
     project_dir: Annotated[PathLike | None, PATH] = None
@@ -260,13 +260,18 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        automatic, limit = self.automatic_checkpoint_naming, self.total_limit
-        if automatic and self.project_dir is None:
-            raise wrong("automatic_checkpoint_naming", True, "a project_dir to write into beside it")
-        if limit is not None and not automatic:
-            raise wrong("total_limit", limit, "automatic_checkpoint_naming=True beside it: nothing else is deleted")
+        if self.total_limit is not None and not self.automatic_checkpoint_naming:
+            warn_user(
+                f"ProjectConfiguration(total_limit={self.total_limit}) has no effect without "
+                "automatic_checkpoint_naming=True: nothing else is deleted"
+            )
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: PathLike | None = None) -> None:
+        """Set the folder of checkpoints, and that of loggers where it has none yet."""
+        self.project_dir = project_dir
         if self.logging_dir is None:
-            object.__setattr__(self, "logging_dir", self.project_dir)
+            self.logging_dir = project_dir
 
 
 _KINDS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from instep.data import PreparedLoader
 from instep.data.prefetch import batches_through
@@ -30,6 +32,7 @@ class AcceleratedLoader:
         device: where the batches go; None leaves them where they are.
         non_blocking: do not wait for copies from pinned memory.
         name: its name in checkpoints; None: by its data.
+        kind: the class that it passes for in `isinstance`; None: that of the user's loader.
 
     Attributes:
         batch_idx: number of the batch in hand, from 0 in an epoch; -1 before the first.
@@ -48,8 +51,10 @@ class AcceleratedLoader:
         device: torch.device | None,
         non_blocking: bool = False,
         name: str | None = None,
+        kind: type | None = None,
     ) -> None:
         self.source = source
+        self._kind = kind or (type(source.loader) if isinstance(source.loader, DataLoader) else AcceleratedLoader)
         self.name = name
         self.batch_idx = -1
         self.epoch = -1
@@ -111,10 +116,9 @@ class AcceleratedLoader:
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         self.trains = self.trains or self.batches_done is not None
         self._loaded = None
-        source.history = gradient.num_steps  # a checkpoint within a window goes back to its beginning
         self.batch_idx = source.first_batch - 1
         self.batches_done = None
-        self.full_batches = source.plan.full_batches(gradient.num_steps)
+        self.set_windows(gradient.num_steps)
         self.reliable = source.plan.exact
         self._pass = this = object()
         gradient.dataloader_references = [
@@ -141,6 +145,11 @@ class AcceleratedLoader:
                         references[-1]._show()
                     else:
                         gradient.active_dataloader, gradient.end_of_dataloader, gradient.remainder = None, False, -1
+
+    def set_windows(self, num_steps: int) -> None:
+        """Prepare for windows of so many batches."""
+        self.source.history = num_steps  # a checkpoint within a window goes back to its beginning
+        self.full_batches = self.source.plan.full_batches(num_steps)
 
     def _show(self) -> None:
         """Let the gradient state speak of this loader: with every batch, since a loop may have been left early."""
@@ -200,6 +209,14 @@ class AcceleratedLoader:
         source.set_epoch(self._next_epoch + 1)  # what another state had set is void
         self._loaded = None
 
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.__dict__.get("_kind", AcceleratedLoader)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the user's loader alone: where this one stands belongs to the run."""
+        return _itself, (self.source.loader,)
+
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # not set yet: while being copied
             raise AttributeError(name)
@@ -234,33 +251,85 @@ class SkippedLoader:
         return getattr(self.loader, name)
 
 
-def skip_first_batches(loader: Any, num_batches: int) -> SkippedLoader:
+class _SkippingSampler:
+    """A batch sampler without the first of another one's batches."""
+
+    def __init__(self, batch_sampler: Any, num_batches: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_batches = num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.batch_sampler, self.num_batches, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batch_sampler) - self.num_batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+
+class _SkippedBatches:
+    """Any iterable of batches without the first ones, which are read and dropped."""
+
+    def __init__(self, batches: Any, num_batches: int) -> None:
+        self.batches = batches
+        self.num_batches = num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.batches, self.num_batches, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batches) - self.num_batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches":
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+
+def _skip_unprepared(loader: Any, num_batches: int) -> Any:
+    """Skip in a loader that was not prepared; `prepare` takes the result of a plain DataLoader with a length."""
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        return _SkippedBatches(loader, num_batches)
+    same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+    more = ("generator", "prefetch_factor", "persistent_workers", "pin_memory_device")
+    options = {name: getattr(loader, name) for name in (*same, *more)}
+    return DataLoader(loader.dataset, batch_sampler=_SkippingSampler(loader.batch_sampler, num_batches), **options)
+
+
+def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Make a loader whose passes leave out the first batches of their epoch.
 
     The number counts from the epoch's beginning, also after `load_state`: skipping what a restored loader has done
     already skips nothing twice. Which samples count stays known, so `gather_for_metrics` is exact.
 
     Args:
-        loader: what `prepare` returned for a loader.
+        loader: what `prepare` returned for a loader; of any other the first batches of each pass are left out.
         num_batches: batches to leave out.
 
     Raises:
-        UsageError: the loader is not prepared.
         SettingError: the number is negative.
     """
-    if not isinstance(loader, AcceleratedLoader):
-        raise UsageError(
-            f"skip_first_batches takes what accelerator.prepare() returned for a loader; got {type(loader).__name__}"
-        )
-    return SkippedLoader(loader, at_least(0)("num_batches", num_batches))
+    at_least(0)("num_batches", num_batches)
+    prepared = type(loader) is AcceleratedLoader
+    return SkippedLoader(loader, num_batches) if prepared else _skip_unprepared(loader, num_batches)
 
 
-def gather_samples(data: Any, samples: int | None, use_gather_object: bool, per_sample: bool) -> Any:
+def _itself(loader: Any) -> Any:
+    return loader
+
+
+def gather_samples(
+    data: Any, samples: int | None, batch_size: int | None, use_gather_object: bool, per_sample: bool
+) -> Any:
     """Gather every rank's values, each sample once; see `Accelerator.gather_for_metrics`. Collective.
 
     Args:
         data: nested tensors, or a list of objects.
         samples: how many this rank has in the batch in hand; 0 where it replays one, None outside of a loader.
+        batch_size: how many a whole batch of the loader has, where that is known: so many rows are cut in the last one.
         use_gather_object: as there, like `per_sample`.
         per_sample: whether dimension 0 is the sample.
     """
@@ -271,22 +340,21 @@ def gather_samples(data: Any, samples: int | None, use_gather_object: bool, per_
                 f"{type(data).__name__}. For one object per rank use instep.distributed.gather_object."
             )
         rows = [] if samples == 0 else list(data)
-        if samples and per_sample:
-            _check_rows(len(rows), samples)
-        return [row for part in gather_object(rows) for row in part]
+        return gather_object(_rows(rows, samples, batch_size) if samples and per_sample else rows)
     if samples and per_sample:
-        map_leaves(lambda leaf: _check_leaf(leaf, samples), data)
+        data = map_leaves(lambda leaf: _rows_of_leaf(leaf, samples, batch_size), data)
     return gather_ragged(data, 0 if samples == 0 else None)
 
 
-def _check_leaf(leaf: Any, samples: int) -> None:
-    if isinstance(leaf, Tensor) and leaf.ndim:
-        _check_rows(leaf.shape[0], samples)
+def _rows_of_leaf(leaf: Any, samples: int, batch_size: int | None) -> Any:
+    return _rows(leaf, samples, batch_size) if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
 
-def _check_rows(rows: int, samples: int) -> None:
-    if rows != samples:
+def _rows(values: Any, samples: int, batch_size: int | None) -> Any:
+    """Return a row per sample: all that there are, or the first of as many as a whole batch has."""
+    if len(values) not in (samples, batch_size):
         raise DataError(
-            f"gather_for_metrics got {rows} rows for a batch of {samples} samples on this rank. Give one row per "
-            "sample of the batch in hand (the last batch may be smaller than batch_size), or say per_sample=False."
+            f"gather_for_metrics got {len(values)} rows for a batch of {samples} samples on this rank. Give one row "
+            "per sample of the batch in hand (the last batch may be smaller than batch_size), or say per_sample=False."
         )
+    return values[:samples]

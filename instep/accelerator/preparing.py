@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from instep.accelerator.handlers import (
     GradScalerKwargs,
 )
 from instep.accelerator.loader import AcceleratedLoader
-from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler, Window, put_on, take_off
+from instep.accelerator.unwrapping import (
+    compiled_as,
+    extract_model_from_parallel,
+    put_on,
+    take_off,
+    without_compile,
+)
+from instep.accelerator.wrappers import AcceleratedOptimizer, AcceleratedScheduler, Window
 from instep.data import DataLoaderConfiguration, PreparedLoader, prepare_loader
 from instep.distributed import broadcast_object
 from instep.errors import SettingError, UsageError
@@ -29,6 +37,7 @@ from instep.strategies.precision import precision_name
 from instep.strategies.registry import asked_strategy
 from instep.utils import env
 from instep.utils.checks import at_least, choice
+from instep.utils.imports import require
 from instep.utils.warn import warn_user
 
 _PRECISION = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
@@ -163,7 +172,7 @@ class PreparedRun:
             return self._wrapped[id(known)]
         model = self._strategy.unwrap(model)  # it may be what prepare returned before free_memory()
         self._claim_run()
-        name = name or type(_without_compile(model)).__name__
+        name = name or type(without_compile(model)).__name__
         if "." in name:
             raise SettingError(
                 f"name={name!r}: a model's name has no dots, which part the names of weights", field="name"
@@ -234,7 +243,11 @@ class PreparedRun:
                 even_batches=config.even_batches,
                 stateful=config.use_stateful_dataloader,
             )
-        prepared = AcceleratedLoader(source, self.run.gradient, device, config.non_blocking, name)
+        kind = None
+        if config.use_stateful_dataloader:  # it has their methods, whether data is read through torchdata's or not
+            kind = require("torchdata.stateful_dataloader", extra="data", purpose="use_stateful_dataloader=True")
+            kind = kind.StatefulDataLoader
+        prepared = AcceleratedLoader(source, self.run.gradient, device, config.non_blocking, name, kind)
         self.dataloaders.append(prepared)
         return prepared
 
@@ -310,7 +323,7 @@ class PreparedRun:
 
     def inner(self, model: nn.Module) -> nn.Module | None:
         """Return the prepared model that is meant, which may be wrapped, or compiled afterwards."""
-        candidates = (model, _without_compile(model))
+        candidates = (model, without_compile(model))
         for inner in self.models.values():
             if any(one is inner or one is self._wrapped[id(inner)] for one in candidates):
                 return inner
@@ -320,14 +333,17 @@ class PreparedRun:
         """Return the user's model in what `prepare` returned."""
         inner = self.inner(model)
         if inner is None:
-            inner = self._strategy.unwrap(_without_compile(model))
+            return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         if not keep_fp32_wrapper:
             take_off(inner)
-        return inner if keep_torch_compile else _without_compile(inner)
+        if not keep_torch_compile:
+            return without_compile(inner)
+        return inner if inner is not without_compile(inner) else compiled_as(model, inner)
 
-
-def _without_compile(model: nn.Module) -> nn.Module:
-    return getattr(model, "_orig_mod", model)
+    def set_accumulation(self, num_steps: int) -> None:
+        """Make windows of another length, from the next one on."""
+        self._accumulation = replace(self._accumulation, num_steps=num_steps)
+        self.window.set_length(num_steps)
 
 
 def choose_strategy(

@@ -9,7 +9,6 @@ class and optimizer, loaders by name or data, registered objects by name. Two of
 
 from __future__ import annotations
 
-import pickle
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,15 +16,14 @@ from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from instep import __version__
 from instep.accelerator.handlers import ProjectConfiguration
 from instep.accelerator.loader import AcceleratedLoader
 from instep.accelerator.preparing import PreparedRun
-from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer, find_checkpoint, write_tensors
+from instep.checkpoint import CheckpointStore, KeepNewest, Reader, Saved, Writer, find_checkpoint
 from instep.checkpoint.background import BackgroundSaver, PendingSave
 from instep.checkpoint.edge import anything, check, count, dict_of, list_of, mapping, named, taking_up, text
 from instep.checkpoint.lease import Lease
@@ -40,13 +38,10 @@ from instep.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     SettingError,
-    UnsavableStateError,
     UsageError,
 )
 from instep.strategies import Strategy
 from instep.types import Stateful
-from instep.utils.atomic import replacing
-from instep.utils.optimizer_state import clean_name
 from instep.utils.optimizers import put_rates, rates_of, set_learning_rates
 from instep.utils.paths import local_path
 from instep.utils.seed import rng_state
@@ -62,6 +57,21 @@ _SHARED = {
     "scaler": anything,
 }
 _RANK = {"rng": mapping, "loaders": dict_of(mapping), "data_rank": count}
+
+
+class HookHandle:
+    """What removes a hook: `remove()`, or a call."""
+
+    def __init__(self, hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> None:
+        hooks.append(hook)
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        """Take the hook off; a second time does nothing."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+    __call__ = remove
 
 
 class States:
@@ -526,33 +536,3 @@ def _differs(path: Path, wanted: str, there: list[str]) -> CheckpointError:
         "prepared when it was saved.",
         path=path,
     )
-
-
-# ---- single files
-
-
-def save_weights(state: Mapping[str, Tensor], file: Path) -> Path:
-    """Write a safetensors file, at one instant. Collective: the main process writes."""
-
-    def write() -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as temporary:
-            write_tensors(temporary, {clean_name(name): value for name, value in state.items()}, {"format": "pt"})
-
-    on_rank_zero(write, f"saving {file}")
-    return file
-
-
-def save_object(obj: Any, file: Path, is_main: bool) -> None:
-    """`torch.save`, at one instant, by the main process."""
-    if not is_main:
-        return
-    try:
-        with replacing(file) as temporary:
-            torch.save(obj, temporary)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise UnsavableStateError(
-            f"a {type(obj).__name__} could not be saved as {file}: {error}. Save what torch.save can pickle, such as a "
-            "state_dict; the file that was there is intact.",
-            path=file,
-        ) from error

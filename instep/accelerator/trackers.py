@@ -1,10 +1,11 @@
-"""The experiment loggers of an Accelerator: the Trainer's, by name or as objects."""
+"""The experiment loggers of an Accelerator: the Trainer's, by name or as objects, and trackers of the user's own."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from instep import loggers
 from instep.errors import SettingError, UsageError, one_of
@@ -14,33 +15,123 @@ from instep.utils.warn import warn_user
 NAMES = {"csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "WandbLogger"}
 
 
+class GeneralTracker:
+    """Base of a tracker that writes whatever `accelerator.log` gets; for numbers alone a `Logger` does more.
+
+    A subclass has the attributes `name` and `requires_logging_directory` and the property `tracker`, what it writes
+    with. Its methods run on the main process only, unless `main_process_only` is False.
+
+    Raises:
+        NotImplementedError: the subclass lacks one of the three.
+
+    Example:
+        >>> class Printed(GeneralTracker):
+        ...     name, requires_logging_directory, tracker = "printed", False, None
+        ...
+        ...     def log(self, values, step=None, **kwargs):
+        ...         print(step, values)
+        >>> Printed().log({"loss": 0.5}, step=3)
+        3 {'loss': 0.5}
+
+    Source:
+        Names and meaning are those of Hugging Face Accelerate's GeneralTracker.
+    """
+
+    main_process_only = True
+    if TYPE_CHECKING:
+        name: Any
+        requires_logging_directory: bool
+        tracker: Any
+
+    def __init__(self, _blank: bool = False) -> None:
+        missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in dir(self)]
+        if missing and not _blank:
+            raise NotImplementedError(f"{type(self).__name__} has no {', no '.join(missing)}: define it in the class")
+
+    def start(self) -> None:
+        """Open files or connections; called by `init_trackers`."""
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Write hyperparameters."""
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write values; `kwargs` is this tracker's part of `log_kwargs`."""
+
+    def finish(self) -> None:
+        """Close what `start` opened."""
+
+
+REGISTERED: dict[str, type[Any]] = {}
+"""The classes of `register_tracker_class`, by name."""
+
+
+def register_tracker_class(tracker_class: type[Any]) -> None:
+    """Make a class of trackers known by its `name`, for `Accelerator(log_with=...)`.
+
+    `init_trackers` makes it with the project's name, the logging folder where it `requires_logging_directory`, and its
+    part of `init_kwargs`.
+
+    Args:
+        tracker_class: a subclass of `GeneralTracker`.
+
+    Raises:
+        SettingError: it is no such class, or lacks `name` or `requires_logging_directory`.
+
+    Example:
+        >>> register_tracker_class(MyTracker)  # doctest: +SKIP
+        >>> Accelerator(log_with="my_tracker")  # doctest: +SKIP
+    """
+    kind = tracker_class
+    if not (isinstance(kind, type) and issubclass(kind, GeneralTracker)):
+        raise SettingError(f"`tracker_class` must be a subclass of `GeneralTracker`; got {kind!r}", got=kind)
+    for attribute in ("name", "requires_logging_directory"):
+        if getattr(kind, attribute, None) in (None, ""):
+            raise SettingError(f"{kind.__name__} has no `{attribute}`: define it in the class", field=attribute)
+    name = str(kind.name)
+    if name in REGISTERED or name in NAMES:
+        warn_user(f"a tracker {name!r} is already registered, and {kind.__name__} takes its place")
+    REGISTERED[name] = kind
+
+
+LogWith: TypeAlias = "str | Logger | GeneralTracker | Sequence[str | Logger | GeneralTracker] | None"
+
+
 class Trackers:
     """Loggers of an Accelerator: `log_with`, `init_trackers`, `log` and `end_training` act on them.
 
     What is logged before `init` is kept and written then.
 
     Args:
-        log_with: names, "all", `Logger` objects, or a list of these.
+        log_with: names, "all", `Logger` and `GeneralTracker` objects, or a list of these.
         is_main: whether this process writes.
+        folder: where loggers write; None where that was not said.
 
     Raises:
-        SettingError: a name is unknown, or given twice.
+        SettingError: a name is unknown, or given twice, or a tracker needs a folder.
     """
 
-    def __init__(self, log_with: str | Logger | Sequence[str | Logger] | None, is_main: bool) -> None:
-        asked = [] if log_with is None else [log_with] if isinstance(log_with, (str, Logger)) else list(log_with)
-        self._asked: dict[str, str | Logger] = {}
+    def __init__(self, log_with: LogWith, is_main: bool, folder: str | None = None) -> None:
+        alone = isinstance(log_with, (str, Logger, GeneralTracker))
+        asked: list[Any] = [] if log_with is None else [log_with] if alone else list(log_with)  # pyright: ignore[reportArgumentType]
+        self._asked: dict[str, str | Logger | GeneralTracker] = {}
         for item in [name for one in asked for name in (NAMES if one == "all" else [one])]:
-            if not isinstance(item, Logger) and item not in NAMES:
-                raise one_of("log_with", item, ("all", *NAMES))
+            if not isinstance(item, (Logger, GeneralTracker)) and item not in NAMES and item not in REGISTERED:
+                raise one_of("log_with", item, ("all", *NAMES, *REGISTERED))
+            kind = REGISTERED.get(item) if isinstance(item, str) else item
+            if folder is None and getattr(kind, "requires_logging_directory", False):
+                raise SettingError(
+                    f"Logging with `{item}` requires a `logging_dir`: give Accelerator(project_dir=...)",
+                    field="project_dir",
+                )
             if item in self._asked.values():
                 raise SettingError(f"log_with has {item!r} twice; give each logger once", field="log_with", got=item)
             name = _name(item)
             same = sum(_name(other) == name for other in self._asked.values())
             self._asked[f"{name}-{same + 1}" if same else name] = item
         self._is_main = is_main
-        self._started: dict[str, Logger] = {}
-        self._kept: list[tuple[dict[str, Any], int | None]] = []
+        self._started: dict[str, Any] = {}
+        self._refused: set[tuple[str, str]] = set()  # texts that a logger cannot take, said once
+        self._kept: list[tuple[Any, ...]] = []
         self._step = 0
         self._warned = False
 
@@ -68,6 +159,9 @@ class Trackers:
                 f"init_kwargs has {', '.join(sorted(unknown))}, which log_with does not name", field="init_kwargs"
             )
         for name, item in self._asked.items():
+            if isinstance(item, GeneralTracker) or (isinstance(item, str) and item in REGISTERED):
+                self._start_tracker(name, item, project_name, config, init_kwargs, folder)
+                continue
             if isinstance(item, str):
                 key = "project" if item == "wandb" else "name"
                 options = {key: project_name, **init_kwargs.get(item, {})}
@@ -80,11 +174,41 @@ class Trackers:
             if config:
                 logger.log_hyperparams(config)
         kept, self._kept = self._kept, []
-        for values, step in kept:
-            self.log(values, step)
+        for values, step, log_kwargs in kept:
+            self.log(values, step, log_kwargs)
 
-    def log(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Write numbers; without a step under the one after the last."""
+    def _start_tracker(
+        self,
+        name: str,
+        item: str | GeneralTracker,
+        project_name: str,
+        config: Mapping[str, Any] | None,
+        init_kwargs: Mapping[str, Mapping[str, Any]],
+        folder: Path,
+    ) -> None:
+        tracker: Any = item
+        if isinstance(item, str):
+            kind = REGISTERED[item]
+            places = (os.fspath(folder),) if kind.requires_logging_directory else ()
+            tracker = kind(project_name, *places, **init_kwargs.get(item, {}))
+        self._started[name] = tracker
+        if self._acts(tracker):
+            tracker.start()
+            if config:
+                tracker.store_init_configuration(config)
+
+    def _acts(self, tracker: GeneralTracker) -> bool:
+        return self._is_main or not tracker.main_process_only
+
+    @property
+    def started(self) -> list[Any]:
+        """The loggers and trackers that run."""
+        return list(self._started.values())
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Write values; without a step under the one after the last."""
         if not self._asked:
             if not self._warned:
                 warn_user(
@@ -93,11 +217,32 @@ class Trackers:
                 )
             self._warned = True
         elif not self._started:
-            self._kept.append((dict(values), step))
+            self._kept.append((dict(values), step, log_kwargs))
         else:
             self._step = self._step + 1 if step is None else step
-            for logger in self._started.values():
-                logger.log_metrics(values, self._step)
+            for name, logger in self._started.items():
+                more = (log_kwargs or {}).get(name, {})
+                if not isinstance(logger, GeneralTracker):
+                    self._log_to(name, logger, _flat(values), more)
+                elif self._acts(logger):
+                    logger.log(dict(values), step=self._step, **more)
+
+    def _log_to(self, name: str, logger: Logger, values: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+        if more:
+            raise SettingError(
+                f"log_kwargs={{{name!r}: ...}}: {type(logger).__name__} takes values and a step only. "
+                f"accelerator.get_tracker({name!r}, unwrap=True) is what it writes with.",
+                field="log_kwargs",
+            )
+        texts = {key: value for key, value in values.items() if isinstance(value, str)}
+        if texts and logger.takes_text:
+            logger.log_text(texts, self._step)
+        for key in () if logger.takes_text else texts:
+            if (name, key) not in self._refused:
+                self._refused.add((name, key))
+                warn_user(f"{type(logger).__name__} takes numbers only: the text {key!r} is not written there")
+        if len(texts) < len(values):
+            logger.log_metrics({key: value for key, value in values.items() if key not in texts}, self._step)
 
     def get(self, name: str, unwrap: bool) -> Any:
         """Return a started logger, or what it writes with.
@@ -113,7 +258,9 @@ class Trackers:
                 f"there is no tracker {name!r}; started are: {known}. Name it in log_with, then call init_trackers()."
             )
         logger = self._started[name]
-        return logger.experiment if unwrap else logger  # pyright: ignore[reportAttributeAccessIssue]
+        if not unwrap:
+            return logger
+        return logger.tracker if isinstance(logger, GeneralTracker) else logger.experiment
 
     def finish(self) -> None:
         """Close the loggers."""
@@ -123,11 +270,24 @@ class Trackers:
             )
         started, self._started, self._kept = self._started, {}, []
         for logger in started.values():
-            logger.finalize()
+            if not isinstance(logger, GeneralTracker):
+                logger.finalize()
+            elif self._acts(logger):
+                logger.finish()
 
 
-def _name(logger: str | Logger) -> str:
+def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Write `{"loss": {"a": 1}}` as `{"loss/a": 1}`."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{before}{name}/") if isinstance(value, Mapping) else {f"{before}{name}": value}
+    return flat
+
+
+def _name(logger: str | Logger | GeneralTracker) -> str:
     if isinstance(logger, str):
-        return logger
+        return str(getattr(logger, "value", logger))
+    if isinstance(logger, GeneralTracker):
+        return str(logger.name)
     kind = type(logger).__name__
     return next((name for name, known in NAMES.items() if known == kind), kind)

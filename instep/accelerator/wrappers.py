@@ -6,21 +6,19 @@ The window says where the loop stands in it, and what each of its losses weighs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from instep.data.plan import gradient_correction, window_scale
 from instep.distributed import all_reduce_
-from instep.distributed.nested import map_leaves
 from instep.errors import UsageError
 from instep.state import Run
-from instep.strategies import Precision
 from instep.strategies.gradients import parameters_of
 from instep.utils.optimizers import OptimizerProxy
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.accelerator.loader import AcceleratedLoader
@@ -58,17 +56,35 @@ class Window:
         self._entered = self._inside = False
         self._items: Tensor | float | None = None
         self._items_of_batch: Tensor | float | None = None
-        self._plain = False
+        self._plain = self._warned = False
+        self._next: int | None = None  # the length of windows to come
         self._factor: Tensor | float | None = None
+
+    def set_length(self, num_steps: int) -> None:
+        """Make windows of another length: where a loader runs, from the next one that begins at a multiple of it."""
+        self._next = num_steps
+        if not self.running and self._gradient.sync_gradients:
+            self._change(None)
+
+    def _change(self, loader: AcceleratedLoader | None) -> None:
+        """Take the new length where a window begins; windows of a loader begin at multiples of their length."""
+        if self._next is None or (loader is not None and loader.batch_idx % self._next):
+            return
+        self._gradient.num_steps, self._next, self._calls = self._next, None, 0
+        if loader is not None:
+            loader.set_windows(self._gradient.num_steps)
 
     def enter(self, optimizers: Sequence[AcceleratedOptimizer]) -> bool:
         """Take the micro-batch in hand; whether it ends its window."""
         gradient = self._gradient
         moved = self._look()
-        loader, num_steps = self.loader, gradient.num_steps
+        loader = self.loader
         if loader is not None and not moved and self._entered:
             self._inside = True
             return gradient.sync_gradients  # for this batch it was called before
+        if self._next is not None and gradient.sync_gradients:
+            self._change(loader)
+        num_steps = gradient.num_steps
         if loader is None:
             place = self._calls % num_steps + 1
             self._calls += 1
@@ -138,6 +154,8 @@ class Window:
         """Weight of the batch's mean loss in its window, for the mean over all samples of all ranks."""
         if not self._inside:
             self._look()
+            if self._next is not None:
+                self._change(self.loader)
         loader, num_steps = self.loader, self._gradient.num_steps
         if loader is None:
             return 1.0 / num_steps
@@ -173,6 +191,14 @@ class Window:
             self._items = None  # of a loop before this one
         elif self._items is not None:
             raise _mixed()
+        if not self._inside and self._gradient.num_steps > 1 and not self._warned:
+            self._warned = True
+            warn_user(
+                "accelerator.backward() outside of `with accelerator.accumulate(model):` divides each loss by the "
+                f"micro-batches in the window of the batch in hand: {self._gradient.num_steps}, fewer at the end. "
+                "Where batches are fetched ahead that is another window. Put forward, backward and step into "
+                "accelerator.accumulate(model); losses over tokens are given as backward(loss, num_items=tokens)."
+            )
         self._plain = True
         return self.weight()
 
@@ -202,45 +228,6 @@ def _mixed() -> UsageError:
         "backward() was called with num_items for some losses of a window and without for others, so their weights "
         "cannot be compared. Give num_items with every loss, or with none."
     )
-
-
-class _Forward:
-    """A module's forward under autocast, with float32 out; bound to the module as a method is.
-
-    So a deep copy of the module (an average of its weights, say) computes with its own.
-    """
-
-    def __init__(self, own: Callable[..., Any] | None, precision: Precision) -> None:
-        self.own = own  # what the module itself had in place of its class's
-        self.precision = precision
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A context for each call: a model may call itself.
-        context = self.precision.context()
-        assert context is not None
-        with context:
-            output = type(module).forward(module, *args, **kwargs) if self.own is None else self.own(*args, **kwargs)
-        return map_leaves(_to_float32, output)
-
-
-def put_on(model: nn.Module, precision: Precision) -> None:
-    """Make a module compute in a precision, where that needs a context."""
-    take_off(model)
-    if precision.context() is not None:
-        model.forward = MethodType(_Forward(model.__dict__.get("forward"), precision), model)
-
-
-def take_off(model: nn.Module) -> None:
-    """Undo `put_on`, if it was done."""
-    function = getattr(model.__dict__.get("forward"), "__func__", None)
-    if isinstance(function, _Forward):
-        del model.forward
-        if function.own is not None:
-            model.forward = function.own
-
-
-def _to_float32(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf
 
 
 class AcceleratedOptimizer(OptimizerProxy):
@@ -318,6 +305,10 @@ class AcceleratedOptimizer(OptimizerProxy):
         """Note that a backward within a window has added to the gradients."""
         self._open = True
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the optimizer alone: windows and strategy belong to this run."""
+        return _itself, (self.optimizer,)
+
     @property
     def begins_by_hand(self) -> bool:
         """Whether it has gradients and has never stepped: the loop is in its first window, which it counts itself."""
@@ -335,6 +326,10 @@ class AcceleratedOptimizer(OptimizerProxy):
         factor = self._window.correction()
         if factor is not None:
             self._strategy.gradients.multiply(self.optimizer, factor)
+
+
+def _itself(optimizer: Optimizer) -> Optimizer:
+    return optimizer
 
 
 class AcceleratedScheduler:

@@ -15,7 +15,7 @@ from instep.checkpoint.files import LocalFiles, patiently
 from instep.checkpoint.foreign.dcp import find_dcp_folder, stored_dcp_weights
 from instep.checkpoint.foreign.torch_files import read_torch_file
 from instep.checkpoint.foreign.zero import find_zero_folder, load_zero_weights
-from instep.checkpoint.lazy import LazyTensor, join_tensors, read_all, read_parts
+from instep.checkpoint.lazy import join_tensors, read_parts
 from instep.checkpoint.names import inside
 from instep.checkpoint.reader import Reader
 from instep.checkpoint.remote import files_of
@@ -41,10 +41,9 @@ def load_weights(path: Location) -> dict[str, Tensor]:
     A file written by torch.save is read with `weights_only=True`: one that would run code is refused.
 
     Args:
-        path: a path or URL: a checkpoint folder (with or without "-<attempt>"), a .safetensors file or the
-            .safetensors.index.json of several, a .pt, .pth, .ckpt or .bin file that holds a state dict, by itself or
-            under "state_dict", "model" or "model_state_dict", or a folder that DeepSpeed or
-            torch.distributed.checkpoint wrote.
+        path: a path or URL: a checkpoint folder (with or without "-<attempt>"), a .safetensors file, a .pt, .pth, .ckpt
+            or .bin file that holds a state dict, by itself or under "state_dict", "model" or "model_state_dict", the
+            .index.json of several such files, or a folder that DeepSpeed or torch.distributed.checkpoint wrote.
 
     Returns:
         Parameter or buffer name -> tensor on the CPU; tied ones under every name.
@@ -59,13 +58,14 @@ def load_weights(path: Location) -> dict[str, Tensor]:
     """
     path = to_path(path)
     if path.is_file():
-        if path.suffix in _FOREIGN:
-            return _load_foreign(path)
-        return read_all(_stored_in(path)) if path.suffix == _INDEX else read_tensors(path)
-    foreign = _stored_folder(path)
-    if foreign is None:
-        return Reader(find_checkpoint(path)).weights()
-    return {name: tensor if isinstance(tensor, Tensor) else tensor.read() for name, tensor in foreign.items()}
+        if path.suffix not in (*_FOREIGN, _INDEX):
+            return read_tensors(path)
+        found = _stored_in(path)
+    else:
+        found = _stored_folder(path)
+        if found is None:
+            return Reader(find_checkpoint(path)).weights()
+    return {name: tensor if isinstance(tensor, Tensor) else tensor.read() for name, tensor in found.items()}
 
 
 def stored_weights(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
@@ -77,7 +77,7 @@ def stored_weights(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tens
     if not path.is_file():
         foreign = _stored_folder(path)
         return Reader(find_checkpoint(path)).stored_weights() if foreign is None else foreign
-    return _load_foreign(path) if path.suffix in _FOREIGN else _stored_in(path)
+    return _stored_in(path)
 
 
 def _stored_folder(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor] | None:
@@ -89,10 +89,11 @@ def _stored_folder(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tens
     return None if shards is None else stored_dcp_weights(shards, _NESTED)
 
 
-def _stored_in(path: Path) -> dict[str, LazyTensor]:
-    if path.suffix != _INDEX:
-        return join_tensors([read_parts(path)])
-    return join_tensors([read_parts(file) for file in indexed_files(path)])
+def _stored_in(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
+    files = indexed_files(path) if path.suffix == _INDEX else [path]
+    if all(file.suffix in _FOREIGN for file in files):
+        return {name: tensor for file in files for name, tensor in _load_foreign(file).items()}
+    return join_tensors([read_parts(file) for file in files])
 
 
 def indexed_files(path: Path) -> list[Path]:
@@ -176,30 +177,49 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
         CheckpointNotFoundError: as for `merge`, as are the others.
     """
     weights = stored_weights(to_path(path))
-    sizes = {name: tensor.dtype.itemsize * tensor.shape.numel() for name, tensor in weights.items()}
-    parts: list[list[str]] = [[]]
-    room = max_bytes
-    for name, size in sizes.items():
-        if size > room and parts[-1]:
-            parts.append([])
-            room = max_bytes
-        parts[-1].append(name)
-        room -= size
-    count = len(parts)
-    files = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    files = files if count > 1 else ["model.safetensors"]
+    files, index = parts_of(weights, max_bytes)
 
     def write(temporary: Path) -> None:
         temporary.mkdir()
-        for file, names in zip(files, parts, strict=True):
+        for file, names in files.items():
             write_plain(weights, temporary / file, names)
-        if count > 1:
-            places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-            LocalFiles().write_file(temporary / _HUB_INDEX, json.dumps(index, indent=2).encode())
+        if index:
+            LocalFiles().write_file(temporary / _HUB_INDEX, index)
         LocalFiles().sync_folder(temporary)
 
     return write_new(local_path(folder), write)
+
+
+def parts_of(
+    weights: _Weights, max_bytes: int, name: str = "model.safetensors"
+) -> tuple[dict[str, list[str]], bytes | None]:
+    """Part weights into files of a size, as the Hugging Face hub has large models.
+
+    Args:
+        weights: by name.
+        max_bytes: of tensors in each file; a tensor that is larger has a file of its own.
+        name: the file's where all fit into one; the others' begin and end as it does.
+
+    Returns:
+        For each file the names of its weights, and the content of the index, None for a single file.
+    """
+    sizes = {name: tensor.dtype.itemsize * tensor.shape.numel() for name, tensor in weights.items()}
+    parts: list[list[str]] = [[]]
+    room = max_bytes
+    for weight, size in sizes.items():
+        if size > room and parts[-1]:
+            parts.append([])
+            room = max_bytes
+        parts[-1].append(weight)
+        room -= size
+    count = len(parts)
+    if count == 1:
+        return {name: parts[0]}, None
+    stem, suffix = name.split(".")
+    files = {f"{stem}-{i:05}-of-{count:05}.{suffix}": names for i, names in enumerate(parts, 1)}
+    places = {weight: file for file, names in files.items() for weight in names}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+    return files, json.dumps(index, indent=2).encode()
 
 
 def write_plain(weights: _Weights, file: Path, names: Iterable[str] | None = None) -> None:

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from instep.cli import output
 from instep.errors import SettingError
+from instep.utils.checks import parse_size
 from instep.utils.paths import local_path
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _INDICES = ("model.safetensors.index.json", "model.safetensors")
 
 
@@ -87,22 +86,3 @@ def _source(src: str) -> str | Path:
         if plain is not None:
             return plain
     return find_one(src)
-
-
-def parse_size(field: str, text: str) -> int:
-    """Read bytes from a text such as 5GB or 200 MiB.
-
-    Raises:
-        SettingError: it is none, or not above 0.
-
-    Example:
-        >>> parse_size("max_shard_size", "1.5GB")
-        1500000000
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|)\s*", text.upper())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if size < 1:
-        raise SettingError(
-            f"{field}={text!r} is no size: give a number with a unit, such as 5GB", field=field, got=text
-        )
-    return size

@@ -11,7 +11,17 @@ the last collective that it did. It costs a message and a note in torch's store 
 from typing import TYPE_CHECKING
 
 from instep.distributed.collectives import all_reduce_, broadcast, gather, gather_ragged, pad_across_processes, reduce
-from instep.distributed.nested import concatenate, find_batch_size, send_to_device, slice_tensors
+from instep.distributed.nested import (
+    concatenate,
+    convert_to_fp32,
+    find_batch_size,
+    find_device,
+    listify,
+    pad_input_tensors,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
 from instep.distributed.objects import (
     broadcast_object,
     broadcast_object_list,
@@ -37,12 +47,17 @@ __all__ = [
     "compare_replicas",
     "concatenate",
     "control_group",
+    "convert_to_fp32",
     "find_batch_size",
+    "find_device",
     "gather",
     "gather_object",
     "gather_ragged",
+    "listify",
     "pad_across_processes",
+    "pad_input_tensors",
     "raise_together",
+    "recursively_apply",
     "reduce",
     "send_to_device",
     "slice_tensors",

@@ -100,6 +100,115 @@ def send_to_device(data: Any, device: torch.device | str | int, non_blocking: bo
     return data
 
 
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = torch.is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply a function to every tensor of nested data.
+
+    Args:
+        func: called as `func(tensor, *args, **kwargs)`.
+        data: nested data; not changed.
+        *args: passed on.
+        test_type: which leaves it is applied to; the others stay as they are.
+        error_on_other_type: refuse other leaves.
+        **kwargs: passed on.
+
+    Returns:
+        The same structure.
+
+    Raises:
+        TypeError: with `error_on_other_type`, a leaf is of another type.
+
+    Example:
+        >>> recursively_apply(torch.neg, {"x": torch.tensor(1), "name": "a"})
+        {'x': tensor(-1), 'name': 'a'}
+    """
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            name = getattr(func, "__name__", type(func).__name__)
+            raise TypeError(
+                f"Unsupported types ({type(leaf)}) passed to `{name}`. Only nested list/tuple/dicts of objects that "
+                f"are valid for `{getattr(test_type, '__name__', test_type)}` should be passed."
+            )
+        return leaf
+
+    return map_leaves(apply, data)
+
+
+def convert_to_fp32(data: Any) -> Any:
+    """Make float32 of the 16-bit floats of nested data.
+
+    Example:
+        >>> convert_to_fp32([torch.ones(1, dtype=torch.bfloat16), 1])
+        [tensor([1.]), 1]
+    """
+    return map_leaves(
+        lambda leaf: (
+            leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf
+        ),
+        data,
+    )
+
+
+def listify(data: Any) -> Any:
+    """Make lists of numbers of the tensors of nested data.
+
+    Example:
+        >>> listify({"x": torch.tensor([1, 2])})
+        {'x': [1, 2]}
+    """
+    return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), data)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Find the device of the first tensor of nested data; None where there is none.
+
+    Example:
+        >>> find_device([1, torch.ones(2)])
+        device(type='cpu')
+    """
+    return next((leaf.device for _, leaf in iter_leaves(data) if isinstance(leaf, torch.Tensor)), None)
+
+
+def pad_input_tensors(data: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Make the batch of every tensor one that so many processes can share evenly; what is added is zeros.
+
+    Args:
+        data: nested tensors; not changed.
+        batch_size: the size along `dim`.
+        num_processes: what it becomes a multiple of.
+        dim: the dimension of the batch.
+
+    Returns:
+        The same structure; tensors that are long enough already are the same objects.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+
+    Example:
+        >>> pad_input_tensors(torch.ones(3, 2), 3, 2).shape
+        torch.Size([4, 2])
+    """
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        missing = -batch_size % num_processes
+        if not missing:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] = missing
+        return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
+
+    return recursively_apply(pad, data, error_on_other_type=True)
+
+
 def find_batch_size(data: Any) -> int | None:
     """Find the size of dimension 0 of the first tensor that has one; None where there is no such tensor.
 
@@ -141,7 +250,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Join nested tensors, such as the batches of a loop, leaf by leaf.
 
     Args:
-        data: nested tensors of one structure; not changed. None stays None.
+        data: nested tensors of one structure; not changed. None stays None. A single entry without a tensor comes back
+            as it is.
         dim: the dimension to join along; the others must agree. Along 0, a 0-dim tensor counts as one row.
 
     Returns:
@@ -157,6 +267,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """
     if not data:
         raise DataError("concatenate got an empty list: without an entry the structure is not known")
+    if len(data) == 1 and not any(isinstance(leaf, torch.Tensor) for _, leaf in iter_leaves(data[0])):
+        return data[0]
     entries = [tensor_leaves(entry, "concatenate") for entry in data]
     names = [[where for where, _ in entry] for entry in entries]
     for index, found in enumerate(names):

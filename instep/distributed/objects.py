@@ -61,10 +61,14 @@ def wait_for_everyone(name: str | None = None, timeout_s: float | None = None) -
 
 
 def gather_object(obj: Any) -> list[Any]:
-    """Give every rank all ranks' objects, in rank order. A collective.
+    """Give every rank all ranks' objects, in rank order; lists are joined. A collective.
 
     Args:
-        obj: anything that can be pickled. It is one entry of the list, whatever it is: a dict is not taken apart.
+        obj: anything that can be pickled. A list adds its items, as many as each rank has; anything else is one entry,
+            a dict or a tuple too.
+
+    Returns:
+        The items or objects of all ranks.
 
     Raises:
         Exception: what pickling raised, on the ranks whose object cannot be pickled.
@@ -72,8 +76,20 @@ def gather_object(obj: Any) -> list[Any]:
         DistributedError: a message was not signed with this job's secret.
 
     Example:
-        >>> gather_object({"rank": 0})
-        [{'rank': 0}]
+        >>> gather_object({"rank": 0}), gather_object(["a", "b"])
+        ([{'rank': 0}], ['a', 'b'])
+    """
+    joined: list[Any] = []
+    for of_rank in gather_each(obj):
+        joined += of_rank if isinstance(of_rank, list) else [of_rank]
+    return joined
+
+
+def gather_each(obj: Any) -> list[Any]:
+    """Give every rank all ranks' objects: one entry a rank, whatever it is. A collective.
+
+    Raises:
+        Exception, RemoteError, DistributedError: as `gather_object`.
     """
     return exchange(obj, control_group())
 

@@ -112,7 +112,7 @@ def _launch(
     if count < 1:
         raise UsageError(f"{name}: num_processes={count} must be at least 1")
     _check_unused(name, device)
-    spec = LaunchSpec(count, (function.__name__,), **settings)
+    spec = LaunchSpec(count, (getattr(function, "__name__", type(function).__name__),), **settings)
     from instep.launch.agent import run_agent  # late, as the engine does: only a launch pays for it
 
     forked = Forked(function, args)

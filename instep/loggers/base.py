@@ -229,6 +229,26 @@ class Logger:
         else:
             self._later("_log_metrics", plain, step)
 
+    @property
+    def takes_text(self) -> bool:
+        """Whether the logger has a place for texts: it overrides `_log_text`."""
+        return type(self)._log_text is not Logger._log_text
+
+    def log_text(self, texts: Mapping[str, str], step: int) -> None:
+        """Record texts by name, such as samples of what a model says.
+
+        Args:
+            texts: by name.
+            step: the global step.
+
+        Raises:
+            LogError: the logger has no place for texts.
+        """
+        if not self.takes_text:
+            raise LogError(f"{type(self).__name__} takes numbers only, and got the texts {', '.join(texts)}")
+        if self._is_main:
+            self._do("_log_text", {self._prefix + name: text for name, text in texts.items()}, step)
+
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record hyperparameters.
 
@@ -310,6 +330,9 @@ class Logger:
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Write plain numbers."""
+
+    def _log_text(self, texts: dict[str, str], step: int) -> None:
+        """Write texts."""
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
         """Write hyperparameters."""

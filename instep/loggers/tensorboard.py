@@ -110,6 +110,10 @@ class TensorBoardLogger(Logger):
         values = [value(tag=name, simple_value=number) for name, number in metrics.items()]
         self._add(step=step, summary=self._proto.Summary(value=values))
 
+    def _log_text(self, texts: dict[str, str], step: int) -> None:
+        for name, text in texts.items():
+            self.experiment.add_text(name, text, step)
+
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
         assert self._log_dir is not None
         merge_file(self._log_dir / "hparams.json", params)

@@ -229,6 +229,9 @@ class WandbLogger(Logger):
         # Not `step=`: W&B drops what comes with a smaller step than the last call's.
         self._run.log({**metrics, _STEP: step})
 
+    def _log_text(self, texts: dict[str, str], step: int) -> None:
+        self._run.log({**texts, _STEP: step})
+
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
         self._run.config.update(plain(params), allow_val_change=True)
         if metrics:

@@ -14,7 +14,11 @@ from instep.errors import SettingError, one_of
 
 
 class DistributedType(str, Enum):
-    """Kinds of processes that compute together in a run."""
+    """Kinds of processes that compute together in a run.
+
+    The members after XLA are Accelerate's names for what no run of instep is, or what its strategy says: a script may
+    compare with them.
+    """
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -23,6 +27,13 @@ class DistributedType(str, Enum):
     MULTI_HPU = "MULTI_HPU"
     MULTI_NPU = "MULTI_NPU"
     XLA = "XLA"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_NEURON = "MULTI_NEURON"
+    MULTI_SDAA = "MULTI_SDAA"
 
     def __str__(self) -> str:
         return self.value

@@ -265,7 +265,7 @@ class NonFiniteGuard:
                 reported.append((at.nonfinite_steps, check))
         if not reported:
             return
-        everyone = gather_object([self._facts(check) for _, check in reported])
+        everyone = gather_object(tuple(self._facts(check) for _, check in reported))
         for index, (count, check) in enumerate(reported):
             facts: list[_Facts] = [ranks[index] for ranks in everyone]
             if self._stops:

@@ -68,17 +68,19 @@ MOVED = {
         **{
             name: f"instep.accelerator.{name}"
             for name in (
-                "AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs",
-                "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "ProfileKwargs",
-                "ProjectConfiguration", "clear_device_cache", "find_executable_batch_size", "get_logger",
-                "release_memory", "set_seed", "skip_first_batches", "synchronize_rng_states", "tqdm",
+                "AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GeneralTracker",
+                "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "ProfileKwargs",
+                "ProjectConfiguration", "clear_device_cache", "convert_outputs_to_fp32", "extract_model_from_parallel",
+                "find_executable_batch_size", "get_logger", "register_tracker_class", "release_memory", "save",
+                "set_seed", "skip_first_batches", "synchronize_rng_states", "tqdm",
             )
         },
         **{
             name: f"instep.distributed.{name}"
             for name in (
-                "broadcast", "broadcast_object_list", "concatenate", "find_batch_size", "gather", "gather_object",
-                "pad_across_processes", "reduce", "send_to_device", "slice_tensors", "wait_for_everyone",
+                "broadcast", "broadcast_object_list", "concatenate", "convert_to_fp32", "find_batch_size",
+                "find_device", "gather", "gather_object", "listify", "pad_across_processes", "pad_input_tensors",
+                "recursively_apply", "reduce", "send_to_device", "slice_tensors", "wait_for_everyone",
             )
         },
     },
@@ -107,7 +109,7 @@ ADVICE = {
     "TorchDynamoPlugin": "compile the model with torch.compile(model) before prepare()",
     "MegatronLMPlugin": "use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=))",
     "ParallelismConfig": "use Trainer(strategy=instep.strategies.MeshStrategy(dp_replicate=, dp_shard=, tp=, cp=))",
-    **dict.fromkeys(("MLFlowLogger", "CometLogger", "NeptuneLogger", "LitLogger", "GeneralTracker"), _OWN_LOGGER),
+    **dict.fromkeys(("MLFlowLogger", "CometLogger", "NeptuneLogger", "LitLogger"), _OWN_LOGGER),
     **dict.fromkeys(
         (
             "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "BatchSizeFinder", "DeviceStatsMonitor",
@@ -192,10 +194,6 @@ DROPPED = {
     },
     "TensorBoardLogger": {"default_hp_metric": "there is no placeholder metric"},
     "Accelerator.save_state": {"safe_serialization": "states are always safetensors"},
-    "Accelerator.save_model": {
-        "safe_serialization": "it always is safetensors",
-        "max_shard_size": "it is one file",
-    },
     "Accelerator": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
     "DataLoaderConfiguration": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
 }  # fmt: skip
@@ -224,7 +222,6 @@ INSTEAD: dict[str, dict[str, str]] = {
         **dict.fromkeys(("swa", "stochastic_weight_avg"), _AVERAGING),
     },
     "Accelerator": {
-        "split_batches": _IN_DATALOADER_CONFIG,
         "dispatch_batches": _IN_DATALOADER_CONFIG,
         "even_batches": _IN_DATALOADER_CONFIG,
         "rng_types": "call instep.accelerator.synchronize_rng_states(...) where random states must be alike",
@@ -336,7 +333,7 @@ REFUSED = {
 }
 """Arguments that would be passed on to something that does not know them."""
 
-INTO_DATALOADER_CONFIG = ("split_batches", "dispatch_batches", "even_batches")
+INTO_DATALOADER_CONFIG = ("dispatch_batches", "even_batches")
 """Arguments of Accelerator that are in its `dataloader_config`."""
 
 VALUES = {
@@ -402,7 +399,6 @@ HOOKS_UNCALLED = {
 
 ATTRIBUTES_RENAMED = {("Trainer", "lightning_module"): "model"}
 
-_IN_CONFIG = "it is in `accelerator.dataloader_config`"
 _SHORT_FITS = "try learning rates in a loop of short fits"
 _UNCALLED = {old: f"use `{new}`" for old, new in HOOKS_UNCALLED.items()}
 _LOOPS = (
@@ -412,14 +408,9 @@ _LOOPS = (
 
 ATTRIBUTES = {
     "Accelerator": {
-        "use_distributed": "ask `accelerator.num_processes > 1`",
-        "multi_device": "ask `accelerator.num_processes > 1`",
-        "trackers": "`accelerator.get_tracker(name)` gives one",
-        "scaler": "`accelerator.optimizer_step_was_skipped` says whether a step was left out",
         "save_iteration": "states are numbered by `accelerator.step`",
         "trigger_sync_in_backward": "use `accumulate`, or `no_sync` where gradients wait",
         "native_amp": "ask `accelerator.mixed_precision`",
-        **dict.fromkeys(("split_batches", "dispatch_batches", "even_batches", "non_blocking"), _IN_CONFIG),
     },
     "Trainer": {
         "add_argparse_args": "declare the arguments that the script takes, or use instep.cli.TrainerCLI",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_a_scheduler_made_of_the_prepared_optimizer_steps_it(make: Any) -> None:
     [
         ({"mixed_precision": "fp32"}, "mixed_precision='fp32' is not known"),
         ({"mixed_precision": "fp16"}, "Use 'bf16' or 'no'"),
-        ({"split_batches": True}, "DataLoaderConfiguration"),
+        ({"even_batches": True}, "DataLoaderConfiguration"),
         ({"mixed_precison": "no"}, "mixed_precision"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: expected"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)}, "one of"),
@@ -268,8 +269,17 @@ def test_skipping_counts_from_the_epochs_beginning_and_keeps_what_counts(make: A
     assert [accelerator.gather_for_metrics(x).tolist() for (x,) in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert batches.epoch == first + 1
     assert [x.tolist() for (x,) in accelerator.skip_first_batches(batches, 1)] == [[4, 5, 6, 7], [8, 9]]
-    with pytest.raises(UsageError, match="prepare"):
-        skip_first_batches(numbers(), 1)
+
+
+@pytest.mark.parametrize("source", ["loader", "list"])
+def test_batches_of_what_was_not_prepared_are_skipped(make: Any, source: str) -> None:
+    plain: Any = numbers() if source == "loader" else list(numbers())
+    skipped = skip_first_batches(plain, 1)
+    assert len(skipped) == 2
+    for _ in range(2):
+        assert [x.tolist() for (x,) in skipped] == [[4, 5, 6, 7], [8, 9]]
+    if source == "loader":
+        assert [x.tolist() for (x,) in make().prepare(skipped)] == [[4, 5, 6, 7], [8, 9]]
 
 
 def test_the_gradient_state_knows_the_loader_in_hand(make: Any) -> None:
@@ -382,3 +392,76 @@ def test_profiling_writes_a_trace(make: Any, tmp_path: Any) -> None:
     with accelerator.profile():
         torch.ones(3).sum()
     assert list(tmp_path.iterdir())
+
+
+# ---- what users of Accelerate read and set
+
+
+def test_a_new_number_of_micro_batches_holds_from_the_next_window_on(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    (model, optimizer), data = linear(), numbers(18, 1)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, data)
+    steps, gradients = [], []
+    optimizer.optimizer.register_step_pre_hook(lambda *_: gradients.append(model.weight.grad.item()))
+    for index, (x,) in enumerate(batches):
+        if index == 3:
+            accelerator.gradient_accumulation_steps = 3  # within a window
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x[:, None]).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            steps.append(index)
+    assert steps == [1, 3, 5, 8, 11, 14, 17], "windows of three begin at a multiple of three"
+    assert gradients == pytest.approx([0.5, 2.5, 4.5, 7.0, 10.0, 13.0, 16.0])
+    accelerator.gradient_accumulation_steps = 4
+    assert GradientState().num_steps == 4
+    with pytest.raises(SettingError, match="gradient_accumulation_steps=0"):
+        accelerator.gradient_accumulation_steps = 0
+
+
+def test_backward_outside_of_accumulate_is_warned_of_once(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    model, optimizer, batches = accelerator.prepare(*linear(), numbers(8, 2))
+    losses = (model(x[:, None]).mean() for (x,) in batches)
+    with pytest.warns(UserWarning, match=r"accelerator\.accumulate\(model\)"):
+        accelerator.backward(next(losses))
+    for loss in losses:
+        accelerator.backward(loss)  # a second warning would be an error
+    accelerator = make()
+    model = accelerator.prepare(linear()[0])
+    accelerator.backward(model(torch.ones(1, 1)).mean())  # windows of one need no accumulate
+
+
+def test_rows_of_a_whole_batch_are_cut_in_the_last_one(make: Any) -> None:
+    accelerator = make()
+    batches = accelerator.prepare(numbers(10, 4))
+    rows: list[float] = []
+    for (x,) in batches:
+        rows += accelerator.gather_for_metrics(x.mean().repeat(4)).tolist()
+        with pytest.raises(DataError, match="5 rows for a batch of"):
+            accelerator.gather_for_metrics(torch.ones(5))
+    assert len(rows) == 10
+
+
+def test_facts_that_scripts_of_accelerate_ask_for(make: Any, tmp_path: Path) -> None:
+    config = ProjectConfiguration(automatic_checkpoint_naming=True)
+    accelerator = make(project_dir=tmp_path, project_config=config, split_batches=True)
+    assert accelerator.project_dir == accelerator.logging_dir == str(tmp_path)
+    facts = ("split_batches", "dispatch_batches", "even_batches", "non_blocking", "use_distributed", "multi_device")
+    assert [getattr(accelerator, name) for name in facts] == [True, None, True, False, False, False]
+    assert (accelerator.scaler, accelerator.trackers) == (None, [])
+    accelerator.sync_gradients = False
+    assert not GradientState().sync_gradients
+    own = ProjectConfiguration(project_dir=tmp_path / "own")
+    assert make(project_dir=tmp_path, project_config=own).project_dir == str(tmp_path / "own")
+
+
+def test_prepared_loaders_and_optimizers_pass_for_the_users_own(make: Any) -> None:
+    accelerator = make()
+    model, optimizer, batches = accelerator.prepare(*linear(), numbers())
+    assert isinstance(batches, DataLoader)
+    copies = pickle.loads(pickle.dumps((optimizer, batches)))
+    assert type(copies[0]) is torch.optim.SGD
+    assert type(copies[1]) is DataLoader
+    assert [len(x) for (x,) in copies[1]] == [4, 4, 2]

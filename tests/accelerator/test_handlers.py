@@ -51,8 +51,6 @@ from instep.strategies import DDPStrategy, Precision
         (lambda: GradientAccumulationPlugin(num_steps=0), r"num_steps=0.*at least 1"),
         (lambda: GradientAccumulationPlugin(num_steps=True), r"num_steps=True.*at least 1"),
         (lambda: GradientAccumulationPlugin(adjust_scheduler="yes"), r"adjust_scheduler='yes'.*True or False"),
-        (lambda: ProjectConfiguration(automatic_checkpoint_naming=True), "a project_dir to write into"),
-        (lambda: ProjectConfiguration("runs", total_limit=2), r"total_limit=2.*automatic_checkpoint_naming"),
         (lambda: ProjectConfiguration("runs", None, True, 0), r"total_limit=0.*at least 1"),
     ],
 )
@@ -103,3 +101,12 @@ def test_options_are_what_the_lower_floors_take() -> None:
 def test_loggers_write_into_the_project_unless_told_otherwise() -> None:
     assert ProjectConfiguration("runs").logging_dir == "runs"
     assert ProjectConfiguration("runs", "logs").logging_dir == "logs"
+
+
+def test_a_limit_that_limits_nothing_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"total_limit=2.*automatic_checkpoint_naming"):
+        config = ProjectConfiguration(total_limit=2)
+    config.set_directories("runs")
+    assert (config.project_dir, config.logging_dir) == ("runs", "runs")
+    config.set_directories("other")
+    assert (config.project_dir, config.logging_dir) == ("other", "runs")

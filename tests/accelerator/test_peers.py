@@ -41,7 +41,7 @@ def draws(workers: int) -> list[list[Any]]:
     _, loader = accelerator.prepare(
         torch.optim.SGD(model.parameters(), 0.1), DataLoader(Augmented(), 3, num_workers=workers)
     )
-    found = gather_object(torch.cat(list(loader)).tolist())
+    found = gather_object([torch.cat(list(loader)).tolist()])
     accelerator.free_memory()
     return found
 
@@ -74,7 +74,7 @@ def rows_of_a_distributed_sampler() -> list[list[float]]:
     data = TensorDataset(torch.arange(8).float())
     sampler = DistributedSampler(data, accelerator.num_processes, accelerator.process_index, shuffle=False)
     loader = accelerator.prepare(DataLoader(data, 2, sampler=sampler))
-    found = gather_object([row for (x,) in loader for row in x.tolist()])
+    found = gather_object([[row for (x,) in loader for row in x.tolist()]])
     accelerator.free_memory()
     return found
 

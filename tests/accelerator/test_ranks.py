@@ -169,7 +169,7 @@ def dispatched() -> list[Any]:
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     loader = accelerator.prepare(numbers(11, 3))
     seen = [x.tolist() for (x,) in loader]
-    everyone = gather_object(seen)
+    everyone = gather_object([seen])
     accelerator.free_memory()
     return everyone
 

@@ -498,3 +498,17 @@ def test_a_new_run_does_not_save_among_later_states_of_another(make: Any, tmp_pa
     step(third, model, optimizer)
     assert third.save_state().is_dir()
     assert not later.exists(), "the same run goes on, with one state to keep"
+
+
+def test_hooks_are_removed_by_their_handles(make: Any, tmp_path: Path) -> None:
+    accelerator = make()
+    accelerator.prepare(Net())
+    called: list[str] = []
+    saving = accelerator.register_save_state_pre_hook(lambda *_: called.append("save"))
+    loading = accelerator.register_load_state_pre_hook(lambda *_: called.append("load"))
+    accelerator.load_state(accelerator.save_state(tmp_path / "state"))
+    saving.remove()
+    loading()  # as it was
+    loading.remove()
+    accelerator.load_state(accelerator.save_state(tmp_path / "state"))
+    assert called == ["save", "load"]

@@ -330,7 +330,8 @@ def test_compiled_models_are_known_by_what_is_in_them(make: Any) -> None:
     other = accelerator.prepare_model(linear()[0], name="other")
     later = torch.compile(other, backend="eager")
     with accelerator.accumulate(later):
-        assert accelerator.unwrap_model(later) is other
+        assert accelerator.unwrap_model(later) is later
+        assert accelerator.unwrap_model(later, keep_torch_compile=False) is other
 
 
 def test_what_was_prepared_before_is_prepared_again_from_its_inside(make: Any) -> None:

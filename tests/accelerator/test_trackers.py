@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from instep.accelerator import GeneralTracker, register_tracker_class, trackers
 from instep.errors import SettingError, UsageError
 from instep.loggers import CSVLogger, Logger
 
@@ -125,3 +127,73 @@ def test_starting_twice_is_refused(make: Any, tmp_path: Path) -> None:
 def test_arguments_for_a_logger_that_is_made_already_are_refused(make: Any) -> None:
     with pytest.raises(SettingError, match="csv, which log_with does not name"):
         make(log_with=CSVLogger()).init_trackers("project", init_kwargs={"csv": {"prefix": "my"}})
+
+
+class Printed(GeneralTracker):
+    """A tracker as Accelerate has them."""
+
+    name = "printed"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str, **options: Any) -> None:
+        super().__init__()
+        self.calls: list[Any] = [(run_name, logging_dir, options)]
+
+    @property
+    def tracker(self) -> Any:
+        return self.calls
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def store_init_configuration(self, values: Any) -> None:
+        self.calls.append(values)
+
+    def log(self, values: Any, step: int | None = None, **kwargs: Any) -> None:
+        self.calls.append((values, step, kwargs))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+def test_trackers_of_the_users_own_are_known_by_name(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "REGISTERED", {})
+    register_tracker_class(Printed)
+    with pytest.warns(UserWarning, match="'printed' is already registered"):
+        register_tracker_class(Printed)
+    for wrong, says in ((Rows, "subclass of `GeneralTracker`"), (type("N", (GeneralTracker,), {}), "no `name`")):
+        with pytest.raises(SettingError, match=says):
+            register_tracker_class(wrong)
+    with pytest.raises(NotImplementedError, match="no tracker"):
+        type("Half", (GeneralTracker,), {"name": "half", "requires_logging_directory": False})()
+    with pytest.raises(SettingError, match="requires a `logging_dir`"):
+        make(log_with="printed")
+    accelerator = make(log_with="printed", project_dir=tmp_path)
+    accelerator.log({"text": "words"}, log_kwargs={"printed": {"commit": False}})
+    accelerator.init_trackers("name", {"lr": 1}, init_kwargs={"printed": {"tags": 2}})
+    accelerator.log({"losses": {"a": 1.0}}, step=7)
+    calls = accelerator.get_tracker("printed", unwrap=True)
+    assert accelerator.trackers == [accelerator.get_tracker("printed")]
+    accelerator.end_training()
+    assert calls == [
+        ("name", str(tmp_path), {"tags": 2}), "start", {"lr": 1},
+        ({"text": "words"}, 1, {"commit": False}), ({"losses": {"a": 1.0}}, 7, {}), "finish",
+    ]  # fmt: skip
+
+
+def test_texts_and_nested_values_go_where_there_is_a_place(make: Any, tmp_path: Path) -> None:
+    rows = Rows()
+    accelerator = make(log_with=[rows, "tensorboard"], project_dir=tmp_path)
+    accelerator.init_trackers("project")
+    values = {"said": "words", "losses": {"a": 1.0, "b": {"c": 2}}}
+    with pytest.warns(UserWarning, match="Rows takes numbers only: the text 'said'"):
+        accelerator.log(values, step=1)
+    accelerator.log(values, step=2)  # a second warning would be an error
+    with pytest.raises(SettingError, match=r"log_kwargs=.*get_tracker\('Rows', unwrap=True\)"):
+        accelerator.log({"x": 1}, log_kwargs={"Rows": {"commit": False}})
+    accelerator.end_training()
+    assert rows.rows[0] == (1, {"losses/a": 1.0, "losses/b/c": 2})
+    found = EventAccumulator(str(tmp_path / "project"), {"tensors": 0}).Reload()
+    assert found.Tensors("said/text_summary")[0].tensor_proto.string_val == [b"words"]

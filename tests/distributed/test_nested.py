@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from instep.distributed import concatenate, find_batch_size, send_to_device, slice_tensors
+from instep.distributed import (
+    concatenate,
+    convert_to_fp32,
+    find_batch_size,
+    find_device,
+    listify,
+    pad_input_tensors,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
 from instep.distributed.nested import iter_leaves, map_leaves, tensor_leaves
 from instep.errors import DataError
 
@@ -167,3 +177,24 @@ def test_slice_tensors_takes_rows_and_leaves_the_rest() -> None:
     assert part["names"] == ["a", None]
     assert part["empty"].shape == (0, 2)
     assert len(data["x"]) == 3
+
+
+def test_small_helpers_of_accelerate() -> None:
+    data = {"a": [torch.ones(2, 2, dtype=torch.bfloat16), 1], "b": "text"}
+    assert listify(data) == {"a": [[[1.0, 1.0], [1.0, 1.0]], 1], "b": "text"}
+    assert convert_to_fp32(data)["a"][0].dtype == torch.float32
+    assert find_device(data) == torch.device("cpu")
+    assert find_device(["text"]) is None
+    assert recursively_apply(torch.add, {"x": torch.ones(1)}, 2)["x"].item() == 3.0
+    assert recursively_apply(str.upper, ["a", 1], test_type=lambda leaf: isinstance(leaf, str)) == ["A", 1]
+    with pytest.raises(TypeError, match=r"Unsupported types \(<class 'int'>\) passed to `neg`"):
+        recursively_apply(torch.neg, (torch.ones(1), 1), error_on_other_type=True)
+    assert concatenate(["text"]) == "text"
+
+
+@pytest.mark.parametrize(("size", "processes", "padded"), [(1, 2, 2), (3, 2, 4), (4, 4, 4), (61, 6, 66), (2, 6, 6)])
+def test_a_batch_is_padded_to_a_multiple_of_the_processes(size: int, processes: int, padded: int) -> None:
+    batch = torch.ones(size, 3)
+    result = pad_input_tensors(batch, size, processes)
+    assert result.shape == (padded, 3)
+    assert result.sum() == batch.sum()

@@ -24,6 +24,8 @@ from tests.helpers.spawn import run_ranks
 def test_a_process_alone() -> None:
     assert control_group() is None
     assert gather_object("text") == ["text"]
+    assert gather_object(["a", "b"]) == ["a", "b"]
+    assert gather_object((1, 2)) == [(1, 2)]
     thing = object()
     assert broadcast_object(thing) is thing
     items = [1, 2]
@@ -40,6 +42,7 @@ def _objects(rank: int, world: int) -> dict[str, Any]:
     report: dict[str, Any] = {
         "dict": gather_object({"rank": rank, "x": torch.full((rank + 1,), rank)}),
         "text": gather_object("ab" * rank),
+        "lists": gather_object([rank] * rank),
         "broadcast": broadcast_object({"rank": rank}, from_process=1),
         "list": broadcast_object_list(items, from_process=world - 1) is items and items,
     }
@@ -108,6 +111,7 @@ def test_a_dict_and_a_text_are_gathered_whole_and_in_rank_order(reports: Reports
         assert [entry["rank"] for entry in report["dict"]] == ranks
         assert [entry["x"].tolist() for entry in report["dict"]] == [[rank] * (rank + 1) for rank in ranks]
         assert report["text"] == ["ab" * rank for rank in ranks]
+        assert report["lists"] == [rank for rank in ranks for _ in range(rank)]
 
 
 @pytest.mark.dist

@@ -22,7 +22,7 @@ from tests.helpers.warm import warm_python
 from tests.launch.ways import REPO, UNLAUNCHED, same_weights
 
 HEAD = """
-import os, signal, sys, time
+import functools, os, signal, sys, time
 import torch
 from instep import PartialState, debug_launcher, notebook_launcher
 from instep.distributed import gather_object
@@ -61,6 +61,7 @@ def test_functions_run_as_two_ranks_one_after_another_and_train_to_the_same_weig
 
         here = debug_launcher(who, ("hello",))
         print([row[:4] for row in here])
+        print([row[:2] for row in debug_launcher(functools.partial(who, "part"))])
         print([notebook_launcher(who, ("again",), 2, env={"INSTEP_ACCELERATOR": "cpu"})[i][:2] for i in (0, 1)])
         print(notebook_launcher(lambda: os.getpid(), num_processes=1) == [os.getpid()])
         results = notebook_launcher(train, ("out.json", 2), num_processes=2)
@@ -83,6 +84,7 @@ def test_functions_run_as_two_ranks_one_after_another_and_train_to_the_same_weig
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "[('hello', 0, [0, 1], 'cpu'), ('hello', 1, [0, 1], 'cpu')]",
+        "[('part', 0), ('part', 1)]",
         "[('again', 0), ('again', 1)]",
         "True",
         *["fit ended at step 24: max_steps=24 reached.", "True"] * 2,

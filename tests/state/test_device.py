@@ -46,4 +46,6 @@ def test_a_process_that_sees_one_device_takes_it() -> None:
 
 def test_distributed_type_is_a_string() -> None:
     assert DistributedType.MULTI_CPU == "MULTI_CPU"
+    assert len(DistributedType) == 14
+    assert all(member.value == member.name for member in DistributedType)
     assert f"{DistributedType.NO}" == "NO"
