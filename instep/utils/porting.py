@@ -193,7 +193,6 @@ DROPPED = {
         "process_position": "there is one bar",
     },
     "TensorBoardLogger": {"default_hp_metric": "there is no placeholder metric"},
-    "Accelerator.save_state": {"safe_serialization": "states are always safetensors"},
     "Accelerator": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
     "DataLoaderConfiguration": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
 }  # fmt: skip

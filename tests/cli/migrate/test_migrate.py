@@ -173,12 +173,17 @@ def test_small_pieces(old: str, new: str | None) -> None:
         ),
         ("from accelerate import Accelerator\nAccelerator(fsdp_plugin=x)", 2, "todo", "FSDPStrategy"),
         (
-            "from accelerate import Accelerator\nAccelerator(dataloader_config=x, split_batches=True)",
+            "from accelerate import Accelerator\nAccelerator(dataloader_config=x, even_batches=True)",
             2,
             "todo",
             "belong into its dataloader_config",
         ),
-        ("from accelerate import Accelerator\na = Accelerator()\na.use_distributed", 3, "todo", "num_processes > 1"),
+        (
+            "from accelerate import Accelerator\na = Accelerator()\na.trigger_sync_in_backward",
+            3,
+            "todo",
+            "use `accumulate`",
+        ),
         (
             "from accelerate import Accelerator\na = Accelerator()\nif a.is_main_process:\n  a.save_state('x')",
             4,
