@@ -6,10 +6,12 @@ order of hooks is Lightning's: the gradients are zeroed between forward and back
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -43,7 +45,7 @@ def automatic_step(ctx: RunContext) -> Step:
     accumulate = ctx.loaders.accumulate
     if accumulate > 1 and _wants_closure(optimizer):
         raise SettingError(
-            f"accumulate_grad_batches={accumulate}: {type(optimizer).__name__} evaluates the loss several times in a "
+            f"accumulate_grad_batches={accumulate}: {type(optimizer).__name__} evaluates the loss within its "
             "step, which cannot be done for the micro-batches before the last. Use a larger batch.",
             field="accumulate_grad_batches",
             got=accumulate,
@@ -186,6 +188,7 @@ def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None], op
         outputs: list[Any] = []
         before = ctx.window_count
 
+        @torch.enable_grad()  # some optimizers turn gradients off around their step
         def closure() -> Any:
             ctx.window_count = before  # L-BFGS asks several times: each time the gradients are made anew
             output = train(batch, batch_idx)
@@ -348,5 +351,7 @@ def detached_outputs(output: Any) -> Any:
 
 
 def _wants_closure(optimizer: Optimizer | None) -> bool:
-    """Return whether the optimizer evaluates the loss several times in a step, as L-BFGS does."""
-    return type(optimizer).__name__ == "LBFGS"
+    """Return whether the optimizer evaluates the loss itself, as L-BFGS does: its `step` cannot do without a closure."""
+    step = getattr(type(optimizer), "step", None)
+    asked = inspect.signature(step).parameters.get("closure") if inspect.isfunction(step) else None
+    return asked is not None and asked.default is inspect.Parameter.empty

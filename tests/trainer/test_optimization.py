@@ -392,8 +392,27 @@ def test_lbfgs_evaluates_the_loss_again_within_a_step():
     assert_same(weights(module), weights(other))
     assert trainer.global_step == 2
     assert len(module.seen) > 4
-    with pytest.raises(SettingError, match="LBFGS evaluates the loss several times"):
+    with pytest.raises(SettingError, match="LBFGS evaluates the loss within its step"):
         quiet(max_epochs=1, accumulate_grad_batches=2).fit(Model(), loader())
+
+
+def test_an_optimizer_whose_step_needs_the_closure_gets_it_with_gradients_on():
+    class Needs(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any) -> Any:
+            closure()
+            return super().step()
+
+    class Model(Toy):
+        def configure_optimizers(self) -> Any:
+            return Needs(self.parameters(), lr=1.0)
+
+    module = Model()
+    other = copy.deepcopy(module)
+    quiet(max_epochs=1, limit_train_batches=1).fit(module, loader())
+    other.loss(next(iter(loader()))).backward()
+    torch.optim.SGD(other.parameters(), lr=1.0).step()
+    assert_same(weights(module), weights(other))
 
 
 # ---- what training_step may take and return
