@@ -114,6 +114,11 @@ class Strategy:
         # A copy is one that no run has used: it must not drag devices, modules and process groups along.
         return self.__dict__ if self._constructed is None else self._constructed
 
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device; `device` by Lightning's name."""
+        return self.device
+
     # ---- life
 
     def check_world_size(self, world_size: int) -> None:

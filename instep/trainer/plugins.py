@@ -156,10 +156,26 @@ def start_loggers(ctx: RunContext, module: TrainModule, datamodule: DataModule |
     params: dict[str, Any] = {}
     for owner in (datamodule, module):
         if owner is not None and owner._log_hyperparams:
+            differ = [
+                name for name, value in owner.hparams_initial.items() if not _alike(params.get(name, value), value)
+            ]
+            if differ:
+                raise UsageError(
+                    f"Error while merging hparams: {type(datamodule).__name__} and {type(module).__name__} have "
+                    f"different values of {', '.join(differ)}. Rename them, or keep one side's out of the loggers: "
+                    "save_hyperparameters(logger=False)."
+                )
             params.update(owner.hparams_initial)
     if params and ctx.fn == "fit":
         for logger in trainer.loggers:
             logger.log_hyperparams(params)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    try:
+        return bool(one is other or one == other)
+    except (RuntimeError, ValueError):  # of tensors and arrays
+        return True
 
 
 # ---- hooks

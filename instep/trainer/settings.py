@@ -26,12 +26,12 @@ from instep.utils.checks import (
     FLAG,
     SECONDS,
     Check,
-    above_zero,
     at_least,
     checks_of,
     choice,
     constructor_call,
     is_int,
+    is_number,
     parse_duration,
     wrong,
 )
@@ -66,6 +66,13 @@ def _val_check_interval(field: str, value: Any) -> int | float | timedelta:
     )
 
 
+_CLIP = Check(
+    lambda value: is_number(value) and value >= 0,
+    "a number above 0, or None or 0 for no clipping",
+    lambda value: float(value) or None,
+    float,
+    {"type": "number", "minimum": 0},
+)
 _DETERMINISTIC = Check(lambda value: value == "warn" or isinstance(value, bool), "True, False or 'warn'")
 
 
@@ -143,7 +150,7 @@ class Settings:
     enable_progress_bar: Annotated[bool, FLAG] = True
     enable_model_summary: Annotated[bool, FLAG] = True
     accumulate_grad_batches: Annotated[int, at_least(1)] = 1
-    gradient_clip_val: Annotated[float | None, above_zero("above 0, or None for no clipping")] = None
+    gradient_clip_val: Annotated[float | None, _CLIP] = None
     gradient_clip_algorithm: Annotated[str, choice("norm", "value")] = "norm"
     deterministic: Annotated[bool | str, _DETERMINISTIC] = False
     benchmark: Annotated[bool | None, FLAG] = None
@@ -300,10 +307,9 @@ def _check_loop(s: Settings, given: Mapping[str, Any]) -> None:
     if s.overfit_batches:
         both = [name for name in ("limit_train_batches", "limit_val_batches") if name in given]
         if both:
-            raise SettingError(
-                f"overfit_batches={s.overfit_batches!r} sets the limits of training and validation, but "
-                f"{' and '.join(both)} was given too. Use one of them.",
-                field=both[0],
+            warn_user(
+                f"overfit_batches={s.overfit_batches!r} sets the limits of training and validation: "
+                f"{' and '.join(both)} has no effect"
             )
     if s.global_batch_size is not None and s.accumulate_grad_batches != 1:
         raise SettingError(

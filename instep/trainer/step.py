@@ -351,7 +351,7 @@ def detached_outputs(output: Any) -> Any:
 
 
 def _wants_closure(optimizer: Optimizer | None) -> bool:
-    """Return whether the optimizer evaluates the loss itself, as L-BFGS does: its `step` cannot do without a closure."""
+    """Return whether the optimizer evaluates the loss itself, as L-BFGS: its `step` cannot do without a closure."""
     step = getattr(type(optimizer), "step", None)
     asked = inspect.signature(step).parameters.get("closure") if inspect.isfunction(step) else None
     return asked is not None and asked.default is inspect.Parameter.empty

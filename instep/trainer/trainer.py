@@ -694,8 +694,7 @@ class Trainer:
         if self._ctx is not None:
             raise UsageError("trainer.loggers: a run goes on with the loggers that it began with; set them before it")
         self._loggers = list(check_value("logger", list(loggers or ())))
-        for logger in self._loggers:
-            logger.attach(self.run_folder.claim)
+        self.run_folder.follow(self._loggers)
 
     @property
     def logger(self) -> Logger | None:

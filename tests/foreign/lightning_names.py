@@ -33,9 +33,9 @@ BY_HAND: dict[str, tuple[str, ...]] = {
     "instantiate_class": ("instep.cli.instantiate_class",),
     "EarlyStoppingReason": ("instep.callbacks.EarlyStoppingReason",),
     "move_data_to_device": ("instep.distributed.send_to_device",),
-    "AttributeDict": ("instep.utils.hparams.AttributeDict", "instep.utils.hparams.HyperParameters"),
+    "AttributeDict": ("instep.utils.hparams.AttributeDict",),
+    "HyperparametersMixin": ("instep.utils.hparams.HyperParameters",),
     "isolate_rng": ("instep.utils.seed.isolate_rng",),
-    "is_overridden": ("instep.utils.hooks.is_overridden",),
     "TrainerState": ("instep.trainer.context.TrainerState",),
     "LRSchedulerConfig": ("instep.trainer.optimizers.LRSchedulerConfig",),
     "Optimizable": ("torch.optim.Optimizer",),
@@ -87,6 +87,15 @@ class TrainerStatus(_Text):
     INTERRUPTED = "interrupted"
 
 
+def is_overridden(method_name: str, instance: Any, parent: Any = None) -> bool:
+    """Ask instep's function, whose arguments have another order."""
+    from instep import Callback, DataModule, TrainModule
+    from instep.trainer import hooks
+
+    base = parent or next(kind for kind in (TrainModule, DataModule, Callback) if isinstance(instance, kind))
+    return hooks.is_overridden(instance, method_name, base)
+
+
 def _runif_reasons(**needs: Any) -> tuple[list[str], dict[str, bool]]:
     """Say what of a test's needs is missing here: GPUs, TPUs and a process of its own always are."""
     from lightning_utilities.core.imports import compare_version
@@ -105,7 +114,7 @@ def _runif_reasons(**needs: Any) -> tuple[list[str], dict[str, bool]]:
     return reasons, kept
 
 
-_DEFINED_HERE = {"TrainerFn", "RunningStage", "TrainerStatus", "_runif_reasons"}
+_DEFINED_HERE = {"TrainerFn", "RunningStage", "TrainerStatus", "_runif_reasons", "is_overridden"}
 _AVAILABLE = {
     "_ONNX_AVAILABLE": "onnx", "_ONNXSCRIPT_AVAILABLE": "onnxscript", "_TORCH_TRT_AVAILABLE": "torch_tensorrt",
     "_PSUTIL_AVAILABLE": "psutil", "_TENSORBOARD_AVAILABLE": "tensorboard", "_DEEPSPEED_AVAILABLE": "deepspeed",
@@ -121,6 +130,8 @@ def _load(dotted: str) -> Any:
 def resolve(name: str) -> Any:
     """Give instep's counterpart of a dotted name of Lightning, or raise LookupError."""
     leaf = name.rpartition(".")[2]
+    if leaf in ("RunningStage", "TrainerFn", "TrainerStatus"):
+        return getattr(import_module("instep.trainer"), leaf, globals()[leaf])
     if leaf in _DEFINED_HERE:
         return globals()[leaf]
     if leaf in _AVAILABLE:

@@ -208,6 +208,14 @@ def test_hyperparameters_are_logged_once_with_those_of_the_data(tmp_path: Path):
     trainer.fit(Toy(lr=0.25), datamodule=Data())
     assert seen == [{"size": 3, "lr": 0.25}]
 
+    class Other(Toy):
+        def __init__(self, size: int = 4) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    with pytest.raises(UsageError, match="Error while merging hparams: Data and Other have different values of size"):
+        trainer.fit(Other(), datamodule=Data())
+
     class Silent(Toy):
         def __init__(self) -> None:
             super().__init__()

@@ -73,6 +73,7 @@ ONE_HOUR = timedelta(hours=1)
         ("num_sanity_val_steps", -1, -1),
         ("log_every_n_steps", 0, 0),
         ("gradient_clip_val", 1, 1.0),
+        ("gradient_clip_val", 0, None),
         ("gradient_clip_val", math.inf, math.inf),
         ("deterministic", "warn", "warn"),
         ("deterministic", True, True),
@@ -145,7 +146,7 @@ def test_precision_aliases(given, expected):
         ("max_time", {"hour": 1}, "hour"),
         ("num_sanity_val_steps", -2, "-1 for all"),
         ("log_every_n_steps", -1, "0 for never"),
-        ("gradient_clip_val", 0, "None for no clipping"),
+        ("gradient_clip_val", -1, "None or 0 for no clipping"),
         ("gradient_clip_val", math.nan, "above 0"),
         ("gradient_clip_val", True, "above 0"),
         ("gradient_clip_algorithm", "norms", "Did you mean 'norm'"),
@@ -215,8 +216,6 @@ def test_the_default_limit_applies_only_without_another(given, epochs, steps):
         ({"min_steps": 3, "max_steps": 2}, "min_steps=3 is more than max_steps=2"),
         ({"check_val_every_n_epoch": None}, "across epochs"),
         ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, "across epochs"),
-        ({"overfit_batches": 2, "limit_train_batches": 5}, "limit_train_batches was given too"),
-        ({"overfit_batches": 2, "limit_val_batches": 1.0}, "limit_val_batches was given too"),
         ({"global_batch_size": 64, "accumulate_grad_batches": 2}, "derives the accumulation"),
         ({"accelerator": "cpu", "devices": [0, 1]}, "devices=2"),
         ({"accelerator": "cpu", "devices": "0,"}, "devices=2"),
@@ -233,6 +232,11 @@ def test_the_default_limit_applies_only_without_another(given, epochs, steps):
 def test_contradictions(given, said):
     with pytest.raises(SettingError, match=said):
         resolve(**given)
+
+
+def test_overfit_batches_goes_before_the_limits():
+    with pytest.warns(UserWarning, match="limit_train_batches and limit_val_batches has no effect"):
+        resolve(overfit_batches=2, limit_train_batches=5, limit_val_batches=1.0)
 
 
 @pytest.mark.parametrize(

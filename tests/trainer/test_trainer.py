@@ -68,6 +68,7 @@ class Asks(Toy):
     def on_train_start(self) -> None:
         self.told["train"] = told(self.trainer)
         assert self.optimizers() is self.optimizers()
+        assert self.trainer.strategy.root_device == self.device
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.last.append(self.trainer.is_last_batch)
