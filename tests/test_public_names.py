@@ -105,6 +105,7 @@ PUBLIC = {
         "ArgsType",
         "LRSchedulerCallable",
         "LRSchedulerOptions",
+        "LRSchedulerTypeTuple",
         "OptimizerCallable",
         "SaveConfigCallback",
         "TrainerArgumentParser",

@@ -8,6 +8,7 @@ _HOME = {
     "ArgsType": "trainer_cli",
     "LRSchedulerCallable": "trainer_parser",
     "LRSchedulerOptions": "trainer_parser",
+    "LRSchedulerTypeTuple": "trainer_parser",
     "OptimizerCallable": "trainer_parser",
     "SaveConfigCallback": "trainer_cli",
     "TrainerArgumentParser": "trainer_parser",
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from instep.cli.trainer_cli import TrainerCLI as TrainerCLI
     from instep.cli.trainer_parser import LRSchedulerCallable as LRSchedulerCallable
     from instep.cli.trainer_parser import LRSchedulerOptions as LRSchedulerOptions
+    from instep.cli.trainer_parser import LRSchedulerTypeTuple as LRSchedulerTypeTuple
     from instep.cli.trainer_parser import OptimizerCallable as OptimizerCallable
     from instep.cli.trainer_parser import TrainerArgumentParser as TrainerArgumentParser
     from instep.cli.trainer_parser import instantiate_class as instantiate_class

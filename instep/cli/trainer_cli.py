@@ -28,6 +28,7 @@ from instep.cli.trainer_parser import (
     AUTOMATIC,
     LRSchedulerOptions,
     TrainerArgumentParser,
+    built,
     import_named,
     instantiate_class,
     with_class_path,
@@ -35,14 +36,14 @@ from instep.cli.trainer_parser import (
 )
 from instep.data import DataModule
 from instep.distributed.rank_zero import on_rank_zero
-from instep.errors import CheckpointError, UsageError
+from instep.errors import CheckpointError, SettingError, UsageError
 from instep.health.error_report import report_failures
 from instep.launch.engine import is_worker
 from instep.state import read_environment
 from instep.trainer import Trainer, TrainModule
 from instep.trainer.devices import count_devices, launch
 from instep.trainer.hooks import is_overridden
-from instep.trainer.settings import resolve
+from instep.trainer.settings import reject_unknown, resolve
 from instep.utils.hparams import CLASS_PATH, configured_as
 from instep.utils.plain_yaml import MAX_BYTES, MAX_ITEMS
 from instep.utils.rebuild import StandIn, configured_arguments, described_arguments
@@ -55,7 +56,7 @@ class SaveConfigCallback(Callback):
 
     The file appears in one instant and is on the disk before the first step. A run that is resumed with another
     configuration saves that as `config-1.yaml` and so on: nothing is overwritten. Without a run folder (no logger and
-    no checkpoints) nothing is saved.
+    no checkpoints) the file goes into the Trainer's `default_root_dir`, as in Lightning.
 
     Args:
         parser: what the configuration was parsed with.
@@ -80,7 +81,7 @@ class SaveConfigCallback(Callback):
         self.config_filename = config_filename
         self.overwrite = overwrite
         self.save_to_log_dir = save_to_log_dir
-        self._saved = False
+        self.already_saved = False
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Save before the first step; a resume that was refused has saved nothing."""
@@ -98,13 +99,13 @@ class SaveConfigCallback(Callback):
         """
 
     def _save(self, trainer: Any, module: Any) -> None:
-        if self._saved:
+        if self.already_saved:
             return
-        self._saved = True
-        folder = trainer.run_folder.path
+        self.already_saved = True
+        folder = trainer.run_folder.path or trainer.default_root_dir
 
         def write() -> None:
-            if self.save_to_log_dir and folder is not None:
+            if self.save_to_log_dir:
                 self._write(folder)
             self.save_config(trainer, module, trainer.state.fn)
 
@@ -118,6 +119,7 @@ class SaveConfigCallback(Callback):
                 f"{MAX_BYTES:,} bytes: no run can be started from it. Keep long lists in files of their own."
             )
         files, path, number = LocalFiles(), folder / self.config_filename, 0
+        folder.mkdir(parents=True, exist_ok=True)  # the default_root_dir, where there is no run folder
         if self.overwrite and path.exists():
             files.replace(path, data)
             return
@@ -157,7 +159,8 @@ class TrainerCLI:
         save_config_callback: saves the configuration; None saves nothing.
         save_config_kwargs: more arguments of it.
         trainer_class: a Trainer, or a function that returns one.
-        trainer_defaults: other defaults of its arguments; its `callbacks` are always there.
+        trainer_defaults: other defaults of its arguments; its `callbacks` are always there, objects or
+            `{"class_path": ..., "init_args": ...}`.
         seed_everything_default: the seed; True for 0, False to leave the random generators alone.
         parser_kwargs: arguments of the parser, or of each command's parser by its name.
         parser_class: `TrainerArgumentParser` or a subclass.
@@ -248,7 +251,12 @@ class TrainerCLI:
         if lr_scheduler is None:
             return optimizer
         options = self._get(self.config_init, "lr_scheduler_options") or LRSchedulerOptions()
-        return {"optimizer": optimizer, "lr_scheduler": options.of(lr_scheduler)}
+        config = options.of(lr_scheduler)
+        if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            return {"optimizer": optimizer, "lr_scheduler": config}
+        # Lightning's form, which its users unpack where they call this.
+        plain = config == LRSchedulerOptions(interval="epoch").of(lr_scheduler)
+        return [optimizer], [lr_scheduler if plain else config]
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -306,8 +314,12 @@ class TrainerCLI:
             default=self.seed_everything_default,
             help="the seed; true for 0, false to leave the random generators alone",
         )
-        parser.add_instep_class_args(self.trainer_class, "trainer")
-        parser.set_defaults({f"trainer.{k}": v for k, v in self.trainer_defaults.items() if k != "callbacks"})
+        names = parser.add_instep_class_args(self.trainer_class, "trainer")
+        defaults = {f"trainer.{k}": v for k, v in self.trainer_defaults.items() if k != "callbacks"}
+        if unknown := [key.removeprefix("trainer.") for key in defaults if key not in names]:
+            reject_unknown(dict.fromkeys(unknown))
+            raise SettingError(f"trainer_defaults: {self.trainer_class.__name__} has no argument {', '.join(unknown)}")
+        parser.set_defaults(defaults)
         parser.add_instep_class_args(self.model_class, "model", self.subclass_mode_model)
         parser.add_instep_class_args(self.datamodule_class, "data", self.subclass_mode_data, self.needs_data)
         self.add_arguments_to_parser(parser)
@@ -424,10 +436,10 @@ class TrainerCLI:
         Args:
             kwargs: what takes the place of configured arguments.
         """
-        settings = {**dict(self._get(self.config_init, "trainer")), **kwargs}
+        settings = {**dict(self._get(self.config_init, "trainer") or {}), **kwargs}
         extra: list[Callback] = [self._get(self.config_init, key) for key in self._parser().callback_keys]
-        always = self.trainer_defaults.get("callbacks", [])
-        extra += [always] if isinstance(always, Callback) else list(always)
+        always = self.trainer_defaults.get("callbacks") or []
+        extra += [built(callback) for callback in (always if isinstance(always, list | tuple) else [always])]
         if self.save_config_callback is not None and not settings.get("fast_dev_run"):
             extra.append(self.save_config_callback(self._parser(), self._own(self.config), **self.save_config_kwargs))
         if "callbacks" in settings:
@@ -442,7 +454,7 @@ class TrainerCLI:
         self, class_type: Any, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
     ) -> TrainModule:
         """Build the module so that its hyperparameters are what was configured."""
-        plain = self._dumped()["model"]
+        plain = self._dumped().get("model", {})  # a class without arguments has no part in it
         values = {**plain.get("init_args", {}), **plain.get("dict_kwargs", {})} if "class_path" in plain else plain
         for target, value in applied_instantiation_links.items():
             own, _, name = target.removeprefix(f"{self.subcommand}.").replace("init_args.", "").partition(".")

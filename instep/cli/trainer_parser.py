@@ -32,6 +32,8 @@ from instep.state import read_environment
 from instep.trainer import Trainer, TrainModule
 from instep.trainer.settings import reject_unknown
 from instep.utils.plain_yaml import compose, read_text
+from instep.utils.porting import hint_for
+from instep.utils.warn import warn_user
 
 AUTOMATIC = "AUTOMATIC"
 ROOMS: tuple[ModuleType, ...] = (callbacks, loggers, strategies)
@@ -69,6 +71,10 @@ class LRSchedulerOptions:
         return {**asdict(self), "interval": interval, "scheduler": scheduler}
 
 
+LRSchedulerTypeTuple = (LRScheduler,)
+"""Classes for `add_lr_scheduler_args` of which any subclass may be chosen."""
+
+
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     """Build an object from a class's path and arguments; imports what the path names, so never a stranger's.
 
@@ -84,6 +90,22 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     """
     first = args if isinstance(args, tuple) else (args,)
     return _named(init)(*first, **init.get("init_args", {}))
+
+
+def built(value: Any) -> Any:
+    """Build what `{"class_path": ..., "init_args": ...}` describes; an object stays as it is.
+
+    A class of instep's rooms may be named without its package.
+    """
+    if not isinstance(value, Mapping) or "class_path" not in value:
+        return value
+    path = value["class_path"]
+    home = next((room.__name__ for room in ROOMS if path in room.__all__), None)
+    try:
+        cls = _named({"class_path": f"{home}.{path}" if home else path})
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingError(f"class_path={path!r} cannot be imported: {error}", field="class_path", got=path) from error
+    return cls(**value.get("init_args", {}))
 
 
 def with_class_path(cls: type, init_args: Any) -> dict[str, Any]:
@@ -166,6 +188,11 @@ class TrainerArgumentParser(ArgumentParser):
         build = not issubclass(cls, Trainer)  # the Trainer gets callbacks that are no arguments, so it is built apart
         return self.add_class_arguments(cls, nested_key, fail_untyped=False, instantiate=build, sub_configs=True)
 
+    def add_lightning_class_args(self, lightning_class: Any, *args: Any, **kwargs: Any) -> list[str]:
+        """Do what `add_instep_class_args` does, under Lightning's name, with a warning."""
+        warn_user("parser.add_lightning_class_args is Lightning's name: here it is parser.add_instep_class_args")
+        return self.add_instep_class_args(lightning_class, *args, **kwargs)
+
     def add_optimizer_args(
         self,
         optimizer_class: type[Optimizer] | tuple[type[Optimizer], ...] = (Optimizer,),
@@ -239,6 +266,16 @@ class TrainerArgumentParser(ArgumentParser):
 
         # in one pass: a text that was put in is not searched for stand-ins again
         return re.sub(r'"(\w+)"|(\w+)', put_in, super().dump(known, *args, **kwargs))
+
+    def parse_env(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse variables; without links where that is a part of a command line, which may have a link's source."""
+        partial_result = kwargs.get("_skip_validation", False)
+        links = self.__dict__.pop("_links_group", None) if partial_result else None
+        try:
+            return super().parse_env(*args, **kwargs)
+        finally:
+            if links is not None:
+                self._links_group = links
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """Parse regular files only, none larger than a configuration ever is."""
@@ -340,7 +377,10 @@ def _arguments(path: str) -> list[str]:
 
 def _hint(name: str, known: Iterable[str]) -> str:
     near = get_close_matches(name, known, n=1)
-    return f" Did you mean {near[0]}?" if near else ""
+    if near:
+        return f" Did you mean {near[0]}?"
+    other = hint_for(name)
+    return f" It is of another package: {other}." if other else ""
 
 
 def import_named(args: Any, env_prefix: str) -> None:

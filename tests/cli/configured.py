@@ -164,3 +164,28 @@ class Result(Callback):
             launcher = read_environment().launcher
             result = {"world_size": trainer.world_size, "launcher": launcher, "step": trainer.global_step}
             self.out.write_text(json.dumps({**result, "weights": digest(module)}))
+
+
+class PlainNet(TrainModule):
+    """A module without arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (self.layer(batch[0]) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return LineData().train_dataloader()
+
+
+class LinkedNet(PlainNet):
+    """Builds its optimizer and schedule itself, as the configuration says."""
+
+    def __init__(self, scheduler: dict[str, Any], optimizer: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.linked = scheduler, optimizer

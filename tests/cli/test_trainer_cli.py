@@ -13,11 +13,23 @@ import torch
 import yaml
 from torch import nn
 
+from instep import Trainer
 from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from instep.cli import SaveConfigCallback, TrainerArgumentParser, TrainerCLI, instantiate_class
 from instep.errors import CheckpointError, HookError, SettingError, UsageError
 from instep.utils.rebuild import build_configured
-from tests.cli.configured import CalledNet, DeepLineNet, InjectedNet, LineData, LineNet, Marks, TextNet, double
+from tests.cli.configured import (
+    CalledNet,
+    DeepLineNet,
+    InjectedNet,
+    LineData,
+    LineNet,
+    LinkedNet,
+    Marks,
+    PlainNet,
+    TextNet,
+    double,
+)
 
 QUIET = {
     "accelerator": "cpu",
@@ -534,3 +546,78 @@ def test_a_configuration_as_a_dict() -> None:
     built = TrainerCLI(LineNet, LineData, args={"model": {"lr": 0.5}, "trainer": QUIET}, run=False)
     assert built.model.hparams.lr == 0.5
     assert json.dumps(dict(built.model.hparams))
+
+
+# ---- what LightningCLI's users do
+
+
+def test_a_module_and_a_trainer_without_arguments() -> None:
+    class Fixed(Trainer):
+        def __init__(self) -> None:
+            super().__init__(**QUIET)
+
+    assert type(cli(model_class=PlainNet).model) is PlainNet
+    assert cli("fit", "--trainer.max_steps=2", model_class=PlainNet).trainer.global_step == 2
+    with pytest.warns(UserWarning, match="takes no callbacks, so these are left out"):
+        built = cli(model_class=PlainNet, trainer_class=Fixed, trainer_defaults={"callbacks": Marks(1)})
+    assert type(built.trainer) is Fixed
+
+
+def test_a_schedule_and_an_optimizer_that_are_linked_to_the_module() -> None:
+    class Own(TrainerCLI):
+        def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
+            parser.add_lr_scheduler_args(torch.optim.lr_scheduler.StepLR, link_to="model.scheduler")
+            parser.add_optimizer_args(torch.optim.SGD, "optim", link_to="model.optimizer")
+
+    words = ["--lr_scheduler.step_size=3", "--optim.lr=0.5", "--trainer.max_steps=1"]
+    for command in ([], ["fit"]):
+        built = Own(LinkedNet, args=[*command, *words], run=bool(command), trainer_defaults=QUIET)
+        scheduler, optimizer = built.model.linked
+        assert (scheduler["class_path"], scheduler["init_args"]["step_size"]) == ("torch.optim.lr_scheduler.StepLR", 3)
+        assert optimizer["init_args"]["lr"] == 0.5
+    with pytest.raises(SystemExit):
+        Own(LinkedNet, args=["fit", "--optim.lr=0.5"], trainer_defaults=QUIET)  # step_size is needed
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_default_callbacks_may_be_described(several: bool) -> None:
+    stop = {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss"}}
+    marks = {"class_path": "tests.cli.configured.Marks", "init_args": {"mark": 4}}
+    built = cli(*ANY, trainer_defaults={**QUIET, "callbacks": [stop, Marks(1), marks] if several else stop})
+    found = [c for c in built.trainer.callbacks if isinstance(c, EarlyStopping | Marks)]
+    assert [getattr(c, "mark", None) for c in found] == ([None, 1, 4] if several else [None])
+
+
+@pytest.mark.parametrize(
+    ("defaults", "said"),
+    [
+        ({"profiler": "simple"}, r"profiler: not an argument of instep's Trainer; torch\.profiler around fit"),
+        ({"max_epoch": 3}, r"max_epoch: unknown \(did you mean max_epochs\?\)"),
+        ({"callbacks": {"class_path": "no.such.Callback"}}, r"class_path='no\.such\.Callback' cannot be imported"),
+    ],
+)
+def test_defaults_that_the_trainer_cannot_take(defaults: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        cli(*ANY, trainer_defaults=defaults)
+
+
+def test_without_a_run_folder_the_configuration_goes_into_the_root(tmp_path: Path) -> None:
+    built = cli("fit", *ANY, "--trainer.max_steps=1", f"--trainer.default_root_dir={tmp_path / 'root'}")
+    (saver,) = [c for c in built.trainer.callbacks if isinstance(c, SaveConfigCallback)]
+    assert saver.already_saved
+    assert yaml.safe_load((tmp_path / "root" / "config.yaml").read_text())["trainer"]["max_steps"] == 1
+
+
+def test_lightnings_name_of_a_parsers_method_warns_and_works() -> None:
+    class Own(TrainerCLI):
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.add_lightning_class_args(EarlyStopping, "stop")
+
+    with pytest.warns(UserWarning, match="here it is parser.add_instep_class_args"):
+        built = Own(PlainNet, args=["--stop.monitor=val_loss"], run=False, trainer_defaults=QUIET)
+    assert any(isinstance(c, EarlyStopping) for c in built.trainer.callbacks)
+    words = ["--optimizer=Adam", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=50"]
+    with pytest.warns(UserWarning, match="takes the place of PlainNet"):
+        (optimizer,), (scheduler,) = cli(*words, model_class=PlainNet).model.configure_optimizers()
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert scheduler.step_size == 50
