@@ -8,6 +8,7 @@ when its grace period, from the first signal on, is over. Code that never gives 
 
 from __future__ import annotations
 
+import _thread
 import faulthandler
 import functools
 import os
@@ -202,7 +203,7 @@ class SignalGuard:
             self.received, self._at = number, time.monotonic()
             self.got_sigterm = number == signal.SIGTERM
             if not self._quiet:
-                os.write(2, _notice(number, self._grace_s))  # print is not safe in a handler
+                _tell(_notice(number, self._grace_s))
             self._triggers.set("preempted", signal.Signals(number).name)
         elif number != self.received or time.monotonic() - self._at >= SAME_S:
             if self._before.get(number) is signal.SIG_DFL:
@@ -212,8 +213,24 @@ class SignalGuard:
             signal.raise_signal(number)
 
 
-def _notice(number: int, grace_s: float) -> bytes:
+def _tell(text: str) -> None:
+    """Write to stderr from a signal's handler, where print is not safe.
+
+    Beside a progress bar the text would be drawn over: then a thread prints it, and the bar's stderr puts it above.
+    """
+    if hasattr(sys.stderr, "rich_proxied_file"):
+        _thread.start_new_thread(_print, (text,))  # threading's own start may be what the signal came into
+    else:
+        os.write(2, f"\n{text}\n".encode())
+
+
+def _print(text: str) -> None:
+    with suppress(Exception):  # the bar or the terminal is gone: the run's end says it again
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def _notice(number: int, grace_s: float) -> str:
     within = "" if grace_s == float("inf") else f", within {grace_s:g} s"
     again = "Press Ctrl-C again to stop" if number == signal.SIGINT else "A second one stops it"
-    text = f"Stopping ({signal.Signals(number).name}): this step is finished and saved first{within}. {again} at once."
-    return f"\n{text}\n".encode()
+    return f"Stopping ({signal.Signals(number).name}): this step is finished and saved first{within}. {again} at once."

@@ -6,6 +6,8 @@ import itertools
 import multiprocessing
 import os
 import pty
+import re
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +21,8 @@ from instep import Trainer
 from instep.callbacks import ProgressBar
 from instep.callbacks import progress as module
 from instep.callbacks.progress import Line
+from instep.distributed import Triggers
+from instep.distributed.signals import SignalGuard
 from instep.errors import SettingError
 from tests.callbacks.fakes import FakeProgress, FakeTrainer
 from tests.helpers.spawn import HANG_S
@@ -197,6 +201,43 @@ def test_prints_go_through_above_the_bar(terminal):
     bar.on_train_end(trainer, None)
     print("after")
     assert terminal.rest().endswith("after\r\n<end>")
+
+
+def shown(text: str, columns: int) -> str:
+    """The lines of a terminal of that width, after what rich writes: text, line ends, cursor up, erased lines."""
+    rows: list[list[str]] = [[]]
+    row = column = 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|.|\n", text):
+        up = re.fullmatch(r"\x1b\[(\d*)A", part)
+        row, column = (row - int(up[1] or 1) if up else row), (0 if part == "\r" else column)
+        if part == "\x1b[2K":
+            rows[row] = []
+        if part == "\n" or (part.isprintable() and column == columns):
+            row, column = row + 1, 0
+        rows += [[] for _ in range(row + 1 - len(rows))]
+        if part.isprintable():
+            rows[row][column:] = [part]
+            column += 1
+    return "\n".join("".join(row) for row in rows)
+
+
+@pytest.mark.parametrize("columns", [44, 100])
+def test_the_notice_of_a_signal_is_not_drawn_over(terminal, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal.connect()
+    trainer = FakeTrainer()
+    trainer.progress_bar_metrics = {"a_metric_with_a_long_name_on_a_line_of_its_own": 0.25}
+    bar = started(trainer)
+    terminal.read_until("0/100")
+    with SignalGuard(Triggers()) as guard:
+        os.kill(os.getpid(), signal.SIGINT)
+        terminal.read_until("once.")
+        guard.received = None
+    trainer.progress.batch = 60
+    terminal.read_until("60/100")
+    bar.on_train_end(trainer, None)
+    notice = "Stopping (SIGINT): this step is finished and saved first. Press Ctrl-C again to stop at once."
+    assert notice in " ".join(shown(terminal.rest(), columns).split("\n")).replace("  ", " ")
 
 
 def test_a_redirected_stdout_keeps_its_way(terminal, monkeypatch):
