@@ -170,7 +170,11 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.usefixtures("_as_before")
-@pytest.mark.filterwarnings("ignore:there is a validation", "ignore:the configured optimizer takes the place")
+@pytest.mark.filterwarnings(
+    "ignore:there is a validation",
+    "ignore:the configured optimizer takes the place",
+    "ignore:instep.compat.lightning:FutureWarning",
+)
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

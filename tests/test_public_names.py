@@ -112,6 +112,7 @@ PUBLIC = {
         "TrainerCLI",
         "instantiate_class",
     ],
+    "instep.compat": ["lightning"],
     "instep.data": [
         "BatchSource",
         "CombinedLoader",

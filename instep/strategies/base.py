@@ -104,6 +104,12 @@ class Strategy:
     loss_weight: Callable[[], float] = staticmethod(lambda: 1.0)
     """Weight of the current batch's loss in its window, for a strategy that runs the backward within the step."""
 
+    @property
+    def num_processes(self) -> int:
+        """Number of the run's processes on this machine."""
+        state = PartialState()
+        return state.num_processes // state.num_nodes
+
     def _refused(self, why: str) -> SettingError:
         """Make the error for a run that this strategy cannot have; `why` goes on after the strategy's name."""
         return SettingError(f"strategy={self.name!r} {why}", field="strategy", got=self.name)

@@ -373,6 +373,11 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         return next((p.device for p in self.parameters()), torch.device("cpu"))
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether that is a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
     def dtype(self) -> torch.dtype:
         """The first floating parameter's dtype."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())

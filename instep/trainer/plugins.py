@@ -232,7 +232,7 @@ def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:
     names = {name for name in names if name.startswith("on_")} | loaders
     if not names:
         return
-    hooks = [name for name in dir(base) if name.startswith("on_")]
+    hooks = [name for name in dir(base) if name.startswith("on_") and callable(getattr(base, name))]
     needed = f"{_LOADER_OF.get(fn, fn)}_dataloader"
     hooks += [name for name in LOADERS if loaders and name != needed and not is_overridden(owner, name, base)]
     other, whose = (Callback, "callbacks") if base is TrainModule else (ModuleHooks, "modules")

@@ -17,6 +17,25 @@ _RANK_ZERO = {
     for name in ("rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn")
 }
 
+LIGHTNING_MODULES = frozenset(
+    (
+        "accelerators", "apply_func", "argparse", "batch_size_finder", "callback", "callbacks", "checkpoint",
+        "cli", "cloud_io", "collectives", "combined_loader", "comet", "core", "csv_logs", "data", "datamodule",
+        "ddp", "deepspeed", "demos", "device_parser", "device_stats_monitor", "distributed", "early_stopping",
+        "enums", "environments", "exceptions", "fabric", "finetuning", "fsdp",
+        "gradient_accumulation_scheduler", "grads", "hooks", "hparams_mixin", "imports", "io",
+        "lambda_function", "launchers", "litlogger", "logger", "loggers", "loops", "lr_finder", "lr_monitor",
+        "memory", "mixins", "mlflow", "mnist_datamodule", "model_checkpoint", "model_helpers", "model_parallel",
+        "model_summary", "module", "neptune", "on_exception_checkpoint", "optimizer", "overrides", "parallel",
+        "parsing", "plugins", "precision", "prediction_writer", "profilers", "progress", "progress_bar",
+        "pruning", "pytorch", "rank_zero", "rich_model_summary", "rich_progress", "saving", "seed", "serve",
+        "single_device", "spike", "states", "stochastic_weight_avg", "strategies", "strategy", "tensorboard",
+        "throughput", "throughput_monitor", "timer", "tqdm_progress", "trainer", "tuner", "types", "utilities",
+        "wandb", "warnings", "weight_averaging", "xla",
+    )
+)  # fmt: skip
+"""Last words of the names of Lightning's modules, for `instep.compat.lightning`."""
+
 MODULES = {
     "lightning": "instep",
     "lightning.callbacks": "instep.callbacks",
@@ -36,7 +55,7 @@ MOVED = {
             name: f"instep.callbacks.{name}"
             for name in (
                 "Callback", "EarlyStopping", "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint",
-                "ModelSummary", "Timer",
+                "EarlyStoppingReason", "ModelSummary", "ProgressBar", "Timer", "summarize",
             )
         },
         "RichModelSummary": "instep.callbacks.ModelSummary",
@@ -47,13 +66,22 @@ MOVED = {
             name: f"instep.strategies.{name}"
             for name in ("DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "Strategy", "XLAStrategy")
         },
+        "ParallelStrategy": "instep.strategies.Strategy",
         "CombinedLoader": "instep.data.CombinedLoader",
         "LightningCLI": "instep.cli.TrainerCLI",
+        "LightningArgumentParser": "instep.cli.TrainerArgumentParser",
+        **{
+            name: f"instep.cli.{name}"
+            for name in (
+                "ArgsType", "LRSchedulerCallable", "OptimizerCallable", "SaveConfigCallback", "instantiate_class",
+            )
+        },
         **_RANK_ZERO,
         **dict.fromkeys(
             ("STEP_OUTPUT", "OptimizerLRScheduler", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "LRSchedulerTypeUnion"),
             "typing.Any",
         ),
+        "get_torchvision_model": "torchvision.models.get_model",
     },
     "fabric": {"seed_everything": "instep.seed_everything", **_RANK_ZERO},
     "accelerate": {
@@ -83,8 +111,32 @@ MOVED = {
                 "recursively_apply", "reduce", "send_to_device", "slice_tensors", "wait_for_everyone",
             )
         },
+        "is_cuda_available": "torch.cuda.is_available",
+        "is_xpu_available": "torch.xpu.is_available",
+        "is_mps_available": "torch.backends.mps.is_available",
     },
 }  # fmt: skip
+
+GONE = {"cli_lightning_logo": "it printed a logo"}
+"""Functions whose calls are left out, and what they did."""
+
+_PACKAGES = (
+    "bitsandbytes", "boto3", "clearml", "comet_ml", "datasets", "deepspeed", "hydra", "matplotlib", "mlflow", "numpy",
+    "omegaconf", "onnx", "pandas", "peft", "psutil", "requests", "rich", "schedulefree", "sklearn", "tensorboard",
+    "tensorboardX", "timm", "torchao", "torchdata", "torchvision", "tqdm", "transformers", "triton", "wandb",
+)  # fmt: skip
+_FIND = "from importlib.util import find_spec"
+DEFINED = {
+    "_IS_WINDOWS": ("import sys", 'sys.platform == "win32"'),
+    **{f"_{name.upper()}_AVAILABLE": (_FIND, f'find_spec("{name}") is not None') for name in _PACKAGES},
+    **{f"is_{name}_available": (_FIND, f'lambda: find_spec("{name}") is not None') for name in _PACKAGES},
+    "is_bnb_available": (_FIND, 'lambda: find_spec("bitsandbytes") is not None'),
+    **{
+        f"is_{name}_available": ("import torch", f'lambda: hasattr(torch, "{name}") and torch.{name}.is_available()')
+        for name in ("mlu", "musa", "npu", "sdaa")
+    },
+}
+"""Small values and functions that a script can make itself: what to import for them, and how."""
 
 _BY_ITSELF = "leave it out: the launcher's environment is read by itself"
 _NO_BIG_MODELS = "keep Accelerate for it: instep has nothing in its place"
@@ -103,7 +155,10 @@ ADVICE = {
     "LightningEnvironment": _BY_ITSELF,
     "TorchElasticEnvironment": _BY_ITSELF,
     "MPIEnvironment": _BY_ITSELF,
-    "Fabric": "instep.Accelerator is for handwritten loops; what its methods do stands in docs/accelerator.md",
+    **dict.fromkeys(
+        ("Fabric", "is_wrapped"),
+        "instep.Accelerator is for handwritten loops; what its methods do stands in docs/accelerator.md",
+    ),
     "FullyShardedDataParallelPlugin": "use Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
     "DeepSpeedPlugin": 'use Trainer(strategy="deepspeed_stage_2"), or Accelerator(strategy="fsdp")',
     "TorchDynamoPlugin": "compile the model with torch.compile(model) before prepare()",
@@ -170,6 +225,7 @@ RENAMED = {
     "Trainer.fit": {"train_dataloader": "train_dataloaders", "val_dataloader": "val_dataloaders"},
     "Trainer.validate": {"val_dataloaders": "dataloaders"},
     "Trainer.test": {"test_dataloaders": "dataloaders"},
+    "TrainerArgumentParser.add_instep_class_args": {"lightning_class": "instep_class"},
 }
 """Arguments that have another name, by class or method."""
 
@@ -396,7 +452,37 @@ HOOKS_UNCALLED = {
 }
 """More of them, which may as well be a method of the user's own: for these a warning."""
 
-ATTRIBUTES_RENAMED = {("Trainer", "lightning_module"): "model"}
+PARTS = {
+    "Trainer": {
+        "checkpoint_callback": "instep.callbacks.ModelCheckpoint",
+        "early_stopping_callback": "instep.callbacks.EarlyStopping",
+        "strategy": "instep.strategies.Strategy",
+    },
+    "Accelerator": {
+        "state": "instep.AcceleratorState",
+        "gradient_state": "instep.GradientState",
+        "project_configuration": "instep.accelerator.ProjectConfiguration",
+    },
+    "TrainModule": {"trainer": "instep.Trainer"},
+    "DataModule": {"trainer": "instep.Trainer"},
+    "TrainerCLI": {"trainer": "instep.Trainer", "parser": "instep.cli.TrainerArgumentParser"},
+}
+"""What attributes hold, by instep's classes."""
+
+PARAMETERS = {"trainer": "instep.Trainer", "pl_module": "instep.TrainModule"}
+"""What parameters of these names hold, in scripts of Lightning."""
+
+ALIASES = {"lightning_module": "write `model`; it is an alias with a warning"}
+"""Attributes that are there for Lightning's users only, and what to write in their place."""
+
+ATTRIBUTES_RENAMED = {"add_lightning_class_args": "add_instep_class_args"}
+"""Attributes and methods that have another name, with names that nobody else has."""
+
+ANYWHERE = {
+    "deepspeed_plugin": "the strategy is the Trainer's: `trainer.strategy`; an Accelerator has no DeepSpeed",
+    "fsdp_plugin": "the options are FSDPStrategy's: Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
+}
+"""Attributes with names that nobody else has, so what holds them need not be known."""
 
 _SHORT_FITS = "try learning rates in a loop of short fits"
 _UNCALLED = {old: f"use `{new}`" for old, new in HOOKS_UNCALLED.items()}
@@ -424,7 +510,6 @@ ATTRIBUTES = {
         "to_onnx": "torch.onnx.export(module, ...) does it",
         "to_torchscript": "torch.export or torch.jit do it",
         "to_tensorrt": "torch_tensorrt does it",
-        "on_gpu": "`self.device.type` says it",
         "fabric": "there is none",
         "device_mesh": "`self.trainer.strategy` has the mesh",
         "configure_sharded_model": "use `configure_model`",
@@ -495,8 +580,10 @@ def successor(name: str) -> str | None:
 def advice(name: str) -> str:
     """Say what to do about a canonical name that has no successor."""
     leaf = name.rpartition(".")[2]
-    if name.startswith("fabric"):
+    if name.startswith("fabric") and leaf[0].isupper() and leaf not in ADVICE:
         return ADVICE["Fabric"]
+    if ".demos" in name or ".test_utils" in name:
+        return "it is of a package for demonstrations and tests; take data or a model of your own"
     if leaf.startswith("is_") and leaf.endswith("_available"):
         return "ask torch, or importlib.util.find_spec"
     return ADVICE.get(leaf, "instep has nothing of that name")

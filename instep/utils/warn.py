@@ -27,7 +27,8 @@ def warn_user(message: str | Warning, category: type[Warning] | None = None) -> 
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and _is_passed_over(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
+        level += "importlib._bootstrap" not in frame.f_code.co_filename  # `warnings` does not count these
+        frame = frame.f_back
     warnings.warn(message, category, stacklevel=2 if frame is None else level)
 
 

@@ -1,8 +1,8 @@
 """Bring scripts of Lightning or Hugging Face Accelerate to instep.
 
 Imports, base classes, names and arguments that have a counterpart are changed, and shown as a diff; what is left to do
-by hand is listed with its line and what to do ("todo"), and so is what goes on working but says something else
-("note"). No file is touched without --write. Shell scripts and notebooks are not looked into.
+by hand is listed with its line and what to do ("todo"), and so is what goes on working with a warning ("warns") or
+means something else ("note"). No file is touched without --write. Shell scripts and notebooks are not looked into.
 
 Exit codes: 0 nothing is left to do; 1 there is, or an error; 2 wrong arguments.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import libcst as cst
 
-from instep.cli.migrate.survey import Finding, survey
+from instep.cli.migrate.survey import Finding, Plan, survey
 from instep.cli.migrate.uses import Uses
 
 
@@ -31,13 +32,28 @@ def migrate(source: str) -> tuple[str, list[Finding], bool]:
         return source, [], False
     plan.module.visit(Uses(plan, found))
     found.decide()
-    return plan.module.visit(_Rewriter(plan.new)).code, sorted(plan.findings), True
+    return plan.module.visit(_Rewriter(plan)).code, plan.report(), True
 
 
 class _Rewriter(cst.CSTTransformer):
-    def __init__(self, new: dict[cst.CSTNode, Any]) -> None:
+    def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self._new = new
+        self._new = plan.new
+        self._comments = plan.comments
+        self._next: dict[cst.CSTNode, cst.CSTNode] = {}  # of a statement, in the same block
+        self._before: dict[cst.CSTNode, list[cst.EmptyLine]] = {}  # lines of statements that are gone
+
+    def _visit_block(self, node: Any) -> None:
+        self._next.update(pairwise(node.body))
+
+    visit_Module = visit_IndentedBlock = _visit_block
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        done = super().on_leave(original_node, updated_node)
+        lines = self._before.get(original_node)
+        if lines and not isinstance(done, cst.RemovalSentinel | cst.FlattenSentinel):
+            return done.with_changes(leading_lines=[*lines, *done.leading_lines])
+        return done
 
     def _replaced(self, original_node: Any, updated_node: Any) -> Any:
         return self._new.get(original_node, updated_node)
@@ -56,21 +72,31 @@ class _Rewriter(cst.CSTTransformer):
         return updated_node.with_changes(args=[*updated_node.args[:-1], end])
 
     def _statements(self, original_node: Any, updated_node: Any) -> Any:
-        lines = self._new.get(original_node)
-        if lines is None:
+        parts = self._new.get(original_node)
+        if parts is None:
             return updated_node
-        statements = [cst.parse_statement(line) for line in lines]
-        return cst.FlattenSentinel(s.body[0] for s in statements if isinstance(s, cst.SimpleStatementLine))
+        made: list[Any] = []
+        for part in parts:
+            statement = cst.parse_statement(part) if isinstance(part, str) else part
+            made += statement.body if isinstance(statement, cst.SimpleStatementLine) else (statement,)
+        return cst.FlattenSentinel(made) if made else cst.RemoveFromParent()
 
-    leave_Import = leave_ImportFrom = _statements
+    leave_Import = leave_ImportFrom = leave_Expr = _statements
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> Any:
         parts = updated_node.body
+        comments = [text for part in original_node.body for text in self._comments.get(part, ())]
+        leading = [*updated_node.leading_lines, *(cst.EmptyLine(comment=cst.Comment(text)) for text in comments)]
+        if not parts:
+            following = self._next.get(original_node)
+            if following is not None:
+                self._before[following] = leading
+            return cst.RemoveFromParent()
         if len(parts) == len(original_node.body):
-            return updated_node
+            return updated_node.with_changes(leading_lines=leading) if comments else updated_node
         lines = [cst.SimpleStatementLine([part.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)]) for part in parts]
-        lines[0] = lines[0].with_changes(leading_lines=updated_node.leading_lines)
+        lines[0] = lines[0].with_changes(leading_lines=leading)
         lines[-1] = lines[-1].with_changes(trailing_whitespace=updated_node.trailing_whitespace)
         return cst.FlattenSentinel(lines)

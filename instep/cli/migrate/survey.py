@@ -21,7 +21,8 @@ class Finding:
 
     Args:
         line: of the script as it is, from 1.
-        kind: "todo" for what has to be changed by hand, "note" for what is otherwise but goes on working.
+        kind: "todo" for what has to be changed by hand, "warns" for what goes on working with a warning, "note" for
+            what is otherwise.
         text: what it is, and what to do.
     """
 
@@ -37,6 +38,7 @@ class Plan:
     Args:
         module: its syntax tree.
         new: for each place that changes, by its node: the new nodes.
+        comments: of what is taken out of an import, by its node.
         findings: for people.
         found: the packages that it imports, by their canonical names.
     """
@@ -44,6 +46,7 @@ class Plan:
     module: cst.Module
     lines: Any
     new: dict[cst.CSTNode, Any] = field(default_factory=dict)
+    comments: dict[cst.CSTNode, list[str]] = field(default_factory=dict)
     findings: set[Finding] = field(default_factory=set)
     found: set[str] = field(default_factory=set)
 
@@ -55,9 +58,24 @@ class Plan:
         """Note what has to be changed by hand."""
         self.findings.add(Finding(self.line(node), "todo", text))
 
+    def warns(self, node: cst.CSTNode, text: str) -> None:
+        """Note what goes on working with a warning."""
+        self.findings.add(Finding(self.line(node), "warns", text))
+
     def note(self, node: cst.CSTNode, text: str) -> None:
         """Note what is otherwise."""
         self.findings.add(Finding(self.line(node), "note", text))
+
+    def report(self) -> list[Finding]:
+        """Return the findings by line; what only is to be known once, with all its lines."""
+        lines: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for finding in sorted(self.findings):
+            lines[finding.kind, finding.text].append(finding.line)
+        return sorted(
+            Finding(line, kind, text if kind == "todo" else text + _also(where))
+            for (kind, text), where in lines.items()
+            for line in (where if kind == "todo" else where[:1])
+        )
 
 
 class Names(cst.CSTVisitor):
@@ -81,9 +99,16 @@ class Names(cst.CSTVisitor):
         self.leftovers: dict[str, list[cst.CSTNode]] = defaultdict(list)
         self.extra: dict[str, set[str]] = defaultdict(set)  # what else is imported beside a name
         self.defined: set[str] = set()
+        self.have: set[str] = set()  # what is imported at the top level: `import a` as "a", `from a import b` as "a b"
+        self._top: set[cst.CSTNode] = set()  # the imports of the top level
         self._annotations = 0
 
     # ---- imports
+
+    def visit_Module(self, node: cst.Module) -> None:
+        for line in node.body:
+            if isinstance(line, cst.SimpleStatementLine):
+                self._top.update(line.body)
 
     def visit_Import(self, node: cst.Import) -> bool:
         self.imports.append(node)
@@ -92,6 +117,8 @@ class Names(cst.CSTVisitor):
             local = _local(alias) if alias.asname else name.split(".")[0]
             self.bound[local] = name if alias.asname else local
             self._note_package(name)
+            if node in self._top and not alias.asname:
+                self.have.add(name)
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
@@ -106,6 +133,8 @@ class Names(cst.CSTVisitor):
             return False
         for alias in node.names:
             self.bound[_local(alias)] = f"{module}.{code(alias.name)}"
+            if node in self._top:
+                self.have.add(f"{module} {code(alias).rstrip(', ')}")
         return False
 
     def _note_package(self, name: str) -> None:
@@ -124,6 +153,13 @@ class Names(cst.CSTVisitor):
     def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
         if isinstance(node.target, cst.Name):
             self.defined.add(node.target.value)
+
+    def visit_Expr(self, node: cst.Expr) -> bool:
+        name = self._canonical(node.value.func) if isinstance(node.value, cst.Call) else None
+        if name is None or name.rpartition(".")[2] not in porting.GONE:
+            return True
+        self.plan.new[node] = []
+        return False
 
     def visit_Name(self, node: cst.Name) -> None:
         self._use(node, node)
@@ -145,8 +181,10 @@ class Names(cst.CSTVisitor):
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         if self._annotations:
             new = re.sub(r"[A-Za-z_][\w.]*", lambda match: self.rewritten(match[0]), node.value)
-            if new != node.value:
-                self.plan.new[node] = node.with_changes(value=new)
+        else:  # a class by its whole name, as in `class_path`
+            new = re.sub(r"(?<=[\"'])[a-z_]+\.[\w.]+(?=[\"'])", _renamed_class, node.value)
+        if new != node.value:
+            self.plan.new[node] = node.with_changes(value=new)
 
     def _canonical(self, node: cst.CSTNode) -> str | None:
         known: Any = self.get_metadata(QualifiedNameProvider, node, set())
@@ -166,18 +204,23 @@ class Names(cst.CSTVisitor):
             self.targets[node] = target
             if node is not base:
                 self.needed[base.value].add(target.rpartition(".")[0])
-        elif name not in porting.MODULES:
+        elif name not in porting.MODULES and not (node is base and _definition(name)):
             self.leftovers[name].append(node)
             self.kept.add(base.value)
 
     # ---- decisions
 
+    def dotted(self, text: str) -> str:
+        """Return instep's whole dotted name for a name of the script; "" for none."""
+        local, _, rest = text.partition(".")
+        name = porting.canonical(".".join(filter(None, (self.bound.get(local, ""), rest))))
+        return (porting.successor(name) if name else None) or ""
+
     def rewritten(self, text: str) -> str:
         """Return a dotted name of the script as it is written after the change."""
         local, _, rest = text.partition(".")
-        name = porting.canonical(".".join(filter(None, (self.bound.get(local, ""), rest))))
-        target = porting.successor(name) if name else None
-        if name is None or target is None:
+        target = self.dotted(text)
+        if not target:
             return text
         if rest:
             self.needed[local].add(target.rpartition(".")[0])
@@ -187,7 +230,7 @@ class Names(cst.CSTVisitor):
     def local_name(self, local: str, target: str) -> str:
         """Find the name by which the script calls instep's, where it imports it by itself."""
         old, leaf = self.bound[local].rpartition(".")[2], target.rpartition(".")[2]
-        if local != old:  # it has a name of the script's own
+        if local != old or not target.startswith(("instep.", "typing.")):  # it has a name of the script's own
             return local
         return f"Instep{leaf}" if leaf != local and leaf in self.defined else leaf
 
@@ -199,7 +242,8 @@ class Names(cst.CSTVisitor):
                 parentheses = {"lpar": node.lpar, "rpar": node.rpar} if isinstance(node, cst.Name) else {}
                 self.plan.new[node] = cst.parse_expression(new).with_changes(**parentheses)
         for name, nodes in self.leftovers.items():
-            self.plan.todo(nodes[0], f"{name.rpartition('.')[2]}{_also(self.plan, nodes)}: {porting.advice(name)}")
+            also = _also(sorted({self.plan.line(node) for node in nodes}))
+            self.plan.todo(nodes[0], f"{name.rpartition('.')[2]}{also}: {porting.advice(name)}")
         for node in self.imports:
             new = self._import(node) if isinstance(node, cst.Import) else self._import_from(node)
             if new is not None:
@@ -210,48 +254,88 @@ class Names(cst.CSTVisitor):
             return None
         lines = []
         for alias in node.names:
-            name = code(alias.name)
+            name, old = code(alias.name), f"import {code(alias).rstrip(', ')}"
             local = _local(alias) if alias.asname else name.split(".")[0]
-            if porting.canonical(name) is None:
-                lines.append(f"import {code(alias).rstrip(', ')}")
-            else:
-                lines += self._modules(local, f"import {code(alias).rstrip(', ')}")
+            lines += self._modules(node, local, old) if porting.canonical(name) else [old]
         return list(dict.fromkeys(lines))
 
-    def _import_from(self, node: cst.ImportFrom) -> list[str] | None:
+    def _import_from(self, node: cst.ImportFrom) -> list[str] | list[cst.ImportFrom] | None:
         if node.module is None or node.relative or isinstance(node.names, cst.ImportStar):
             return None
         module = code(node.module)
         if porting.canonical(module) is None:
             return None
-        stay: list[str] = []
+        stay: list[cst.ImportAlias] = []
         lines: list[str] = []
-        moved: dict[str, set[str]] = defaultdict(set)
+        moved: dict[str, dict[str, cst.ImportAlias | None]] = defaultdict(dict)  # by module and name
         for alias in node.names:
-            local, old = _local(alias), code(alias).rstrip(", \n")
+            local = _local(alias)
             name = porting.canonical(f"{module}.{code(alias.name)}") or ""
             target = porting.successor(name)
+            definition = _definition(name)
             if target:
                 parent, _, leaf = target.rpartition(".")
                 called = self.local_name(local, target)
-                moved[parent].add(leaf if called == leaf else f"{leaf} as {called}")
+                moved[parent][leaf if called == leaf else f"{leaf} as {called}"] = alias
                 for other in self.extra[local]:
-                    moved[other.rpartition(".")[0]].add(other.rpartition(".")[2])
+                    moved[other.rpartition(".")[0]].setdefault(other.rpartition(".")[2])
+            elif definition:
+                lines += [*self._new(node, definition[0]), f"{local} = {definition[1]}"]
             elif name in porting.MODULES:
-                lines += self._modules(local, f"from {module} import {old}")
-            else:
-                stay.append(old)
+                lines += self._modules(node, local, f"from {module} import {code(alias).rstrip(', ')}")
+            elif name in self.leftovers or name.rpartition(".")[2] not in porting.GONE:
+                stay.append(alias)
                 if name not in self.leftovers:  # it is imported and not used
                     self.plan.todo(node, f"{code(alias.name)}: {porting.advice(name)}")
-        if stay:
-            lines.append(_from(module, stay))
-        return lines + [_from(parent, sorted(leaves)) for parent, leaves in sorted(moved.items())]
+        if len(stay) == len(node.names):
+            return None
+        return self._take_apart(node, stay, lines, moved)
 
-    def _modules(self, local: str, old: str) -> list[str]:
-        """Replace an imported module."""
-        new = [
-            f"import {module}" for module in sorted(self.needed.get(local, () if local in self.kept else {"instep"}))
+    def _take_apart(
+        self,
+        node: cst.ImportFrom,
+        stay: list[cst.ImportAlias],
+        lines: list[str],
+        moved: dict[str, dict[str, cst.ImportAlias | None]],
+    ) -> list[Any]:
+        """Write an import anew; one that is laid out over lines, and goes to one module, keeps its layout."""
+        new = [leaf for parent in moved for leaf in moved[parent] if f"{parent} {leaf}" not in self.have]
+        aliases = list(node.names) if not isinstance(node.names, cst.ImportStar) else []
+        if node.lpar and len(moved) == 1 and len(new) == len(aliases) and all(next(iter(moved.values())).values()):
+            [(parent, leaves)] = moved.items()
+            self.have |= {f"{parent} {leaf}" for leaf in leaves if node in self._top}
+            names = [_renamed(alias, leaf) for leaf, alias in leaves.items() if alias]
+            return [node.with_changes(module=cst.parse_expression(parent), names=names)]
+        if stay and node.lpar:
+            last = stay[-1].with_changes(comma=aliases[-1].comma)
+            lines.insert(0, node.with_changes(names=[*stay[:-1], last]))  # pyright: ignore[reportArgumentType]
+        elif stay:
+            leaves = ", ".join(code(alias).rstrip(", ") for alias in stay)
+            lines.insert(0, f"from {code(node.module or cst.Name(''))} import {leaves}")
+        self.plan.comments[node] = [
+            comment for alias in aliases if alias not in stay for comment in re.findall(r"#.*", code(alias))
         ]
+        for parent, leaves in sorted(moved.items()):
+            fresh = [leaf for leaf in sorted(leaves) if f"{parent} {leaf}" not in self.have]
+            if node in self._top:
+                self.have |= {f"{parent} {leaf}" for leaf in fresh}
+            if fresh:
+                lines.append(_from(parent, fresh, max(_LINE, len(code(node)))))
+        return lines
+
+    def _new(self, node: cst.CSTNode, line: str) -> list[str]:
+        """Return an import that a statement brings along, if the script has it not already."""
+        parent, _, leaf = line.removeprefix("from ").removeprefix("import ").partition(" import ")
+        key = f"{parent} {leaf}".strip()
+        known = key in self.have
+        if node in self._top:
+            self.have.add(key)
+        return [] if known else [line]
+
+    def _modules(self, node: cst.CSTNode, local: str, old: str) -> list[str]:
+        """Replace an imported module."""
+        needed = sorted(self.needed.get(local, () if local in self.kept else {"instep"}))
+        new = [line for module in needed for line in self._new(node, f"import {module}")]
         return [old, *new] if local in self.kept else new
 
     def add_import(self, node: cst.CSTNode, target: str) -> str:
@@ -293,13 +377,29 @@ def _base(node: cst.BaseExpression) -> cst.BaseExpression:
     return node
 
 
-def _from(module: str, leaves: list[str]) -> str:
+def _from(module: str, leaves: list[str], limit: int) -> str:
     line = f"from {module} import {', '.join(leaves)}"
-    if len(line) <= _LINE:
+    if len(line) <= limit:
         return line
     return f"from {module} import (\n" + "".join(f"    {leaf},\n" for leaf in leaves) + ")"
 
 
-def _also(plan: Plan, nodes: list[cst.CSTNode]) -> str:
-    lines = sorted({plan.line(node) for node in nodes})[1:]
-    return f" (also in line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))})" if lines else ""
+def _also(lines: list[int]) -> str:
+    others = ", ".join(map(str, lines[1:]))
+    return f" (also in line{'s' if len(lines) > 2 else ''} {others})" if others else ""
+
+
+def _definition(name: str) -> tuple[str, str] | None:
+    return porting.DEFINED.get(name.rpartition(".")[2])
+
+
+def _renamed(alias: cst.ImportAlias, new: str) -> cst.ImportAlias:
+    leaf, _, called = new.partition(" as ")
+    asname = cst.AsName(cst.Name(called)) if called and not alias.asname else alias.asname
+    return alias.with_changes(name=cst.Name(leaf), asname=asname)
+
+
+def _renamed_class(match: re.Match[str]) -> str:
+    name = porting.canonical(match[0])
+    target = porting.successor(name) if name and name.rpartition(".")[2][0].isupper() else None
+    return target if target and target.startswith("instep.") else match[0]

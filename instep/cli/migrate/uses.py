@@ -15,12 +15,13 @@ from instep.cli.migrate.survey import Names, Plan, code
 from instep.errors import InstepError
 from instep.utils import porting
 
-_OWNERS = {"Trainer": "instep.Trainer", "Accelerator": "instep.Accelerator"}
-_KINDS = {
+_KINDS = {  # what scripts derive classes from, which may have any attribute
     "TrainModule": "instep.TrainModule",
     "DataModule": "instep.DataModule",
     "Callback": "instep.callbacks.Callback",
+    "Logger": "instep.Logger",
 }
+_STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # not rows of a batch
 _COLLECTIVE = ("save_checkpoint", "save_state", "save_model", "get_state_dict", "load_state")
 _ONE_RANK = ("is_main_process", "is_local_main_process", "is_global_zero")
 
@@ -35,13 +36,24 @@ def load(name: str) -> Any:
 @cache
 def attributes(owner: type) -> frozenset[str]:
     """List the names that objects of a class have: its own, those that methods set, a Trainer's arguments."""
-    names = set(dir(owner))
+    names = set(dir(owner)) | set(getattr(owner, "__dataclass_fields__", ()))
     for base in owner.__mro__:
         if base.__module__.startswith("instep."):
+            names |= set(inspect.get_annotations(base))
             names |= set(re.findall(r"\bself\.(\w+)\s*(?::[^=\n]+)?=[^=]", inspect.getsource(base)))
     if owner.__name__ == "Trainer":
         names |= set(inspect.signature(owner).parameters)
     return frozenset(names)
+
+
+def has_attribute(target: str, name: str) -> bool:
+    """Tell whether objects of a class of instep, by its dotted name, have an attribute; a strategy may be any one."""
+    owner = load(target)
+    classes = [owner]
+    if owner.__name__ == "Strategy":
+        strategies = import_module("instep.strategies")
+        classes += [getattr(strategies, leaf) for leaf in dir(strategies) if leaf.endswith("Strategy")]
+    return any(name in attributes(each) for each in classes)
 
 
 def has_argument(function: Any, argument: str) -> bool:
@@ -102,22 +114,30 @@ class Uses(cst.CSTVisitor):
         super().__init__()
         self.plan = plan
         self.names = found
-        self.receivers: dict[str, str] = {}  # text of an expression -> Trainer or Accelerator
+        self.is_lightning = any(name.startswith("lightning") for name in plan.found)
+        self.receivers: dict[str, str] = {}  # text of an expression -> the class of instep that it holds
         self.classes: dict[str, str] = {}  # the script's own classes -> what they derive from
+        self.assigned: set[str] = set()  # attributes that the script sets
+        self.accumulates = ""  # "by hand" or "in contexts", for scripts with accumulation of gradients
+        self._parameters: list[dict[str, str]] = []  # what those of the functions around hold
         self._inside: list[str] = []  # the kinds of the classes around
+        self._bases: list[str] = []  # what they directly derive from
         self._own: list[set[str]] = []  # their methods and attributes
+        self._loops: list[cst.CSTNode] = []
+        self._reduced: set[cst.CSTNode] = set()  # calls whose result becomes one number
         self._one_rank = 0
-        if any(name.startswith("lightning") for name in plan.found):
-            self.receivers |= {"trainer": "Trainer", "self.trainer": "Trainer"}
+        if self.is_lightning:
+            self.receivers |= {"trainer": porting.PARAMETERS["trainer"], "self.trainer": porting.PARAMETERS["trainer"]}
         plan.module.visit(_Receivers(self))
 
     # ---- classes
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        kind = ""
+        kind = direct = ""
         for base in node.bases:
             leaf = self._leaf(base.value)
             kind = kind or (leaf if leaf in _KINDS else self.classes.get(code(base.value), ""))
+            direct = direct or self.names.targets.get(base.value, "")
             if leaf in porting.NOT_A_BASE:
                 self.plan.todo(base, f"{node.name.value} derives from {leaf}: {porting.NOT_A_BASE[leaf]}")
         methods = [part for part in node.body.body if isinstance(part, cst.FunctionDef)]
@@ -126,10 +146,12 @@ class Uses(cst.CSTVisitor):
             for method in methods:
                 self._method(kind, method)
         self._inside.append(kind)
+        self._bases.append(direct)
         self._own.append({method.name.value for method in methods})
 
     def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
         self._inside.pop()
+        self._bases.pop()
         self._own.pop()
 
     def _method(self, kind: str, method: cst.FunctionDef) -> None:
@@ -137,7 +159,7 @@ class Uses(cst.CSTVisitor):
         if kind == "TrainModule" and name in porting.HOOKS_GONE:
             instead = f"use {porting.HOOKS_GONE[name]}; keep outputs in an attribute"
             self.plan.todo(method.name, f"{name} is not called any more: {instead}")
-        elif name in porting.ATTRIBUTES[kind] and name not in known:
+        elif name in porting.ATTRIBUTES.get(kind, ()) and name not in known:
             self.plan.todo(method.name, f"{name} is not called: {porting.ATTRIBUTES[kind][name]}")
         if name.endswith("_step"):
             for parameter in method.params.params:
@@ -145,7 +167,17 @@ class Uses(cst.CSTVisitor):
                     text = porting.STEP_ARGUMENTS[parameter.name.value]
                     self.plan.todo(parameter, f"{name}({parameter.name.value}): {text}")
 
-    # ---- attributes and calls
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        names = [parameter.name.value for parameter in node.params.params]
+        holds = {name: target for name, target in porting.PARAMETERS.items() if self.is_lightning and name in names}
+        if self._inside and self._inside[-1] == "Callback" and node.name.value.startswith("on_"):
+            holds |= dict(zip(names[1:3], porting.PARAMETERS.values(), strict=False))
+        self._parameters.append(holds)
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
+        self._parameters.pop()
+
+    # ---- places
 
     def visit_If(self, node: cst.If) -> None:
         self._one_rank += self._is_one_rank(node)
@@ -156,40 +188,80 @@ class Uses(cst.CSTVisitor):
     def _is_one_rank(self, node: cst.If) -> bool:
         return isinstance(node.test, cst.Attribute) and node.test.attr.value in _ONE_RANK
 
+    def visit_For(self, node: cst.For) -> None:
+        self._loops.append(node)
+
+    def leave_For(self, original_node: cst.For) -> None:
+        self._loops.pop()
+
+    # ---- attributes and calls
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        if isinstance(node.target, cst.Attribute) and (owner := self._owner(node.target.value)):
+            found = getattr(load(owner), node.target.attr.value, None)
+            if isinstance(found, property) and found.fset is None:
+                self.plan.todo(node.target, f"{code(node.target)} cannot be set: {_first_line(found)}")
+
     def visit_Attribute(self, node: cst.Attribute) -> None:
         name, owner = node.attr.value, self._owner(node.value)
-        if owner:
-            if (owner, name) in porting.ATTRIBUTES_RENAMED:
-                new = porting.ATTRIBUTES_RENAMED[owner, name]
-                self.plan.new[node] = node.with_changes(attr=cst.Name(new))
-            elif name not in attributes(load(_OWNERS[owner])):
-                text = porting.ATTRIBUTES[owner].get(name, f"instep's {owner} has no such attribute or method")
+        leaf = owner.rpartition(".")[2]
+        known = owner != "" and has_attribute(owner, name)
+        if name in porting.ATTRIBUTES_RENAMED and name not in self.names.defined:
+            self.plan.new[node] = node.with_changes(attr=cst.Name(porting.ATTRIBUTES_RENAMED[name]))
+        elif name in porting.ALIASES and code(node) not in self.assigned:
+            self.plan.warns(node, f"{code(node)}: {porting.ALIASES[name]}")
+        elif not known and name in porting.ANYWHERE and code(node) not in self.assigned:
+            self.plan.todo(node, f"{code(node)}: {porting.ANYWHERE[name]}")
+        elif owner and not known:
+            text = porting.ATTRIBUTES.get(leaf, {}).get(name)
+            if text is None and leaf not in _KINDS and code(node) not in self.assigned:
+                text = f"instep's {leaf} has no such attribute or method"
+            if text is not None and not (code(node.value) == "self" and name in self._own[-1]):
                 self.plan.todo(node, f"{code(node)}: {text}")
-            elif name in _COLLECTIVE and self._one_rank:
-                self.plan.todo(node, f"{code(node)} is called on one rank only: it is collective, call it on all")
-        elif code(node.value) == "self" and self._inside and self._inside[-1]:
-            kind = self._inside[-1]
-            missing = name in porting.ATTRIBUTES[kind] and name not in attributes(load(_KINDS[kind]))
-            if missing and name not in self._own[-1]:
-                self.plan.todo(node, f"{code(node)}: {porting.ATTRIBUTES[kind][name]}")
+        elif name in _COLLECTIVE and self._one_rank and leaf in ("Trainer", "Accelerator"):
+            self.plan.todo(node, f"{code(node)} is called on one rank only: it is collective, call it on all")
 
     def visit_Call(self, node: cst.Call) -> None:
         target = self.names.targets.get(node.func)
         if target:
-            function = load(target)
-            if function is not Any:
-                self._arguments(node, target.rpartition(".")[2], function)
+            if target.startswith("instep."):
+                self._arguments(node, target.rpartition(".")[2], load(target))
         elif isinstance(node.func, cst.Attribute):
-            method = node.func.attr.value
-            owner, home = self._owner(node.func.value), _OWNERS
-            if not owner:
-                kind, home = self.classes.get(code(node.func.value), ""), _KINDS
-                owner = self._inside[-1] if code(node.func.value) == "self" and self._inside else kind
-            function = getattr(load(home[owner]), method, None) if owner else None
-            if owner == "Accelerator" and method == "prepare" and "sched" in code(node):
-                self.plan.note(node, "a scheduler steps once per optimizer step, not once more for each process")
-            if callable(function):
-                self._arguments(node, f"{owner}.{method}", function)
+            self._call_of_method(node, node.func, node.func.attr.value)
+
+    def _call_of_method(self, node: cst.Call, function: cst.Attribute, name: str) -> None:
+        if isinstance(function.value, cst.Call) and name in ("sum", "mean", "item"):
+            self._reduced.add(function.value)
+        if code(function.value).startswith("super(") and self._bases and self._bases[-1].startswith("instep."):
+            base = load(self._bases[-1])
+            if name == "__init__":
+                self._arguments(node, base.__name__, base)
+            return
+        owner = self._owner(function.value)
+        leaf = owner.rpartition(".")[2]
+        method = getattr(load(owner), porting.ATTRIBUTES_RENAMED.get(name, name), None) if owner else None
+        if code(function.value) == "self" and self._own and name in self._own[-1]:
+            return
+        if leaf == "Accelerator":
+            self._call_of_accelerator(node, function, name)
+        if callable(method):
+            self._arguments(node, f"{leaf}.{method.__name__}", method)
+
+    def _call_of_accelerator(self, node: cst.Call, function: cst.Attribute, name: str) -> None:
+        if name == "prepare" and "sched" in code(node):
+            self.plan.note(node, "a scheduler steps once per optimizer step, not once more for each process")
+        elif name == "backward" and self.accumulates == "by hand" and not _names_argument(node, "num_items"):
+            self.plan.warns(
+                node,
+                f"{code(function)} outside `accumulate`, with accumulation: write `with accelerator.accumulate(model):`"
+                " around the micro-batch, and backward(loss, num_items=...) for a mean over tokens",
+            )
+        elif name == "gather" and self._loops and self._gathers_rows(node):
+            self.plan.new[function] = function.with_changes(attr=cst.Name("gather_for_metrics"))
+            self.plan.note(node, "gather_for_metrics takes each row once; gather refuses the uneven last batch")
+
+    def _gathers_rows(self, node: cst.Call) -> bool:
+        return len(node.args) == 1 and node not in self._reduced and not _STATISTIC.search(code(node.args[0]))
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         value = node.evaluated_value
@@ -214,6 +286,8 @@ class Uses(cst.CSTVisitor):
                     self.plan.note(arg, f"{key}({_text(arg)}): its arguments cannot be seen from here")
                 continue
             name = arg.keyword.value
+            if key == "TrainerCLI" and name == "trainer_defaults":
+                self._defaults(arg.value)
             if name in dropped and not has_argument(function, name):
                 self.plan.note(arg, f"{key}({name}=) is left out: {dropped[name]}")
                 self.plan.new[arg] = lambda _: cst.RemoveFromParent()
@@ -226,6 +300,32 @@ class Uses(cst.CSTVisitor):
             self.plan.todo(node, f"{key}: name the arguments after number {limit}; instep's differ")
         if into:
             self._into_config(node, into)
+
+    def _defaults(self, given: cst.BaseExpression) -> None:
+        """Look at the Trainer's arguments in a dict."""
+        trainer = load("instep.Trainer")
+        if isinstance(given, cst.Call) and code(given.func) == "dict":
+            self._arguments(given, "Trainer", trainer)
+        for element in given.elements if isinstance(given, cst.Dict) else ():
+            if not isinstance(element, cst.DictElement) or not isinstance(element.key, cst.SimpleString):
+                continue
+            old = str(element.key.evaluated_value)
+            name = old if has_argument(trainer, old) else porting.RENAMED["Trainer"].get(old, old)
+            value = _literal(element.value)
+            new = porting.VALUES.get(("Trainer", name), {}).get(value) if isinstance(value, str) else None
+            if ("Trainer", old) in porting.ADDED:
+                self.plan.todo(element.key, f"Trainer({old}=): {porting.instead_of('Trainer', old)}")
+                continue
+            if name != old:
+                self.plan.new[element.key] = cst.SimpleString(f'"{name}"')
+            if new is not None:
+                self.plan.new[element.value] = cst.SimpleString(f'"{new}"')
+            problem = porting.instead_of("Trainer", name) if name in porting.DROPPED["Trainer"] else None
+            problem = problem or refused(trainer, name)
+            if problem is None and value is not _UNKNOWN and value is not None and not isinstance(value, list | dict):
+                problem = wrong_value(name, value if new is None else new)
+            if problem is not None:
+                self.plan.todo(element, f"Trainer({name}=): {problem}")
 
     def _argument(self, arg: cst.Arg, key: str, function: Any, renamed: dict[str, str], is_last: bool) -> None:
         assert arg.keyword is not None
@@ -272,29 +372,84 @@ class Uses(cst.CSTVisitor):
         return self.names.targets.get(node, "").rpartition(".")[2]
 
     def _owner(self, node: cst.BaseExpression) -> str:
-        return self.receivers.get(code(node), "") or (self._leaf(node) if self._leaf(node) in _OWNERS else "")
+        """Find the class of instep that an expression holds, or is, by its dotted name; "" for none."""
+        text = code(node)
+        for scope in reversed(self._parameters):
+            if text in scope:
+                return scope[text]
+        if text in self.receivers:
+            return self.receivers[text]
+        if text == "self":
+            return _KINDS.get(self._inside[-1], "") if self._inside else ""
+        if isinstance(node, cst.Call):
+            return self.made(node)
+        target = self._class(node)
+        if not target and isinstance(node, cst.Attribute):
+            owner = self._owner(node.value).rpartition(".")[2]
+            target = porting.PARTS.get(owner, {}).get(node.attr.value, "")
+        return target
+
+    def _class(self, node: cst.BaseExpression) -> str:
+        target = self.names.targets.get(node, "")
+        if target.startswith("instep.") and isinstance(load(target), type):
+            return target
+        return _KINDS.get(self.classes.get(code(node), ""), "")
+
+    def made(self, node: cst.BaseExpression) -> str:
+        """Find the class of instep that a call makes an object of."""
+        return self._class(node.func) if isinstance(node, cst.Call) else ""
 
 
 class _Receivers(cst.CSTVisitor):
-    """Visitor that finds the variables that hold a Trainer or an Accelerator."""
+    """Visitor that finds the variables that hold a Trainer, an Accelerator or the like, and how gradients add up."""
 
     def __init__(self, uses: Uses) -> None:
         super().__init__()
         self.uses = uses
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        leaf = self.uses._leaf(node.value.func) if isinstance(node.value, cst.Call) else ""
+        made = self.uses.made(node.value)
         for target in node.targets:
             text = code(target.target)
-            if leaf in _OWNERS:
-                self.uses.receivers[text] = leaf
+            if isinstance(target.target, cst.Attribute):
+                self.uses.assigned.add(text)
+                if target.target.attr.value == "gradient_accumulation_steps":
+                    self._accumulates(by_hand=True)
+            if made:
+                self.uses.receivers[text] = made
             elif isinstance(node.value, cst.Call):  # somebody else's Trainer
                 self.uses.receivers.pop(text, None)
 
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        self._annotated(code(node.target), node.annotation)
+
     def visit_Param(self, node: cst.Param) -> None:
-        leaf = self.uses._leaf(node.annotation.annotation) if node.annotation else ""
-        if leaf in _OWNERS:
-            self.uses.receivers[node.name.value] = leaf
+        if node.annotation:
+            self._annotated(node.name.value, node.annotation)
+
+    def _annotated(self, text: str, annotation: cst.Annotation) -> None:
+        named = annotation.annotation
+        target = self.uses._class(named)
+        if isinstance(named, cst.SimpleString):
+            name = self.uses.names.dotted(str(named.evaluated_value))
+            target = name if name.startswith("instep.") else ""
+        if target and target.rpartition(".")[2] not in _KINDS:
+            self.uses.receivers[text] = target
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if isinstance(node.func, cst.Attribute) and node.func.attr.value == "accumulate":
+            self._accumulates(by_hand=False)
+        elif self.uses.made(node) == "instep.Accelerator":
+            for arg in node.args:
+                name = arg.keyword.value if arg.keyword else ""
+                if name == "gradient_accumulation_plugin" or (
+                    name == "gradient_accumulation_steps" and _literal(arg.value) not in (1, None)
+                ):
+                    self._accumulates(by_hand=True)
+
+    def _accumulates(self, by_hand: bool) -> None:
+        if not by_hand or not self.uses.accumulates:
+            self.uses.accumulates = "by hand" if by_hand else "in contexts"
 
 
 _UNKNOWN = object()
@@ -315,3 +470,11 @@ def _make(text: str) -> cst.Arg:
 
 def _text(arg: cst.Arg) -> str:
     return code(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT)).strip()
+
+
+def _names_argument(node: cst.Call, name: str) -> bool:
+    return any(arg.keyword is not None and arg.keyword.value == name for arg in node.args)
+
+
+def _first_line(thing: Any) -> str:
+    return (inspect.getdoc(thing) or "it is a property").partition("\n")[0].rstrip(".")
