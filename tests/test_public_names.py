@@ -47,6 +47,7 @@ PUBLIC = {
     "instep.accelerator": [
         "Accelerator",
         "AutocastKwargs",
+        "DDPCommunicationHookType",
         "DataLoaderConfiguration",
         "DistributedDataParallelKwargs",
         "GeneralTracker",

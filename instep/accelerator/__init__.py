@@ -4,6 +4,7 @@ from instep.accelerator.accelerator import Accelerator
 from instep.accelerator.exporting import save
 from instep.accelerator.handlers import (
     AutocastKwargs,
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -23,6 +24,7 @@ from instep.data import DataLoaderConfiguration
 __all__ = [
     "Accelerator",
     "AutocastKwargs",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "GeneralTracker",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -27,8 +28,8 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from torch.profiler import profile as Profiler
 
-CommHook = Literal["no", "fp16", "bf16", "power_sgd"]
-CommWrapper = Literal["no", "fp16", "bf16"]
+CommHook = Literal["no", "fp16", "bf16", "power_sgd"] | Enum
+CommWrapper = Literal["no", "fp16", "bf16"] | Enum
 _ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
 
@@ -111,6 +112,16 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: Annotated[bool, FLAG] = True
 
 
+class DDPCommunicationHookType(str, Enum):
+    """Ways in which DDP's gradients travel, by Accelerate's names; the plain text means the same."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
 @dataclass(frozen=True)
 class DistributedDataParallelKwargs(KwargsHandler):
     """How gradients are averaged over processes; `options()` are the arguments of the strategy "ddp".
@@ -121,7 +132,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         find_unused_parameters: search, in each step, for parameters that took no part.
         gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
         static_graph: promise that every step uses the same parameters in the same way.
-        comm_hook: compress gradients on their way: "fp16", "bf16", "power_sgd".
+        comm_hook: compress gradients on their way: "fp16", "bf16", "power_sgd", or a `DDPCommunicationHookType`.
         comm_wrapper: "fp16" or "bf16": round what PowerSGD gets to 16 bits first.
         comm_state_option: arguments of torch's `PowerSGDState`, such as `{"matrix_approximation_rank": 2}`.
 
@@ -144,6 +155,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def options(self) -> dict[str, Any]:
         options = super().options()
+        for name in ("comm_hook", "comm_wrapper"):
+            if isinstance(options[name], Enum):
+                options[name] = options[name].value
         if "comm_state_option" in options:
             options["comm_state"] = dict(options.pop("comm_state_option"))
         return options

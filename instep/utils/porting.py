@@ -96,8 +96,9 @@ MOVED = {
         **{
             name: f"instep.accelerator.{name}"
             for name in (
-                "AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GeneralTracker",
-                "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "ProfileKwargs",
+                "AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration",
+                "DistributedDataParallelKwargs", "GeneralTracker", "GradScalerKwargs", "GradientAccumulationPlugin",
+                "InitProcessGroupKwargs", "LocalSGD", "ProfileKwargs",
                 "ProjectConfiguration", "clear_device_cache", "convert_outputs_to_fp32", "extract_model_from_parallel",
                 "find_executable_batch_size", "get_logger", "register_tracker_class", "release_memory", "save",
                 "set_seed", "skip_first_batches", "synchronize_rng_states", "tqdm",

@@ -10,6 +10,7 @@ import torch
 from instep import Accelerator
 from instep.accelerator.handlers import (
     AutocastKwargs,
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -85,6 +86,11 @@ def test_options_are_what_the_lower_floors_take() -> None:
     assert strategy.find_unused_parameters is False
     assert (strategy.hook.name, strategy.hook.state) == ("power_sgd", {"matrix_approximation_rank": 2})
     assert strategy.ddp_options == {"bucket_cap_mb": 5, "static_graph": True}
+    by_type = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType.POWER_SGD, comm_wrapper=DDPCommunicationHookType("fp16")
+    )
+    hook = DDPStrategy(**by_type.options()).hook
+    assert (repr(hook.name), repr(hook.wrapper)) == ("'power_sgd'", "'fp16'")
     assert "bucket_cap_mb" not in DistributedDataParallelKwargs().options()  # torch's own is not the same as 25
     assert DistributedDataParallelKwargs(broadcast_buffers=False).options()["broadcast_buffers"] is False
     state = PartialState(cpu=True, **InitProcessGroupKwargs(timeout=90).options())
