@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from instep.callbacks.base import Callback
 from instep.errors import SettingError
 from instep.utils.checks import choice
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -84,10 +84,9 @@ class LearningRateMonitor(Callback):
                 )
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if self.log_momentum and any("momentum" not in group and "betas" not in group for group in groups):
-            warnings.warn(
+            warn_user(
                 "LearningRateMonitor(log_momentum=True): some optimizers have no momentum; 0 is logged for it",
                 RuntimeWarning,
-                stacklevel=2,
             )
         names = [name for name, *_ in self._groups(trainer)]
         self.lrs = {name: [] for name in names}

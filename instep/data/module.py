@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from instep.distributed import send_to_device
 from instep.errors import SettingError
-from instep.types import StateDict
+from instep.types import Location, PathLike, StateDict
 from instep.utils.hparams import HyperParameters
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
+
+D = TypeVar("D", bound="DataModule")
 
 
 class DataModule(HyperParameters):
@@ -97,6 +100,17 @@ class DataModule(HyperParameters):
         """Change a batch on the device, for instance to augment it there."""
         return batch
 
+    def __str__(self) -> str:
+        """Return the sizes of the data sets, by loader: None for those that cannot be made yet."""
+        lines: list[str] = []
+        for stage, name in (("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")):
+            try:
+                sizes = _sizes(getattr(self, f"{name}_dataloader")())
+            except Exception:  # noqa: BLE001  before `setup` the user's method fails in whatever way
+                sizes = "None"
+            lines.append(f"{{{stage} dataloader: {sizes}}}")
+        return os.linesep.join(lines)
+
     # ---- state of its own, beyond the position in the data, which the Trainer keeps
 
     def state_dict(self) -> StateDict:
@@ -105,6 +119,30 @@ class DataModule(HyperParameters):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore what `state_dict` returned."""
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[D],
+        checkpoint_path: Location,
+        map_location: Any = None,
+        hparams_file: PathLike | None = None,
+        **kwargs: Any,
+    ) -> D:
+        """Make a datamodule from a checkpoint: `__init__` gets the saved hyperparameters, then its state is loaded.
+
+        Args:
+            checkpoint_path: a checkpoint folder of a fit with this datamodule.
+            map_location: accepted for Lightning's sake; the state is on the CPU.
+            hparams_file: a JSON or YAML file of hyperparameters that take the saved ones' place.
+            **kwargs: arguments of `__init__`, before the saved ones. An object that a checkpoint cannot hold is given
+                here.
+
+        Raises:
+            CheckpointError: it is not a checkpoint, does not verify, or lacks an argument.
+        """
+        from instep.trainer.weights import load_datamodule  # late: the Trainer's checkpoints are read above this floor
+
+        return load_datamodule(cls, checkpoint_path, hparams_file, kwargs)
 
     @classmethod
     def from_datasets(
@@ -145,6 +183,18 @@ class DataModule(HyperParameters):
             if datasets is not None:
                 setattr(data, name, partial(_loaders, datasets, batch_size, num_workers, shuffle))
         return data
+
+
+def _sizes(loaders: Any) -> str:
+    """Write how many samples each loader reads, in Lightning's form; NA where a data set has no length."""
+    if loaders is None:
+        return "None"
+    if isinstance(loaders, Mapping):
+        return " ; ".join(f"{name}. {_sizes(loader)}" for name, loader in loaders.items())
+    if isinstance(loaders, list | tuple):
+        return " ; ".join(f"{number}. {_sizes(loader)}" for number, loader in enumerate(loaders, start=1))
+    dataset = getattr(loaders, "dataset", None)
+    return f"size={len(dataset) if isinstance(dataset, Sized) else 'NA'}"
 
 
 def _loaders(datasets: Any, batch_size: int, num_workers: int, shuffle: bool) -> Any:

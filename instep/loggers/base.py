@@ -10,10 +10,11 @@ from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
-from instep.errors import CorruptCheckpointError, InstepError, LogError, SettingError
+from instep.errors import CorruptCheckpointError, InstepError, LogError, SettingError, UsageError
 from instep.loggers.folders import RUNS, folder_name, make_next, next_version, version_of
 from instep.types import Location, PathLike
 from instep.utils.checks import PATH
+from instep.utils.hparams import plain_values
 from instep.utils.paths import local_path, to_path
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Logger:
     _last_step: int = -1
     _prefix: str = ""
     _writers: AbstractSet[str] = frozenset()  # attributes of a subclass that exist while it is open
+    _draws_graph: bool = False  # the Trainer calls `log_graph` at the start of fit
 
     def __init__(
         self,
@@ -201,12 +203,13 @@ class Logger:
             self._call("_discard")
             self._early, self._run_dir, self._log_dir, self._version = False, None, None, self._given_version
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Record metrics.
 
         Args:
-            metrics: numbers by name. A 0-dim tensor is turned into one, which waits for its device.
-            step: the global step, in optimizer steps.
+            metrics: numbers by name. A 0-dim tensor is turned into one, which waits for its device; of a dict each
+                entry is one, under both names joined by "/".
+            step: the global step, in optimizer steps. None: the one after the last.
 
         Raises:
             LogError: a value is not a number.
@@ -214,8 +217,13 @@ class Logger:
         if not self._is_main:
             return
         plain = dict(metrics)
-        for name, value in plain.items():
-            if type(value) is not float and type(value) is not int:
+        if step is None:
+            step = self._last_step + 1
+        for name, value in metrics.items():
+            if type(value) is dict:
+                del plain[name]
+                plain |= {f"{name}/{part}": self._number(f"{name}/{part}", one) for part, one in value.items()}
+            elif type(value) is not float and type(value) is not int:
                 plain[name] = self._number(name, value)
         if self._prefix:
             plain = {self._prefix + name: value for name, value in plain.items()}
@@ -249,16 +257,36 @@ class Logger:
         if self._is_main:
             self._do("_log_text", {self._prefix + name: text for name, text in texts.items()}, step)
 
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Any = None, metrics: Mapping[str, float] | float | None = None, step: int | None = None
+    ) -> None:
         """Record hyperparameters.
 
         Args:
-            params: any nested mapping; values that the logger cannot hold are written as text.
-            metrics: numbers to stand beside them, where the logger has a place for that.
+            params: a mapping, Namespace, dataclass or OmegaConf container, nested as you like; values that the logger
+                cannot hold are written as text.
+            metrics: numbers to stand beside them, where the logger has a place for that; one number alone is named
+                "hp_metric".
+            step: the global step of these metrics. None: the last one.
+
+        Raises:
+            UsageError: `params` has no names.
         """
-        if self._is_main:
-            plain = None if metrics is None else {name: self._number(name, value) for name, value in metrics.items()}
-            self._do("_log_hyperparams", dict(params), plain)
+        plain = {} if params is None else plain_values(params)
+        if not isinstance(plain, dict):
+            raise UsageError(
+                f"{type(self).__name__}.log_hyperparams got a {type(params).__name__}. Give a dict, Namespace, "
+                "dataclass or OmegaConf container."
+            )
+        if not self._is_main:
+            return
+        numbers = None
+        if metrics is not None:
+            named = metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}
+            numbers = {name: self._number(name, value) for name, value in named.items()}
+        if step is not None:
+            self._last_step = max(self._last_step, step)
+        self._do("_log_hyperparams", plain, numbers)
 
     def log_graph(self, module: Module, example_input: Any = None) -> None:
         """Record the model's graph, where the logger has a place for that."""

@@ -1,4 +1,4 @@
-"""Metrics as a table in `metrics.csv`, hyperparameters in `hparams.json`."""
+"""Metrics as a table in `metrics.csv`, hyperparameters in `hparams.yaml`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.loggers.base import Logger
-from instep.loggers.hparams import merge_file, move_file
+from instep.loggers.hparams import NAME, merge_file, move_file
 from instep.types import PathLike
 from instep.utils.atomic import replacing
 from instep.utils.checks import at_least
@@ -128,7 +128,7 @@ class CSVLogger(Logger):
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
         assert self._log_dir is not None
-        merge_file(self._log_dir / "hparams.json", params)
+        merge_file(self._log_dir / NAME, params)
         if metrics:
             self._log_metrics(metrics, max(self._last_step, 0))
 
@@ -161,7 +161,7 @@ class CSVLogger(Logger):
 
     def _take_along(self, earlier: Path) -> None:
         assert self._log_dir is not None
-        move_file(earlier / "hparams.json", self._log_dir)
+        move_file(earlier / NAME, self._log_dir)
         path = earlier / "metrics.csv"
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):

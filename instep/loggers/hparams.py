@@ -7,12 +7,16 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from instep.errors import SettingError
+from instep.utils import plain_yaml
 from instep.utils.atomic import replacing
-from instep.utils.untrusted_files import open_regular
+
+NAME = "hparams.yaml"
 
 _MAX_ITEMS = 64  # of a tensor or array: more than that is data, not a setting
 
@@ -64,22 +68,25 @@ def flatten(params: Mapping[str, Any], separator: str = "/") -> dict[str, bool |
 
 
 def merge_file(path: Path, params: Mapping[str, Any]) -> None:
-    """Add hyperparameters to a JSON file; the file is always whole."""
-    known: dict[str, Any] = {}
-    if path.exists():
-        known = _read(path)
-    known.update(plain(params))
+    """Add hyperparameters to a YAML file of plain values; the file is always whole."""
+    import yaml  # late: not every run has hyperparameters
+
+    values = {**_read(path), **plain(params)}
     with replacing(path, sync=False) as part:
-        part.write_text(json.dumps(known, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        part.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def move_file(path: Path, folder: Path) -> None:
-    """Add the hyperparameters of a JSON file, if it is there, to those of the folder, and delete it."""
+    """Add the hyperparameters of a YAML file, if it is there, to those of the folder, and delete it."""
     if path.exists():
         merge_file(folder / path.name, _read(path))
         path.unlink()
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with open_regular(path) as file:  # the folder may be another's run that goes on
-        return json.loads(file.readall())
+    if not path.exists():
+        return {}
+    values: Any = None
+    with suppress(SettingError):  # the folder may be another's; what is no such file of ours is written anew
+        values = plain_yaml.load(plain_yaml.read_text(path), path)
+    return values if isinstance(values, dict) else {}

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from instep.errors import SettingError
 from instep.loggers.base import Logger, NoExperiment
-from instep.loggers.hparams import flatten, merge_file, move_file
+from instep.loggers.hparams import NAME, flatten, merge_file, move_file
 from instep.types import PathLike
-from instep.utils.checks import above_zero
+from instep.utils.checks import FLAG, above_zero
 from instep.utils.imports import require
+from instep.utils.warn import warn_user
 
 _QUEUE_EVENTS = 1000  # the library's 10 would make the training thread wait for a slow disk
 
@@ -22,7 +22,7 @@ class TensorBoardLogger(Logger):
 
     The library's own event writer is used, with its background thread; torch's SummaryWriter, whose import takes nine
     times as long, is loaded only if `experiment` is used. Hyperparameters are written for the HParams tab, whose
-    metrics are all the run's scalars, and into `hparams.json`. TensorBoard keeps float32.
+    metrics are all the run's scalars, and into `hparams.yaml`. TensorBoard keeps float32.
 
     A resumed run writes a further event file into the same folder, which begins by telling TensorBoard to forget the
     points that were logged after the checkpoint.
@@ -31,6 +31,9 @@ class TensorBoardLogger(Logger):
         save_dir: where run folders go; the first logger that has one decides. None: the run folder.
         name: with `save_dir`, the folder below it.
         version: with `save_dir`, the folder below that; see `Logger`.
+        log_graph: draw the model's graph at the start of fit, with its `example_input_array`.
+        default_hp_metric: where hyperparameters come without a metric, write the metric `hp_metric` as -1, so that
+            the HParams tab has a column for it; `self.log("hp_metric", value)` fills it.
         prefix: put before every metric's name, joined by "-".
         sub_dir: a folder below all that.
         flush_s: seconds after which events are on the disk at the latest.
@@ -56,11 +59,15 @@ class TensorBoardLogger(Logger):
         save_dir: PathLike | None = None,
         name: str | None = None,
         version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
         prefix: str = "",
         sub_dir: str | None = None,
         flush_s: float = 10.0,
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
+        self._draws_graph = FLAG("log_graph", log_graph)
+        self._default_hp_metric = FLAG("default_hp_metric", default_hp_metric)
         self._sub_dir = sub_dir
         self._flush_s = above_zero("of seconds above 0")("flush_s", flush_s)
         self._writer: Any = None
@@ -68,6 +75,7 @@ class TensorBoardLogger(Logger):
         self._event: Any = None
         self._proto: Any = None
         self._has_hparams = False
+        self._has_hp_metric = False
 
     @property
     def experiment(self) -> Any:
@@ -98,6 +106,7 @@ class TensorBoardLogger(Logger):
         self._writer = writer.EventFileWriter(
             str(self._log_dir), max_queue_size=_QUEUE_EVENTS, flush_secs=self._flush_s
         )
+        self._has_hp_metric = self._has_hp_metric or self._resumed
         if self._resumed and earlier:
             log = self._event.SessionLog(status=self._event.SessionLog.START)
             self._add(step=self._last_step + 1, session_log=log)
@@ -116,7 +125,7 @@ class TensorBoardLogger(Logger):
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
         assert self._log_dir is not None
-        merge_file(self._log_dir / "hparams.json", params)
+        merge_file(self._log_dir / NAME, params)
         data = require("tensorboard.plugins.hparams.plugin_data_pb2", extra=None, purpose="TensorBoardLogger")
         info = data.SessionStartInfo(start_time_secs=time.time())
         for name, value in flatten(params).items():
@@ -128,6 +137,9 @@ class TensorBoardLogger(Logger):
                 info.hparams[name].string_value = value
         self._add_hparams("SESSION_START_INFO_TAG", data.HParamsPluginData(session_start_info=info))
         self._has_hparams = True
+        if metrics is None and self._default_hp_metric and not self._has_hp_metric:
+            metrics = {"hp_metric": -1.0}
+        self._has_hp_metric = True
         if metrics:
             self._log_metrics(metrics, max(self._last_step, 0))
 
@@ -144,11 +156,11 @@ class TensorBoardLogger(Logger):
         if example_input is None:
             example_input = getattr(module, "example_input_array", None)
         if example_input is None:
-            raise SettingError(
-                "TensorBoardLogger.log_graph needs an input to run the model with: give example_input, or set "
-                "`example_input_array` on the module.",
-                field="example_input",
+            warn_user(
+                "TensorBoardLogger.log_graph could not log the computational graph to TensorBoard: it needs an input "
+                "to run the model with. Give example_input, or set `example_input_array` on the module."
             )
+            return
         self.experiment.add_graph(module, example_input)
 
     def _save(self) -> None:
@@ -172,6 +184,6 @@ class TensorBoardLogger(Logger):
 
     def _take_along(self, earlier: Path) -> None:
         assert self._log_dir is not None
-        move_file(earlier / "hparams.json", self._log_dir)
+        move_file(earlier / NAME, self._log_dir)
         for file in earlier.glob("events.out.tfevents.*"):
             shutil.move(file, self._log_dir / file.name)

@@ -32,7 +32,7 @@ from instep.trainer.devices import connect, device_of, grace_period, torch_flags
 from instep.trainer.hooks import HookTable, ModuleHooks, is_overridden
 from instep.trainer.loaders import Loaders
 from instep.trainer.module import TrainModule
-from instep.trainer.plugins import add_module_callbacks, check_hooks, saves, start_loggers
+from instep.trainer.plugins import add_module_callbacks, check_hooks, draw_graphs, saves, start_loggers
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -150,6 +150,7 @@ def _set_up(ctx: RunContext) -> None:
     if is_overridden(module, "configure_model", ModuleHooks):
         with ctx.strategy.model_context():
             module.configure_model()
+    draw_graphs(ctx)  # while it is one plain module
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
     ctx.strategy.prepare_module(module)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep import __version__, checkpoint  # whose names load when used
+from instep.checkpoint.codec import encode
 from instep.checkpoint.edge import taking_up
 from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, record
@@ -22,6 +23,7 @@ from instep.trainer.context import Position, RunContext
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import load_metric_states, merge_states, metric_objects, metric_states
 from instep.trainer.weights import VIEW, check_full, load_into, view_of
+from instep.utils.hparams import plain_values
 from instep.utils.optimizers import put_rates, rates_of, set_learning_rates
 from instep.utils.seed import rng_state
 from instep.utils.warn import warn_user
@@ -29,6 +31,7 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from instep.checkpoint import CheckpointStore
     from instep.checkpoint.background import PendingSave
+    from instep.data import DataModule
     from instep.loggers.base import Logger
 
 
@@ -53,6 +56,7 @@ def _collect(ctx: RunContext, weights_only: bool = False) -> RunState:
         "data_world_size": strategy.data_world_size,
         "hyper_parameters": view.pop("hyper_parameters"),
         "hparams_name": view.pop("hparams_name"),
+        **_of_datamodule(ctx.datamodule),
         "user": {key: value for key, value in view.items() if key not in VIEW},
     }
     state = RunState("trainer", strategy.sharded, None if weights is None else clean_names(weights), None, shared, None)
@@ -103,7 +107,7 @@ def _user_view(ctx: RunContext) -> dict[str, Any]:
         "global_step": trainer.global_step,
         "instep_version": __version__,
         "state_dict": ctx.strategy.model_state(),
-        "hyper_parameters": dict(ctx.module.hparams),
+        "hyper_parameters": plain_values(ctx.module.hparams),
         "hparams_name": ctx.module._hparams_name,
     }
     for hook in ctx.hooks.of_callbacks("on_save_checkpoint"):
@@ -111,6 +115,18 @@ def _user_view(ctx: RunContext) -> dict[str, Any]:
     if is_overridden(ctx.module, "on_save_checkpoint", ModuleHooks):
         ctx.module.on_save_checkpoint(view)
     return view
+
+
+def _of_datamodule(datamodule: DataModule | None) -> dict[str, Any]:
+    """Return the datamodule's hyperparameters, less what cannot be saved: `load_from_checkpoint` needs it given."""
+    if datamodule is None:
+        return {}
+    kept: dict[str, Any] = {}
+    for name, value in plain_values(datamodule.hparams).items():
+        with suppress(UnsavableStateError):
+            encode(value)
+            kept[name] = value
+    return {"datamodule_hyper_parameters": kept, "datamodule_hparams_name": datamodule._hparams_name}
 
 
 def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
@@ -358,7 +374,7 @@ def resume_plugins(ctx: RunContext, saved: SavedRun) -> None:
             with taking_up(saved.path, f"the logger {key[0]}"):
                 logger.load_state_dict(state["loggers"][key])
     if ctx.rank == 0 and parts.position and parts.lr is None:
-        _warn_of_changes(state["hyper_parameters"], dict(ctx.module.hparams), saved.path)
+        _warn_of_changes(state["hyper_parameters"], plain_values(ctx.module.hparams), saved.path)
     if ctx.datamodule is not None and state["datamodule"] is not None and parts.position:
         with taking_up(saved.path, "the datamodule"):
             ctx.datamodule.load_state_dict(state["datamodule"])

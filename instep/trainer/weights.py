@@ -14,14 +14,26 @@ import torch
 from torch import nn
 
 from instep import checkpoint  # whose names load when used
-from instep.checkpoint.edge import anything, check, count, flag, list_of, mapping, named, none_or, reading, text
+from instep.checkpoint.edge import (
+    anything,
+    check,
+    count,
+    flag,
+    list_of,
+    mapping,
+    named,
+    none_or,
+    reading,
+    taking_up,
+    text,
+)
 from instep.checkpoint.resume import ResumeReport
 from instep.checkpoint.run_state import SavedRun, load_model_state
 from instep.errors import CheckpointError, SettingError
 from instep.strategies.base import shapes_of
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.types import Location, PathLike
-from instep.utils.hparams import CLASS_PATH, AttributeDict
+from instep.utils.hparams import CLASS_PATH, with_attributes
 from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 from instep.utils.warn import warn_user
@@ -33,6 +45,7 @@ if TYPE_CHECKING:
     from instep.trainer.module import TrainModule
 
 M = TypeVar("M", bound="TrainModule")
+T = TypeVar("T")
 
 
 VIEW = {"epoch", "global_step", "instep_version", "state_dict", "hyper_parameters", "hparams_name"}
@@ -41,7 +54,11 @@ _SHARED = {
     **dict.fromkeys(("hyper_parameters", "user"), named),
     "hparams_name": none_or(text),
 }
-_SHARED_OPTIONAL = {"run_folder": none_or(text), "resumed_with": none_or(named)}
+_SHARED_OPTIONAL = {
+    "run_folder": none_or(text),
+    "datamodule_hparams_name": none_or(text),
+    **dict.fromkeys(("resumed_with", "datamodule_hyper_parameters"), none_or(named)),
+}
 _SHARED_FULL = {
     **dict.fromkeys(("data_world_size", "seed"), count),
     **dict.fromkeys(("run_id", "strategy"), text),
@@ -107,12 +124,73 @@ def load_into(
 
 
 def _read_hparams(path: Path) -> dict[str, Any]:
+    if path.suffix in (".yaml", ".yml"):
+        from instep.utils import plain_yaml  # late: only who has such a file pays for it
+
+        values = plain_yaml.load(plain_yaml.read_text(path), path)
+        if not named(values or {}):
+            raise SettingError(f"{path} is no YAML mapping of arguments", field="hparams_file")
+        return values or {}
     try:
         return parse_object(read_regular(path, INDEX_BYTES))
     except OSError as error:
         raise CheckpointError(f"could not read {path}: {error.strerror or error}", path=path) from error
     except ValueError as error:
         raise SettingError(f"{path} is no JSON object of arguments: {error}", field="hparams_file") from error
+
+
+def _make(
+    cls: type[T],
+    path: Location,
+    saved: dict[str, Any],
+    name: str | None,
+    hparams_file: PathLike | None,
+    arguments: dict[str, Any],
+) -> T:
+    """Make an object of a class from its hyperparameters.
+
+    Args:
+        cls: a module's or datamodule's class.
+        path: the checkpoint, for errors.
+        saved: its hyperparameters in the checkpoint.
+        name: the one argument that they came in; None where they are arguments.
+        hparams_file: more of them, which take the saved ones' place.
+        arguments: the program's, before all of these.
+    """
+    from instep.utils.rebuild import build_configured, with_dataclasses  # late: only who loads weights pays for it
+
+    if hparams_file is not None:
+        saved = {**saved, **_read_hparams(local_path(hparams_file))}
+    parameters = inspect.signature(cls.__init__).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
+    if name is not None:
+        merged[name] = {key: value for key, value in saved.items() if key != name}  # they came as this one argument
+    merged = {key: value for key, value in merged.items() if key not in arguments}
+    try:
+        if CLASS_PATH in saved:
+            return build_configured(cls, saved, arguments)
+        return cls(**with_attributes(with_dataclasses(cls, merged)), **arguments)
+    except TypeError as error:
+        raise CheckpointError(
+            f"cannot make {cls.__name__} from {path}: {error}. Pass the missing arguments to load_from_checkpoint, or "
+            "call self.save_hyperparameters() in __init__ before saving.",
+            path=to_path(path),
+        ) from error
+
+
+def load_datamodule(cls: type[T], path: Location, hparams_file: PathLike | None, arguments: dict[str, Any]) -> T:
+    """Make a datamodule and restore its state, for `DataModule.load_from_checkpoint`."""
+    folder = checkpoint.find_checkpoint(to_path(path))
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file of weights, which holds nothing of a datamodule", path=folder)
+    shared = saved_run(checkpoint.CheckpointStore(folder.parent).read(folder)).shared
+    saved = shared.get("datamodule_hyper_parameters") or {}
+    made: Any = _make(cls, path, saved, shared.get("datamodule_hparams_name"), hparams_file, arguments)
+    if shared.get("datamodule") is not None:
+        with taking_up(folder, "the datamodule"):
+            made.load_state_dict(shared["datamodule"])
+    return made
 
 
 def load_module(
@@ -124,32 +202,13 @@ def load_module(
     arguments: dict[str, Any],
 ) -> M:
     """Make a module and load its weights, for `TrainModule.load_from_checkpoint`."""
-    from instep.utils.rebuild import build_configured  # late: only who loads weights pays for it
-
     given = to_path(path)
     folder = given if given.is_file() else checkpoint.find_checkpoint(given)
     if folder.is_file():
         view: dict[str, Any] = {"state_dict": checkpoint.load_weights(folder), "hyper_parameters": {}}
     else:
         view = view_of(saved_run(checkpoint.CheckpointStore(folder.parent).read(folder)))
-    saved = view["hyper_parameters"]
-    if hparams_file is not None:
-        saved = {**saved, **_read_hparams(local_path(hparams_file))}
-    parameters = inspect.signature(cls.__init__).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    name = view.get("hparams_name")
-    merged = {key: value for key, value in saved.items() if (takes_all and name is None) or key in parameters}
-    if name is not None:
-        merged[name] = AttributeDict(saved)  # they came as one argument, with all of them in it
-    merged |= arguments
-    try:
-        module = build_configured(cls, saved, arguments) if CLASS_PATH in saved else cls(**merged)
-    except TypeError as error:
-        raise CheckpointError(
-            f"cannot make {cls.__name__} from {path}: {error}. Pass the missing arguments to load_from_checkpoint, or "
-            "call self.save_hyperparameters() in __init__ before saving.",
-            path=folder,
-        ) from error
+    module = _make(cls, path, view["hyper_parameters"], view.get("hparams_name"), hparams_file, arguments)
     if is_overridden(module, "configure_model", ModuleHooks):
         module.configure_model()
     if is_overridden(module, "on_load_checkpoint", ModuleHooks):

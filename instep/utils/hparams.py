@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
-
-from torch import nn
 
 from instep.errors import UsageError
 from instep.utils.warn import warn_user
@@ -62,6 +61,45 @@ class AttributeDict(dict[str, Any]):
         del self[name]
 
 
+def plain_values(value: Any) -> Any:
+    """Return hyperparameters as a checkpoint holds them: plain dicts and lists in place of other containers.
+
+    Dataclasses, Namespaces, OmegaConf's containers (with their interpolations resolved) and other mappings become
+    dicts, or lists. Other values stay as they are.
+
+    Example:
+        >>> plain_values(Namespace(lr=0.1, net=AttributeDict(width=8)))
+        {'lr': 0.1, 'net': {'width': 8}}
+    """
+    omegaconf = sys.modules.get("omegaconf")  # its values exist only where it is loaded
+    if omegaconf is not None and isinstance(value, omegaconf.Container):
+        return omegaconf.OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, Namespace):
+        value = vars(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain_values(item) for key, item in value.items()}
+    return _of_items(plain_values, value)
+
+
+def with_attributes(value: Any) -> Any:
+    """Return a copy in which each dict is an `AttributeDict`: what was saved of nested configurations reads as before.
+
+    Example:
+        >>> with_attributes({"net": {"width": 8}}).net.width
+        8
+    """
+    if isinstance(value, dict):
+        return AttributeDict({key: with_attributes(item) for key, item in value.items()})
+    return _of_items(with_attributes, value)
+
+
+def _of_items(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to the items of a list or tuple; another value stays."""
+    return type(value)(map(function, value)) if type(value) in (list, tuple) else value
+
+
 class HyperParameters:
     """Base of TrainModule and DataModule, with `save_hyperparameters` and `hparams`.
 
@@ -88,7 +126,8 @@ class HyperParameters:
 
         Called in `__init__`, it collects the arguments of that `__init__` and of those of the subclasses that led
         there; where a name occurs twice the outermost value counts, which is what the user passed. Values are kept as
-        they are: what cannot be written without pickle is refused by the checkpoint, before the first step.
+        they are. A checkpoint holds dicts in place of dataclasses, Namespaces and OmegaConf's containers; what cannot
+        be written without pickle it refuses, before the first step.
 
         Args:
             args: nothing for all arguments; names of some of them; or dicts, Namespaces and dataclasses to keep as a
@@ -127,6 +166,8 @@ class HyperParameters:
         configured = _configured.get()
         if configured is not None and type(self) is configured[0] and self._hparams_name is None:
             chosen |= {name: value for name, value in configured[1].items() if name in chosen or name == CLASS_PATH}
+        from torch import nn  # late: loggers read this file without torch
+
         modules = [name for name, value in chosen.items() if isinstance(value, nn.Module)]
         if modules:
             warn_user(

@@ -249,7 +249,6 @@ DROPPED = {
         "refresh_rate": "it draws some times a second",
         "process_position": "there is one bar",
     },
-    "TensorBoardLogger": {"default_hp_metric": "there is no placeholder metric"},
     "Accelerator": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
     "DataLoaderConfiguration": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
 }  # fmt: skip
@@ -407,7 +406,7 @@ VALUES = {
 """Texts that have another name, by class and argument."""
 
 POSITIONAL = {
-    "TensorBoardLogger": 3,
+    "TensorBoardLogger": 7,
     "WandbLogger": 4,
     "ProgressBar": 0,
     "Trainer": 0,
@@ -518,7 +517,7 @@ ATTRIBUTES = {
         "get_progress_bar_dict": "override ProgressBar.get_metrics",
         **_UNCALLED,
     },
-    "DataModule": {"load_from_checkpoint": "its state comes back with the Trainer's `ckpt_path`"},
+    "DataModule": {},
     "Callback": _UNCALLED,
 }
 """What to do about attributes and methods that are not there, by instep's class."""

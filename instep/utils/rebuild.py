@@ -156,6 +156,26 @@ def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[
         ) from error
 
 
+def with_dataclasses(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the dataclasses among the arguments of a class, which were saved as dicts; the rest stays as it is.
+
+    Raises:
+        CheckpointError: a dict does not fit its dataclass.
+    """
+    hints = _hints(cls)
+    return {
+        name: _Building().argument(value, hints[name], name, cls)
+        if isinstance(value, dict) and _is_structure(hints.get(name))
+        else value
+        for name, value in saved.items()
+    }
+
+
+def _is_structure(hint: Any) -> bool:
+    hint, origin = _bare(hint)
+    return any(is_dataclass(kind) for kind in (origin, *get_args(hint)))
+
+
 def configured_class(cls: type[T], saved: Mapping[str, Any]) -> type[T]:
     """Find the class that was configured, where it is loaded and a subclass of `cls`; else `cls`."""
     try:

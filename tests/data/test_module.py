@@ -48,6 +48,16 @@ def test_the_hooks_of_batches_do_nothing_by_default() -> None:
     data.on_exception(ValueError())
 
 
+def test_its_text_has_the_sizes_of_the_data() -> None:
+    data = Squares()
+    assert str(data).split("\n")[:2] == ["{Train dataloader: None}", "{Validation dataloader: None}"]
+    data.setup("fit")
+    assert str(data).startswith("{Train dataloader: size=10}\n")
+    several = DataModule.from_datasets({"a": TensorDataset(torch.arange(6)), "b": Endless()}, [Endless(), data.data])
+    assert str(several).split("\n")[0] == "{Train dataloader: a. size=6 ; b. size=NA}"
+    assert "{Validation dataloader: 1. size=NA ; 2. size=10}" in str(several)
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -150,7 +151,7 @@ def test_hyperparameters(tmp_path):
     logger.log_hyperparams({"lr": 0.1, "net": {"width": 3}}, metrics={"score": 1.0})
     logger.start(tmp_path)
     logger.finalize()
-    assert json.loads((tmp_path / "hparams.json").read_text()) == {"lr": 0.1, "net": {"width": 3}}
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {"lr": 0.1, "net": {"width": 3}}
     assert read(tmp_path) == [{"step": 0, "score": 1.0}]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from instep.loggers.hparams import flatten, merge_file, plain
+from instep.loggers.hparams import NAME, flatten, merge_file, plain
 
 
 class Colour(Enum):
@@ -69,8 +69,11 @@ def test_flatten():
 
 
 def test_merge_file(tmp_path):
-    path = tmp_path / "hparams.json"
-    merge_file(path, {"a": 1, "b": 2})
-    merge_file(path, {"b": 3})
-    assert json.loads(path.read_text()) == {"a": 1, "b": 3}
+    path = tmp_path / NAME
+    merge_file(path, {"a": 1e-5, "b": 2, "date": "2001-01-01"})
+    merge_file(path, {"b": (3, Config())})
+    assert path.read_text() == "a: 1.0e-05\nb:\n- 3\n- width: 3\n  path: data\ndate: '2001-01-01'\n"
     assert list(tmp_path.iterdir()) == [path]
+    path.write_text("!!python/object:os.system {}")
+    merge_file(path, {"a": 1})
+    assert path.read_text() == "a: 1\n"

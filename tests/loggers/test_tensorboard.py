@@ -3,15 +3,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from instep.errors import InstepError, SettingError
+from instep.errors import InstepError, SettingError, UsageError
 from instep.loggers import TensorBoardLogger
 from tests.helpers.spawn import HANG_S
+from tests.trainer.toys import Toy, loader, quiet
 
 # TensorBoard's readers use what newer Pythons and numpys warn about.
 pytestmark = pytest.mark.filterwarnings("default:::tensorboard.*", "default::DeprecationWarning")
@@ -51,7 +54,7 @@ def test_torch_is_not_loaded_for_it(tmp_path):
         "logger.finalize(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)
-    assert scalars(tmp_path) == {"a": [(1, 1.0)]}
+    assert scalars(tmp_path) == {"a": [(1, 1.0)], "hp_metric": [(1, -1.0)]}
 
 
 def test_save_brings_everything_to_the_disk(tmp_path):
@@ -133,7 +136,7 @@ def test_the_hparams_tab_shows_hyperparameters_and_metrics(tmp_path):
 
     assert first.sessions[0].status == api_pb2.STATUS_FAILURE
     assert second.sessions[0].status == api_pb2.STATUS_SUCCESS
-    assert json.loads((tmp_path / "version_0" / "hparams.json").read_text())["lr"] == 0.1
+    assert yaml.safe_load((tmp_path / "version_0" / "hparams.yaml").read_text())["lr"] == 0.1
 
 
 def texts(folder: Path) -> dict[str, str]:
@@ -157,17 +160,64 @@ def test_experiment_is_a_summary_writer_on_the_same_folder(tmp_path, monkeypatch
     logger.finalize()
     logger.experiment.add_text("end", "after it")
     logger.finalize()
-    assert scalars(tmp_path / "run" / "tb") == {"a": [(1, 1.0)], "b": [(3, 2.0)]}
+    assert scalars(tmp_path / "run" / "tb") == {"a": [(1, 1.0)], "b": [(3, 2.0)], "hp_metric": [(0, -1.0)]}
     assert texts(tmp_path / "run" / "tb") == {"note": "before the start", "end": "after it"}
-    assert json.loads((tmp_path / "run" / "tb" / "hparams.json").read_text()) == {"lr": 0.1}
+    assert yaml.safe_load((tmp_path / "run" / "tb" / "hparams.yaml").read_text()) == {"lr": 0.1}
     assert not list((tmp_path / "instep_runs").rglob("*.*"))
 
 
 def test_the_graph_needs_an_input(tmp_path):
     logger = opened(tmp_path)
-    with pytest.raises(SettingError, match="example_input_array"):
+    with pytest.warns(UserWarning, match="could not log the computational graph.*example_input_array"):
         logger.log_graph(torch.nn.Linear(2, 1))
     logger.finalize()
+
+
+def test_the_graph_is_drawn_at_the_start_of_fit(tmp_path):
+    class Drawn(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.example_input_array = torch.zeros(2, 4)
+            self.drop = torch.nn.Dropout()
+
+        def forward(self, x: Any) -> Any:
+            return self.layer(self.drop(x))
+
+    logger = TensorBoardLogger(log_graph=True)
+    module = Drawn()
+    before = torch.get_rng_state()
+    trainer = quiet(max_epochs=1, logger=logger, default_root_dir=tmp_path)
+    trainer.fit(module, loader())
+    assert torch.equal(torch.get_rng_state(), before)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(trainer.log_dir))
+    events.Reload()
+    assert "layer" in str(events.Graph())
+
+
+def test_the_placeholder_metric_comes_once(tmp_path):
+    logger = opened(tmp_path)
+    logger.log_hyperparams(Namespace(lr=0.1, net={"width": 8}), step=3)
+    logger.log_hyperparams({"lr": 0.2})
+    logger.log_hyperparams({"lr": 0.2}, metrics=0.5)
+    state = logger.state_dict()
+    logger.finalize()
+    resumed = TensorBoardLogger()
+    resumed.load_state_dict(state)
+    resumed.start(tmp_path)
+    resumed.log_hyperparams({"lr": 0.2})
+    resumed.finalize()
+    without = opened(tmp_path / "without", default_hp_metric=False, prefix="p")
+    without.log_hyperparams()
+    without.log_metrics({"loss": {"a": 1.0, "b": torch.tensor(2)}})
+    without.log_metrics({"loss": 3})
+    without.finalize()
+    assert scalars(tmp_path) == {"hp_metric": [(3, -1.0), (3, 0.5)]}
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {"lr": 0.2, "net": {"width": 8}}
+    assert scalars(tmp_path / "without") == {"p-loss/a": [(0, 1.0)], "p-loss/b": [(0, 2.0)], "p-loss": [(1, 3.0)]}
+    with pytest.raises(UsageError, match="log_hyperparams got a int"):
+        without.log_hyperparams(3)
 
 
 def test_errors_name_the_logger(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from instep.errors import UsageError
-from instep.utils.hparams import AttributeDict, HyperParameters
+from instep.utils.hparams import AttributeDict, HyperParameters, plain_values, with_attributes
 
 
 class Base(HyperParameters, nn.Module):
@@ -75,6 +75,17 @@ def test_a_container_is_kept_by_its_entries(config):
     assert model.hparams == {"lr": 0.5, "sizes": [1, 2]}
     assert model._hparams_name == "config"
     assert model.hparams.lr == 0.5
+
+
+def test_plain_values():
+    values = {"config": Config(), "space": Namespace(a=AttributeDict(b=(1, Config(lr=2)))), "kept": torch.relu, 3: {1}}
+    assert plain_values(values) == {
+        "config": {"lr": 0.5, "sizes": [1, 2]},
+        "space": {"a": {"b": (1, {"lr": 2, "sizes": [1, 2]})}},
+        "kept": torch.relu,
+        3: {1},
+    }
+    assert with_attributes(plain_values(values)).space.a.b[1].lr == 2
 
 
 def test_an_empty_dict_keeps_nothing():

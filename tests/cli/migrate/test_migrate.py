@@ -251,10 +251,10 @@ def test_small_pieces(old: str, new: str | None) -> None:
         ("from lightning.pytorch.loggers import Logger\nclass A(Logger): ...", 2, "todo", "its hooks are other ones"),
         ("from lightning.pytorch.loggers import WandbLogger\nWandbLogger(log_model=True)", 2, "todo", "artifact"),
         (
-            "from lightning.pytorch.loggers import TensorBoardLogger\nTensorBoardLogger('a', 'b', 1, True)",
+            "from lightning.pytorch.loggers import WandbLogger\nWandbLogger('a', 'b', 1, True, False)",
             2,
             "todo",
-            "after number 3",
+            "after number 4",
         ),
         ("from accelerate import Accelerator\nAccelerator(fsdp_plugin=x)", 2, "todo", "FSDPStrategy"),
         (
