@@ -68,6 +68,9 @@ MOVED = {
         },
         "ParallelStrategy": "instep.strategies.Strategy",
         "CombinedLoader": "instep.data.CombinedLoader",
+        "grad_norm": "instep.utils.grads.grad_norm",
+        "isolate_rng": "instep.utils.seed.isolate_rng",
+        "summarize": "instep.callbacks.summarize",
         "LightningCLI": "instep.cli.TrainerCLI",
         "LightningArgumentParser": "instep.cli.TrainerArgumentParser",
         **{
@@ -574,6 +577,8 @@ def successor(name: str) -> str | None:
     """
     root, _, rest = name.partition(".")
     parents, _, leaf = rest.rpartition(".")
+    if leaf == "ModelSummary" and parents.startswith("utilities"):
+        leaf = "summarize"  # the callback of that name has another place
     return None if parents != parents.lower() else MOVED.get(root, {}).get(leaf)  # a class's attribute is not meant
 
 

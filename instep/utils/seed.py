@@ -7,6 +7,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -239,13 +240,35 @@ def set_rng_state(state: dict[str, Any], source: Path | None = None) -> None:
         name, keys, *rest = state["numpy"]
         np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
     for name, module in _devices():
-        # A machine with fewer devices takes what it has a place for.
-        module.set_rng_state_all(state.get(name, [])[: module.device_count()])
+        if name in state:  # a machine with fewer devices takes what it has a place for
+            module.set_rng_state_all(state[name][: module.device_count()])
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
     for name, (_, set_state) in _others.items():
         if name in state:
             set_state(state[name])
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Put every random generator of this process back at the end, as if nothing had been drawn.
+
+    Args:
+        include_cuda: GPUs' generators too.
+
+    Example:
+        >>> with isolate_rng():
+        ...     first = torch.rand(())
+        >>> bool(torch.rand(()) == first)
+        True
+    """
+    state = rng_state()
+    if not include_cuda:
+        state.pop("cuda", None)
+    try:
+        yield
+    finally:
+        set_rng_state(state)
 
 
 def _check(state: Any) -> None:

@@ -96,3 +96,38 @@ def test_wrong_depth():
         ModelSummary(max_depth=-2)
     with pytest.raises(SettingError, match="max_depth"):
         summarize(torch.nn.Linear(1, 1), -2)
+
+
+class Pair(nn.Module):
+    """Draws in its forward, takes two inputs, and leaves one layer out."""
+
+    def __init__(self, example: Any) -> None:
+        super().__init__()
+        self.left, self.drop, self.unused = nn.Linear(3, 2), nn.Dropout(), nn.Linear(1, 1)
+        self.example_input_array = example
+        self.drop.eval()
+
+    def forward(self, one: Any, other: Any) -> Any:
+        assert not self.training
+        torch.rand(())
+        return self.drop(self.left(one)), other
+
+
+@pytest.mark.parametrize("kind", [tuple, dict])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_example_gives_the_sizes(kind: Any, dtype: torch.dtype):
+    given = {"one": torch.zeros(4, 3), "other": torch.zeros(5)}
+    net = Pair(given if kind is dict else tuple(given.values())).to(dtype)
+    random_state = torch.get_rng_state()
+    summary = summarize(net)
+    assert (summary.in_sizes, summary.out_sizes) == ([[4, 3], [4, 2], "?"], [[4, 2], [4, 2], "?"])
+    assert str(summary).splitlines()[0].endswith("In sizes  Out sizes")
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [part.training for part in (net, net.left, net.drop)] == [True, True, False]
+    assert not net.left._forward_hooks
+    assert (summary.layer_names, summary.layer_types[0], summary.param_nums) == (
+        ["left", "drop", "unused"],
+        "Linear",
+        [8, 0, 2],
+    )
+    assert (summary.total_parameters, summary.trainable_parameters, summary.model_size) == (10, 10, summary.size_mb)

@@ -35,7 +35,7 @@ BY_HAND: dict[str, tuple[str, ...]] = {
     "move_data_to_device": ("instep.distributed.send_to_device",),
     "AttributeDict": ("instep.utils.hparams.AttributeDict",),
     "HyperparametersMixin": ("instep.utils.hparams.HyperParameters",),
-    "isolate_rng": ("instep.utils.seed.isolate_rng",),
+    "UNKNOWN_SIZE": ("instep.callbacks.model_summary.UNKNOWN_SIZE",),
     "TrainerState": ("instep.trainer.context.TrainerState",),
     "LRSchedulerConfig": ("instep.trainer.optimizers.LRSchedulerConfig",),
     "Optimizable": ("torch.optim.Optimizer",),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from instep.config.settings import NAMES, OTHER_NAMES, advice, check, translate
-from instep.utils.porting import LAUNCH_SWITCHES
+from instep.utils.porting import LAUNCH_SWITCHES, successor
 
 # What `accelerate launch --help` of 1.15 and torchrun's of torch 2.13 list, without what is instep's own name.
 _THEIRS = """
@@ -43,3 +43,8 @@ def test_a_file_of_accelerate() -> None:
         "precision": "bf16", "num_nodes": 2, "num_processes": 16, "rdzv_backend": "static", "cpu_affinity": False,
     }  # fmt: skip
     assert [text.split()[0] for text in left] == ["fsdp_config", "main_training_function"]
+
+
+def test_a_name_that_stands_for_two_things_goes_by_its_place() -> None:
+    assert successor("lightning.callbacks.model_summary.ModelSummary") == "instep.callbacks.ModelSummary"
+    assert successor("lightning.utilities.model_summary.ModelSummary") == "instep.callbacks.summarize"

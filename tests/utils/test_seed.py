@@ -9,11 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.utils.seed import derive_seed, rng_state, seed_everything, seed_process, set_rng_state
+from instep.utils.seed import derive_seed, isolate_rng, rng_state, seed_everything, seed_process, set_rng_state
 
 
 def draw() -> tuple[float, float, float, float]:
     return random.random(), random.gauss(0, 1), float(np.random.randn()), float(torch.rand(()))
+
+
+def test_what_is_drawn_in_isolation_was_not_drawn():
+    with isolate_rng():
+        inside = draw()
+    assert draw() == inside
 
 
 def test_derive_seed_is_pinned():
