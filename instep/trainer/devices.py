@@ -67,13 +67,17 @@ def on_nodes_there(settings: Settings, environment: ProcessEnvironment) -> Setti
 def launch(settings: Settings, count: int) -> NoReturn:
     """Become the agent of `count` ranks that run this program again, and exit as they end."""
     # Late: only a launch pays for it.
+    from instep.launch import hydra
     from instep.launch.command import this_command
     from instep.launch.engine import run, spec_for_nodes
 
-    env = as_variables({"grace_period_s": settings.grace_period_s})  # what `grace_period` reads there
+    command, told = hydra.join_job(this_command())
+    if (folder := hydra.started_in()) is not None:
+        os.chdir(folder)
+    env = told | as_variables({"grace_period_s": settings.grace_period_s})  # what `grace_period` reads there
     if isinstance(settings.devices, tuple):
         env |= {"CUDA_VISIBLE_DEVICES": visible(settings.devices), CHOSEN: ",".join(map(str, settings.devices))}
-    sys.exit(run(spec_for_nodes(count, settings.num_nodes, this_command(), env, settings.grace_period_s)))
+    sys.exit(run(spec_for_nodes(count, settings.num_nodes, command, env, settings.grace_period_s)))
 
 
 def grace_period(settings: Settings, rank: int) -> float:

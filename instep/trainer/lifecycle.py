@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from instep.distributed.heartbeat import heartbeat
 from instep.distributed.signals import SignalGuard
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
 from instep.health.error_report import tell_trainer
-from instep.state import PartialState, Run, pop_run, push_run
+from instep.state import PartialState, Run, pop_run, push_run, read_environment
 from instep.strategies import Precision
 from instep.strategies.base import sync_batchnorm
 from instep.strategies.precision import float32_products
@@ -72,6 +73,10 @@ def open_run(
         yield ctx
     except BaseException as error:
         _close(ctx, error)
+        if isinstance(error, Exception) and read_environment().world_size > 1 and "hydra" in sys.modules:
+            from instep.launch.hydra import end_sweep  # late: only a program with Hydra has one
+
+            end_sweep(error)
         raise
     _close(ctx, None)
 

@@ -49,7 +49,8 @@ def command(ctx: RunContext) -> dict[str, Any] | None:
 
     Secrets among its arguments are left out. The mark says that it is this user's own.
     """
-    from instep.launch.command import this_command  # late: only who saves pays for it
+    from instep.launch import hydra  # late: only who saves pays for it
+    from instep.launch.command import this_command
 
     try:
         arguments = this_command()
@@ -58,7 +59,8 @@ def command(ctx: RunContext) -> dict[str, Any] | None:
     settings = ctx.settings
     starts_ranks = settings.devices != "auto" and settings.num_nodes == 1
     shown, left_out = hide_arguments(arguments)
-    how = {"arguments": list(shown), "left_out": list(left_out), "folder": _STARTED_IN, "starts_ranks": starts_ranks}
+    folder = hydra.started_in() or _STARTED_IN
+    how = {"arguments": list(shown), "left_out": list(left_out), "folder": folder, "starts_ranks": starts_ranks}
     return {**how, "mark": mark(how)}
 
 

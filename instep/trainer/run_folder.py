@@ -182,7 +182,7 @@ class RunFolder:
     @staticmethod
     def _none(ctx: RunContext, folder: Path) -> None:
         if ctx.fn == "fit":
-            ctx.trainer.print(f"Nothing to resume from in {folder}: starting afresh.")
+            ctx.trainer.print(f"Nothing to resume from in {folder}: starting afresh.{_hint(folder)}")
 
     def adopt(self, ctx: RunContext, state: dict[str, Any]) -> None:
         """Go on in the run folder of the resumed checkpoint, if it is one that this run could have, and still there."""
@@ -442,6 +442,21 @@ class RunFolder:
             "signal": None,
             "error": None,
         }
+
+
+def _hint(folder: Path) -> str:
+    """Say why "auto" will never find anything in a folder that Hydra names by the time."""
+    if "hydra" not in sys.modules:
+        return ""
+    from instep.launch.hydra import new_folder  # late: only a program with Hydra asks
+
+    new = new_folder()
+    if new is None or (folder != new and new not in folder.parents):
+        return ""
+    return (
+        " It is in the folder that Hydra made for this start, and the next start has another one: give hydra.run.dir "
+        "(in a sweep hydra.sweep.dir), default_root_dir or the logger's save_dir a fixed one, and 'auto' finds the run."
+    )
 
 
 def _outcome(error: BaseException | None) -> tuple[str, int]:
