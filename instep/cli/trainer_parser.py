@@ -307,7 +307,7 @@ class TrainerArgumentParser(ArgumentParser):
             classes = {name for room in ROOMS for name in room.__all__ if name[0].isupper()}
             classes |= {cls.__name__ for base in (Optimizer, LRScheduler) for cls in base.__subclasses__()}
             sys.stderr.write(f"{self.prog}: {explain(message, classes, known)}\n")
-        sys.exit(EXIT_USAGE)
+        self.exit(EXIT_USAGE)
 
 
 def _plain_class_path(cls: type, given: Any) -> dict[str, Any]:

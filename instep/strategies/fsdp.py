@@ -305,7 +305,7 @@ class FSDPStrategy(Strategy):
         self._set_prefetch([part for name, part in units.items() if isinstance(part, FSDPModule)])
         for method in self.forward_methods:
             if isinstance(module, FSDPModule):
-                setattr(module, method, gathered_methods(module).through(getattr(module, method)))
+                setattr(module, method, gathered_methods(module).through(getattr(module, method), module))
 
     def share_weights(self, module: nn.Module) -> None:
         """Give every rank the first one's weights and buffers, where they are not cut yet. Collective."""
@@ -395,7 +395,7 @@ class FSDPStrategy(Strategy):
         module = self.module
         if not isinstance(module, FSDPModule):
             return super().step_function(name)
-        return gathered_methods(module).through(getattr(module, name))
+        return gathered_methods(module).through(getattr(module, name), module)
 
     def _reshard(self) -> None:
         for part in self._sharded:

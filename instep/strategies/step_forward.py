@@ -74,13 +74,13 @@ class GatheredMethods:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         return output if self._inside else self._after(module, args, output)
 
-    def through(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def through(self, method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
         """Wrap a method so that weights are gathered before it and let go after it.
 
         Args:
-            method: a bound one of the module.
+            method: a bound one of the module, or such a one compiled.
+            module: the module.
         """
-        module: Any = method.__self__  # type: ignore[attr-defined]
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -152,6 +152,8 @@ ADVICE = {
     "Tuner": "try learning rates in a loop of short fits; global_batch_size=... keeps the meaning of a batch",
     **dict.fromkeys(("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "SWA", "EMA"), _AVERAGING),
     "OnExceptionCheckpoint": "use ModelCheckpoint(save_on_exception=True)",
+    "from_compiled": "give the Trainer what torch.compile(module) returned, or write module.compile()",
+    "to_uncompiled": "make the module anew and load its weights: a compiled one stays compiled",
     "MisconfigurationException": "instep raises instep.errors.SettingError, a ValueError",
     "ModelParallelStrategy": "use instep.strategies.MeshStrategy(dp_shard=, tp=), with the module's `parallelize`",
     "SingleDeviceStrategy": 'use strategy="single_device"',
