@@ -135,7 +135,7 @@ class Gradients:
         """
         scaler = self.precision.scaler
         if scaler is None:
-            optimizer.step(closure, **kwargs) if closure is not None else optimizer.step(**kwargs)
+            optimizer.step(closure=closure, **kwargs) if closure is not None else optimizer.step(**kwargs)
             return
         if closure is not None:
             closure()  # the scaler takes no closure

@@ -20,6 +20,7 @@ from instep.trainer.log import Entry, Options, check_value, reduction
 from instep.trainer.optimizers import TrainOptimizer
 from instep.types import Location, PathLike
 from instep.utils.hparams import HyperParameters
+from instep.utils.porting import STEP_ARGUMENTS
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
@@ -485,8 +486,10 @@ def accepted_arguments(step: Any, offered: tuple[str, ...], needed_only: int = 0
         needed_only: how many of the last ones are given only to a parameter that has no default.
     """
     parameters = inspect.signature(step).parameters.values()
-    if any(p.name == "dataloader_iter" for p in parameters):
-        raise HookError("a step with a dataloader_iter argument is not taken over: take (batch, batch_idx), one batch")
+    for p in parameters:
+        if p.name in STEP_ARGUMENTS and (p.default is p.empty or p.name != "hiddens"):
+            name = getattr(step, "__qualname__", step)
+            raise HookError(f"{name} has an argument {p.name}, which nothing passes: {STEP_ARGUMENTS[p.name]}")
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes = len(offered) if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(positional)
     if not takes:

@@ -87,13 +87,14 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
     optimizers, schedulers = _parts(result)
     if not optimizers:
         raise HookError("configure_optimizers returned no optimizer. Return at least one, or None to train nothing.")
-    if len(optimizers) > 1 and getattr(module, "automatic_optimization", True):
+    automatic = getattr(module, "automatic_optimization", True)
+    if len(optimizers) > 1 and automatic:
         raise HookError(
             f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
             "self.automatic_optimization = False in __init__ and step them in training_step, or return one optimizer "
             "with several parameter groups."
         )
-    configs = [_scheduler_config(scheduler, monitor, optimizers) for scheduler, monitor in schedulers]
+    configs = [_scheduler_config(scheduler, monitor, optimizers, automatic) for scheduler, monitor in schedulers]
     _warn_about_parameters(optimizers, module)
     return OptimizerSetup(optimizers, configs)
 
@@ -124,7 +125,9 @@ def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None]]]:
     raise HookError(f"configure_optimizers returned a {type(result).__name__} of {kinds}. Return {_FORMS}.")
 
 
-def _scheduler_config(given: Any, monitor: str | None, optimizers: Sequence[Optimizer]) -> LRSchedulerConfig:
+def _scheduler_config(
+    given: Any, monitor: str | None, optimizers: Sequence[Optimizer], automatic: bool
+) -> LRSchedulerConfig:
     fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     _check_keys(fields, "the lr_scheduler dict", _SCHEDULER_KEYS)
     scheduler = fields["scheduler"]
@@ -146,6 +149,15 @@ def _scheduler_config(given: Any, monitor: str | None, optimizers: Sequence[Opti
         raise HookError(f"configure_optimizers: interval={config.interval!r} of {kind}; use 'step' or 'epoch'")
     if not isinstance(config.frequency, int) or isinstance(config.frequency, bool) or config.frequency < 1:
         raise HookError(f"configure_optimizers: frequency={config.frequency!r} of {kind}; use an integer of at least 1")
+    if not automatic:
+        keys = ("frequency", "monitor", "strict", "reduce_on_plateau")
+        if unused := [key for key in keys if isinstance(given, Mapping) and key in given]:
+            warn_user(
+                f"configure_optimizers: the lr_scheduler dict has {unused}, but the keys will be ignored: in manual "
+                "optimization the module calls scheduler.step() itself",
+                RuntimeWarning,
+            )
+        return config
     if config.reduce_on_plateau and config.monitor is None:
         raise HookError(
             f"configure_optimizers: {kind} needs the name of a logged metric. Return {{'optimizer': ..., "
@@ -289,7 +301,7 @@ class TrainOptimizer(OptimizerProxy):
             kwargs: passed to the optimizer's step.
         """
         if self.on_step is None:
-            return self.optimizer.step(closure, **kwargs)
+            return self.optimizer.step(closure=closure, **kwargs)
         return self.on_step(self.optimizer, closure, **kwargs)
 
     @contextmanager

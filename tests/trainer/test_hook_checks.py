@@ -192,3 +192,15 @@ def test_a_step_of_any_arguments_gets_a_dataloader_idx_only_with_several_loaders
         trainer.predict(module, loaders)
     one = [("validate", 2), ("test", 2), ("predict", 7)]
     assert seen == [*one, *[("validate", 3)] * 2, *[("test", 3)] * 2, ("predict", 0), ("predict", 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("optimizer_idx", "manual optimization"), ("dataloader_iter", "Accelerator"), ("hiddens", "manual optimization")],
+)
+def test_an_argument_of_a_step_that_nothing_passes_is_named(name: str, advice: str):
+    module = Toy()
+    exec(f"def step(batch, batch_idx, {name}): pass", found := {})
+    module.training_step = found["step"]
+    with pytest.raises(HookError, match=f"step has an argument {name}, which nothing passes: .*{advice}"):
+        quiet(max_steps=1).fit(module, loader())

@@ -224,6 +224,15 @@ def test_the_modules_hook_steps_instead():
 # ---- manual optimization
 
 
+def test_a_plateau_scheduler_needs_no_metric_and_what_the_dict_says_is_warned_of(model, opt):
+    model.automatic_optimization = False
+    plateau = ReduceLROnPlateau(opt)
+    assert configure(([opt], [plateau]), model).schedulers[0].scheduler is plateau
+    with pytest.warns(RuntimeWarning, match=r"\['frequency', 'monitor'\], but the keys will be ignored: in manual"):
+        setup = configure(([opt], [{"scheduler": plateau, "monitor": "x", "frequency": 2, "interval": "step"}]), model)
+    assert setup.schedulers[0].interval == "step"
+
+
 def test_train_optimizer_is_the_optimizer_but_for_step(model, opt):
     calls: list[Any] = []
     wrapped = TrainOptimizer(opt, model, on_step=lambda *args, **kwargs: calls.append((*args, kwargs)) or "stepped")
