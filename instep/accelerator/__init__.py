@@ -1,6 +1,7 @@
 """`Accelerator`: a handwritten loop over the Trainer's strategies, data, loggers and checkpoints."""
 
 from instep.accelerator.accelerator import Accelerator
+from instep.accelerator.compiling import TorchDynamoPlugin
 from instep.accelerator.exporting import save
 from instep.accelerator.handlers import (
     AutocastKwargs,
@@ -9,6 +10,7 @@ from instep.accelerator.handlers import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
 )
@@ -16,6 +18,7 @@ from instep.accelerator.loader import skip_first_batches
 from instep.accelerator.local_sgd import LocalSGD
 from instep.accelerator.logging import get_logger, tqdm
 from instep.accelerator.memory import clear_device_cache, find_executable_batch_size, release_memory
+from instep.accelerator.parallelism import ParallelismConfig
 from instep.accelerator.rng import set_seed, synchronize_rng_states
 from instep.accelerator.trackers import GeneralTracker, register_tracker_class
 from instep.accelerator.unwrapping import convert_outputs_to_fp32, extract_model_from_parallel
@@ -31,9 +34,12 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "KwargsHandler",
     "LocalSGD",
+    "ParallelismConfig",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "TorchDynamoPlugin",
     "clear_device_cache",
     "convert_outputs_to_fp32",
     "extract_model_from_parallel",

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from instep import distributed
 from instep.accelerator import saving
+from instep.accelerator.compiling import TorchDynamoPlugin, dynamo_asked_for
 from instep.accelerator.exporting import save, save_weights
 from instep.accelerator.handlers import (
     AutocastKwargs,
@@ -29,6 +30,7 @@ from instep.accelerator.handlers import (
 )
 from instep.accelerator.loader import AcceleratedLoader, gather_samples, skip_first_batches
 from instep.accelerator.memory import clear_device_cache
+from instep.accelerator.parallelism import ParallelismConfig
 from instep.accelerator.preparing import (
     PreparedRun,
     accumulation_asked_for,
@@ -76,6 +78,9 @@ class Accelerator(ProcessMethods):
         dataloader_config: how loaders are prepared.
         strategy: a name or a `Strategy`, as for the Trainer; each model gets a copy. None: what the variables
             INSTEP_STRATEGY and INSTEP_STRATEGY_OPTIONS say, else "auto".
+        parallelism_config: how processes are laid out, in place of `strategy`.
+        dynamo_backend: compile each model in `prepare`, by this backend of torch.compile.
+        dynamo_plugin: the same with more options.
         log_with: loggers: "tensorboard", "wandb", "csv", "all", a `Logger` or `GeneralTracker`, or a list
             of these.
         project_dir: where checkpoints and logs go, unless `project_config` says it.
@@ -121,6 +126,9 @@ class Accelerator(ProcessMethods):
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
         strategy: str | Strategy | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         log_with: LogWith = None,
         project_dir: PathLike | None = None,
         project_config: ProjectConfiguration | None = None,
@@ -136,6 +144,11 @@ class Accelerator(ProcessMethods):
             raise SettingError(f"Accelerator({name}=...) is not taken: {hint}.", field=name, got=unknown[name])
         mixed_precision = precision_asked_for(mixed_precision)
         accumulation = accumulation_asked_for(gradient_accumulation_plugin, gradient_accumulation_steps)
+        if parallelism_config is not None:
+            if strategy is not None:
+                raise SettingError("give strategy or parallelism_config, not both", field="strategy", got=strategy)
+            strategy = parallelism_config.strategy()
+        self.parallelism_config = parallelism_config
         self._handlers = by_kind(kwargs_handlers)
         self._accumulation = accumulation
         self.project_configuration = project_config or ProjectConfiguration()
@@ -169,6 +182,7 @@ class Accelerator(ProcessMethods):
             self.dataloader_config,
             device_placement,
             step_scheduler_with_optimizer,
+            dynamo_asked_for(dynamo_plugin, dynamo_backend),
         )
         self._states = States(self._prepared, self.project_configuration)
         self.resume_report: ResumeReport | None = None

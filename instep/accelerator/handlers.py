@@ -94,6 +94,11 @@ class KwargsHandler:
         given = {field.name: getattr(self, field.name) for field in fields(self)}  # pyright: ignore[reportArgumentType]
         return {name: value for name, value in given.items() if value is not None}
 
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, as Accelerate's handlers do."""
+        known = fields(self)  # pyright: ignore[reportArgumentType]
+        return {each.name: value for each in known if (value := getattr(self, each.name)) != each.default}
+
 
 @dataclass(frozen=True)
 class AutocastKwargs(KwargsHandler):

@@ -103,6 +103,8 @@ class AcceleratedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass this epoch: its order is a function of the seed and this number."""
         self._next_epoch = epoch
+        if self._pass is None:
+            self.source.set_epoch(epoch)  # what of the user's wants to know is told at once
 
     def __iter__(self) -> Iterator[Any]:
         return self.passes_from(None)

@@ -40,7 +40,7 @@ class RankLogger(logging.LoggerAdapter):
         *args: Any,
         main_process_only: bool = True,
         in_order: bool = False,
-        stacklevel: int = 1,
+        stacklevel: int = 2,
         **kwargs: Any,
     ) -> None:
         """Log as python does.
@@ -51,7 +51,7 @@ class RankLogger(logging.LoggerAdapter):
             args: filled into the text.
             main_process_only: whether rank 0 alone logs.
             in_order: whether all ranks log, in the order of their ranks.
-            stacklevel: as in python: how many callers up the line is said to come from.
+            stacklevel: how many frames up the line is said to come from; 1 is this method, 2 who calls it.
             kwargs: `exc_info`, `extra`, `stack_info`.
         """
         place, joined = known_place()
@@ -61,7 +61,7 @@ class RankLogger(logging.LoggerAdapter):
             msg = f"[RANK {rank}] {msg}"
         for turn in range(world_size) if in_order and joined else (rank,):
             if shown and turn == rank:
-                self.logger.log(level, msg, *args, stacklevel=stacklevel + 1, **kwargs)
+                self.logger.log(level, msg, *args, stacklevel=stacklevel, **kwargs)
             if in_order and joined:
                 wait_for_everyone()
 
@@ -73,7 +73,7 @@ class RankLogger(logging.LoggerAdapter):
         text = str(msg) % args if args else str(msg)
         if text not in self._warned:
             self._warned.add(text)
-            self.log(logging.WARNING, msg, *args, stacklevel=2, **kwargs)
+            self.log(logging.WARNING, msg, *args, stacklevel=3, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from instep.accelerator.compiling import TorchDynamoPlugin, compiled
 from instep.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -54,6 +55,7 @@ class PreparedRun:
         loader_config: how loaders are prepared.
         moves: whether models and batches are moved to the device.
         step_with_optimizer: whether schedulers step with their optimizers only.
+        dynamo: how models are compiled; None leaves them.
     """
 
     def __init__(
@@ -65,12 +67,13 @@ class PreparedRun:
         loader_config: DataLoaderConfiguration,
         moves: bool,
         step_with_optimizer: bool,
+        dynamo: TorchDynamoPlugin | None = None,
     ) -> None:
         self.device, self.rank, self.world_size = process.device, process.process_index, process.num_processes
         self.precision = precision
         self.loader_config = loader_config
         self._strategy, self._accumulation = strategy, accumulation
-        self._moves, self._step_with_optimizer = moves, step_with_optimizer
+        self._moves, self._step_with_optimizer, self._dynamo = moves, step_with_optimizer, dynamo
         self._seed: int | None = None
         self._forget()
         self.begin()
@@ -197,7 +200,8 @@ class PreparedRun:
         self._strategies[id(model)] = strategy
         if evaluates:
             strategy.prepare_training(model, ())
-        self._wrapped[id(model)] = model if evaluates else strategy.wrap(model)
+        wrapped = model if evaluates else strategy.wrap(model)
+        self._wrapped[id(model)] = wrapped if self._dynamo is None else compiled(wrapped, self._dynamo)
         for known in self.optimizers:
             strategy.rebind_optimizer(known.optimizer)
         return self._wrapped[id(model)]

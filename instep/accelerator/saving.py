@@ -118,13 +118,16 @@ class States:
     def register(self, objects: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Make objects part of `save_state` and `load_state`."""
         items = [*[(type(obj).__name__, obj) for obj in objects], *named.items()]
+        wrong = [
+            f"Item at index {index}, {name}" for index, (name, obj) in enumerate(items) if not isinstance(obj, Stateful)
+        ]
+        if wrong:
+            raise SettingError(
+                f"{'; '.join(wrong)}: cannot be registered for checkpointing: no state_dict and load_state_dict",
+                field="objects",
+                got=wrong,
+            )
         for name, obj in items:
-            if not isinstance(obj, Stateful):
-                raise SettingError(
-                    f"{name} cannot be registered for checkpointing: it has no state_dict and load_state_dict",
-                    field="objects",
-                    got=obj,
-                )
             if self.registered.get(name, obj) is not obj:
                 raise SettingError(
                     f"two objects are registered as {name!r}. Name them: register_for_checkpointing(ema=..., ...)",

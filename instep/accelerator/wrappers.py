@@ -358,6 +358,7 @@ class AcceleratedScheduler:
         self._optimizers = optimizers
         self._gradient = gradient
         self._window = window
+        self._told = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step, if the optimizer has; with `adjust_scheduler` by as many batches as the window had."""
@@ -367,7 +368,22 @@ class AcceleratedScheduler:
         if not self._gradient.sync_gradients or any(optimizer.step_was_skipped for optimizer in self._owners()):
             return
         for _ in range(self._window.length if self._gradient.adjust_scheduler else 1):
+            if self._ended():
+                return
             self.scheduler.step(*args, **kwargs)
+
+    def _ended(self) -> bool:
+        """Tell, and say once, that a schedule of so many steps is over: torch would end the run with an error."""
+        total = getattr(self.scheduler, "total_steps", None)
+        if total is None or self.scheduler.last_epoch < total:
+            return False
+        if not self._told:
+            self._told = True
+            warn_user(
+                f"{type(self.scheduler).__name__} has taken its {total} steps; the learning rate stays as it is. It "
+                "steps once per optimizer step, on any number of processes"
+            )
+        return True
 
     def places(self, optimizers: Sequence[Optimizer | None]) -> list[int]:
         """Return the places of the optimizers that it steps with."""

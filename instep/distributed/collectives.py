@@ -21,6 +21,7 @@ from instep.state import PartialState
 from instep.state.collective_checks import announce
 from instep.state.process import step_group
 from instep.state.rank_records import awaited
+from instep.utils.warn import warn_user
 
 REDUCTIONS = ("sum", "mean", "min", "max", "none")
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -183,7 +184,8 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
     """Make tensors as long as the longest of any rank along one dimension, so that they can be gathered. A collective.
 
     Args:
-        data: a tensor or nested tensors; not changed. A tensor without that dimension, and None, stay as they are.
+        data: a tensor or nested tensors; not changed. A tensor without that dimension, one of torch's nested tensors,
+            which is warned of, and None stay as they are.
         dim: the dimension to pad; negative counts from the end.
         pad_index: the value to fill with.
         pad_first: fill before the data rather than after.
@@ -195,6 +197,9 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
         DataError: a leaf is no tensor.
         DistributedError: ranks differ in names, dtypes or numbers of dimensions; the text says which and in what.
     """
+    if isinstance(data, torch.Tensor) and data.is_nested:
+        warn_user("pad_across_processes leaves a torch.nested tensor as it is: make it a padded tensor first")
+        return data
     leaves = tensor_leaves(data, "pad_across_processes")
     alike = [_described(where, tensor, f"{tensor.ndim}-dim") for where, tensor in leaves]
     sizes = [tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0 for _, tensor in leaves]

@@ -12,6 +12,19 @@ import torch
 from instep.errors import DataError
 
 
+class _NoTensor(DataError, TypeError):
+    """Where torch raises a TypeError."""
+
+
+class _Misfit(DataError, RuntimeError):
+    """Where torch raises a RuntimeError."""
+
+
+def is_torch_tensor(data: Any) -> bool:
+    """Tell a tensor."""
+    return isinstance(data, torch.Tensor)
+
+
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
     """Apply a function to every leaf and build the same structure from the results.
 
@@ -104,7 +117,7 @@ def recursively_apply(
     func: Callable[..., Any],
     data: Any,
     *args: Any,
-    test_type: Callable[[Any], bool] = torch.is_tensor,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -233,7 +246,7 @@ def tensor_leaves(data: Any, operation: str) -> list[tuple[str, torch.Tensor]]:
         if isinstance(leaf, torch.Tensor):
             found.append((where, leaf))
         elif leaf is not None:
-            raise DataError(
+            raise _NoTensor(
                 f"{operation} takes tensors, but got a {type(leaf).__name__}{' at ' + where if where else ''}. Make it "
                 f"a tensor, or use {'broadcast_object' if operation == 'broadcast' else 'gather_object'} for it."
             )
@@ -285,7 +298,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
                 )
         others = {tuple(n for axis, n in enumerate(part.shape) if axis != dim % part.ndim) for part in parts}
         if len(others) > 1:
-            raise DataError(
+            raise _Misfit(
                 f"concatenate: the tensors{where and ' at ' + where} have shapes {[tuple(p.shape) for p in parts]}; "
                 f"all dimensions but {dim} must agree. pad_across_processes, or padding in the loader, makes them so."
             )

@@ -101,8 +101,9 @@ MOVED = {
             for name in (
                 "AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration",
                 "DistributedDataParallelKwargs", "GeneralTracker", "GradScalerKwargs", "GradientAccumulationPlugin",
-                "InitProcessGroupKwargs", "LocalSGD", "ProfileKwargs",
-                "ProjectConfiguration", "clear_device_cache", "convert_outputs_to_fp32", "extract_model_from_parallel",
+                "InitProcessGroupKwargs", "KwargsHandler", "LocalSGD", "ParallelismConfig", "ProfileKwargs",
+                "ProjectConfiguration", "TorchDynamoPlugin", "clear_device_cache", "convert_outputs_to_fp32",
+                "extract_model_from_parallel",
                 "find_executable_batch_size", "get_logger", "register_tracker_class", "release_memory", "save",
                 "set_seed", "skip_first_batches", "synchronize_rng_states", "tqdm",
             )
@@ -167,9 +168,7 @@ ADVICE = {
     ),
     "FullyShardedDataParallelPlugin": "use Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
     "DeepSpeedPlugin": 'use Trainer(strategy="deepspeed_stage_2"), or Accelerator(strategy="fsdp")',
-    "TorchDynamoPlugin": "compile the model with torch.compile(model) before prepare()",
     "MegatronLMPlugin": "use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=))",
-    "ParallelismConfig": "use Trainer(strategy=instep.strategies.MeshStrategy(dp_replicate=, dp_shard=, tp=, cp=))",
     **dict.fromkeys(("MLFlowLogger", "CometLogger", "NeptuneLogger", "LitLogger"), _OWN_LOGGER),
     **dict.fromkeys(
         (
@@ -287,7 +286,6 @@ INSTEAD: dict[str, dict[str, str]] = {
         "rng_types": "call instep.accelerator.synchronize_rng_states(...) where random states must be alike",
         "deepspeed_plugin": "DeepSpeed works with the Trainer; here strategy='fsdp' does what its stage 3 does",
         "fsdp_plugin": "use strategy='fsdp', or strategy=FSDPStrategy(...) for its options",
-        "dynamo_backend": "compile the model with torch.compile(model) before prepare()",
     },
     "FSDPStrategy": {
         "sharding_strategy": "leave it out for FULL_SHARD; use reshard_after_forward=False for SHARD_GRAD_OP, "

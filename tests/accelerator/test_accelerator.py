@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from instep import Accelerator, AcceleratorState, GradientState
 from instep.accelerator import (
@@ -465,3 +465,34 @@ def test_prepared_loaders_and_optimizers_pass_for_the_users_own(make: Any) -> No
     assert type(copies[0]) is torch.optim.SGD
     assert type(copies[1]) is DataLoader
     assert [len(x) for (x,) in copies[1]] == [4, 4, 2]
+
+
+def test_a_schedule_that_is_over_stays_where_it_is(make: Any) -> None:
+    accelerator = make()
+    model, optimizer = linear()
+    schedule: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        schedule.step()
+    last = schedule.get_last_lr()
+    with pytest.warns(UserWarning, match="OneCycleLR has taken its 2 steps"):
+        schedule.step()
+    schedule.step()  # a second warning would be an error
+    assert schedule.get_last_lr() == last
+
+
+def test_set_epoch_is_told_at_once_to_what_wants_to_know(make: Any) -> None:
+    class Batches(BatchSampler):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    sampler = Batches(range(8), 2, False)
+    batches = make().prepare(DataLoader(TensorDataset(torch.arange(8)), batch_sampler=sampler))
+    batches.set_epoch(3)
+    assert sampler.epoch == 3
+    assert len(list(batches)) == 4
+    assert (sampler.epoch, batches.epoch) == (3, 3)

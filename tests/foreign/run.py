@@ -18,8 +18,14 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).resolve().parent
-_FOLDERS = {"lightning": "tests/tests_pytorch"}
-_LEFT_OUT = {"checkpointing/test_legacy_checkpoints.py"}  # their checkpoints are no part of the checkout
+_FOLDERS = {"lightning": "tests/tests_pytorch", "accelerate": "tests"}
+_LEFT_OUT = {
+    "checkpointing/test_legacy_checkpoints.py",  # their checkpoints are no part of the checkout
+    # They need a GPU, a TPU, a cloud, or a package that instep does without.
+    *("deepspeed/test_alst_ulysses_sp.py", "deepspeed/test_deepspeed.py", "fsdp/test_fsdp.py", "tp/test_tp.py"),
+    *("deepspeed/test_deepspeed_gradient_accumulation.py", "deepspeed/test_deepspeed_multiple_model.py"),
+    *("test_quantization.py", "test_sagemaker.py", "test_tpu.py"),
+}
 _FILE_S, _TEST_S = 1500, 60
 
 
