@@ -81,12 +81,20 @@ MOVED = {
         },
         **_RANK_ZERO,
         **dict.fromkeys(
-            ("STEP_OUTPUT", "OptimizerLRScheduler", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "LRSchedulerTypeUnion"),
+            (
+                "STEP_OUTPUT", "OptimizerLRScheduler", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "LRSchedulerTypeUnion",
+                "LRSchedulerConfigType", "OptimizerConfig", "OptimizerLRSchedulerConfig",
+            ),
             "typing.Any",
         ),
+        "move_data_to_device": "instep.distributed.send_to_device",
         "get_torchvision_model": "torchvision.models.get_model",
     },
-    "fabric": {"seed_everything": "instep.seed_everything", **_RANK_ZERO},
+    "fabric": {
+        "seed_everything": "instep.seed_everything",
+        "move_data_to_device": "instep.distributed.send_to_device",
+        **_RANK_ZERO,
+    },
     "accelerate": {
         **{
             name: f"instep.{name}"
@@ -186,6 +194,33 @@ ADVICE = {
         ),
         _NO_BIG_MODELS,
     ),
+    **dict.fromkeys(
+        (
+            "BnbQuantizationConfig", "compute_module_sizes", "cpu_offload_with_hook", "find_tied_parameters",
+            "get_balanced_memory", "get_max_memory", "load_and_quantize_model",
+        ),
+        _NO_BIG_MODELS,
+    ),
+    **dict.fromkeys(
+        ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"),
+        "mixed_precision='fp8' is torchao's; for other recipes use torchao's own call",
+    ),
+    **dict.fromkeys(
+        (
+            "DeepSpeedSequenceParallelConfig", "TorchContextParallelConfig", "TorchTensorParallelConfig",
+            "TorchTensorParallelPlugin",
+        ),
+        "use Trainer(strategy=instep.strategies.MeshStrategy(dp_shard=, tp=, cp=))",
+    ),
+    "LoggerType": 'use its name: "tensorboard", "wandb" or "csv"',
+    "PrecisionType": 'use its name: "no", "fp16", "bf16" or "fp8"',
+    "merge_fsdp_weights": "use `instep merge-weights`",
+    "write_basic_config": "use `instep config default`",
+    "PrepareForLaunch": "use instep.notebook_launcher, or `instep launch`",
+    "patch_environment": "use os.environ",
+    "grad_norm": "compute it from the parameters' gradients, in `on_before_optimizer_step`",
+    "isolate_rng": "use torch.random.fork_rng()",
+    "Checkpoint": "use ModelCheckpoint",
     "DummyOptim": "give the optimizer itself",
     "DummyScheduler": "give the scheduler itself",
     "__version__": "instep counts its own",
@@ -227,6 +262,21 @@ RENAMED = {
         "num_cpu_threads_per_process": "cpu_threads",
         "enable_cpu_affinity": "cpu_affinity",
     },
+    **{
+        key: {"tensor": "data"}
+        for key in (
+            "Accelerator.gather", "Accelerator.pad_across_processes", "Accelerator.reduce", "broadcast",
+            "convert_to_fp32", "gather", "pad_across_processes", "pad_input_tensors", "send_to_device",
+        )
+    },
+    "Accelerator.gather_for_metrics": {"input_data": "data"},
+    "Accelerator.prepare_data_loader": {"data_loader": "loader"},
+    "Accelerator.profile": {"profile_handler": "handler"},
+    "reduce": {"tensor": "data", "reduction": "op"},
+    "gather_object": {"object": "obj"},
+    "broadcast_object_list": {"object_list": "objects"},
+    "skip_first_batches": {"dataloader": "loader"},
+    "synchronize_rng_states": {"rng_types": "types"},
     "Trainer.fit": {"train_dataloader": "train_dataloaders", "val_dataloader": "val_dataloaders"},
     "Trainer.validate": {"val_dataloaders": "dataloaders"},
     "Trainer.test": {"test_dataloaders": "dataloaders"},
@@ -521,6 +571,10 @@ ATTRIBUTES = {
         **_UNCALLED,
     },
     "DataModule": {},
+    "WandbLogger": dict.fromkeys(
+        ("log_audio", "log_image", "log_table", "log_video", "use_artifact", "watch"),
+        "use what `logger.experiment` has, W&B's own run",
+    ),
     "Callback": _UNCALLED,
 }
 """What to do about attributes and methods that are not there, by instep's class."""
@@ -588,7 +642,7 @@ def advice(name: str) -> str:
     if name.startswith("fabric") and leaf[0].isupper() and leaf not in ADVICE:
         return ADVICE["Fabric"]
     if ".demos" in name or ".test_utils" in name:
-        return "it is of a package for demonstrations and tests; take data or a model of your own"
+        return "it is of a package for demonstrations and tests: copy it, or take your own"
     if leaf.startswith("is_") and leaf.endswith("_available"):
         return "ask torch, or importlib.util.find_spec"
     return ADVICE.get(leaf, "instep has nothing of that name")
