@@ -76,7 +76,8 @@ MOVED = {
         **{
             name: f"instep.cli.{name}"
             for name in (
-                "ArgsType", "LRSchedulerCallable", "OptimizerCallable", "SaveConfigCallback", "instantiate_class",
+                "ArgsType", "LRSchedulerCallable", "LRSchedulerTypeTuple", "OptimizerCallable", "SaveConfigCallback",
+                "instantiate_class",
             )
         },
         **_RANK_ZERO,
@@ -218,8 +219,6 @@ ADVICE = {
     "write_basic_config": "use `instep config default`",
     "PrepareForLaunch": "use instep.notebook_launcher, or `instep launch`",
     "patch_environment": "use os.environ",
-    "grad_norm": "compute it from the parameters' gradients, in `on_before_optimizer_step`",
-    "isolate_rng": "use torch.random.fork_rng()",
     "Checkpoint": "use ModelCheckpoint",
     "DummyOptim": "give the optimizer itself",
     "DummyScheduler": "give the scheduler itself",
@@ -265,8 +264,15 @@ RENAMED = {
     **{
         key: {"tensor": "data"}
         for key in (
-            "Accelerator.gather", "Accelerator.pad_across_processes", "Accelerator.reduce", "broadcast",
-            "convert_to_fp32", "gather", "pad_across_processes", "pad_input_tensors", "send_to_device",
+            "Accelerator.gather",
+            "Accelerator.pad_across_processes",
+            "Accelerator.reduce",
+            "broadcast",
+            "convert_to_fp32",
+            "gather",
+            "pad_across_processes",
+            "pad_input_tensors",
+            "send_to_device",
         )
     },
     "Accelerator.gather_for_metrics": {"input_data": "data"},
