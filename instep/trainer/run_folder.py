@@ -82,8 +82,8 @@ class RunFolder:
     def follow(self, loggers: Sequence[Logger]) -> None:
         """Put run folders where the first logger with a `save_dir` has its folders, and tell all loggers."""
         self._logger = next((logger for logger in loggers if logger.runs_dir is not None), None)
-        if self._logger is not None and self._logger.runs_dir is not None:
-            self.base = self._logger.runs_dir
+        runs = None if self._logger is None else self._logger.runs_dir
+        self.base = self._plain_base if runs is None else runs
         for logger in loggers:
             logger.attach(self.claim, logger is self._logger)
 

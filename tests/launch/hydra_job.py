@@ -20,9 +20,9 @@ from tests.trainer.toys import LoggingToy, loader
 class Job(LoggingToy):
     """Raises, or asks for the end of the run, where the configuration says so."""
 
-    def __init__(self, lr: float, do: str) -> None:
-        super().__init__(lr)
-        self.do = do
+    def __init__(self, cfg: DictConfig) -> None:
+        super().__init__(cfg.lr)  # which saves the configuration as a hyperparameter
+        self.do = cfg.do
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         last = self.trainer.global_rank == self.trainer.world_size - 1
@@ -36,7 +36,7 @@ class Job(LoggingToy):
 @hydra.main(version_base=None, config_path="hydra_conf", config_name="config")
 def main(cfg: DictConfig) -> None:
     seed_everything(cfg.seed)
-    module = Job(cfg.lr, cfg.do)
+    module = Job(cfg)
     settings = {} if cfg.root is None else {"default_root_dir": cfg.root}
     trainer = Trainer(
         accelerator="cpu",
@@ -50,7 +50,9 @@ def main(cfg: DictConfig) -> None:
     )
     trainer.fit(module, loader(), ckpt_path="auto")
     trainer.validate(module, loader(), verbose=False)
+    saved = Job.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
     said = {
+        "saved": [saved.hparams.cfg.lr, saved.hparams.cfg.do],
         "rank": trainer.global_rank,
         "cwd": os.getcwd(),
         "output": HydraConfig.get().runtime.output_dir,

@@ -57,6 +57,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run(folder, "hydra.run.dir=out")
     (one,) = said(folder)
     assert (one["cwd"], one["output"]) == (str(folder), str(folder / "out"))
+    assert one["saved"] == [0.1, "nothing"], "hyperparameters: the configuration"
     return one
 
 

@@ -348,6 +348,15 @@ def test_an_evaluation_logs_beside_the_run_and_a_fit_does_not(tmp_path: Path):
     assert fresh.log_dir == str(tmp_path / "fresh" / "version_3")
 
 
+def test_loggers_that_are_set_between_runs_decide_anew(tmp_path: Path):
+    trainer = logging_to(CSVLogger(tmp_path / "one"), default_root_dir=tmp_path)
+    trainer.loggers = [CSVLogger(tmp_path / "two", "exp")]
+    assert trainer.run_folder.base == tmp_path / "two" / "exp"
+    trainer.loggers = [CSVLogger()]
+    trainer.fit(LoggingToy(), loader())
+    assert trainer.log_dir == str(tmp_path / "instep_runs" / "version_0")
+
+
 def test_one_logger_of_several_trainers(tmp_path: Path):
     logger = CSVLogger(tmp_path)
     folders = []
