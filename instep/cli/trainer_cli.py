@@ -102,7 +102,7 @@ class SaveConfigCallback(Callback):
         if self.already_saved:
             return
         self.already_saved = True
-        folder = trainer.run_folder.path or trainer.default_root_dir
+        folder = trainer.run_folder.path or trainer.settings.default_root_dir
 
         def write() -> None:
             if self.save_to_log_dir:

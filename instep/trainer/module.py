@@ -64,6 +64,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     example_input_array: Any = None
     """An input of `forward`, for loggers that draw the graph."""
 
+    __jit_unused_properties__: Sequence[str] = ()
+    """What `torch.jit.script` leaves out: set below."""
+
     def __init__(self) -> None:
         super().__init__()
         # Plain attributes of the instance: nn.Module's own look-ups are slow, and `log` reads this in every step.
@@ -415,10 +418,10 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """
         return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
-        """Undo `freeze`."""
+    def unfreeze(self: M) -> M:
+        """Undo `freeze`; returns the module."""
         self.requires_grad_(True)
-        self.train()
+        return self.train()
 
     @classmethod
     def load_from_checkpoint(
@@ -471,6 +474,11 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         state = super().__getstate__()  # without the compiled forward
         left_out = {"_trainer": None, "_log_buffer": None}
         return {key: left_out.get(key, value) for key, value in state.items() if key not in STEPS}
+
+
+TrainModule.__jit_unused_properties__ = [
+    name for name in dir(TrainModule) if isinstance(getattr(TrainModule, name), property)
+]
 
 
 def _bare(optimizer: Any) -> Optimizer:

@@ -383,7 +383,7 @@ class Trainer:
         """
         datamodule, dataloaders = check_data(datamodule, dataloaders)
         self._launch()
-        model, ckpt_path = self._model_for_evaluation(model, ckpt_path)
+        model, ckpt_path = self._model_for_evaluation("predict", model, ckpt_path)
         with open_run(self, "predict", model, datamodule, {"predict": dataloaders}, ckpt_path) as ctx:
             ctx.strategy.prepare_training(model, [])
             sources = ctx.loaders.evaluation("predict")
@@ -403,7 +403,7 @@ class Trainer:
     ) -> list[dict[str, float]]:
         datamodule, dataloaders = check_data(datamodule, dataloaders)
         self._launch()
-        model, ckpt_path = self._model_for_evaluation(model, ckpt_path)
+        model, ckpt_path = self._model_for_evaluation(fn, model, ckpt_path)
         with open_run(self, fn, model, datamodule, {stage: dataloaders}, ckpt_path) as ctx:
             ctx.strategy.prepare_training(model, [])
             sources = ctx.loaders.evaluation(stage)
@@ -420,7 +420,7 @@ class Trainer:
             raise UsageError(f"{fn} needs data: {self._run.loaders.how_to_give(stage)}")
 
     def _model_for_evaluation(
-        self, model: TrainModule | None, ckpt_path: Location | None
+        self, fn: str, model: TrainModule | None, ckpt_path: Location | None
     ) -> tuple[TrainModule, Location | None]:
         ckpt_path = self._chosen(ckpt_path)
         if model is None:
@@ -429,6 +429,10 @@ class Trainer:
             callback = self.checkpoint_callback
             if ckpt_path is None and callback is not None and callback.best_model_path:
                 ckpt_path = callback.best_model_path
+                self._warn(
+                    f"trainer.{fn}() was called without a model. The best model of the previous `fit` call will be "
+                    f"used, {ckpt_path}. Give ckpt_path='best' or 'last' to choose, or the model to use it as it is."
+                )
             model = self.model
         self.model = check_module(model)
         return self.model, ckpt_path
@@ -437,7 +441,7 @@ class Trainer:
 
     def _chosen(self, ckpt_path: Location | None) -> Location | None:
         if self._asked_for is not None and ckpt_path is not None:
-            warn_user(f"ckpt_path={ckpt_path!r} goes before trainer.ckpt_path = {self._asked_for!r}, which is dropped")
+            self._warn(f"ckpt_path={ckpt_path!r} goes before trainer.ckpt_path = {self._asked_for!r}, which is dropped")
             self._asked_for = None
         return self._asked_for if ckpt_path is None else ckpt_path
 
@@ -705,6 +709,7 @@ class Trainer:
     def logger(self, logger: Logger | None) -> None:
         self.loggers = [] if logger is None else [logger]
 
+    default_root_dir: ReadOnly[str] = ReadOnly(lambda t: str(t.settings.default_root_dir), "Where run folders go.")
     log_dir: ReadOnly[str | None] = ReadOnly(
         lambda t: None if t.run_folder.path is None else str(t.run_folder.path), "The run folder, once it is chosen."
     )
@@ -757,7 +762,8 @@ class Trainer:
         return source is not None and (source.share.last or self.position.skipped_rest)
 
     enable_validation: ReadOnly[bool] = ReadOnly(
-        lambda t: t._ctx is not None and t._ctx.validation.enabled, "Whether the running fit has a validation to run."
+        lambda t: any(ctx.validation.enabled for ctx in (t._ctx, t._last_ctx) if ctx and ctx.fn == "fit"),
+        "Whether fit has a validation to run.",
     )
     # The user's loaders, None before a run asks for them; batches of each on this rank, infinity while unknown.
     train_dataloader: ReadOnly[Any] = ReadOnly(lambda t: users_loaders(t, "train"))
@@ -773,6 +779,10 @@ class Trainer:
         estimate_steps, "Optimizer steps of the whole fit, for schedulers; usable in `configure_optimizers`."
     )
 
+    def _warn(self, message: str) -> None:
+        if self.is_global_zero:
+            warn_user(message)
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print` on the main process only."""
         if self.is_global_zero:
@@ -784,4 +794,4 @@ class Trainer:
         manual_backward(self._run, loss, *args, **kwargs)
 
     def _batch_weight(self) -> float:
-        return rank_weight(self._run.loaders.train)
+        return 1.0 if self._ctx is None else rank_weight(self._ctx.loaders.train)

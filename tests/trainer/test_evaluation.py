@@ -112,7 +112,8 @@ def test_best_last_and_the_weights_at_hand(tmp_path: Path):
     last = trainer.validate(module, loader(6), verbose=False)[0]["val_loss"]
     assert_same(weights(module), at_the_end)  # a model that is passed is used as it is
     assert saver.best_model_score is not None
-    best = trainer.validate(dataloaders=loader(6), verbose=False)[0]["val_loss"]
+    with pytest.warns(UserWarning, match=r"without a model\. The best model of the previous `fit` call"):
+        best = trainer.validate(dataloaders=loader(6), verbose=False)[0]["val_loss"]
     assert best == pytest.approx(float(saver.best_model_score), rel=1e-6)
     assert trainer.validate(module, loader(6), ckpt_path="last", verbose=False)[0]["val_loss"] == last
     assert trainer.validate(module, loader(6), ckpt_path="best", verbose=False)[0]["val_loss"] == best

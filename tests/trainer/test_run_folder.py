@@ -245,7 +245,7 @@ def test_the_first_logger_with_a_save_dir_gives_the_run_folder(version: Any, tmp
     trainer = logging_to([table, board, beside, own], default_root_dir=tmp_path / "root")
     trainer.fit(LoggingToy(), loader())
     folder = tmp_path / "tb" / "exp" / {None: "version_0", 3: "version_3"}.get(version, version)
-    assert (trainer.log_dir, trainer.default_root_dir) == (str(folder), tmp_path / "root")
+    assert (trainer.log_dir, trainer.default_root_dir) == (str(folder), str(tmp_path / "root"))
     assert {"checkpoints", "status.json", "metrics.csv"} <= {path.name for path in folder.iterdir()}
     assert boards(tmp_path) == [folder / "board"]
     assert table.log_dir == str(folder)

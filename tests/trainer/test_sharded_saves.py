@@ -218,7 +218,7 @@ class SavesAlone(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.is_global_zero:
-            trainer.save_checkpoint(trainer.default_root_dir / "mine")
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "mine")
 
 
 def save_on_one_rank(root: str) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from instep import AcceleratorState, Callback, Trainer
+from instep import AcceleratorState, Callback, Trainer, TrainModule
 from instep.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ProgressBar, Timer
 from instep.data import CombinedLoader
 from instep.errors import SettingError, UsageError
@@ -88,6 +89,7 @@ def test_what_a_trainer_says_before_during_and_after_a_run():
     assert module.last == [False, False, False, True] * 2
     assert told(trainer) == {**NOTHING, **data, "state": ("finished", "fit", None, True, True), "last": True}
     assert (module.asked, module.steps, trainer.estimated_stepping_batches) == (1, 4, 4)
+    assert trainer.enable_validation
     assert module.optimizers().optimizer is trainer.optimizers[0]
 
     tests, more = [loader(6), loader(3)], loader(3)
@@ -116,6 +118,7 @@ def test_a_trainer_has_the_words_of_lightning(tmp_path: Path):
     assert (bare.early_stopping_callbacks, bare.checkpoint_callbacks) == ([], [])
     assert (bare.checkpoint_callback, bare.progress_bar_callback, bare.ckpt_path) == (None, None, None)
     assert (trainer.device_ids, bare.device_ids) == ([0, 1], [0])
+    assert quiet(default_root_dir=tmp_path).default_root_dir == str(tmp_path)
     assert (bare.evaluating, bare.interrupted, bare.received_sigterm) == (False, False, False)
     module = Toy()
     bare.validate(module, loader(3), verbose=False)
@@ -185,7 +188,8 @@ def test_ckpt_path_tells_what_was_loaded_and_may_be_set(tmp_path: Path):
     other = quiet(max_epochs=1)
     other.fit(Toy(), loader())
     mine = other.save_checkpoint(tmp_path / "mine")
-    trainer.test(dataloaders=loader(3), verbose=False)
+    with pytest.warns(UserWarning, match="called without a model"):
+        trainer.test(dataloaders=loader(3), verbose=False)
     assert trainer.ckpt_path == saver.best_model_path
     trainer.ckpt_path = mine
     trainer.test(dataloaders=loader(3), verbose=False)
@@ -263,3 +267,27 @@ def test_the_state_shows_the_running_strategy() -> None:
     trainer = quiet(max_epochs=1)
     trainer.fit(Looking(), loader())
     assert seen == [trainer.strategy]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_module_that_has_run_can_be_scripted():
+    class Scripted(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch[0]).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    module = Scripted()
+    quiet(max_epochs=1).fit(module, loader())
+    x = torch.ones(2, 4)
+    assert torch.equal(torch.jit.script(module)(x), module(x))
+    assert module.freeze().unfreeze() is module
+    assert module.training
