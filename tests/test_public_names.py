@@ -189,7 +189,22 @@ PUBLIC = {
         "strategy_names",
     ],
     "instep.trainer": ["RunningStage", "TrainModule", "Trainer", "TrainerFn", "TrainerState", "TrainerStatus"],
-    "instep.utils.rank_zero": ["rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn"],
+    "instep.utils": [
+        "AttributeDict",
+        "rank_zero_debug",
+        "rank_zero_deprecation",
+        "rank_zero_info",
+        "rank_zero_only",
+        "rank_zero_warn",
+        "seed_everything",
+    ],
+    "instep.utils.rank_zero": [
+        "rank_zero_debug",
+        "rank_zero_deprecation",
+        "rank_zero_info",
+        "rank_zero_only",
+        "rank_zero_warn",
+    ],
     "instep.errors": [
         "CheckpointError",
         "CheckpointNotFoundError",
@@ -212,7 +227,7 @@ PUBLIC = {
     ],
 }
 
-INTERNAL = ("config", "health", "launch", "launchers", "utils")
+INTERNAL = ("config", "health", "launch", "launchers")
 LAZY = ("callbacks", "cli", "data", "loggers", "strategies")
 
 

@@ -1,3 +1,40 @@
-"""Small helpers that know nothing about training."""
+"""Small helpers that know nothing about training. Public are the names that users import from here; each loads on use.
 
-__all__: list[str] = []  # internal: may change in any release
+Everything else in this room is internal and may change in any release.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "AttributeDict": "hparams",
+    "rank_zero_debug": "rank_zero",
+    "rank_zero_deprecation": "rank_zero",
+    "rank_zero_info": "rank_zero",
+    "rank_zero_only": "rank_zero",
+    "rank_zero_warn": "rank_zero",
+    "seed_everything": "seed",
+}
+
+if TYPE_CHECKING:
+    from instep.utils.hparams import AttributeDict as AttributeDict
+    from instep.utils.rank_zero import rank_zero_debug as rank_zero_debug
+    from instep.utils.rank_zero import rank_zero_deprecation as rank_zero_deprecation
+    from instep.utils.rank_zero import rank_zero_info as rank_zero_info
+    from instep.utils.rank_zero import rank_zero_only as rank_zero_only
+    from instep.utils.rank_zero import rank_zero_warn as rank_zero_warn
+    from instep.utils.seed import seed_everything as seed_everything
+
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    # Not `loads` of imports.py: this file is read by whoever imports any file of this room.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public are: {', '.join(_HOME)}")
+    globals()[name] = value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -14,7 +14,7 @@ _LIGHTNING_ROOTS = ("lightning.pytorch", "pytorch_lightning", "lightning")
 _FABRIC_ROOTS = ("lightning.fabric", "lightning_fabric")
 _RANK_ZERO = {
     name: f"instep.utils.rank_zero.{name}"
-    for name in ("rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn")
+    for name in ("rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn")
 }
 
 LIGHTNING_MODULES = frozenset(

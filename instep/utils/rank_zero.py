@@ -12,34 +12,51 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-__all__ = ["rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
+__all__ = ["rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
 
 
-def rank_zero_only(function: Callable[..., T], default: T | None = None) -> Callable[..., T | None]:
-    """Decorate a function so that it runs on rank 0 alone.
-
-    Args:
-        function: what rank 0 runs.
-        default: what the other ranks return.
+class _RankZeroOnly:
+    """Decorator of a function that is to run on rank 0 alone.
 
     Example:
         >>> @rank_zero_only
         ... def total(n: int) -> int:
         ...     return n + 1
-        >>> total(1)
-        2
+        >>> total(1), rank_zero_only.rank
+        (2, 0)
     """
 
-    @wraps(function)
-    def on_rank_zero(*args: Any, **kwargs: Any) -> T | None:
-        return _library().rank_zero_only(function, default)(*args, **kwargs)
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return _library().rank_zero_only.rank
 
-    return on_rank_zero
+    def __call__(self, function: Callable[..., T], default: T | None = None) -> Callable[..., T | None]:
+        """Decorate a function.
+
+        Args:
+            function: what rank 0 runs.
+            default: what the other ranks return.
+        """
+
+        @wraps(function)
+        def on_rank_zero(*args: Any, **kwargs: Any) -> T | None:
+            return _library().rank_zero_only(function, default)(*args, **kwargs)
+
+        return on_rank_zero
+
+
+rank_zero_only = _RankZeroOnly()
 
 
 def rank_zero_warn(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -> None:
     """Warn on rank 0 alone; `stacklevel` and the other arguments are those of `warnings.warn`."""
     _library().rank_zero_warn(message, stacklevel=stacklevel + _INNER, **kwargs)
+
+
+def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -> None:
+    """Warn of something deprecated on rank 0 alone; arguments as for `rank_zero_warn`."""
+    rank_zero_warn(message, stacklevel + 1, **{"category": DeprecationWarning, **kwargs})
 
 
 def rank_zero_info(message: object, *args: Any, stacklevel: int = 2, **kwargs: Any) -> None:

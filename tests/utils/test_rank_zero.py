@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from instep.utils.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from instep.utils import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 
 RANKS = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
@@ -25,14 +25,18 @@ def test_the_rank_is_that_of_the_call(be_second):
     twice = rank_zero_only(lambda n: 2 * n)
     with_default = rank_zero_only(lambda: 1, default=7)
     assert (twice(2), with_default()) == (4, 1)
+    assert rank_zero_only.rank == 0
     be_second()
     assert (twice(2), with_default()) == (None, 7)
+    assert rank_zero_only.rank == 1
 
 
 def test_warnings_and_logs_come_from_rank_zero_and_name_the_caller(be_second, caplog):
     with pytest.warns(UserWarning, match="so it is") as found:
         rank_zero_warn("so it is")
-    assert found[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="soon gone") as gone:
+        rank_zero_deprecation("soon gone")
+    assert found[0].filename == gone[0].filename == __file__
     with caplog.at_level(logging.INFO, logger="lightning_utilities"):
         rank_zero_info("seen %d", 1)
         be_second()
