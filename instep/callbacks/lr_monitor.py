@@ -69,7 +69,7 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:
             raise SettingError(
-                "LearningRateMonitor has no logger to write to. "
+                "LearningRateMonitor cannot be used with a `Trainer` that has no logger. "
                 "Give Trainer(logger=...) one, or leave the callback out.",
                 field="logger",
             )
@@ -77,15 +77,16 @@ class LearningRateMonitor(Callback):
             twice = [name for name, count in Counter(_group_names(optimizer)).items() if count > 1]
             if twice and len(optimizer.param_groups) > 1:
                 raise SettingError(
-                    f"LearningRateMonitor: parameter groups of {type(optimizer).__name__} have the same "
-                    f"name {twice[0]!r}. Give every group its own name, or none.",
+                    "LearningRateMonitor: A single `Optimizer` cannot have multiple parameter groups with identical "
+                    f"`name` values: two of {type(optimizer).__name__} are called {twice[0]!r}. Give every group its "
+                    "own name, or none.",
                     field="name",
                     got=twice[0],
                 )
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if self.log_momentum and any("momentum" not in group and "betas" not in group for group in groups):
             warn_user(
-                "LearningRateMonitor(log_momentum=True): some optimizers have no momentum; 0 is logged for it",
+                "LearningRateMonitor(log_momentum=True): some optimizers do not have momentum. 0 is logged for it.",
                 RuntimeWarning,
             )
         names = [name for name, *_ in self._groups(trainer)]

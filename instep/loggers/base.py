@@ -122,7 +122,9 @@ class Logger:
 
     @property
     def version(self) -> int | str | None:
-        """The run's version or id; None while it is not known."""
+        """The run's version or id. Before a run, with a `save_dir`: the given or the next free one; else None."""
+        if self._version is None and self._run_dir is None and self.runs_dir is not None:
+            return next_version(self.runs_dir)
         return self._version
 
     @property
@@ -133,8 +135,19 @@ class Logger:
 
     @property
     def log_dir(self) -> str | None:
-        """The folder this logger writes into; None before `start`, and on other ranks if it was not given."""
+        """The folder this logger writes into; before a run that of `version`, and None without a `save_dir`."""
+        if self._log_dir is None and self._run_dir is None and self.runs_dir is not None and self.version is not None:
+            return str(self._within(self.runs_dir / folder_name(self.version)))
         return None if self._log_dir is None else str(self._log_dir)
+
+    @property
+    def root_dir(self) -> str | None:
+        """The folder that has one folder per run; without a `save_dir` the run folder."""
+        return self.save_dir if self.runs_dir is None else str(self.runs_dir)
+
+    def _within(self, folder: Path) -> Path:
+        """Return where in the run's folder this logger writes."""
+        return folder
 
     @property
     def runs_dir(self) -> Path | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.loggers.base import Logger
-from instep.loggers.hparams import NAME, merge_file, move_file
+from instep.loggers.hparams import NAME, ensure_file, merge_file, move_file
 from instep.types import PathLike
 from instep.utils.atomic import replacing
 from instep.utils.checks import at_least
@@ -158,6 +158,8 @@ class CSVLogger(Logger):
 
     def _finalize(self, status: str) -> None:
         self._save()
+        assert self._log_dir is not None
+        ensure_file(self._log_dir / NAME)
 
     def _take_along(self, earlier: Path) -> None:
         assert self._log_dir is not None

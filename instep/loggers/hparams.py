@@ -76,6 +76,12 @@ def merge_file(path: Path, params: Mapping[str, Any]) -> None:
         part.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
+def ensure_file(path: Path) -> None:
+    """Write a file without hyperparameters where there is none: readers of Lightning's folders look for it."""
+    if not path.exists():
+        merge_file(path, {})
+
+
 def move_file(path: Path, folder: Path) -> None:
     """Add the hyperparameters of a YAML file, if it is there, to those of the folder, and delete it."""
     if path.exists():

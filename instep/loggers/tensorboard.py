@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.loggers.base import Logger, NoExperiment
-from instep.loggers.hparams import NAME, flatten, merge_file, move_file
+from instep.loggers.hparams import NAME, ensure_file, flatten, merge_file, move_file
 from instep.types import PathLike
 from instep.utils.checks import FLAG, above_zero
 from instep.utils.imports import require
@@ -91,9 +91,11 @@ class TensorBoardLogger(Logger):
             self._summary_writer = module.SummaryWriter(self.log_dir)
         return self._summary_writer
 
-    def _choose_log_dir(self, run_dir: Path) -> Path:
-        folder = super()._choose_log_dir(run_dir)
+    def _within(self, folder: Path) -> Path:
         return folder / self._sub_dir if self._sub_dir else folder
+
+    def _choose_log_dir(self, run_dir: Path) -> Path:
+        return self._within(super()._choose_log_dir(run_dir))
 
     def _start(self) -> None:
         # Slow imports, 0.2 s together.
@@ -177,6 +179,8 @@ class TensorBoardLogger(Logger):
                 info = data.SessionEndInfo(status=end, end_time_secs=time.time())
                 self._add_hparams("SESSION_END_INFO_TAG", data.HParamsPluginData(session_end_info=info))
         finally:
+            assert self._log_dir is not None
+            ensure_file(self._log_dir / NAME)
             self._writer.close()
             if self._summary_writer is not None:
                 self._summary_writer.close()

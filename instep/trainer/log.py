@@ -702,7 +702,7 @@ class Metrics:
             self.bar.update(bar)
             if metrics and self._trainer.settings.log_every_n_steps:
                 self.logged.update(metrics)
-                self._send({**metrics, "epoch": float(self._trainer.current_epoch)}, step)
+                self._send(metrics, step)
 
     def keep(self, log: MetricLog) -> None:
         """Keep the step values of a log that another one replaces: callbacks may watch them."""
@@ -725,9 +725,14 @@ class Metrics:
                 to_log[name] = value
         if final and to_log:
             self.logged.update(to_log)
-            self._send({**to_log, "epoch": float(self._trainer.current_epoch)}, self._trainer.global_step)
+            self._send(to_log, self._trainer.global_step)
 
     def _send(self, metrics: dict[str, float], step: int) -> None:
+        """Send metrics with the epoch beside them. One that is called "step" is the user's own axis."""
+        own_step = metrics.get("step", math.nan)
+        if math.isfinite(own_step):
+            metrics, step = {name: value for name, value in metrics.items() if name != "step"}, int(own_step)
+        metrics = {**metrics, "epoch": metrics.get("epoch", float(self._trainer.current_epoch))}
         for logger in self._trainer.loggers:
             logger.log_metrics(metrics, step)
 

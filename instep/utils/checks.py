@@ -216,7 +216,7 @@ def parse_duration(field: str, value: Any, or_zero: bool = False) -> timedelta:
         except (TypeError, ValueError, OverflowError) as error:
             reason = f" ({error})"
     if not isinstance(time, timedelta) or time < timedelta(0) or (not time and not or_zero):
-        form = "'DD:HH:MM:SS', a timedelta, or a dict like {'hours': 1, 'minutes': 30}"
+        form = "the format DD:HH:MM:SS, a timedelta, or a dict like {'hours': 1, 'minutes': 30}"
         raise wrong(field, value, f"{'zero or a time above it' if or_zero else 'a time above zero'}: {form}{reason}")
     return time
 

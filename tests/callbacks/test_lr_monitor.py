@@ -93,7 +93,7 @@ def test_momentum_and_weight_decay():
     assert trainer.metrics.callback == values
 
     without = LearningRateMonitor(log_momentum=True)
-    with pytest.warns(RuntimeWarning, match="no momentum"):
+    with pytest.warns(RuntimeWarning, match="do not have momentum"):
         without.on_train_start(FakeTrainer(optimizers=[Adagrad(parameters())]), None)
     assert without.last_momentum_values == {"lr-Adagrad-momentum": None}
 
@@ -105,5 +105,5 @@ def test_errors():
         LearningRateMonitor().on_train_start(FakeTrainer(loggers=[]), None)
     one, two = parameters()
     twins = SGD([{"params": [one], "name": "a"}, {"params": [two], "name": "a"}], lr=0.5)
-    with pytest.raises(SettingError, match="same name 'a'"):
+    with pytest.raises(SettingError, match="two of SGD are called 'a'"):
         LearningRateMonitor().on_train_start(FakeTrainer(optimizers=[twins]), None)

@@ -181,11 +181,12 @@ def test_own_folders_are_numbered(tmp_path):
     run = tmp_path / "run"
     for expected in (0, 1):
         logger = Logger(save_dir=tmp_path / "own", name="mnist")
-        assert logger.log_dir is None
-        logger.start(run)
-        assert logger.log_dir == str(tmp_path / "own" / "mnist" / f"version_{expected}")
-        assert logger.version == expected
-        assert logger.save_dir == str(tmp_path / "own")
+        for when in ("before", "after"):
+            assert logger.log_dir == str(tmp_path / "own" / "mnist" / f"version_{expected}"), when
+            assert logger.version == expected
+            assert logger.save_dir == str(tmp_path / "own")
+            assert logger.root_dir == str(tmp_path / "own" / "mnist")
+            logger.start(run)
         Path(logger.log_dir).mkdir(parents=True)
     logger = Logger(save_dir=tmp_path / "own", version="best")
     logger.start(run)

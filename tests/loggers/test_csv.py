@@ -64,7 +64,7 @@ def test_later_columns_rewrite_the_file_once_per_flush(tmp_path, monkeypatch):
     assert [row["a"] for row in rows] == list(range(0, 1000, 10))
     assert sum(len(row) for row in rows) == 100 * 2 + 50
     assert len(rewrites) <= 8
-    assert not [path for path in tmp_path.iterdir() if path.name != "metrics.csv"]
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.csv", "hparams.yaml"}
 
 
 def test_flushes_by_steps(tmp_path):

@@ -230,6 +230,22 @@ def test_epoch_means_are_weighted_by_samples_and_exact_in_float64(tmp_path: Any)
     assert (metrics["python"], metrics["SUM"], metrics["avg"]) == (max(sums), metrics["sum"], metrics["mean"])
 
 
+def test_a_metric_called_step_is_the_axis(tmp_path: Any):
+    class Model(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log_dict({"x": 1.0, "step": 100.0 + batch_idx, "epoch": 7.0})
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("end", 2.0)
+
+    trainer, logger = run(tmp_path, Model())
+    assert logger.rows == [
+        *((step, {"x": 1.0, "epoch": 7.0}) for step in range(100, 104)),
+        (4, {"end": 2.0, "epoch": 0.0}),
+    ]
+
+
 def test_callbacks_log_as_the_module_does(tmp_path: Any):
     class Logs(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
