@@ -235,7 +235,7 @@ class SavedRun:
 
 
 def load_model_state(
-    load: Callable[[dict[str, Any], bool], Any],
+    load: Callable[..., Any],
     shapes: Mapping[str, Size | Sequence[int] | None],
     state: Mapping[str, Any],
     strict: bool,
@@ -254,4 +254,4 @@ def load_model_state(
     """
     own = {clean_name(name): name for name in shapes}
     fits = compare(report, state, {clean_name(name): shape for name, shape in shapes.items()}, prefix)
-    load({own.get(name, name): value for name, value in (state if strict else fits).items()}, strict)
+    load({own.get(name, name): value for name, value in (state if strict else fits).items()}, strict=strict)

@@ -436,7 +436,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
         Args:
             checkpoint_path: a checkpoint folder.
-            map_location: device to move the module to.
+            map_location: device to move the module to; also in the other forms that `torch.load` takes.
             hparams_file: a JSON or YAML file of hyperparameters that take the saved ones' place.
             strict: whether names must match exactly; default the module's `strict_loading`.
             **kwargs: arguments of `__init__`, before the saved ones.

@@ -355,7 +355,7 @@ def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> None:
         ctx.module,
         ctx.strategy.model_shapes(),
         view["state_dict"],
-        ctx.module.strict_loading if parts.strict is None else parts.strict,
+        ctx.module.strict_loading is not False if parts.strict is None else parts.strict,
         report,
     )
     if report.other_shape and ctx.fn != "fit" and ctx.rank == 0:  # fit prints the report

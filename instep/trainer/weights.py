@@ -99,7 +99,7 @@ def view_of(saved: SavedRun, lazy: bool = False) -> dict[str, Any]:
 
 
 def load_into(
-    load: Callable[[dict[str, Any], bool], Any],
+    load: Callable[..., Any],
     module: nn.Module,
     shapes: Mapping[str, torch.Size | None],
     state: dict[str, Any],
@@ -219,11 +219,32 @@ def load_module(
         module,
         shapes_of(module),
         view["state_dict"],
-        module.strict_loading if strict is None else strict,
+        _strictness(module, strict),
         report,
     )
     if report.other_shape:
         warn_user(str(report))
     if map_location is not None:
-        module.to(torch.device(map_location))
+        module.to(_device_of(map_location))
     return module
+
+
+def _strictness(module: TrainModule, strict: bool | None) -> bool:
+    """Return whether names must fit: what the caller says, or else the module; SettingError where they differ."""
+    own = vars(module).get("strict_loading", None if type(module).strict_loading else False)
+    if None not in (own, strict) and own != strict:
+        raise SettingError(
+            f"load_from_checkpoint(strict={strict}) is in conflict with {type(module).__name__}.strict_loading = "
+            f"{own}: leave one of them out.",
+            field="strict",
+            got=strict,
+        )
+    return strict if strict is not None else own is not False
+
+
+def _device_of(map_location: Any) -> torch.device:
+    """Read what `torch.load` takes as `map_location`: a device, a dict by the present place, or a function of both."""
+    if callable(map_location):
+        storage = map_location(torch.UntypedStorage(0), "cpu")
+        return torch.device("cpu") if storage is None else storage.device
+    return torch.device(map_location.get("cpu", "cpu") if isinstance(map_location, dict) else map_location)

@@ -81,7 +81,7 @@ def test_phases_and_steps_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     numbers = heartbeat().numbers
     assert (numbers[STEP], numbers[LIMIT_MS], PHASES[numbers[PHASE]]) == (4, 0, "outside")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("instep-watch")]
-    trainer.predict(dataloaders=_loader(1))
+    trainer.predict(trainer.model, _loader(1))
     assert phases[-4:-2] == ["predict", "predict"]
     phases.clear()
     _trainer(tmp_path, max_epochs=3, max_steps=5).fit(Model(), _loader(1), ckpt_path="auto")

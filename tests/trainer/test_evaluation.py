@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from instep import Trainer, TrainModule
 from instep.callbacks import ModelCheckpoint
-from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SettingError
 from tests.trainer.toys import LoggingToy, Toy, assert_same, loader, quiet, samples, weights
 
 
@@ -265,8 +265,13 @@ def test_strict_loading_may_be_turned_off(tmp_path: Path):
     path = trainer.save_checkpoint(tmp_path / "toy")
     extended = Extended.load_from_checkpoint(path)
     assert torch.equal(extended.layer.weight, module.layer.weight)
-    with pytest.raises(CheckpointError, match="strict"):
+    assert Extended.load_from_checkpoint(path, map_location={"cpu": "meta"}, strict=False).device.type == "meta"
+    assert Extended.load_from_checkpoint(path, map_location=lambda storage, place: storage).device.type == "cpu"
+    with pytest.raises(SettingError, match=r"in conflict with Extended\.strict_loading = False"):
         Extended.load_from_checkpoint(path, strict=True)
+    Extended.strict_loading = True
+    with pytest.raises(CheckpointError, match="strict"):
+        Extended.load_from_checkpoint(path)
 
 
 def test_another_architecture_is_a_clear_error(tmp_path: Path):
