@@ -302,6 +302,11 @@ class Accelerator(ProcessMethods):
         return self._trackers.started
 
     @property
+    def save_iteration(self) -> int:
+        """The number of the next automatic state."""
+        return self.project_configuration.iteration
+
+    @property
     def scaler(self) -> Any:
         """The gradient scaler of fp16; None without one."""
         return self.precision.scaler
@@ -663,7 +668,8 @@ class Accelerator(ProcessMethods):
         the same number of processes the run continues bit for bit.
 
         Args:
-            input_dir: the folder, with or without `-<attempt>`; default: the newest of the project that verifies.
+            input_dir: the folder, with or without `-<attempt>`, or `checkpoint_<number>` of an automatic one; default:
+                the newest of the project that verifies.
             resume: which parts to load; None for all. `callbacks` are the registered objects, `position` the step, the
                 loaders and the random generators.
 

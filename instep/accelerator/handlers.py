@@ -267,6 +267,7 @@ class ProjectConfiguration:
         logging_dir: the folder of loggers; None takes `project_dir`.
         automatic_checkpoint_naming: `save_state()` without a folder numbers its own below `project_dir`.
         total_limit: checkpoints to keep, the newest ones; None keeps all.
+        iteration: number of the next automatic state, by which `load_state(".../checkpoint_<number>")` finds it.
 
     Raises:
         SettingError: a value is wrong.
@@ -276,6 +277,7 @@ class ProjectConfiguration:
     logging_dir: Annotated[PathLike | None, PATH] = None
     automatic_checkpoint_naming: Annotated[bool, FLAG] = False
     total_limit: Annotated[int | None, at_least(1, "or None")] = None
+    iteration: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
         check_fields(self)

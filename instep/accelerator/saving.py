@@ -9,6 +9,7 @@ class and optimizer, loaders by name or data, registered objects by name. Two of
 
 from __future__ import annotations
 
+import re
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -167,7 +168,11 @@ def save(states: States, path: Path | None, background: bool = False) -> Path | 
         _collect(states, kept, optimizers, seed).write(writer)
 
     limit = None if path is not None else states.project.total_limit
-    about: dict[str, Any] = {"info": {"kind": KIND}, "name": name, "run_id": states.run_id}
+    info: dict[str, Any] = {"kind": KIND}
+    if path is None:
+        info["iteration"] = states.project.iteration
+        states.project.iteration += 1
+    about: dict[str, Any] = {"info": info, "name": name, "run_id": states.run_id}
     if background:
         _start(states, store, write, limit, about)
         return None
@@ -228,7 +233,7 @@ def load(states: States, path: Path | None, parts: Resume) -> ResumeReport:
         reader = store.resolve("last", kind=KIND)
         assert reader is not None
     else:
-        found = on_rank_zero(lambda: find_checkpoint(path), f"finding {path}")
+        found = on_rank_zero(lambda: _find(path), f"finding {path}")
         reader = CheckpointStore(found.parent).open_verified(found)
     if not reader.has("accelerator.json"):
         raise CheckpointNotFoundError(
@@ -239,6 +244,19 @@ def load(states: States, path: Path | None, parts: Resume) -> ResumeReport:
     report = ResumeReport(reader.path, parts.parts)
     _restore(states, _saved_run(reader), parts, report)
     return report
+
+
+def _find(path: Path) -> Path:
+    """Find a checkpoint; `checkpoint_<number>`, as Accelerate calls its automatic states, by the number."""
+    number = re.fullmatch(r"checkpoint_(\d+)", path.name)
+    try:
+        return find_checkpoint(path)
+    except CheckpointNotFoundError:
+        known = CheckpointStore(path.parent).scan() if number is not None and path.parent.is_dir() else []
+        for info in known:
+            if number is not None and info.manifest.info.get("iteration") == int(number[1]):
+                return info.path
+        raise
 
 
 def _saved_run(reader: Reader) -> SavedRun:

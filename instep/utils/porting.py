@@ -552,7 +552,6 @@ _LOOPS = (
 
 ATTRIBUTES = {
     "Accelerator": {
-        "save_iteration": "states are numbered by `accelerator.step`",
         "trigger_sync_in_backward": "use `accumulate`, or `no_sync` where gradients wait",
         "native_amp": "ask `accelerator.mixed_precision`",
     },

@@ -512,3 +512,18 @@ def test_hooks_are_removed_by_their_handles(make: Any, tmp_path: Path) -> None:
     loading.remove()
     accelerator.load_state(accelerator.save_state(tmp_path / "state"))
     assert called == ["save", "load"]
+
+
+def test_automatic_states_are_found_by_their_number(make: Any, tmp_path: Path) -> None:
+    config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, iteration=3)
+    accelerator = make(project_config=config)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    for counter.count in (3, 4):
+        accelerator.save_state()
+    assert accelerator.save_iteration == 5
+    for number in (3, 4):
+        accelerator.load_state(tmp_path / "checkpoints" / f"checkpoint_{number}")
+        assert counter.count == number
+    with pytest.raises(CheckpointNotFoundError, match="checkpoint_9"):
+        accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_9")
