@@ -22,6 +22,7 @@ _KINDS = {  # what scripts derive classes from, which may have any attribute
     "Logger": "instep.Logger",
 }
 _STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # not rows of a batch
+_ROWS = re.compile(r"batch|pred|label|logit|target|reference")
 _COLLECTIVE = ("save_checkpoint", "save_state", "save_model", "get_state_dict", "load_state")
 _ONE_RANK = ("is_main_process", "is_local_main_process", "is_global_zero")
 
@@ -118,6 +119,7 @@ class Uses(cst.CSTVisitor):
         self.receivers: dict[str, str] = {}  # text of an expression -> the class of instep that it holds
         self.classes: dict[str, str] = {}  # the script's own classes -> what they derive from
         self.assigned: set[str] = set()  # attributes that the script sets
+        self.dicts: dict[str, cst.BaseExpression] = {}  # variables that hold a dict, and how it is written
         self.accumulates = ""  # "by hand" or "in contexts", for scripts with accumulation of gradients
         self._parameters: list[dict[str, str]] = []  # what those of the functions around hold
         self._inside: list[str] = []  # the kinds of the classes around
@@ -224,6 +226,8 @@ class Uses(cst.CSTVisitor):
     def visit_Call(self, node: cst.Call) -> None:
         target = self.names.targets.get(node.func)
         if target:
+            if target == "instep.distributed.gather" and self._gathers_rows(node):
+                self.plan.todo(node, "gather refuses the uneven last batch: use accelerator.gather_for_metrics")
             if target.startswith("instep."):
                 self._arguments(node, target.rpartition(".")[2], load(target))
         elif isinstance(node.func, cst.Attribute):
@@ -256,12 +260,14 @@ class Uses(cst.CSTVisitor):
                 f"{code(function)} outside `accumulate`, with accumulation: write `with accelerator.accumulate(model):`"
                 " around the micro-batch, and backward(loss, num_items=...) for a mean over tokens",
             )
-        elif name == "gather" and self._loops and self._gathers_rows(node):
+        elif name == "gather" and self._gathers_rows(node):
             self.plan.new[function] = function.with_changes(attr=cst.Name("gather_for_metrics"))
             self.plan.note(node, "gather_for_metrics takes each row once; gather refuses the uneven last batch")
 
     def _gathers_rows(self, node: cst.Call) -> bool:
-        return len(node.args) == 1 and node not in self._reduced and not _STATISTIC.search(code(node.args[0]))
+        """Tell whether a call gathers the rows of a batch, as far as its words say."""
+        text = code(node.args[0]) if len(node.args) == 1 and node not in self._reduced else "loss"
+        return not _STATISTIC.search(text) and (self._loops != [] or _ROWS.search(text) is not None)
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         value = node.evaluated_value
@@ -282,12 +288,16 @@ class Uses(cst.CSTVisitor):
         for arg in node.args:
             if arg.keyword is None:
                 unnamed += not arg.star
-                if arg.star == "**":
+                given = self.dicts.get(code(arg.value), arg.value)
+                if arg.star == "**" and (isinstance(given, cst.Dict) or _is_dict_call(given)):
+                    self._entries(given, key, function)
+                elif arg.star == "**":
                     self.plan.note(arg, f"{key}({_text(arg)}): its arguments cannot be seen from here")
                 continue
             name = arg.keyword.value
             if key == "TrainerCLI" and name == "trainer_defaults":
-                self._defaults(arg.value)
+                given = self.dicts.get(code(arg.value), arg.value)
+                self._entries(given, "Trainer", load("instep.Trainer"))
             if name in dropped and not has_argument(function, name):
                 self.plan.note(arg, f"{key}({name}=) is left out: {dropped[name]}")
                 self.plan.new[arg] = lambda _: cst.RemoveFromParent()
@@ -301,31 +311,35 @@ class Uses(cst.CSTVisitor):
         if into:
             self._into_config(node, into)
 
-    def _defaults(self, given: cst.BaseExpression) -> None:
-        """Look at the Trainer's arguments in a dict."""
-        trainer = load("instep.Trainer")
-        if isinstance(given, cst.Call) and code(given.func) == "dict":
-            self._arguments(given, "Trainer", trainer)
+    def _entries(self, given: cst.BaseExpression, key: str, function: Any) -> None:
+        """Look at arguments that a dict holds."""
+        if isinstance(given, cst.Call):
+            if _is_dict_call(given):
+                self._arguments(given, key, function)
+            return
         for element in given.elements if isinstance(given, cst.Dict) else ():
-            if not isinstance(element, cst.DictElement) or not isinstance(element.key, cst.SimpleString):
-                continue
-            old = str(element.key.evaluated_value)
-            name = old if has_argument(trainer, old) else porting.RENAMED["Trainer"].get(old, old)
-            value = _literal(element.value)
-            new = porting.VALUES.get(("Trainer", name), {}).get(value) if isinstance(value, str) else None
-            if ("Trainer", old) in porting.ADDED:
-                self.plan.todo(element.key, f"Trainer({old}=): {porting.instead_of('Trainer', old)}")
-                continue
+            if isinstance(element, cst.DictElement) and isinstance(element.key, cst.SimpleString):
+                self._entry(element, element.key, key, function)
+
+    def _entry(self, element: cst.DictElement, written: cst.SimpleString, key: str, function: Any) -> None:
+        old = str(written.evaluated_value)
+        name = old if has_argument(function, old) else porting.RENAMED.get(key, {}).get(old, old)
+        value = _literal(element.value)
+        new = porting.VALUES.get((key, name), {}).get(value) if isinstance(value, str) else None
+        problem = None
+        if (key, old) in porting.ADDED or (name in porting.DROPPED.get(key, {}) and not has_argument(function, name)):
+            problem = porting.instead_of(key, old)
+        else:
             if name != old:
-                self.plan.new[element.key] = cst.SimpleString(f'"{name}"')
+                self.plan.new[written] = cst.SimpleString(f'"{name}"')
             if new is not None:
                 self.plan.new[element.value] = cst.SimpleString(f'"{new}"')
-            problem = porting.instead_of("Trainer", name) if name in porting.DROPPED["Trainer"] else None
-            problem = problem or refused(trainer, name)
-            if problem is None and value is not _UNKNOWN and value is not None and not isinstance(value, list | dict):
+            problem = porting.REFUSED.get((key, name)) or refused(function, name)
+            simple = isinstance(value, str | int | float)
+            if problem is None and key == "Trainer" and simple:
                 problem = wrong_value(name, value if new is None else new)
-            if problem is not None:
-                self.plan.todo(element, f"Trainer({name}=): {problem}")
+        if problem is not None:
+            self.plan.todo(element, f"{key}({old}=): {problem}")
 
     def _argument(self, arg: cst.Arg, key: str, function: Any, renamed: dict[str, str], is_last: bool) -> None:
         assert arg.keyword is not None
@@ -415,6 +429,8 @@ class _Receivers(cst.CSTVisitor):
                 self.uses.assigned.add(text)
                 if target.target.attr.value == "gradient_accumulation_steps":
                     self._accumulates(by_hand=True)
+            if isinstance(node.value, cst.Dict) or _is_dict_call(node.value):
+                self.uses.dicts[text] = node.value
             if made:
                 self.uses.receivers[text] = made
             elif isinstance(node.value, cst.Call):  # somebody else's Trainer
@@ -470,6 +486,10 @@ def _make(text: str) -> cst.Arg:
 
 def _text(arg: cst.Arg) -> str:
     return code(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT)).strip()
+
+
+def _is_dict_call(node: cst.BaseExpression) -> bool:
+    return isinstance(node, cst.Call) and code(node.func) == "dict"
 
 
 def _names_argument(node: cst.Call, name: str) -> bool:

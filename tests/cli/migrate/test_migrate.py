@@ -208,6 +208,9 @@ def test_small_pieces(old: str, new: str | None) -> None:
             "todo",
             "ckpt_path",
         ),
+        ("import lightning as L\nk = dict(max_epoch=1)\nL.Trainer(**k)", 2, "todo", "did you mean max_epochs"),
+        ("import lightning as L\nk = {'plugins': []}\nL.Trainer(**k)", 2, "todo", "use precision=... and strategy=..."),
+        ("from accelerate.utils import gather\nfor b in x: gather(b['labels'])", 2, "todo", "gather_for_metrics"),
         (
             _CLI + "LightningCLI(trainer_defaults={'max_epoch': 1})",
             2,
