@@ -245,6 +245,6 @@ def _strictness(module: TrainModule, strict: bool | None) -> bool:
 def _device_of(map_location: Any) -> torch.device:
     """Read what `torch.load` takes as `map_location`: a device, a dict by the present place, or a function of both."""
     if callable(map_location):
-        storage = map_location(torch.UntypedStorage(0), "cpu")
+        storage: Any = map_location(torch.UntypedStorage(0), "cpu")
         return torch.device("cpu") if storage is None else storage.device
     return torch.device(map_location.get("cpu", "cpu") if isinstance(map_location, dict) else map_location)
