@@ -238,7 +238,7 @@ def check_seen(path: Path, files: Files, rank: int) -> None:
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"rank {rank} (host {socket.gethostname()}) does not see {path}, which rank 0 has made. All ranks must "
-                "see one file system: put the checkpoints on a shared one (default_root_dir, dirpath).",
+                "see one file system: put the checkpoints on a shared one (default_root_dir, save_dir, dirpath).",
                 path=path.parent,
             )
         time.sleep(0.1)
@@ -310,8 +310,8 @@ def _wait_until_free(root: Path, number: int, run_id: str, files: Files) -> Leas
             return None
     raise FolderInUseError(
         f"{root} is in use: {_describe(first)} saves its checkpoints there since {first.get('since', '?')}. Stop that "
-        "run or wait for its end, or give this one another folder (default_root_dir, dirpath). If it does not run any "
-        f"more, remove {root / f'.lease-{number:08d}'}.",
+        "run or wait for its end, or give this one another folder (default_root_dir, save_dir, dirpath). If it does "
+        f"not run any more, remove {root / f'.lease-{number:08d}'}.",
         path=root,
     )
 

@@ -397,6 +397,12 @@ class Logger:
         """Delete what was written before the run; after `_finalize`."""
         if self._fresh and self._log_dir is not None:
             rmtree(self._log_dir, ignore_errors=True)
+            self._remove_if_empty(self._log_dir.parent)  # of a sub_dir, the run folder
+
+    @staticmethod
+    def _remove_if_empty(folder: Path) -> None:
+        with suppress(OSError):  # others write there too
+            folder.rmdir()
 
     # ---- the books
 
@@ -480,8 +486,8 @@ class Logger:
         earlier, self._earlier = self._earlier, None
         if earlier is not None and earlier != self._log_dir:
             self._call("_take_along", earlier)
-            with suppress(OSError):  # others write there too
-                earlier.rmdir()
+            self._remove_if_empty(earlier)
+            self._remove_if_empty(earlier.parent)
         kept, self._kept = self._kept, None
         for hook, args in kept or ():
             self._call(hook, *args)

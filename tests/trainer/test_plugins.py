@@ -239,7 +239,11 @@ def test_what_users_write_around_a_fit_is_in_its_folder(
         table.save()
 
     for attempt in ("first", "resumed"):  # the second process finds a finished run, and goes on with it
-        board, table = TensorBoardLogger(save_dir, version=version), CSVLogger(save_dir and f"{save_dir}-csv")
+        sub_dir = None if version is None else "board"
+        board, table = (
+            TensorBoardLogger(save_dir, version=version, sub_dir=sub_dir),
+            CSVLogger(save_dir and f"{save_dir}-csv"),
+        )
         if used == "before the Trainer":
             write(attempt)
         trainer = Trainer(
@@ -258,7 +262,7 @@ def test_what_users_write_around_a_fit_is_in_its_folder(
         board.finalize()
         table.finalize()
         assert board.log_dir is not None
-        assert Path(board.log_dir).absolute() == Path(trainer.log_dir or "")
+        assert Path(board.log_dir).absolute() == Path(trainer.log_dir or "", sub_dir or "")
 
     found = rows(Path(table.log_dir or "") / "metrics.csv")
     assert sorted(float(row["step"]) for row in found if row["train_loss_step"]) == list(range(1, 9))

@@ -357,6 +357,18 @@ def test_loggers_that_are_set_between_runs_decide_anew(tmp_path: Path):
     assert trainer.log_dir == str(tmp_path / "instep_runs" / "version_0")
 
 
+def test_a_runs_own_configuration_says_which_run_of_a_logger_is_meant(tmp_path: Path):
+    first, second = (logging_to(CSVLogger(tmp_path, "exp")) for _ in range(2))
+    for trainer in (first, second):
+        trainer.fit(LoggingToy(), loader())
+    meant, newest = logging_to(CSVLogger(tmp_path, "exp"), 2), logging_to(CSVLogger(tmp_path, "exp"), 2)
+    meant.run_folder.given = [tmp_path / "exp" / "version_0"]
+    newest.run_folder.given = [tmp_path / "exp"]
+    for trainer, run in ((meant, first), (newest, second)):
+        trainer.fit(LoggingToy(), loader(), ckpt_path="auto")
+        assert (trainer.log_dir, trainer.global_step) == (run.log_dir, 8)
+
+
 def test_one_logger_of_several_trainers(tmp_path: Path):
     logger = CSVLogger(tmp_path)
     folders = []
