@@ -211,11 +211,11 @@ LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dat
 _ALIKE = 0.8  # difflib's ratio: on_train_epoch_finish is 0.82 of on_train_epoch_end
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, known: Iterable[str], alike: float = _ALIKE) -> str | None:
     """Return the hook, step or loader method that a name was probably meant to be."""
     words = {"val": "validation"} if "dataloader" not in name else {"validation": "val"}
     spelt = "_".join(words.get(word, word) for word in name.split("_"))
-    return next(iter(get_close_matches(spelt, known, 1, _ALIKE)), None)
+    return next(iter(get_close_matches(spelt, known, 1, alike)), None)
 
 
 def own_methods(owner: object, base: type) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from instep.utils.warn import warn_user
 
 _warned: set[tuple[type, str]] = set()
 
+_A_LOADER = 0.92  # a helper such as get_predict_dataloader is 0.9 of predict_dataloader
 _LOADER_OF = {"fit": "train", "validate": "val"}
 _NEEDED = {
     "fit": ("training_step", "configure_optimizers"),
@@ -253,7 +254,7 @@ def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:
             advice = f"only {whose} have this hook"
         elif name in HOOKS_UNCALLED:
             advice = f"it is of Lightning 1.x. Use {HOOKS_UNCALLED[name]}"
-        elif close := nearest(name, hooks):
+        elif close := nearest(name, hooks, *((_A_LOADER,) if name in loaders else ())):
             advice = f"did you mean {close}?"
         else:
             continue

@@ -104,6 +104,9 @@ class MisspeltValidation(DataModule):
     def validation_dataloader(self) -> Any:
         return loader()
 
+    def get_predict_dataloader(self) -> Any:
+        return loader()
+
 
 def test_an_error_of_a_missing_step_or_loader_names_the_method_that_is_almost_it():
     with pytest.raises(HookError, match=r"Misspelt has no training_step.*It has training_steps: is that it\?"):
