@@ -351,7 +351,7 @@ class TrainerCLI:
         saved = _hyperparameters(ckpt_path)
         chosen = self._get(self.config, "model")
         path = chosen.get("class_path") if self.subclass_mode_model else saved.get(CLASS_PATH)
-        if CLASS_PATH not in saved or path != saved[CLASS_PATH]:
+        if CLASS_PATH not in saved or path != saved[CLASS_PATH] or len(saved) == 1:  # a class without arguments
             return
         self._path_saved = saved[CLASS_PATH]
         values, stand_ins = described_arguments(_returned(self.model_class), saved)

@@ -171,6 +171,7 @@ class PlainNet(TrainModule):
 
     def __init__(self) -> None:
         super().__init__()
+        self.save_hyperparameters()
         self.layer = nn.Linear(3, 1)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -181,6 +182,8 @@ class PlainNet(TrainModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return LineData().train_dataloader()
+
+    test_dataloader, test_step = train_dataloader, training_step
 
 
 class LinkedNet(PlainNet):

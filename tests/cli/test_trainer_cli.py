@@ -557,7 +557,9 @@ def test_a_module_and_a_trainer_without_arguments() -> None:
             super().__init__(**QUIET)
 
     assert type(cli(model_class=PlainNet).model) is PlainNet
-    assert cli("fit", "--trainer.max_steps=2", model_class=PlainNet).trainer.global_step == 2
+    trainer = cli("fit", "--trainer.max_steps=2", "--trainer.enable_checkpointing=true", model_class=PlainNet).trainer
+    assert trainer.global_step == 2
+    assert cli("test", f"--ckpt_path={trainer.checkpoint_callback.best_model_path}", model_class=PlainNet).trainer
     with pytest.warns(UserWarning, match="takes no callbacks, so these are left out"):
         built = cli(model_class=PlainNet, trainer_class=Fixed, trainer_defaults={"callbacks": Marks(1)})
     assert type(built.trainer) is Fixed
