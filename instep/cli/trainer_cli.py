@@ -457,9 +457,14 @@ class TrainerCLI:
         plain = self._dumped().get("model", {})  # a class without arguments has no part in it
         values = {**plain.get("init_args", {}), **plain.get("dict_kwargs", {})} if "class_path" in plain else plain
         for target, value in applied_instantiation_links.items():
-            own, _, name = target.removeprefix(f"{self.subcommand}.").replace("init_args.", "").partition(".")
-            if own == "model" and "." not in name:
-                values[name] = value
+            own, _, name = target.removeprefix(f"{self.subcommand}.").partition(".")
+            if own == "model":
+                *parts, last = (name.removeprefix("init_args.") if "class_path" in plain else name).split(".")
+                place = values
+                for part in parts:
+                    place = place.get(part) if isinstance(place, dict) else None
+                if isinstance(place, dict):  # the argument of an argument of the module, or the argument itself
+                    place[last] = value
         path = plain.get("class_path", f"{class_type.__module__}.{class_type.__qualname__}")
         own = {name: value for name, value in self._of_checkpoint.items() if name not in kwargs}  # a link's value wins
         if own:

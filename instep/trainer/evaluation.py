@@ -15,8 +15,9 @@ from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH
 from instep.distributed.nested import map_leaves
 from instep.trainer.context import RunContext, RunningStage
+from instep.trainer.hooks import Hook
 from instep.trainer.log import EpochMetric, MetricLog, uncounted
-from instep.trainer.module import TrainModule
+from instep.trainer.module import TrainModule, accepted_arguments
 from instep.trainer.step import Step, resolve_step
 
 
@@ -112,7 +113,7 @@ def _batch_loop(
     """Make the loop over all batches of all loaders; it returns False where the ranks agreed to leave the rest."""
     trainer, module, progress, gradient = ctx.trainer, ctx.module, ctx.trainer.progress, ctx.gradient
     step = _evaluation_step(ctx, f"{name}_step", sources)
-    batch_start, batch_end = ctx.hooks[f"on_{name}_batch_start"], ctx.hooks[f"on_{name}_batch_end"]
+    batch_start, batch_end = _batch_hooks(ctx, name, sources)
     tick = ctx.triggers.tick if ctx.fn == "fit" else lambda _: ()
     beats, log_every = ctx.heartbeat.numbers, ctx.settings.log_every_n_steps
 
@@ -123,7 +124,6 @@ def _batch_loop(
             total = source.num_batches
             total = limit if total is None else total if limit is None else min(total, limit)
             progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, total
-            which = (loader_idx,) if len(sources) > 1 else ()
             source.set_epoch(ctx.position.epoch)
             gradient.dataloader_references.append(source)
             gradient.active_dataloader = source
@@ -132,12 +132,12 @@ def _batch_loop(
                 log.batch, log.weight = batch, source.share.mine
                 with uncounted(module) if log.weight == 0 else nullcontext():
                     for hook in batch_start:
-                        hook(batch, batch_idx, *which)
+                        hook(batch, batch_idx, loader_idx)
                     log.enter(f"{name}_step")
                     outputs = step(batch, batch_idx, loader_idx)
                     log.leave("")
                     for hook in batch_end:
-                        hook(outputs, batch, batch_idx, *which)
+                        hook(outputs, batch, batch_idx, loader_idx)
                 progress.eval_batch = batch_idx + 1
                 if log_every and (batch_idx + 1) % log_every == 0:
                     arrived = log.hand_over(trainer.metrics.next_eval_step(log.stage))
@@ -160,6 +160,23 @@ def _evaluation_step(ctx: RunContext, name: str, sources: Sequence[BatchSource])
     return resolve_step(ctx, name, "batch", "batch_idx", "dataloader_idx", needed_only=only)
 
 
+def _batch_hooks(
+    ctx: RunContext, name: str, sources: Sequence[BatchSource]
+) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
+    """Return the hooks before and after a batch, each given a `dataloader_idx` as a step is."""
+    only = int(len(sources) < 2)
+
+    def taking(hook: Hook, *offered: str) -> Hook:
+        count = accepted_arguments(hook, (*offered, "dataloader_idx"), only)
+        return hook if count == len(offered) + 1 else lambda *args: hook(*args[:count])
+
+    before, after = ctx.hooks[f"on_{name}_batch_start"], ctx.hooks[f"on_{name}_batch_end"]
+    return (
+        tuple(taking(hook, "batch", "batch_idx") for hook in before),
+        tuple(taking(hook, "outputs", "batch", "batch_idx") for hook in after),
+    )
+
+
 def _call_own(module: TrainModule, name: str) -> None:
     """Call a hook that does something by default, unless the module has None in its place."""
     hook = getattr(module, name)
@@ -180,7 +197,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
     """
     module, hooks, progress = ctx.module, ctx.hooks, ctx.trainer.progress
     step = _evaluation_step(ctx, "predict_step", sources)
-    batch_start, batch_end = hooks["on_predict_batch_start"], hooks["on_predict_batch_end"]
+    batch_start, batch_end = _batch_hooks(ctx, "predict", sources)
     modes = _modes(module)
     progress.stage = "predict"
     results: list[list[Any]] = []
@@ -194,18 +211,17 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                 kept: list[Any] = []
                 results.append(kept)
                 progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, source.num_batches
-                which = (loader_idx,) if len(sources) > 1 else ()
                 source.set_epoch(0)
                 for batch_idx, batch in enumerate(ctx.loaders.on_device(source, loader_idx, "predict")):
                     replayed = source.share.mine == 0
                     for hook in () if replayed else batch_start:
-                        hook(batch, batch_idx, *which)
+                        hook(batch, batch_idx, loader_idx)
                     outputs = step(batch, batch_idx, loader_idx)
                     beats[BATCH] = progress.eval_batch = batch_idx + 1
                     if replayed:
                         continue
                     for hook in batch_end:
-                        hook(outputs, batch, batch_idx, *which)
+                        hook(outputs, batch, batch_idx, loader_idx)
                     if keep:
                         kept.append(_to_cpu(outputs))
                 ctx.heartbeat.enter("predict")  # the next loader begins

@@ -291,4 +291,5 @@ class HookTable:
             finally:
                 log.leave(before)
 
+        logged.__wrapped__ = hook  # type: ignore[attr-defined]  whose signature it has
         return logged

@@ -623,3 +623,14 @@ def test_lightnings_name_of_a_parsers_method_warns_and_works() -> None:
         (optimizer,), (scheduler,) = cli(*words, model_class=PlainNet).model.configure_optimizers()
     assert isinstance(optimizer, torch.optim.Adam)
     assert scheduler.step_size == 50
+
+
+def test_a_link_into_an_argument_of_the_module_is_among_its_hyperparameters() -> None:
+    class Own(TrainerCLI):
+        def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
+            parser.link_arguments("data.width", "model.init_args.loss.init_args.beta", apply_on="instantiate")
+
+    words = ["--model=LineNet", "--model.loss=torch.nn.SmoothL1Loss", "--data=LineData"]
+    module = Own(args=words, run=False, trainer_defaults=QUIET).model
+    assert module.loss.beta == 3
+    assert module.hparams["loss"]["init_args"]["beta"] == 3

@@ -188,13 +188,21 @@ def test_a_step_of_any_arguments_gets_a_dataloader_idx_only_with_several_loaders
         def predict_step(self, batch: Any, batch_idx: int, mine: int = 7) -> None:
             seen.append(("predict", mine))
 
+        def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            seen.append(("before", dataloader_idx))
+
+        def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(("after", batch_idx))
+
     trainer, module = quiet(limit_val_batches=1, limit_test_batches=1, limit_predict_batches=1), Model()
     for loaders in (loader(), [loader(), loader()]):
         trainer.validate(module, loaders, verbose=False)
         trainer.test(module, loaders, verbose=False)
         trainer.predict(module, loaders)
-    one = [("validate", 2), ("test", 2), ("predict", 7)]
-    assert seen == [*one, *[("validate", 3)] * 2, *[("test", 3)] * 2, ("predict", 0), ("predict", 1)]
+    one = [("validate", 2), ("test", 2), ("before", 0), ("predict", 7), ("after", 0)]
+    predicted = [(what, idx) for idx in (0, 1) for what in ("before", "predict", "after")]
+    predicted[-1] = ("after", 0)  # it takes no index of a loader
+    assert seen == [*one, *[("validate", 3)] * 2, *[("test", 3)] * 2, *predicted]
 
 
 @pytest.mark.parametrize(
