@@ -16,7 +16,7 @@ from torch import Tensor
 
 from instep.callbacks.base import Callback, acts_now
 from instep.checkpoint import names, retention
-from instep.checkpoint.edge import check, count, none_or, number, text
+from instep.checkpoint.edge import check, count, flag, none_or, number, text
 from instep.checkpoint.retention import Retention, Saved
 from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError, UsageError
 from instep.types import Location
@@ -87,7 +87,8 @@ class ModelCheckpoint(Callback):
         save_weights_only: leave out what only a resumed run needs.
         mode: "min" or "max".
         auto_insert_metric_name: write "val_loss=0.25" rather than "0.25" into names.
-        every_n_train_steps: save every so many optimizer steps.
+        every_n_train_steps: save every so many optimizer steps; while the monitored metric is not there yet, after the
+            next validation.
         train_time_interval: save every so much time (by the main process's clock).
         every_n_epochs: save every so many epochs (validations, when saving after validation). The default, 1, holds
             when none of the three is given; 0 turns it off.
@@ -191,6 +192,7 @@ class ModelCheckpoint(Callback):
         self._last_step_saved = -1
         self._position_saved: dict[str, Any] | None = None
         self._next_time = math.inf
+        self._deferred = False  # a save by steps waits for the validation that gives its metric
         self._run_folder: Any = None  # the Trainer's
 
     @property
@@ -217,6 +219,7 @@ class ModelCheckpoint(Callback):
             "best_model_score": None if self.best_model_score is None else float(self.best_model_score),
             "best_model_path": self.best_model_path,
             "last_model_path": self.last_model_path,
+            "deferred": self._deferred,
             "saved": [[saved.key, saved.step, saved.score] for saved in self.saved],
         }
 
@@ -226,10 +229,11 @@ class ModelCheckpoint(Callback):
         for checkpoint in saved:
             check(vars(checkpoint), {"key": text, "step": count, "score": none_or(number)}, "a saved checkpoint")
         texts = dict.fromkeys(("best_model_path", "last_model_path"), text)
-        check(state_dict, {**texts, "best_model_score": none_or(number)}, "the state")
+        check(state_dict, {**texts, "best_model_score": none_or(number)}, "the state", {"deferred": flag})
         self.saved = saved
         self.best_model_score = _tensor(state_dict["best_model_score"])
         self.best_model_path = state_dict["best_model_path"]
+        self._deferred = state_dict.get("deferred", False)
         self.last_model_path = state_dict["last_model_path"]
 
     @property
@@ -354,11 +358,17 @@ class ModelCheckpoint(Callback):
         step = at.global_step
         due = self.every_n_train_steps and step and step % self.every_n_train_steps == 0
         if due and step != self._last_step_saved:
-            self._save(trainer)
+            waits = self.monitor is not None and trainer.enable_validation
+            self._deferred = waits and trainer.agree(self.monitor not in _values(trainer))
+            if not self._deferred:
+                self._save(trainer)
         elif self._next_time != math.inf and time.monotonic() >= self._next_time:
             trainer.set_trigger("save", self.state_key)  # until it is this one's turn
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._deferred and not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._deferred = False
+            self._save(trainer)
         if acts_now(trainer, self.save_on_train_epoch_end, after_validation=True):
             self._save_by_epoch(trainer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence, Sized
 from functools import partial
@@ -162,8 +163,9 @@ class DataModule(HyperParameters):
             val_dataset: one data set, or several in a list.
             test_dataset: the same.
             predict_dataset: the same.
-            batch_size: samples per process and batch.
-            num_workers: worker processes per loader.
+            batch_size: samples per process and batch. The constructor of a subclass gets it too, if it has such an
+                argument.
+            num_workers: worker processes per loader; passed on likewise.
             **options: passed to the constructor of a subclass.
 
         Raises:
@@ -178,6 +180,11 @@ class DataModule(HyperParameters):
         if all(datasets is None for datasets, _ in given.values()):
             raise SettingError("from_datasets got no data set: give at least one of train, val, test and predict")
 
+        parameters = inspect.signature(cls.__init__).parameters
+        if cls is not DataModule:
+            takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+            own = {"batch_size": batch_size, "num_workers": num_workers}
+            options = {key: value for key, value in own.items() if takes_all or key in parameters} | options
         data = cls(**options)
         for name, (datasets, shuffle) in given.items():
             if datasets is not None:

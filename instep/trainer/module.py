@@ -192,12 +192,26 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
         Args:
             optimizer: whose gradients.
-            gradient_clip_val: largest norm or value; None clips nothing.
-            gradient_clip_algorithm: "norm" (default) or "value".
+            gradient_clip_val: largest norm or value; None takes the Trainer's; nothing is clipped where that is None.
+            gradient_clip_algorithm: "norm" or "value"; None takes the Trainer's.
+
+        Raises:
+            UsageError: the Trainer was given another value or algorithm.
         """
-        if gradient_clip_val is not None:
-            parameters, algorithm = parameters_of(_bare(optimizer)), gradient_clip_algorithm or "norm"
-            self.trainer.strategy.gradients.clip(parameters, gradient_clip_val, algorithm)
+        asked = self.trainer.settings
+        chosen: dict[str, Any] = {"gradient_clip_val": gradient_clip_val}
+        chosen["gradient_clip_algorithm"] = gradient_clip_algorithm
+        for name, value in chosen.items():
+            there = getattr(asked, name)
+            if value is not None and asked.gradient_clip_val is not None and value != there:
+                raise UsageError(
+                    f"You have set `Trainer({name}={there!r})` and have passed `clip_gradients({name}={value!r})`. "
+                    "Please use only one of them."
+                )
+            chosen[name] = there if value is None else value
+        value, algorithm = chosen.values()
+        if value is not None:
+            self.trainer.strategy.gradients.clip(parameters_of(_bare(optimizer)), value, algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step one scheduler; `metric` is the monitored value, or None."""

@@ -203,6 +203,14 @@ def test_by_time_each_saves_its_own(tmp_path: Path):
         assert [info.kind for info in CheckpointStore(tmp_path / name).scan()] == [kind]
 
 
+def test_a_save_by_steps_waits_for_the_validation_that_gives_its_metric(tmp_path: Path):
+    saver = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", every_n_train_steps=3, save_top_k=-1)
+    trainer = run(tmp_path, saver, module=LoggingToy(), max_epochs=2)
+    assert names(tmp_path / "kept") == ["step-00000004-1", "step-00000006-1"]
+    assert all(score.isfinite() for score in saver.best_k_models.values())
+    assert trainer.global_step == 8
+
+
 def test_after_every_validation_where_there_are_several_in_an_epoch(tmp_path: Path):
     saver = ModelCheckpoint(tmp_path / "kept", save_top_k=-1)
     run(tmp_path, saver, val_check_interval=0.5)

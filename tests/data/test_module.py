@@ -77,7 +77,7 @@ def test_from_datasets() -> None:
     assert len(pickle.loads(pickle.dumps(data)).test_dataloader()) == 3
     mine = Squares.from_datasets(first, batch_size=3, length=4)
     assert isinstance(mine, Squares)
-    assert mine.hparams.length == 4
+    assert (mine.hparams.length, mine.hparams.batch_size) == (4, 3)
     assert len(mine.train_dataloader()) == 2
     with pytest.raises(SettingError, match="no data set"):
         DataModule.from_datasets()
