@@ -67,6 +67,12 @@ class AcceleratorState(PartialState):
         return _run().plugin
 
     @property
+    def deepspeed_plugin(self) -> Any:
+        """Strategy of the active run if it is DeepSpeed's, else None: an Accelerator has no DeepSpeed."""
+        plugin = _run().plugin
+        return plugin if getattr(plugin, "name", "") == "deepspeed" else None
+
+    @property
     def _writer(self) -> str:
         return "the Trainer or the Accelerator sets it for its run"
 

@@ -531,14 +531,16 @@ PARTS = {
 PARAMETERS = {"trainer": "instep.Trainer", "pl_module": "instep.TrainModule"}
 """What parameters of these names hold, in scripts of Lightning."""
 
-ALIASES = {"lightning_module": "write `model`; it is an alias with a warning"}
+ALIASES = {
+    "lightning_module": "write `model`; it is an alias with a warning",
+    "deepspeed_plugin": "it is None here: an Accelerator has no DeepSpeed; a Trainer's strategy has its options",
+}
 """Attributes that are there for Lightning's users only, and what to write in their place."""
 
 ATTRIBUTES_RENAMED = {"add_lightning_class_args": "add_instep_class_args"}
 """Attributes and methods that have another name, with names that nobody else has."""
 
 ANYWHERE = {
-    "deepspeed_plugin": "the strategy is the Trainer's: `trainer.strategy`; an Accelerator has no DeepSpeed",
     "fsdp_plugin": "the options are FSDPStrategy's: Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
 }
 """Attributes with names that nobody else has, so what holds them need not be known."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from instep.errors import StateError
-from instep.state import AcceleratorState, GradientState, active_run
+from instep.state import AcceleratorState, GradientState, Run, active_run, pop_run, push_run
 from tests.trainer.toys import Toy, loader, quiet
 
 
@@ -97,6 +98,16 @@ def test_a_run_that_fails_is_over() -> None:
     assert active_run() is None
     assert not AcceleratorState().initialized
     assert GradientState().num_steps == 1
+
+
+@pytest.mark.parametrize(("name", "found"), [("deepspeed", True), ("ddp", False)])
+def test_the_deepspeed_plugin_is_the_strategy_that_is_deepspeeds(name: str, found: bool) -> None:
+    plugin = SimpleNamespace(name=name)
+    run = push_run(Run("a test", plugin=plugin))
+    try:
+        assert (AcceleratorState().deepspeed_plugin is plugin) == found
+    finally:
+        pop_run(run)
 
 
 def test_a_conflict_is_an_error_within_a_run_only() -> None:

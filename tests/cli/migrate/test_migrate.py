@@ -281,7 +281,7 @@ def test_small_pieces(old: str, new: str | None) -> None:
         (
             _A + "a.state.deepspeed_plugin",
             3,
-            "todo",
+            "warns",
             "has no DeepSpeed",
         ),
         ("from accelerate.state import AcceleratorState\nAcceleratorState().fsdp_plugin", 2, "todo", "FSDPStrategy"),
