@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import warnings
 from types import FrameType
 
 _PACKAGES = ("site-packages", "dist-packages")
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_STDLIB = os.path.abspath(sysconfig.get_path("stdlib")) + os.sep
+_STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _BETWEEN = tuple(f"{os.sep}{name}{os.sep}" for name in ("torch", "jsonargparse", "lightning_utilities"))
 
 

@@ -30,13 +30,17 @@ class Untrained(Toy):
         torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Unvalidated(Toy):
+    validation_step = None  # pyright: ignore[reportAssignmentType]
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "self.log": lambda: Toy().log("a", 1.0),
     "Trainer(...)": lambda: Trainer(gradient_clip_algorithm="norm", **QUIET),
     "fit in eval mode": lambda: quiet(max_steps=1).fit(Toy().eval(), loader()),
     "a batch without a loss": lambda: quiet(max_steps=2).fit(Trained(), loader()),
     "no optimizer": lambda: quiet(max_steps=1).fit(Untrained(), loader()),
-    "val_check_interval": lambda: quiet(max_epochs=1, val_check_interval=9).fit(Toy(), loader(), loader()),
+    "no validation_step": lambda: quiet(max_steps=1).fit(Unvalidated(), loader(), loader()),
 }
 
 
