@@ -227,6 +227,8 @@ def change(settings: Settings, name: str, value: Any) -> Settings:
     Raises:
         SettingError: a wrong value, or an argument that the Trainer has acted on when it was made.
     """
+    if name in _FIXED and value == getattr(settings, name):
+        return settings
     if name in _FIXED:
         raise SettingError(
             f"trainer.{name} = {value!r}: it was settled when the Trainer was made. Make a new Trainer with {name}=...",
