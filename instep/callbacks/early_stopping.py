@@ -257,9 +257,9 @@ class EarlyStopping(Callback):
         if reason is EarlyStoppingReason.NON_FINITE_METRIC:
             return f"{now} is not finite; {best}."
         if reason is EarlyStoppingReason.STOPPING_THRESHOLD:
-            return f"{now} reached the stopping threshold {self.stopping_threshold:.6g}."
+            return f"Stopping threshold reached: {now}, and the threshold is {self.stopping_threshold:.6g}."
         if reason is EarlyStoppingReason.DIVERGENCE_THRESHOLD:
-            return f"{now} is worse than the divergence threshold {self.divergence_threshold:.6g}; {best}."
+            return f"Divergence threshold reached: {now}, and the threshold is {self.divergence_threshold:.6g}; {best}."
         return f"{self.monitor} did not improve in the last {self.wait_count} checks; {best}."
 
     def _say(self, trainer: Trainer, text: str) -> None:

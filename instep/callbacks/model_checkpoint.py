@@ -150,8 +150,9 @@ class ModelCheckpoint(Callback):
             check_value(name, arguments[name])
         if monitor is None and save_top_k not in (-1, 0, 1):
             raise SettingError(
-                f"save_top_k={save_top_k} ranks checkpoints, so it needs monitor='<a logged metric>'. Without one use "
-                "1 (keep the newest), -1 (keep all) or 0.",
+                f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: to rank "
+                "checkpoints it needs monitor='<a logged metric>'. Without one use 1 (keep the newest), -1 (keep all) "
+                "or 0.",
                 field="save_top_k",
                 got=save_top_k,
             )
@@ -162,7 +163,10 @@ class ModelCheckpoint(Callback):
         }
         several = [name for name, value in given.items() if value]
         if len(several) > 1:
-            raise SettingError(f"{' and '.join(several)} exclude each other; give one of them", field=several[0])
+            raise SettingError(
+                f"Combination of parameters {', '.join(several)}: they exclude each other; give one of them",
+                field=several[0],
+            )
         self.dirpath = dirpath
         self.filename = filename
         self.monitor = monitor

@@ -48,6 +48,8 @@ class CSVLogger(Logger):
         <BLANKLINE>
     """
 
+    NAME_HPARAMS_FILE = NAME
+
     def __init__(
         self,
         save_dir: PathLike | None = None,

@@ -54,6 +54,8 @@ class TensorBoardLogger(Logger):
 
     _writers = frozenset({"_writer", "_summary_writer", "_event", "_proto"})
 
+    NAME_HPARAMS_FILE = NAME
+
     def __init__(
         self,
         save_dir: PathLike | None = None,

@@ -101,7 +101,7 @@ def default_callbacks(settings: Settings, enable_checkpointing: bool | None) -> 
     savers = [callback for callback in settings.callbacks if saves(callback)]
     if savers and enable_checkpointing is False:
         raise SettingError(
-            "enable_checkpointing=False, but callbacks has a ModelCheckpoint. Leave one of them out.",
+            "`enable_checkpointing=False` but found `ModelCheckpoint` in callbacks. Leave one of them out.",
             field="enable_checkpointing",
         )
     from instep import callbacks as room  # its names load when used: each default only when it is on

@@ -171,8 +171,8 @@ class HyperParameters:
         modules = [name for name, value in chosen.items() if isinstance(value, nn.Module)]
         if modules:
             warn_user(
-                f"save_hyperparameters keeps the modules {', '.join(modules)}, whose weights are in the checkpoint "
-                f"already. Leave them out: save_hyperparameters(ignore={modules!r})."
+                f"save_hyperparameters keeps {', '.join(modules)}: each is an instance of `nn.Module` and is already "
+                f"saved with its weights. Leave them out: save_hyperparameters(ignore={modules!r})."
             )
         self._log_hyperparams = logger
         self.hparams.update(chosen)

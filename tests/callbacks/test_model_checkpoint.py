@@ -46,7 +46,7 @@ def test_names(template: str, insert: bool, expected: str):
     [
         ({"mode": "auto"}, "mode"),
         ({"save_top_k": -2}, "save_top_k=-2"),
-        ({"save_top_k": 3}, "needs monitor"),
+        ({"save_top_k": 3}, "monitor=None"),
         ({"every_n_train_steps": 1, "every_n_epochs": 1}, "exclude each other"),
         ({"every_n_train_steps": 1, "train_time_interval": timedelta(1)}, "exclude each other"),
         ({"every_n_epochs": -1}, "every_n_epochs=-1: expected an integer of at least 0"),

@@ -317,7 +317,9 @@ def test_a_module_is_built_again_from_its_checkpoint(folder: Path) -> None:
         assert isinstance(loaded.loss, nn.HuberLoss)
         assert (loaded.loss.delta, loaded.sizes, loaded.folder) == (0.5, (3, 4, 5), Path("some/where"))
         assert loaded.hparams == first.hparams
-    with pytest.warns(UserWarning, match="keeps the modules loss"):  # this one is not known by its configuration
+    with pytest.warns(
+        UserWarning, match="keeps loss: each is an instance"
+    ):  # this one is not known by its configuration
         assert isinstance(LineNet.load_from_checkpoint(run, loss=nn.L1Loss()).loss, nn.L1Loss)
     # What nobody gives on the command line is the checkpoint's; what is given wins.
     words = ["validate", *ANY, "--ckpt_path", str(run), "--model.sizes=[9]"]

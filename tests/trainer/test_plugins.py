@@ -133,7 +133,7 @@ def test_the_default_callbacks(tmp_path: Path):
     mine = [ModelCheckpoint(), ModelSummary(max_depth=2), ProgressBar(), EarlyStopping("x")]
     given = Trainer(accelerator="cpu", callbacks=mine)
     assert given.callbacks == [*mine[1:], mine[0]]
-    with pytest.raises(SettingError, match="callbacks has a ModelCheckpoint"):
+    with pytest.raises(SettingError, match="found `ModelCheckpoint` in callbacks"):
         Trainer(accelerator="cpu", callbacks=mine, enable_checkpointing=False)
 
 
