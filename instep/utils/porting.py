@@ -583,6 +583,7 @@ ATTRIBUTES = {
         "use what `logger.experiment` has, W&B's own run",
     ),
     "Callback": _UNCALLED,
+    **{leaf: {"use_distributed": "ask `num_processes > 1`"} for leaf in ("PartialState", "AcceleratorState")},
 }
 """What to do about attributes and methods that are not there, by instep's class."""
 
