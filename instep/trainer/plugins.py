@@ -137,7 +137,9 @@ def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list
     own = [own] if isinstance(own, Callback) else list(own or ())
     kinds = {type(callback) for callback in own}
     merged = sorted([c for c in callbacks if type(c) not in kinds] + own, key=saves)
-    keys = [callback.state_key for callback in merged if callback.state_dict()]
+    keys = [callback.state_key for callback in merged]
+    alike = [callback for callback in merged if keys.count(callback.state_key) > 1]  # only they are asked for a state
+    keys = [callback.state_key for callback in alike if callback.state_dict()]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
         raise SettingError(
