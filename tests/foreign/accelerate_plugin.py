@@ -51,6 +51,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _is_case(own: str, defined: str) -> bool:
     """Tell whether a test is a case of a definition: `parameterized` adds to the names of classes and methods."""
-    return (
-        own == defined or re.fullmatch(re.escape(defined).replace(r"\.", r"\w*\.") + r"_(use_|\d)\w*", own) is not None
-    )
+    pattern = re.escape(defined).replace(r"\.", r"\w*\.") + r"_(use_|num_|\d)\w*"
+    return own == defined or re.fullmatch(pattern, own) is not None
