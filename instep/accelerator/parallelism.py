@@ -101,6 +101,11 @@ class ParallelismConfig:
     def _active(self, *names: str) -> list[str]:
         return [name for name in names if self.sizes[name] > 1]
 
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return names and sizes of the mesh's dimensions, in its order."""
+        names = tuple(name for name in _ORDER if self.sizes[name] > 1)
+        return names, tuple(self.sizes[name] for name in names)
+
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Make torch's mesh of these sizes, with the joint dimensions dp, dp_shard_cp and dp_cp. Collective.
 
@@ -112,10 +117,10 @@ class ParallelismConfig:
         """
         from torch.distributed import device_mesh  # late: only who asks for a mesh pays for it
 
-        shape = {name: size for name, size in self.sizes.items() if size > 1}
-        if not shape:
+        if not self.active_mesh_dims:
             return None
-        mesh: Any = device_mesh.init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        names, shape = self._get_mesh()
+        mesh: Any = device_mesh.init_device_mesh(device_type, shape, mesh_dim_names=names)
         joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
         for name, parts in joint.items():
             if parts:

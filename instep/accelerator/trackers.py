@@ -61,7 +61,7 @@ class GeneralTracker:
         """Close what `start` opened."""
 
 
-REGISTERED: dict[str, type[Any]] = {}
+LOGGER_TYPE_TO_CLASS: dict[str, type[Any]] = {}
 """The classes of `register_tracker_class`, by name."""
 
 
@@ -88,9 +88,9 @@ def register_tracker_class(tracker_class: type[Any]) -> None:
         if getattr(kind, attribute, None) in (None, ""):
             raise SettingError(f"{kind.__name__} has no `{attribute}`: define it in the class", field=attribute)
     name = str(kind.name)
-    if name in REGISTERED or name in NAMES:
+    if name in LOGGER_TYPE_TO_CLASS or name in NAMES:
         warn_user(f"a tracker {name!r} is already registered, and {kind.__name__} takes its place")
-    REGISTERED[name] = kind
+    LOGGER_TYPE_TO_CLASS[name] = kind
 
 
 LogWith: TypeAlias = "str | Logger | GeneralTracker | Sequence[str | Logger | GeneralTracker] | None"
@@ -115,9 +115,13 @@ class Trackers:
         asked: list[Any] = [] if log_with is None else [log_with] if alone else list(log_with)  # pyright: ignore[reportArgumentType]
         self._asked: dict[str, str | Logger | GeneralTracker] = {}
         for item in [name for one in asked for name in (NAMES if one == "all" else [one])]:
-            if not isinstance(item, (Logger, GeneralTracker)) and item not in NAMES and item not in REGISTERED:
-                raise one_of("log_with", item, ("all", *NAMES, *REGISTERED))
-            kind = REGISTERED.get(item) if isinstance(item, str) else item
+            if (
+                not isinstance(item, (Logger, GeneralTracker))
+                and item not in NAMES
+                and item not in LOGGER_TYPE_TO_CLASS
+            ):
+                raise one_of("log_with", item, ("all", *NAMES, *LOGGER_TYPE_TO_CLASS))
+            kind = LOGGER_TYPE_TO_CLASS.get(item) if isinstance(item, str) else item
             if folder is None and getattr(kind, "requires_logging_directory", False):
                 raise SettingError(
                     f"Logging with `{item}` requires a `logging_dir`: give Accelerator(project_dir=...)",
@@ -159,7 +163,7 @@ class Trackers:
                 f"init_kwargs has {', '.join(sorted(unknown))}, which log_with does not name", field="init_kwargs"
             )
         for name, item in self._asked.items():
-            if isinstance(item, GeneralTracker) or (isinstance(item, str) and item in REGISTERED):
+            if isinstance(item, GeneralTracker) or (isinstance(item, str) and item in LOGGER_TYPE_TO_CLASS):
                 self._start_tracker(name, item, project_name, config, init_kwargs, folder)
                 continue
             if isinstance(item, str):
@@ -188,7 +192,7 @@ class Trackers:
     ) -> None:
         tracker: Any = item
         if isinstance(item, str):
-            kind = REGISTERED[item]
+            kind = LOGGER_TYPE_TO_CLASS[item]
             places = (os.fspath(folder),) if kind.requires_logging_directory else ()
             tracker = kind(project_name, *places, **init_kwargs.get(item, {}))
         self._started[name] = tracker

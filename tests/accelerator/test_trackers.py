@@ -159,7 +159,7 @@ class Printed(GeneralTracker):
 def test_trackers_of_the_users_own_are_known_by_name(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "REGISTERED", {})
+    monkeypatch.setattr(trackers, "LOGGER_TYPE_TO_CLASS", {})
     register_tracker_class(Printed)
     with pytest.warns(UserWarning, match="'printed' is already registered"):
         register_tracker_class(Printed)

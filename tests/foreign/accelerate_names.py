@@ -28,7 +28,7 @@ BY_HAND = {
     "AcceleratedOptimizer": "instep.accelerator.wrappers.AcceleratedOptimizer",
     "AcceleratedScheduler": "instep.accelerator.wrappers.AcceleratedScheduler",
     "DistributedOperationException": "instep.errors.DistributedError",
-    "LOGGER_TYPE_TO_CLASS": "instep.accelerator.trackers.REGISTERED",
+    "LOGGER_TYPE_TO_CLASS": "instep.accelerator.trackers.LOGGER_TYPE_TO_CLASS",
     "load_checkpoint_in_model": "accelerate_names.load_checkpoint_in_model",
     "TensorBoardTracker": "instep.loggers.TensorBoardLogger",
     "WandBTracker": "instep.loggers.WandbLogger",
