@@ -32,8 +32,9 @@ class Logger:
     """Where metrics and hyperparameters of a run go.
 
     The public methods may be called at any time and on any rank: only the main process writes. What comes before
-    `start` is kept and written at the start, or by `save`, `finalize` and the program's end where no run starts; what
-    comes after `finalize` opens the logger again. A subclass overrides the hooks `_start`, `_log_metrics`,
+    `start` is kept and written at the start, or by `save`, `finalize` and the program's end where no run starts; with a
+    `save_dir`, and before a Trainer has the logger, it is written at once. What comes after `finalize` opens the logger
+    again. A subclass overrides the hooks `_start`, `_log_metrics`,
     `_log_hyperparams`, `_log_graph`, `_after_save_checkpoint`, `_save` and `_finalize`: they run on the main process
     only, while the logger is open, with plain numbers. An exception in a hook ends the run with an error that names the
     logger. A subclass that shows its writer calls `self._opened()` first: outside a run too that opens the logger.
@@ -471,6 +472,8 @@ class Logger:
         if self._run_dir is not None:
             self._opened()
             self._call(hook, *args)
+        elif self.runs_dir is not None and self._claim is None and self._opened():
+            self._call(hook, *args)  # used by hand: no Trainer is to say where
         elif self._kept is not None:
             self._kept.append((hook, args))
         elif self._is_main_here():

@@ -173,3 +173,15 @@ def test_a_checkpoints_version_leads_nowhere_else(version, tmp_path):
         logger.load_state_dict({"version": version, "step": 3, "rows": 0})
     logger.load_state_dict({"version": "mine", "step": 3, "rows": 0})
     assert logger.version == "mine"
+
+
+@pytest.mark.parametrize("name", ["exp", "", None])
+def test_by_hand_it_writes_at_once(name, tmp_path):
+    logger = CSVLogger(tmp_path, name)
+    logger.log_hyperparams({"a": 1})
+    folder = tmp_path / (name or "") / "version_0"
+    assert [path.name for path in folder.glob("*.yaml")] == ["hparams.yaml"]
+    logger.log_metrics({"b": 2.0})
+    logger.save()
+    assert read(folder) == [{"step": 0, "b": 2.0}]
+    logger.finalize()
