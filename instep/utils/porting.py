@@ -68,6 +68,7 @@ MOVED = {
         },
         "ParallelStrategy": "instep.strategies.Strategy",
         "CombinedLoader": "instep.data.CombinedLoader",
+        "AttributeDict": "instep.utils.AttributeDict",
         "grad_norm": "instep.utils.grads.grad_norm",
         "isolate_rng": "instep.utils.seed.isolate_rng",
         "summarize": "instep.callbacks.summarize",
@@ -92,6 +93,7 @@ MOVED = {
         "get_torchvision_model": "torchvision.models.get_model",
     },
     "fabric": {
+        "AttributeDict": "instep.utils.AttributeDict",
         "seed_everything": "instep.seed_everything",
         "move_data_to_device": "instep.distributed.send_to_device",
         **_RANK_ZERO,
