@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instep import __version__, checkpoint  # whose names load when used
-from instep.checkpoint.codec import encode
 from instep.checkpoint.edge import taking_up
 from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, record
@@ -124,7 +123,7 @@ def _of_datamodule(datamodule: DataModule | None) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in plain_values(datamodule.hparams).items():
         with suppress(UnsavableStateError):
-            encode(value)
+            checkpoint.encode(value)
             kept[name] = value
     return {"datamodule_hyper_parameters": kept, "datamodule_hparams_name": datamodule._hparams_name}
 
