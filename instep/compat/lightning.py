@@ -30,7 +30,7 @@ from instep.utils.warn import warn_user
 __path__: list[str] = []  # a package, whose modules `_Finder` makes
 
 _warned: set[str] = set()
-_adapted: dict[str, Any] = {}  # by Lightning's name
+_adapted: dict[tuple[str, str], Any] = {}  # by Lightning's name, and instep's with its module
 
 
 def __getattr__(name: str) -> Any:
@@ -71,10 +71,10 @@ def _find(module: str, name: str) -> Any:
     target = porting.successor(_canonical(f"{module}.{name}"))
     if target is not None:
         home, _, leaf = target.rpartition(".")
-        _warn(name, f"{name} is {target}: write `from {home} import {leaf}`")
-        if name not in _adapted:
-            _adapted[name] = _adapt(getattr(import_module(home), leaf), name, leaf)
-        return _adapted[name]
+        _warn(f"{name} {target}", f"{name} is {target}: write `from {home} import {leaf}`")
+        if (name, target) not in _adapted:
+            _adapted[name, target] = _adapt(getattr(import_module(home), leaf), name, leaf)
+        return _adapted[name, target]
     if name in porting.GONE:
         _warn(name, f"{name} does nothing: leave it out ({porting.GONE[name]})")
         return lambda *args, **kwargs: None
@@ -82,7 +82,7 @@ def _find(module: str, name: str) -> Any:
         imports, value = porting.DEFINED[name]
         _warn(name, f"{name}: write `{imports}` and `{name} = {value}`")
         made: dict[str, Any] = {}
-        exec(f"{imports}\nvalue = {value}", made)  # text of the table
+        exec(f"{imports}\nvalue = {value}", made)  # our own text, which `migrate` writes into scripts
         return made["value"]
     if name in porting.LIGHTNING_MODULES:
         return import_module(f"{module}.{name}")

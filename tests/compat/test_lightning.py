@@ -138,6 +138,11 @@ def test_every_name_of_the_table_is_there() -> None:
     assert {"Trainer", "EarlyStopping", "FSDPStrategy", "rank_zero_info"} <= set(found)
 
 
+def test_two_things_of_one_name_are_told_apart() -> None:
+    assert L.pytorch.callbacks.ModelSummary is instep.callbacks.ModelSummary
+    assert L.pytorch.utilities.model_summary.ModelSummary is instep.callbacks.summarize
+
+
 def test_importing_it_loads_nothing() -> None:
     code = "from instep.compat import lightning; import instep.compat.lightning.pytorch.callbacks"
     loaded = set(json.loads(in_new_process(f"{code}; import json, sys; print(json.dumps(sorted(sys.modules)))")))
