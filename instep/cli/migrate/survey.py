@@ -182,7 +182,7 @@ class Names(cst.CSTVisitor):
         if self._annotations:
             new = re.sub(r"[A-Za-z_][\w.]*", lambda match: self.rewritten(match[0]), node.value)
         else:  # a class by its whole name, as in `class_path`
-            new = re.sub(r"(?<=[\"'])[a-z_]+\.[\w.]+(?=[\"'])", _renamed_class, node.value)
+            new = re.sub(r"(?<=[\"'])[a-z_]+\.[\w.]*\w(?=[\"'])", _renamed_class, node.value)
         if new != node.value:
             self.plan.new[node] = node.with_changes(value=new)
 

@@ -142,6 +142,7 @@ def test_what_the_scripts_print_before(which: str, tmp_path: Path) -> None:
             "import lightning as L\nclass D(L.LightningDataModule): ...\nD.load_from_checkpoint('a')\n",
             "import instep\nclass D(instep.DataModule): ...\nD.load_from_checkpoint('a')\n",
         ),
+        ("import accelerate\n'accelerate...'\n", "import instep\n'accelerate...'\n"),
         ("import torch\nTrainer = 1\ntrainer.fit_loop\n", "import torch\nTrainer = 1\ntrainer.fit_loop\n"),
         ("def f(lightning): return lightning.Trainer\n", "def f(lightning): return lightning.Trainer\n"),
     ],
