@@ -296,7 +296,7 @@ def _skip_unprepared(loader: Any, num_batches: int) -> Any:
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return _SkippedBatches(loader, num_batches)
     same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-    more = ("generator", "prefetch_factor", "persistent_workers", "pin_memory_device")
+    more = ("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")
     options = {name: getattr(loader, name) for name in (*same, *more)}
     return DataLoader(loader.dataset, batch_sampler=_SkippingSampler(loader.batch_sampler, num_batches), **options)
 
@@ -354,7 +354,8 @@ def _rows_of_leaf(leaf: Any, samples: int, batch_size: int | None) -> Any:
 
 def _rows(values: Any, samples: int, batch_size: int | None) -> Any:
     """Return a row per sample: all that there are, or the first of as many as a whole batch has."""
-    if len(values) not in (samples, batch_size):
+    padded = batch_size is not None and len(values) == batch_size > samples
+    if len(values) != samples and not padded:
         raise DataError(
             f"gather_for_metrics got {len(values)} rows for a batch of {samples} samples on this rank. Give one row "
             "per sample of the batch in hand (the last batch may be smaller than batch_size), or say per_sample=False."

@@ -6,6 +6,7 @@ The window says where the loop stands in it, and what each of its losses weighs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,14 +62,14 @@ class Window:
         self._factor: Tensor | float | None = None
 
     def set_length(self, num_steps: int) -> None:
-        """Make windows of another length: where a loader runs, from the next one that begins at a multiple of it."""
+        """Make windows of another length: where a loader runs, from the next one that begins at a multiple of both."""
         self._next = num_steps
         if not self.running and self._gradient.sync_gradients:
             self._change(None)
 
     def _change(self, loader: AcceleratedLoader | None) -> None:
-        """Take the new length where a window begins; windows of a loader begin at multiples of their length."""
-        if self._next is None or (loader is not None and loader.batch_idx % self._next):
+        """Take the new length where a window of the old one begins too; a loader's begin at multiples of the length."""
+        if self._next is None or (loader is not None and loader.batch_idx % lcm(self._next, self._gradient.num_steps)):
             return
         self._gradient.num_steps, self._next, self._calls = self._next, None, 0
         if loader is not None:

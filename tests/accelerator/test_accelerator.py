@@ -19,6 +19,7 @@ from instep.accelerator import (
     ProjectConfiguration,
     skip_first_batches,
 )
+from instep.accelerator.loader import gather_samples
 from instep.errors import DataError, SettingError, UsageError
 from instep.strategies import Precision, Strategy
 from tests.accelerator.loops import Case, Net, data, decay, sgd
@@ -420,6 +421,19 @@ def test_a_new_number_of_micro_batches_holds_from_the_next_window_on(make: Any) 
         accelerator.gradient_accumulation_steps = 0
 
 
+@pytest.mark.filterwarnings(r"ignore:accelerator\.backward\(\) outside")
+def test_a_new_number_of_micro_batches_waits_for_the_end_of_a_window_by_hand(make: Any) -> None:
+    accelerator = make(gradient_accumulation_steps=2)
+    model, _, batches = accelerator.prepare(*linear(), numbers(8, 1))
+    numbers_used = []
+    for index, (x,) in enumerate(batches):
+        if index == 3:
+            accelerator.gradient_accumulation_steps = 3  # batch 3 is the second of a window of two
+        accelerator.backward(model(x[:, None]).mean())
+        numbers_used.append(accelerator.gradient_accumulation_steps)
+    assert numbers_used == [2, 2, 2, 2, 2, 2, 3, 3]
+
+
 def test_backward_outside_of_accumulate_is_warned_of_once(make: Any) -> None:
     accelerator = make(gradient_accumulation_steps=2)
     model, optimizer, batches = accelerator.prepare(*linear(), numbers(8, 2))
@@ -442,6 +456,8 @@ def test_rows_of_a_whole_batch_are_cut_in_the_last_one(make: Any) -> None:
         with pytest.raises(DataError, match="5 rows for a batch of"):
             accelerator.gather_for_metrics(torch.ones(5))
     assert len(rows) == 10
+    with pytest.raises(DataError, match="2 rows for a batch of 4"):
+        gather_samples(torch.ones(2), 4, 2, False, True)  # fewer rows than samples are never taken
 
 
 def test_facts_that_scripts_of_accelerate_ask_for(make: Any, tmp_path: Path) -> None:
