@@ -25,7 +25,8 @@ class TorchDynamoPlugin:
         dynamic: whether shapes may vary; None: as torch finds out.
         options: of the backend.
         disable: compile nothing, for a test.
-        use_regional_compilation: compile the blocks of the model's lists of blocks, which are alike, and not the whole.
+        use_regional_compilation: compile the blocks in the model's `nn.ModuleList`s, which are alike, and not the whole
+            model; a model without such a list is compiled as a whole.
 
     Example:
         >>> TorchDynamoPlugin(backend="EAGER", dynamic=True).to_kwargs()
@@ -66,13 +67,12 @@ def dynamo_asked_for(plugin: TorchDynamoPlugin | None, backend: str | None) -> T
 
 
 def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    """Compile a model, or its blocks."""
+    """Compile a model, or its blocks; a model that is compiled stays as it is."""
     if hasattr(model, "_orig_mod"):
         return model
-    if not plugin.use_regional_compilation:
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
+    if not plugin.use_regional_compilation or not lists:
         return torch.compile(model, **plugin.to_kwargs())  # pyright: ignore[reportReturnType]
-    for part in list(model.modules()):
-        if isinstance(part, nn.ModuleList):
-            for block in part:
-                block.compile(**plugin.to_kwargs())
+    for block in [block for part in lists for block in part]:
+        block.compile(**plugin.to_kwargs())
     return model

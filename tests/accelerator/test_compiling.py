@@ -31,6 +31,8 @@ def test_blocks_are_compiled_by_themselves(make: Any) -> None:
     model.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     assert make(dynamo_plugin=plugin).prepare(model) is model
     assert all(block._compiled_call_impl is not None for block in model.blocks)
+    model = Net()  # without a list of blocks
+    assert make(dynamo_plugin=plugin).prepare(model)._orig_mod is model
 
 
 def test_no_compiles_nothing_and_two_settings_are_refused(make: Any) -> None:
