@@ -188,18 +188,9 @@ class Preempted(SystemExit):
 def one_of(field: str, got: Any, allowed: Iterable[Any]) -> SettingError:
     """The error for a value outside a closed set, with the nearest allowed value where the spelling is close."""
     names, text = [str(value) for value in allowed], str(got)
-    near = sorted(get_close_matches(text, names), key=lambda name: _slips(text, name))
+    near = get_close_matches(text, names)  # the closest first; a slip seldom changes how a name begins, or its length
+    near.sort(key=lambda name: (name[:1] != text[:1], abs(len(name) - len(text))))
     known = OTHER_NAMES.get(field, {}).get(text.lower())
     near = [known] if known in names else near
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return SettingError(f"{field}={got!r} is not known. Use one of: {', '.join(names)}.{hint}", field=field, got=got)
-
-
-def _slips(text: str, name: str) -> tuple[int, bool, bool]:
-    """Sort key of a suggestion: letters changed, added or left out; then another beginning, then another length."""
-    row = list(range(len(name) + 1))
-    for above, letter in enumerate(text, 1):
-        before, row = row, [above]
-        for column, other in enumerate(name, 1):
-            row.append(min(before[column] + 1, row[-1] + 1, before[column - 1] + (letter != other)))
-    return row[-1], name[:1] != text[:1], len(name) != len(text)
