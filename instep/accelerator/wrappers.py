@@ -162,7 +162,9 @@ class Window:
             return 1.0 / num_steps
         index = loader.batch_idx
         loader.batches_done = index + 1
-        return 1.0 / num_steps if index < loader.full_batches else window_scale(loader.source, index, num_steps)
+        if index < loader.full_batches or (num_steps > 1 and not self._inside):
+            return 1.0 / num_steps  # outside of `accumulate` nobody knows how long the user's window is
+        return window_scale(loader.source, index, num_steps)
 
     def weigh_items(self, num_items: Tensor | float) -> Tensor | float:
         """Return the factor of a loss that is a mean over `num_items`; the window's sum is divided out later."""
@@ -195,10 +197,10 @@ class Window:
         if not self._inside and self._gradient.num_steps > 1 and not self._warned:
             self._warned = True
             warn_user(
-                "accelerator.backward() outside of `with accelerator.accumulate(model):` divides each loss by the "
-                f"micro-batches in the window of the batch in hand: {self._gradient.num_steps}, fewer at the end. "
-                "Where batches are fetched ahead that is another window. Put forward, backward and step into "
-                "accelerator.accumulate(model); losses over tokens are given as backward(loss, num_items=tokens)."
+                "accelerator.backward() outside of `with accelerator.accumulate(model):` divides each loss by "
+                f"gradient_accumulation_steps={self._gradient.num_steps}, in a shorter last window too, whose "
+                "gradients are too small then. Put forward, backward and step into accelerator.accumulate(model); "
+                "losses over tokens are given as backward(loss, num_items=tokens)."
             )
         self._plain = True
         return self.weight()

@@ -434,14 +434,15 @@ def test_a_new_number_of_micro_batches_waits_for_the_end_of_a_window_by_hand(mak
     assert numbers_used == [2, 2, 2, 2, 2, 2, 3, 3]
 
 
-def test_backward_outside_of_accumulate_is_warned_of_once(make: Any) -> None:
+def test_backward_outside_of_accumulate_divides_by_the_steps_and_is_warned_of_once(make: Any) -> None:
     accelerator = make(gradient_accumulation_steps=2)
-    model, optimizer, batches = accelerator.prepare(*linear(), numbers(8, 2))
-    losses = (model(x[:, None]).mean() for (x,) in batches)
+    model, optimizer, batches = accelerator.prepare(*linear(), numbers(6, 2))
+    fetched = list(batches)  # as scripts do that weigh losses over tokens: the batch in hand is the last one
     with pytest.warns(UserWarning, match=r"accelerator\.accumulate\(model\)"):
-        accelerator.backward(next(losses))
-    for loss in losses:
-        accelerator.backward(loss)  # a second warning would be an error
+        accelerator.backward(model(fetched[0][0][:, None]).mean())
+    for (x,) in fetched[1:]:
+        accelerator.backward(model(x[:, None]).mean())  # a second warning would be an error
+    assert model.weight.grad.item() == pytest.approx((0.5 + 2.5 + 4.5) / 2)
     accelerator = make()
     model = accelerator.prepare(linear()[0])
     accelerator.backward(model(torch.ones(1, 1)).mean())  # windows of one need no accumulate
