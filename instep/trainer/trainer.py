@@ -762,8 +762,8 @@ class Trainer:
         return source is not None and (source.share.last or self.position.skipped_rest)
 
     enable_validation: ReadOnly[bool] = ReadOnly(
-        lambda t: any(ctx.validation.enabled for ctx in (t._ctx, t._last_ctx) if ctx and ctx.fn == "fit"),
-        "Whether fit has a validation to run.",
+        lambda t: next((ctx.validation.enabled for ctx in (t._ctx, t._last_ctx) if ctx and ctx.fn == "fit"), False),
+        "Whether the running fit, or the last one, has a validation to run.",
     )
     # The user's loaders, None before a run asks for them; batches of each on this rank, infinity while unknown.
     train_dataloader: ReadOnly[Any] = ReadOnly(lambda t: users_loaders(t, "train"))

@@ -169,6 +169,15 @@ def test_steps_that_no_checkpoint_holds_are_told_at_the_end(
     assert ("step-00000004" in saver.last_model_path) == ("monitor" in arguments)
 
 
+def test_a_fit_without_validation_saves_though_the_fit_before_had_one(tmp_path: Path):
+    saver, module = ModelCheckpoint(tmp_path / "kept", save_top_k=-1), Toy()
+    trainer = run(tmp_path, saver, module=module, val_check_interval=0.5)
+    assert (names(tmp_path / "kept"), trainer.enable_validation) == (["step-00000002-1", "step-00000004-1"], True)
+    trainer.max_epochs = 2
+    trainer.fit(module, loader())
+    assert (names(tmp_path / "kept")[2:], trainer.enable_validation) == (["step-00000008-1"], False)
+
+
 def test_every_n_train_steps_counts_windows(tmp_path: Path):
     saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
     run(tmp_path, saver, accumulate_grad_batches=3)
