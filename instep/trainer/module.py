@@ -19,6 +19,7 @@ from instep.trainer.hooks import STEPS, ModuleHooks, is_overridden
 from instep.trainer.log import Entry, Options, check_value, reduction
 from instep.trainer.optimizers import TrainOptimizer
 from instep.types import Location, PathLike
+from instep.utils.checks import choice
 from instep.utils.hparams import HyperParameters
 from instep.utils.porting import STEP_ARGUMENTS
 from instep.utils.warn import warn_user
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
 
 M = TypeVar("M", bound="TrainModule")
+_ALGORITHM = choice("norm", "value")
 
 
 class TrainModule(HyperParameters, ModuleHooks, nn.Module):
@@ -192,26 +194,29 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
         Args:
             optimizer: whose gradients.
-            gradient_clip_val: largest norm or value; None takes the Trainer's; nothing is clipped where that is None.
+            gradient_clip_val: largest norm or value; None takes the Trainer's. Where that is None too, and with 0,
+                nothing is clipped.
             gradient_clip_algorithm: "norm" or "value"; None takes the Trainer's.
 
         Raises:
             UsageError: the Trainer was given another value or algorithm.
+            SettingError: there is no such algorithm.
         """
         asked = self.trainer.settings
-        chosen: dict[str, Any] = {"gradient_clip_val": gradient_clip_val}
-        chosen["gradient_clip_algorithm"] = gradient_clip_algorithm
-        for name, value in chosen.items():
+        given = {"gradient_clip_val": gradient_clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
+        for name, value in given.items():
             there = getattr(asked, name)
             if value is not None and asked.gradient_clip_val is not None and value != there:
                 raise UsageError(
                     f"You have set `Trainer({name}={there!r})` and have passed `clip_gradients({name}={value!r})`. "
                     "Please use only one of them."
                 )
-            chosen[name] = there if value is None else value
-        value, algorithm = chosen.values()
-        if value is not None:
-            self.trainer.strategy.gradients.clip(parameters_of(_bare(optimizer)), value, algorithm)
+        algorithm = asked.gradient_clip_algorithm
+        if gradient_clip_algorithm is not None:
+            algorithm = _ALGORITHM("gradient_clip_algorithm", gradient_clip_algorithm)
+        limit = asked.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        if limit is not None and limit > 0:
+            self.trainer.strategy.gradients.clip(parameters_of(_bare(optimizer)), limit, algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step one scheduler; `metric` is the monitored value, or None."""

@@ -370,6 +370,21 @@ def test_own_backward_zero_grad_clipping_and_scheduler_step():
     assert_same(weights(module), weights(other))
 
 
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clip_gradients_with_0_clips_nothing(algorithm: str):
+    class Own(Toy):
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=0, gradient_clip_algorithm=algorithm)
+
+    module, plain = Own(), Toy()
+    plain.load_state_dict(module.state_dict())
+    for each in (module, plain):
+        quiet(max_epochs=1, limit_train_batches=1).fit(each, loader())
+    assert_same(weights(module), weights(plain))
+    with pytest.raises(SettingError, match="gradient_clip_algorithm='nrom'"):
+        module.clip_gradients(module.optimizers(), 1.0, "nrom")
+
+
 def test_lbfgs_evaluates_the_loss_again_within_a_step():
     class Model(Toy):
         def configure_optimizers(self) -> Any:
