@@ -405,7 +405,11 @@ def test_a_run_of_an_earlier_instep_is_found_where_it_kept_its_checkpoints(
         trainer.fit(LoggingToy(), loader(), **how)
         return trainer
 
-    unrelated = fit(1, CSVLogger())
+    class Own(CSVLogger):
+        def state_dict(self) -> dict[str, Any]:
+            return {"rows": 1}  # no version
+
+    unrelated = fit(1, Own())
     afresh = fit(1, CSVLogger(tmp_path / "other"), ckpt_path="auto")
     assert afresh.log_dir == str(tmp_path / "other" / "version_0"), "a run that this logger did not log"
     with monkeypatch.context() as earlier:
