@@ -165,6 +165,11 @@ class TensorBoardLogger(Logger):
                 "to run the model with. Give example_input, or set `example_input_array` on the module."
             )
             return
+        from instep.distributed import send_to_device  # late: it loads torch, which a logger alone does not need
+
+        parameter = next(iter(module.parameters()), None)
+        if parameter is not None:
+            example_input = send_to_device(example_input, parameter.device)
         self.experiment.add_graph(module, example_input)
 
     def _save(self) -> None:

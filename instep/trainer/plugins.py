@@ -15,7 +15,7 @@ from instep.trainer.module import TrainModule
 from instep.trainer.settings import Settings
 from instep.utils.checks import constructor_call
 from instep.utils.porting import HOOKS_GONE, HOOKS_UNCALLED
-from instep.utils.seed import rng_state, set_rng_state
+from instep.utils.seed import isolate_rng
 from instep.utils.warn import warn_user
 
 _warned: set[tuple[type, str]] = set()
@@ -186,10 +186,9 @@ def draw_graphs(ctx: RunContext) -> None:
     """Let the loggers that were asked to draw the module, which runs once for that; no random stream moves on."""
     loggers = [logger for logger in ctx.trainer.loggers if logger._draws_graph]
     if ctx.fn == "fit" and loggers and ctx.rank == 0:
-        rng = rng_state()
-        for logger in loggers:
-            logger.log_graph(ctx.module)
-        set_rng_state(rng)
+        with isolate_rng():
+            for logger in loggers:
+                logger.log_graph(ctx.module)
 
 
 # ---- hooks

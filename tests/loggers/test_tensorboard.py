@@ -173,15 +173,21 @@ def test_the_graph_needs_an_input(tmp_path):
     logger.finalize()
 
 
+def test_the_graphs_input_goes_where_the_module_is(tmp_path):
+    logger = opened(tmp_path)
+    logger.log_graph(torch.nn.Linear(2, 1, device="meta"), torch.zeros(3, 2))
+    logger.finalize()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # that the module draws
 def test_the_graph_is_drawn_at_the_start_of_fit(tmp_path):
     class Drawn(Toy):
         def __init__(self) -> None:
             super().__init__()
             self.example_input_array = torch.zeros(2, 4)
-            self.drop = torch.nn.Dropout()
 
         def forward(self, x: Any) -> Any:
-            return self.layer(self.drop(x))
+            return self.layer(x + torch.rand(4))
 
     logger = TensorBoardLogger(log_graph=True)
     module = Drawn()
