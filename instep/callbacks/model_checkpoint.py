@@ -251,13 +251,13 @@ class ModelCheckpoint(Callback):
         return [one for one in self.saved if one.key in kept and (self.monitor is None or one.score is not None)]
 
     def _worst(self) -> Saved | None:
-        """Return the one that the next better checkpoint replaces, once there are `save_top_k`."""
+        """Return the checkpoint that the next better one replaces, once there are `save_top_k`."""
         ranked = self._ranked() if self.monitor is not None else []
         return retention.best_first(ranked, self.mode)[-1] if ranked and len(ranked) == self.save_top_k else None
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of the best, once there are `save_top_k` of them: the next better checkpoint replaces it."""
+        """The worst of the `save_top_k` best, which the next better checkpoint replaces; "" while there are fewer."""
         worst = self._worst()
         return "" if worst is None else worst.key
 

@@ -26,13 +26,13 @@ def folder_name(version: int | str) -> str:
 
 
 def version_of(folder: str) -> int | str:
-    """Return the version of a folder's name; the folder's name again where it is no number's."""
+    """Return the version that a folder's name means: N for `version_N`, else the name."""
     number = number_of(folder)
     return folder if number is None or folder_name(number) != folder else number
 
 
 def number_of(folder: str) -> int | None:
-    """Return N of a name `version_N`."""
+    """Return N of a folder's name `version_N`; None for other names."""
     found = _NUMBERED.fullmatch(folder)
     return None if found is None else int(found[1])
 

@@ -78,8 +78,8 @@ class GatheredMethods:
         """Wrap a method so that weights are gathered before it and let go after it.
 
         Args:
-            method: a bound one of the module, or such a one compiled.
-            module: the module.
+            method: a bound method of the module, perhaps compiled.
+            module: whose weights.
         """
 
         @wraps(method)

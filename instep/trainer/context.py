@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class _Word(str, Enum):
-    """One of a few words: a str, and printed as one."""
+    """Enum of words: each member is a str, and prints as its word."""
 
     __str__ = str.__str__
 
@@ -87,7 +87,7 @@ class RunningStage(_Word):
 
     @property
     def dataloader_prefix(self) -> str:
-        """What the stage's loader method begins with: "train", "val", "test" or "predict"."""
+        """Prefix of the stage's loader method: "train", "val", "test" or "predict"."""
         return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else self.value
 
 
@@ -236,7 +236,7 @@ class RunContext:
         strategy: the Trainer's strategy.
         undo: what ends the run, in reverse order.
         rank, world_size, device, precision, triggers, heartbeat, gradient, loaders: set when the processes have met.
-        signals: of fit: what takes SIGTERM and its kin.
+        signals: of fit: the handler of SIGTERM and other signals.
         callbacks: the Trainer's and the module's own.
         hooks: overridden hooks, set with the callbacks.
         optimizers, wrapped_optimizers, schedulers: of fit; wrapped ones are what `self.optimizers()` returns.

@@ -67,7 +67,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     """An input of `forward`, for loggers that draw the graph."""
 
     __jit_unused_properties__: Sequence[str] = ()
-    """What `torch.jit.script` leaves out: set below."""
+    """Names of the properties that `torch.jit.script` leaves out; they are set below the class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether that is a CUDA device."""
+        """Whether the first parameter is on a CUDA device."""
         return self.device.type == "cuda"
 
     @property

@@ -218,7 +218,8 @@ class RunFolder:
         if self._logger is not None:
             named = self._named
             if self.path == named or self.path.parent == self.base.absolute():
-                self._logger.follow(self._logger.asked_folder or "" if self.path == named else self.path.name)
+                asked = self._logger.asked_folder  # it may be several folders deep, as "a/b"
+                self._logger.follow(asked if asked is not None and self.path == named else self.path.name)
         return self.path
 
     def _choose(self, ctx: RunContext) -> tuple[Path, bool, bool]:
@@ -445,7 +446,7 @@ class RunFolder:
 
 
 def _hint(folder: Path) -> str:
-    """Say why "auto" will never find anything in a folder that Hydra names by the time."""
+    """Say why "auto" never finds a run in a folder that Hydra names after the time; "" for other folders."""
     if "hydra" not in sys.modules:
         return ""
     from instep.launch.hydra import new_folder  # late: only a program with Hydra asks

@@ -569,7 +569,9 @@ class Trainer:
             return False
         return True
 
-    resumed_from: ReadOnly[Reader | None] = ReadOnly(lambda t: t._ctx and t._ctx.continues, "By the running fit.")
+    resumed_from: ReadOnly[Reader | None] = ReadOnly(
+        lambda t: t._ctx and t._ctx.continues, "Checkpoint that the running fit was resumed from."
+    )
 
     def set_trigger(self, name: str, reason: str = "") -> None:
         """Set a trigger on any rank: "stop", "save", "preempted", or a name of your own. Local and free.
@@ -672,7 +674,7 @@ class Trainer:
         warn_user("trainer.lightning_module: instep's name for it is trainer.model", FutureWarning)
         return self.model
 
-    _shown: ReadOnly[RunContext | None] = ReadOnly(lambda t: t._ctx or t._last_ctx, "Whose optimizers are shown.")
+    _shown: ReadOnly[RunContext | None] = ReadOnly(lambda t: t._ctx or t._last_ctx, "Of this call or the last fit.")
     datamodule: ReadOnly[DataModule | None] = ReadOnly(lambda t: t._shown and t._shown.datamodule)
     optimizers: ReadOnly[list[Optimizer]] = ReadOnly(lambda t: t._shown.optimizers if t._shown else [])
     _wrapped_optimizers: ReadOnly[list[Any]] = ReadOnly(lambda t: t._shown.wrapped_optimizers if t._shown else [])
@@ -749,7 +751,9 @@ class Trainer:
     testing: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "test")
     predicting: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "predict")
     evaluating: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage in ("sanity_check", "validate", "test"))
-    interrupted: ReadOnly[bool] = ReadOnly(lambda t: t.state.status == "interrupted", "By a signal or an error.")
+    interrupted: ReadOnly[bool] = ReadOnly(
+        lambda t: t.state.status == "interrupted", "Whether a signal or an error ended the last run."
+    )
     received_sigterm: ReadOnly[bool] = ReadOnly(
         lambda t: bool(t._shown and t._shown.signals and t._shown.signals.got_sigterm),
         "Whether SIGTERM has reached this process in the running fit, or the last one.",
