@@ -13,15 +13,15 @@ from instep.errors import DataError
 
 
 class _NoTensor(DataError, TypeError):
-    """Where torch raises a TypeError."""
+    """DataError for a leaf that is no tensor, which torch calls a TypeError."""
 
 
 class _Misfit(DataError, RuntimeError):
-    """Where torch raises a RuntimeError."""
+    """DataError for shapes that do not fit, which torch calls a RuntimeError."""
 
 
 def is_torch_tensor(data: Any) -> bool:
-    """Tell a tensor."""
+    """Tell whether a value is a tensor."""
     return isinstance(data, torch.Tensor)
 
 
@@ -126,10 +126,10 @@ def recursively_apply(
     Args:
         func: called as `func(tensor, *args, **kwargs)`.
         data: nested data; not changed.
-        *args: passed on.
-        test_type: which leaves it is applied to; the others stay as they are.
+        *args: passed on to `func`.
+        test_type: tells the leaves that the function is applied to; the others stay as they are.
         error_on_other_type: refuse other leaves.
-        **kwargs: passed on.
+        **kwargs: passed on to `func`.
 
     Returns:
         The same structure.
@@ -157,7 +157,10 @@ def recursively_apply(
 
 
 def convert_to_fp32(data: Any) -> Any:
-    """Make float32 of the 16-bit floats of nested data.
+    """Convert the 16-bit floats of nested data to float32.
+
+    Args:
+        data: nested data; not changed. Other leaves stay as they are.
 
     Example:
         >>> convert_to_fp32([torch.ones(1, dtype=torch.bfloat16), 1])
@@ -172,7 +175,10 @@ def convert_to_fp32(data: Any) -> Any:
 
 
 def listify(data: Any) -> Any:
-    """Make lists of numbers of the tensors of nested data.
+    """Convert the tensors of nested data to lists of numbers.
+
+    Args:
+        data: nested data; not changed. Other leaves stay as they are.
 
     Example:
         >>> listify({"x": torch.tensor([1, 2])})
@@ -182,7 +188,10 @@ def listify(data: Any) -> Any:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Find the device of the first tensor of nested data; None where there is none.
+    """Find the device of the first tensor of nested data; None without a tensor.
+
+    Args:
+        data: nested data.
 
     Example:
         >>> find_device([1, torch.ones(2)])
@@ -192,12 +201,12 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def pad_input_tensors(data: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Make the batch of every tensor one that so many processes can share evenly; what is added is zeros.
+    """Pad the batch of every tensor with zeros, to a multiple of the number of processes.
 
     Args:
         data: nested tensors; not changed.
         batch_size: the size along `dim`.
-        num_processes: what it becomes a multiple of.
+        num_processes: the batch becomes a multiple of this number.
         dim: the dimension of the batch.
 
     Returns:

@@ -80,18 +80,9 @@ def gather_object(obj: Any) -> list[Any]:
         ([{'rank': 0}], ['a', 'b'])
     """
     joined: list[Any] = []
-    for of_rank in gather_each(obj):
+    for of_rank in exchange(obj, control_group()):
         joined += of_rank if isinstance(of_rank, list) else [of_rank]
     return joined
-
-
-def gather_each(obj: Any) -> list[Any]:
-    """Give every rank all ranks' objects: one entry a rank, whatever it is. A collective.
-
-    Raises:
-        Exception, RemoteError, DistributedError: as `gather_object`.
-    """
-    return exchange(obj, control_group())
 
 
 def broadcast_object(obj: Any, from_process: int = 0) -> Any:
