@@ -303,7 +303,7 @@ class Accelerator(ProcessMethods):
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next automatic state."""
+        """Number of the next automatic state."""
         return self.project_configuration.iteration
 
     @property
@@ -320,12 +320,12 @@ class Accelerator(ProcessMethods):
 
     @property
     def split_batches(self) -> bool:
-        """What `dataloader_config` says, as are the next three."""
+        """Whether a loader's batch is split over the ranks, as `dataloader_config` says."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all."""
+        """Whether rank 0 reads for all ranks; None: for iterable data only."""
         return self.dataloader_config.dispatch_batches
 
     @property
@@ -597,7 +597,7 @@ class Accelerator(ProcessMethods):
                 checkpoint. It must not wait for other ranks.
 
         Returns:
-            What removes the hook: `handle.remove()`.
+            The handle of the hook: `handle.remove()` removes it.
         """
         return HookHandle(self._states.save_hooks, hook)
 
@@ -609,7 +609,7 @@ class Accelerator(ProcessMethods):
                 of the list are its own to load.
 
         Returns:
-            What removes the hook: `handle.remove()`.
+            The handle of the hook: `handle.remove()` removes it.
         """
         return HookHandle(self._states.load_hooks, hook)
 
@@ -727,7 +727,7 @@ class Accelerator(ProcessMethods):
         return save_weights(self.get_state_dict(model), local_path(save_directory), limit, safe_serialization)
 
     def save(self, obj: Any, f: PathLike, safe_serialization: bool = False) -> None:
-        """`instep.accelerator.save`.
+        """Write an object by `torch.save`, from the main process; see `instep.accelerator.save`.
 
         Args:
             obj: what to save.
@@ -795,7 +795,7 @@ class Accelerator(ProcessMethods):
     # ---- collectives
 
     def gather(self, data: Any) -> Any:
-        """`instep.distributed.gather`, of equally many rows on every rank.
+        """Join the tensors of all ranks, of equally many rows; see `instep.distributed.gather`. Collective.
 
         Args:
             data: nested tensors.

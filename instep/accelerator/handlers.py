@@ -289,8 +289,15 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: PathLike | None = None) -> None:
-        """Set the folder of checkpoints, and that of loggers where it has none yet."""
-        self.project_dir = project_dir
+        """Set the folder of checkpoints, and that of loggers where none is set yet.
+
+        Args:
+            project_dir: the folder; None for none.
+
+        Raises:
+            SettingError: it is no path.
+        """
+        self.project_dir = None if project_dir is None else PATH("project_dir", project_dir)
         if self.logging_dir is None:
             self.logging_dir = project_dir
 

@@ -61,7 +61,7 @@ _RANK = {"rng": mapping, "loaders": dict_of(mapping), "data_rank": count}
 
 
 class HookHandle:
-    """What removes a hook: `remove()`, or a call."""
+    """Handle of a registered hook: `handle.remove()`, or a call of the handle, removes the hook."""
 
     def __init__(self, hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> None:
         hooks.append(hook)
@@ -248,14 +248,14 @@ def load(states: States, path: Path | None, parts: Resume) -> ResumeReport:
 
 def _find(path: Path) -> Path:
     """Find a checkpoint; `checkpoint_<number>`, as Accelerate calls its automatic states, by the number."""
-    number = re.fullmatch(r"checkpoint_(\d+)", path.name)
     try:
         return find_checkpoint(path)
     except CheckpointNotFoundError:
-        known = CheckpointStore(path.parent).scan() if number is not None and path.parent.is_dir() else []
-        for info in known:
-            if number is not None and info.manifest.info.get("iteration") == int(number[1]):
-                return info.path
+        number = re.fullmatch(r"checkpoint_(\d+)", path.name)
+        if number is not None and path.parent.is_dir():
+            for info in CheckpointStore(path.parent).scan():
+                if info.manifest.info.get("iteration") == int(number[1]):
+                    return info.path
         raise
 
 

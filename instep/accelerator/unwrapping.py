@@ -65,7 +65,7 @@ def extract_model_from_parallel(
 
 
 class ConvertOutputsToFp32:
-    """A function whose 16-bit results become float32."""
+    """Function that calls another one and converts its 16-bit results to float32."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -82,7 +82,10 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that gives float32 where another gives 16-bit floats, such as a model's forward.
+    """Make a function that converts the 16-bit results of another one to float32.
+
+    Args:
+        model_forward: the other function, such as a model's forward.
 
     Example:
         >>> import torch

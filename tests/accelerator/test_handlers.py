@@ -116,3 +116,5 @@ def test_a_limit_that_limits_nothing_is_warned_of() -> None:
     assert (config.project_dir, config.logging_dir) == ("runs", "runs")
     config.set_directories("other")
     assert (config.project_dir, config.logging_dir) == ("other", "runs")
+    with pytest.raises(SettingError, match="project_dir=5: expected the path of a folder"):
+        config.set_directories(5)  # pyright: ignore[reportArgumentType]
