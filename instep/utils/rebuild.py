@@ -162,13 +162,18 @@ def with_dataclasses(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: a dict does not fit its dataclass.
     """
-    hints = _hints(cls)
-    return {
-        name: _Building().argument(value, hints[name], name, cls)
-        if isinstance(value, dict) and _is_structure(hints.get(name))
-        else value
-        for name, value in saved.items()
-    }
+    hints, built = _hints(cls), dict(saved)
+    for name, value in saved.items():
+        if isinstance(value, dict) and _is_structure(hints.get(name)):
+            try:
+                built[name] = _Building().argument(value, hints[name], name, cls)
+            except CheckpointError:
+                raise
+            except (ArithmeticError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"the checkpoint's {name} cannot be made: {error!r}. Pass {name}=... to load_from_checkpoint."
+                ) from error
+    return built
 
 
 def _is_structure(hint: Any) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from instep.errors import CheckpointError
-from instep.utils.rebuild import build_configured
+from instep.utils.rebuild import build_configured, with_dataclasses
 from tests.helpers.spawn import run_command
 
 REPO = Path(__file__).parents[2]
@@ -195,6 +195,26 @@ def test_what_the_caller_passes_stays_as_it_is(hint: Any, mine: Any) -> None:
 def test_what_does_not_fit_is_refused(hint: Any, saved: Any) -> None:
     with pytest.raises(CheckpointError, match=r"^the checkpoint's value is a .*[Pp]ass value=\.\.\."):
         built(hint, saved)
+
+
+@dataclass
+class Narrow:
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        if self.width > 8:
+            raise LookupError("too wide")
+
+
+class Takes:
+    def __init__(self, net: Narrow, depth: int = 1) -> None: ...
+
+
+def test_a_dataclass_is_made_of_the_dict_that_was_saved() -> None:
+    assert with_dataclasses(Takes, {"net": {"width": 3}, "depth": 2}) == {"net": Narrow(3), "depth": 2}
+    for wrong, says in (({"width": 9}, "too wide"), ({"height": 1}, "which is no Narrow")):
+        with pytest.raises(CheckpointError, match=rf"^the checkpoint's net .*{says}.*[Pp]ass net=\.\.\."):
+            with_dataclasses(Takes, {"net": wrong})
 
 
 @pytest.mark.slow
