@@ -66,6 +66,7 @@ class CSVLogger(Logger):
         self._rows: list[dict[str, float]] = []
         self._rows_in_file = 0
         self._rows_to_keep: int | None = None
+        self._resumed_step = -1  # later rows go on from here; `_last_step` may be of a user's own axis
         self._flushed_step = -1
 
     @property
@@ -84,6 +85,7 @@ class CSVLogger(Logger):
             raise ValueError(f"rows={rows!r:.80}, where a number of rows is expected")
         super().load_state_dict(state_dict)
         self._rows_to_keep = rows
+        self._resumed_step = state_dict.get("global_step", self._last_step)
 
     def _start(self) -> None:
         assert self._log_dir is not None
@@ -108,7 +110,7 @@ class CSVLogger(Logger):
         kept = rows
         if self._rows_to_keep is not None:
             kept = rows[: self._rows_to_keep]
-            kept += [row for row in rows[self._rows_to_keep :] if float(row[0] or 0) <= self._last_step]
+            kept += [row for row in rows[self._rows_to_keep :] if float(row[0] or 0) <= self._resumed_step]
         if len(kept) < len(rows) or whole != text:
             _write_table(path, header, kept)
         self._columns = dict.fromkeys(header)

@@ -112,6 +112,20 @@ def test_what_was_logged_at_the_checkpoints_step_after_it_is_kept(tmp_path):
     assert read(tmp_path) == [{"step": 50, "a": 1.0}, {"step": 70, "test": 2.0}]
 
 
+def test_a_metric_called_step_does_not_keep_rows_that_come_again(tmp_path):
+    logger = opened(tmp_path)
+    logger.log_metrics({"a": 1.0}, step=640)  # the user's own axis, in samples
+    state = logger.state_dict() | {"global_step": 10}
+    logger.log_metrics({"test": 2.0}, step=10)
+    logger.log_metrics({"val_loss": 3.0}, step=20)
+    logger.finalize()
+    resumed = CSVLogger()
+    resumed.load_state_dict(state)
+    resumed.start(tmp_path)
+    resumed.finalize()
+    assert read(tmp_path) == [{"step": 640, "a": 1.0}, {"step": 10, "test": 2.0}]
+
+
 def test_a_checkpoint_never_knows_more_than_the_file(tmp_path):
     logger = opened(tmp_path)
     logger.log_metrics({"a": 1.0}, step=1)
