@@ -183,12 +183,20 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def draw_graphs(ctx: RunContext) -> None:
-    """Let the loggers that were asked to draw the module, which runs once for that; no random stream moves on."""
+    """Let the loggers that were asked to draw the module, which runs once for that; no random stream moves on.
+
+    An earlier fit may have left the module cut up: running it would be collective, so it is not drawn.
+    """
     loggers = [logger for logger in ctx.trainer.loggers if logger._draws_graph]
-    if ctx.fn == "fit" and loggers and ctx.rank == 0:
-        with isolate_rng():
-            for logger in loggers:
-                logger.log_graph(ctx.module)
+    if ctx.fn != "fit" or not loggers or ctx.rank != 0:
+        return
+    cut = any(hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id") for parameter in ctx.module.parameters())
+    if cut or any(hasattr(part, "_absent_name") for part in ctx.module.modules()):
+        warn_user("log_graph=True draws no graph: an earlier fit has divided the module over the processes")
+        return
+    with isolate_rng():
+        for logger in loggers:
+            logger.log_graph(ctx.module)
 
 
 # ---- hooks

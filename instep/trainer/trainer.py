@@ -798,4 +798,6 @@ class Trainer:
         manual_backward(self._run, loss, *args, **kwargs)
 
     def _batch_weight(self) -> float:
-        return 1.0 if self._ctx is None else rank_weight(self._ctx.loaders.train)
+        # Prepares nothing, which is collective: torch.jit reads all properties of a module, on one rank alone.
+        source = None if self._ctx is None else self._ctx.loaders.prepared_train
+        return 1.0 if source is None else rank_weight(source)

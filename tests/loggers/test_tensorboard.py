@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import yaml
 
 from instep.errors import InstepError, SettingError, UsageError
 from instep.loggers import TensorBoardLogger
-from tests.helpers.spawn import HANG_S
+from tests.helpers.spawn import HANG_S, run_ranks
 from tests.trainer.toys import Toy, loader, quiet
 
 # TensorBoard's readers use what newer Pythons and numpys warn about.
@@ -200,6 +201,36 @@ def test_the_graph_is_drawn_at_the_start_of_fit(tmp_path):
     events = EventAccumulator(str(trainer.log_dir))
     events.Reload()
     assert "layer" in str(events.Graph())
+
+
+class Graphed(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+def draw_twice(folder: Path, strategy: str) -> tuple[int, list[str]]:
+    """Fit twice on a rank; return the steps and the warnings of the second fit's start."""
+    logger, module = TensorBoardLogger(log_graph=True), Graphed()
+    settings: dict[str, Any] = {"devices": 2, "strategy": strategy, "logger": logger, "default_root_dir": folder}
+    trainer = quiet(max_epochs=1, **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader())
+        trainer.max_epochs = 2
+        trainer.fit(module, loader())
+    return trainer.global_step, [str(it.message) for it in caught if "log_graph=True" in str(it.message)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_rank_0_draws_the_graph_alone(tmp_path, strategy):
+    (steps, warned), (other_steps, on_rank_1) = run_ranks(draw_twice, 2, tmp_path, strategy)
+    assert steps == other_steps > 0
+    assert (len(warned), on_rank_1) == (int(strategy == "fsdp"), [])
 
 
 def test_the_placeholder_metric_comes_once(tmp_path):
