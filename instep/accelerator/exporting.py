@@ -28,7 +28,7 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: b
     """Write a model's weights, each file at one instant. Collective: the main process writes.
 
     Args:
-        state: name -> tensor; what is no tensor is left out.
+        state: name -> tensor, read on the main process; what is no tensor is left out.
         folder: made if it is not there.
         max_bytes: of tensors in each file.
         safe: safetensors; False: torch's own format.
@@ -36,11 +36,11 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: b
     Returns:
         The file, or the index of several.
     """
-    weights = {clean_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
-    files, index = parts_of(weights, max_bytes, _NAMES[safe])
-    target = folder / (_NAMES[safe] if index is None else f"{_NAMES[safe]}.index.json")
 
-    def write() -> None:
+    def write() -> Path:
+        weights = {clean_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+        files, index = parts_of(weights, max_bytes, _NAMES[safe])
+        target = folder / (_NAMES[safe] if index is None else f"{_NAMES[safe]}.index.json")
         folder.mkdir(parents=True, exist_ok=True)
         stem, _, suffix = _NAMES[safe].partition(".")
         old = [*folder.glob(f"{stem}-*-of-*.{suffix}"), folder / _NAMES[safe], folder / f"{_NAMES[safe]}.index.json"]
@@ -53,9 +53,9 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: b
             if path.name not in files and path != target:
                 with suppress(FileNotFoundError):
                     path.unlink()
+        return target
 
-    on_rank_zero(write, f"saving {target}")
-    return target
+    return on_rank_zero(write, f"saving a model's weights in {folder}")
 
 
 def save(obj: Any, f: PathLike, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -68,7 +68,8 @@ def save(obj: Any, f: PathLike, save_on_each_node: bool = False, safe_serializat
         safe_serialization: write a dict of tensors as safetensors.
 
     Raises:
-        UnsavableStateError: it cannot be pickled; the file that was there is intact.
+        UnsavableStateError: the object cannot be pickled, or is no dict of tensors with `safe_serialization`; the file
+            that was there is intact.
 
     Example:
         >>> save({"a": 1}, "notes.pt")  # doctest: +SKIP
@@ -80,9 +81,10 @@ def save(obj: Any, f: PathLike, save_on_each_node: bool = False, safe_serializat
     try:
         _write(obj, file, safe_serialization)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
+        takes = "a dict of tensors" if safe_serialization else "what torch.save can pickle"
         raise UnsavableStateError(
-            f"a {type(obj).__name__} could not be saved as {file}: {error}. Save what torch.save can pickle, such as a "
-            "state_dict; the file that was there is intact.",
+            f"a {type(obj).__name__} could not be saved as {file}: {error}. Give {takes}, such as a state_dict; the "
+            "file that was there is intact.",
             path=file,
         ) from error
 

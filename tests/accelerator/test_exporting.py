@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from instep.accelerator import save
 from instep.checkpoint import load_weights
-from instep.errors import SettingError
+from instep.errors import SettingError, UnsavableStateError
 from tests.accelerator.loops import Net
 
 
@@ -48,6 +48,8 @@ def test_objects_are_saved_as_torch_does_or_as_safetensors(make: Any, tmp_path: 
     save({"x": torch.ones(2)}, tmp_path / "a.pt", save_on_each_node=True)
     make().save({"x": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=True)
     assert torch.load(tmp_path / "a.pt")["x"].tolist() == load_file(tmp_path / "a.safetensors")["x"].tolist() == [1, 1]
+    with pytest.raises(UnsavableStateError, match="Give a dict of tensors"):
+        save([1], tmp_path / "a.safetensors", safe_serialization=True)
 
 
 def test_a_state_is_always_safetensors(make: Any, tmp_path: Path) -> None:

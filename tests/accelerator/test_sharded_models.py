@@ -77,6 +77,8 @@ def train(strategy: Any, folder: Path, order: str = "together", load: Path | Non
             if len(losses) == STEPS - (SAVED if load is not None else 0):
                 break
     accelerator.save_model(model, folder)
+    index = accelerator.save_model(model, folder / "parts", max_shard_size=8)
+    assert index.name == "model.safetensors.index.json", "on every rank, also where no weights are"
     kinds = {type(p).__name__ for group in optimizer.optimizer.param_groups for p in group["params"]}
     parts = sum(isinstance(it, FSDPModule) for it in accelerator.unwrap_model(model).modules())
     whole = accelerator.get_state_dict(model)
