@@ -289,7 +289,7 @@ class Loaders:
             if now != then:
                 for source in self._eval.pop("val", ()):
                     source.close()
-        if "val" not in self._eval:
+        if "val" not in self._eval or self._loaded_epoch is None:  # None: `num_val_batches` was read before
             self._loaded_epoch = epoch
         return self.evaluation("val")
 

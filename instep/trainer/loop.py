@@ -6,13 +6,14 @@ import copy
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from instep.data import BatchSource
 from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH, STEP
 from instep.errors import HookError, Preempted, SettingError
@@ -140,8 +141,8 @@ def check_sanity(ctx: RunContext) -> None:
     rng = rng_state()
     ctx.trainer.state.stage = RunningStage.SANITY_CHECKING
     ctx.hooks.call("on_sanity_check_start")
-    sources = ctx.loaders.validation(ctx.position.epoch)
-    if evaluate(ctx, "sanity_check", sources, None if limit == -1 else limit) is not None:
+    sources = validation_sources(ctx)
+    if not sources or evaluate(ctx, "sanity_check", sources, None if limit == -1 else limit) is not None:
         ctx.hooks.call("on_sanity_check_end")
     ctx.trainer.state.stage = RunningStage.TRAINING
     set_rng_state(rng)  # training does not depend on whether it ran
@@ -393,6 +394,13 @@ def check_clock(ctx: RunContext) -> None:
         ctx.triggers.set("validate", "val_check_interval")
 
 
+def validation_sources(ctx: RunContext) -> Sequence[BatchSource]:
+    """Return the loaders of this epoch's validation. Where a loader method gives none, the run goes on without one."""
+    sources = ctx.loaders.validation(ctx.position.epoch)
+    ctx.validation.enabled = bool(sources)  # callbacks that wait for a validation must know
+    return sources
+
+
 def validate(ctx: RunContext) -> None:
     """Run the validation loaders, then agree on what was asked for in the meantime."""
     at = ctx.position
@@ -401,7 +409,8 @@ def validate(ctx: RunContext) -> None:
     at.validated = True
     ctx.log.leave("training_step")
     before = BeforeValidation(ctx)
-    if evaluate(ctx, "validate", ctx.loaders.validation(at.epoch)) is None:
+    sources = validation_sources(ctx)
+    if sources and evaluate(ctx, "validate", sources) is None:
         at.validated = False  # a resumed run validates again, from its start
         before.restore()
     plan_next_validation(ctx)

@@ -218,7 +218,7 @@ _FIXED = frozenset(
     }
 )  # fmt: skip
 ATTRIBUTES = frozenset(field.name for field in fields(Settings)) - {"strategy", "logger", "callbacks"}
-"""Arguments that the Trainer has no attribute of its own for."""
+"""Arguments that `trainer.<name> = ...` sets by `change`."""
 
 
 def change(settings: Settings, name: str, value: Any) -> Settings:

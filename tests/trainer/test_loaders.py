@@ -313,6 +313,36 @@ def test_validation_is_reloaded_by_the_epochs_that_validate(
     assert (before, asked) == ([0] * sanity, expected)
 
 
+def test_validation_that_was_asked_for_early_is_reloaded_too():
+    asked: list[int] = []
+
+    class Own(LoggingToy):
+        def val_dataloader(self) -> Any:
+            asked.append(self.current_epoch)
+            return loader(3, 3)
+
+        def on_train_start(self) -> None:
+            assert self.trainer.num_val_batches == [1]
+
+    trainer = quiet(max_epochs=3, num_sanity_val_steps=0, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Own(), loader(3, 3))
+    assert asked == [0, 1, 2]
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_val_dataloader_that_returns_none_is_no_validation(every: int):
+    class Own(LoggingToy):
+        def val_dataloader(self) -> Any:
+            return None
+
+        def on_validation_start(self) -> None:
+            raise AssertionError
+
+    trainer = quiet(max_epochs=1, reload_dataloaders_every_n_epochs=every)
+    trainer.fit(Own(), loader(3, 3))
+    assert (trainer.global_step, trainer.enable_validation) == (1, False)
+
+
 def test_what_is_reloaded_is_prepared_like_the_first_and_the_old_is_closed(monkeypatch: pytest.MonkeyPatch):
     seen: list[Any] = []
     closed: list[Any] = []
