@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 
 from instep.data.plan import gradient_correction, window_scale
 from instep.distributed import all_reduce_
@@ -376,14 +377,13 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def _ended(self) -> bool:
-        """Tell, and say once, that a schedule of so many steps is over: torch would end the run with an error."""
-        total = getattr(self.scheduler, "total_steps", None)
-        if total is None or self.scheduler.last_epoch < total:
+        """Tell whether a OneCycleLR is over, and warn once: torch would end the run with an error."""
+        if not isinstance(self.scheduler, OneCycleLR) or self.scheduler.last_epoch < self.scheduler.total_steps:
             return False
         if not self._told:
             self._told = True
             warn_user(
-                f"{type(self.scheduler).__name__} has taken its {total} steps; the learning rate stays as it is. It "
+                f"OneCycleLR has taken its {self.scheduler.total_steps} steps; the learning rate stays as it is. It "
                 "steps once per optimizer step, on any number of processes"
             )
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -446,6 +447,29 @@ def test_backward_outside_of_accumulate_divides_by_the_steps_and_is_warned_of_on
     accelerator = make()
     model = accelerator.prepare(linear()[0])
     accelerator.backward(model(torch.ones(1, 1)).mean())  # windows of one need no accumulate
+
+
+class Longer(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule that goes on after the steps that it has a number of."""
+
+    total_steps = 1
+
+
+def test_a_one_cycle_that_is_over_is_warned_of_once(make: Any) -> None:
+    accelerator = make()
+    (model, optimizer), (other, second) = linear(), linear()
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=3)
+    longer = Longer(second, lambda step: 1.0 + step)
+    prepared = accelerator.prepare(first=model, second=other)
+    optimizers, schedulers = accelerator.prepare(optimizer, second), accelerator.prepare(cycle, longer)
+    assert prepared
+    for step in range(1, 6):
+        for each in optimizers:
+            each.step()
+        with pytest.warns(UserWarning, match="has taken its 3 steps") if step == 4 else nullcontext():
+            for each in schedulers:
+                each.step()
+    assert (cycle.last_epoch, longer.last_epoch) == (3, 5)
 
 
 def test_rows_of_a_whole_batch_are_cut_in_the_last_one(make: Any) -> None:
