@@ -191,13 +191,14 @@ def _sizes(module: nn.Module, shown: dict[str, nn.Module]) -> dict[str, tuple[An
         if first.dtype in (torch.float16, torch.bfloat16):
             example = map_leaves(lambda leaf: _as(leaf, first.dtype), example)
     modes = {part: part.training for part in module.modules()}
+    run = module._call_impl  # compiled or not: the compiler would need its time for this one run
     try:
         module.eval()
         with torch.no_grad(), isolate_rng():  # a run with a summary is the run without one
             if isinstance(example, dict):
-                module(**example)
+                run(**example)
             else:
-                module(*(example if isinstance(example, list | tuple) else (example,)))
+                run(*(example if isinstance(example, list | tuple) else (example,)))
     finally:
         for part, training in modes.items():
             part.training = training
