@@ -71,7 +71,6 @@ MOVED = {
         "AttributeDict": "instep.utils.AttributeDict",
         "grad_norm": "instep.utils.grads.grad_norm",
         "isolate_rng": "instep.utils.seed.isolate_rng",
-        "summarize": "instep.callbacks.summarize",
         "LightningCLI": "instep.cli.TrainerCLI",
         "LightningArgumentParser": "instep.cli.TrainerArgumentParser",
         **{
