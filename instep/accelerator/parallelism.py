@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from instep.errors import SettingError
+from instep.strategies import Strategy, resolve_strategy
 from instep.utils.checks import at_least, check_fields
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from instep.strategies import Strategy
 
 _ORDER = ("dp_replicate", "dp_shard", "cp", "tp")  # of a mesh's dimensions
 
@@ -131,8 +130,5 @@ class ParallelismConfig:
         """Return the strategy that lays processes out so: "ddp" for copies alone, else a `MeshStrategy`."""
         if self.active_mesh_dims in (["dp_replicate"], []):
             return "ddp"
-        from instep.strategies import MeshStrategy  # late: it loads much of torch.distributed
-
-        return MeshStrategy(
-            dp_replicate=self.dp_replicate_size, dp_shard=self.dp_shard_size, cp=self.cp_size, tp=self.tp_size
-        )
+        sizes = {"dp_replicate": self.dp_replicate_size, "dp_shard": self.dp_shard_size}
+        return resolve_strategy("tp", self.total_size, options={**sizes, "cp": self.cp_size, "tp": self.tp_size})

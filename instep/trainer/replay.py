@@ -11,6 +11,7 @@ import functools
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -183,6 +184,7 @@ class _Recorder(Callback):
         """End at once: neither hooks nor the rest of the program may act on a run that only repeats another."""
         self._file.close()
         trainer.all_ranks_arrive(_ALL_ARRIVE_S)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch's DataLoader raises here for a worker that is killed
         for worker in multiprocessing.active_children():
             worker.kill()
         sys.stdout.flush()

@@ -371,8 +371,8 @@ INSTEAD: dict[str, dict[str, str]] = {
         "data_efficiency": "it works with DeepSpeed's own loader only",
         "curriculum_learning": "it works with DeepSpeed's own loader only",
         "hybrid_engine": "it is not supported",
-        "tensor_parallel": "strategy='mesh' has tensor parallelism",
-        "sequence_parallel_size": "strategy='mesh' has sequence and context parallelism",
+        "tensor_parallel": "MeshStrategy(tp=...) has tensor parallelism",
+        "sequence_parallel_size": "MeshStrategy(tp=..., cp=...) has sequence and context parallelism",
     },
     "notebook_launcher": {
         "mixed_precision": "give precision= to the Trainer or Accelerator in the function",

@@ -130,6 +130,10 @@ def test_manual_optimization_steps_twice(checkpoint: Path, output: Path, tmp_pat
                 self.manual_backward(loss)
                 optimizer.step()
 
+        def configure_optimizers(self) -> Any:
+            both = super().configure_optimizers()
+            return {**both, "lr_scheduler": both["lr_scheduler"]["scheduler"]}
+
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             assert outputs is None
 

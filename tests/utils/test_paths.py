@@ -37,7 +37,7 @@ def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert to_path("~/a") == local_path(Path("~/a")) == tmp_path / "a"
     assert ModelCheckpoint(dirpath="~/a").dirpath == str(tmp_path / "a")
-    assert Trainer(default_root_dir="~/a", logger=False).default_root_dir == tmp_path / "a"
+    assert Trainer(default_root_dir="~/a", logger=False).default_root_dir == str(tmp_path / "a")
     assert CSVLogger("~/a").save_dir == str(tmp_path / "a")
     accelerator = Accelerator(
         cpu=True, project_config=ProjectConfiguration("~/a", automatic_checkpoint_naming=True), log_with="csv"
