@@ -140,7 +140,11 @@ class Strategy:
         if device.type == "xla" and not self.runs_on_xla:
             raise self._refused("does not run on XLA devices. Use 'xla', 'xla_spmd' or 'xla_fsdp'.")
         if self._constructed is None:
-            self._constructed = {name: copy(value) for name, value in self.__dict__.items()}
+            # Only what a run may fill: a process group or a lock of a user's strategy cannot be copied.
+            self._constructed = {
+                name: copy(value) if isinstance(value, dict | list | set) else value
+                for name, value in self.__dict__.items()
+            }
         self.device = device
         self.precision = precision
         self.gradients = self.gradients_class(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -50,3 +51,20 @@ def test_the_base_class_writes_everything_on_one_rank() -> None:
     assert Strategy().local_shards(tree) is tree
     with pytest.raises(SettingError, match="runs in one process"):
         Strategy().check_world_size(2)
+
+
+def test_a_strategy_may_hold_what_cannot_be_copied():
+    class Locked(Strategy):
+        name = "locked"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock, self.options = Lock(), {"a": 1}
+
+    strategy = Locked()
+    trainer = quiet(strategy=strategy, max_epochs=1)
+    trainer.fit(LoggingToy(), loader())
+    assert trainer.global_step == 4
+    strategy.options["a"] = 2
+    kept = strategy.__getstate__()
+    assert (kept["options"], kept["lock"]) == ({"a": 1}, strategy.lock)
