@@ -41,7 +41,7 @@ quickstart: $(VENV)/.examples  ## train the digits example, then say where its d
 
 test: $(VENV)/.test  ## run the tests, but for those of large packages and of SLURM and MPI
 	$(PYTEST) -m 'not extras'
-	@echo 'Left out: what needs deepspeed, ray, transformers, SLURM or MPI (make test-all), and torch_xla (make test-xla).'
+	@echo 'Left out: what needs deepspeed, Hydra, ray, transformers, SLURM or MPI (make test-all), and torch_xla (make test-xla).'
 
 test-all: $(VENV)/.dev  ## run what make test leaves out
 	$(PYTEST) -m extras

@@ -58,7 +58,7 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
         yield made
 
 
-_EXTRAS = ("deepspeed", "ray", "transformers", "slurm", "mpi")  # what `make test` leaves out
+_EXTRAS = ("deepspeed", "hydra", "ray", "transformers", "slurm", "mpi")  # what `make test` leaves out
 
 
 def _missing() -> dict[str, str | None]:
@@ -67,6 +67,7 @@ def _missing() -> dict[str, str | None]:
         "gpu": None if torch.cuda.is_available() else "no CUDA device",
         "xla": None if find_spec("torch_xla") else "torch_xla is not installed",
         "deepspeed": None if find_spec("deepspeed") else "deepspeed is not installed",
+        "hydra": None if find_spec("hydra") else "hydra-core is not installed",
         "ray": None if find_spec("ray") else "ray is not installed",
         "transformers": None if find_spec("transformers") else "transformers is not installed",
         "slurm": slurm.missing(),

@@ -61,7 +61,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return one
 
 
-@pytest.mark.slow
+@pytest.mark.hydra
 def test_ranks_join_the_job_and_its_folder(plain: dict[str, Any], tmp_path: Path) -> None:
     """In a folder named by the time, which is the working directory too."""
     done = run(tmp_path, "devices=2", "hydra.job.chdir=True")
@@ -76,7 +76,7 @@ def test_ranks_join_the_job_and_its_folder(plain: dict[str, Any], tmp_path: Path
     assert {path.name for path in tmp_path.iterdir()} == {"outputs"}
 
 
-@pytest.mark.slow
+@pytest.mark.hydra
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_stopped_run_is_gone_on_with_by_the_same_command(plain: dict[str, Any], devices: int, tmp_path: Path) -> None:
     command = (f"devices={devices}", "hydra.run.dir='out/it, (1)'", "hydra.job.chdir=True")
@@ -92,7 +92,7 @@ def test_a_stopped_run_is_gone_on_with_by_the_same_command(plain: dict[str, Any]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["it, (1)"]
 
 
-@pytest.mark.slow
+@pytest.mark.hydra
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_jobs_of_a_sweep_run_once_each(devices: int, tmp_path: Path) -> None:
     run(tmp_path, f"devices={devices}", "lr=0.1,0.2", "hydra.job.chdir=True", "-m")
@@ -105,7 +105,7 @@ def test_the_jobs_of_a_sweep_run_once_each(devices: int, tmp_path: Path) -> None
     assert len({one["weights"] for one in jobs}) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.hydra
 def test_a_failure(tmp_path: Path) -> None:
     alone = run(tmp_path, "do=fail", code=1)
     assert alone.stderr.rstrip().endswith("Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.")
@@ -118,7 +118,7 @@ def test_a_failure(tmp_path: Path) -> None:
     assert said(tmp_path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.hydra
 def test_a_failure_in_a_sweep(tmp_path: Path) -> None:
     """One process goes on with the next job, as Hydra does; ranks end, since one that failed alone meets nobody."""
     run(tmp_path, "do=fail,nothing", "root=${hydra:runtime.output_dir}", "--multirun", code=1)
@@ -131,7 +131,7 @@ def test_a_failure_in_a_sweep(tmp_path: Path) -> None:
     assert "job 1 of this sweep asks for several devices" in late.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.hydra
 def test_ranks_of_a_launcher(plain: dict[str, Any], tmp_path: Path) -> None:
     launch = ("-m", "instep.cli.main", "launch", "--devices", "2")
     run(tmp_path, "devices=2", "hydra.run.dir=out", "hydra.job.chdir=True", start=launch)
