@@ -351,7 +351,7 @@ class RunFolder:
     def _logged_apart(self, state: dict[str, Any]) -> bool:
         """Return whether the run of a checkpoint had a folder of this logger, which has logs and no run."""
         for (kind, _), kept in state["loggers"].items():
-            version = kept.get("version")  # a logger of the user's own may have none
+            version = kept.get("version") if isinstance(kept, dict) else None  # one of the user's own may have none
             if kind == type(self._logger).__name__ and isinstance(version, int | str):
                 folder = (self.base / folder_name(version)).absolute()
                 return self._named in (None, folder) and folder.is_dir() and not is_run(folder)

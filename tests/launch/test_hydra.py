@@ -34,7 +34,6 @@ def test_overrides_stand_behind_the_users(given: str, expected: str) -> None:
 
 
 def run(folder: Path, *overrides: str, start: tuple[str, ...] = (), code: int = 0, **env: str) -> Finished:
-    pytest.importorskip("hydra", reason="needs hydra-core")
     folder.mkdir(exist_ok=True)
     argv = [warm_python(), *start, PROGRAM, f"said={folder}/said.jsonl", *overrides]
     done = run_command(argv, env={"PYTHONPATH": str(HERE.parents[2]), **env}, cwd=folder)
