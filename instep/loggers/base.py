@@ -11,11 +11,12 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import CorruptCheckpointError, InstepError, LogError, SettingError, UsageError
-from instep.loggers.folders import RUNS, folder_name, make_next, next_version, version_of
+from instep.loggers.folders import RUNS, folder_name, is_free, make_next, next_version, version_of
 from instep.types import Location, PathLike
 from instep.utils.checks import PATH
 from instep.utils.hparams import plain_values
 from instep.utils.paths import local_path, to_path
+from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -208,6 +209,16 @@ class Logger:
     def follow(self, folder: str) -> None:
         """Write into this folder of `runs_dir` from the next start on: the run's. Called by the Trainer."""
         self._version = version_of(folder)
+
+    def begin_anew(self) -> None:
+        """Write into a folder of `runs_dir` that no other run has, from the next start on. Called by the Trainer."""
+        if self.runs_dir is None or self._early:
+            return
+        self._version = self._given_version
+        if self._version is not None and not is_free(taken := self.runs_dir / folder_name(self._version)):
+            self._version = next_version(self.runs_dir)
+            new = self.runs_dir / folder_name(self._version)
+            warn_user(f"{taken} is taken: it has the files of another run. {type(self).__name__} writes into {new}")
 
     def discard(self) -> None:
         """Take back what was written before a run: the ranks that are about to start do all of it again."""

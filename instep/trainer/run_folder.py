@@ -70,6 +70,7 @@ class RunFolder:
         self._logger: Logger | None = None  # the first with a `save_dir`: run folders are its folders
         self._visits = False  # an evaluation logs into the folder of a run that may be another's
         self._made = False  # the folder is new
+        self._evaluated = False  # evaluations have taken it, and no fit
         self._said: dict[str, Any] = {}  # what `status.json` has
         self._claimed: Path | None = None  # made for a logger that was used before the run
         self.given: Sequence[Path] = ()  # folders of configurations; the first that is a run's is where to look
@@ -88,9 +89,10 @@ class RunFolder:
             logger.attach(self.claim, logger is self._logger)
 
     def leave_visited(self) -> None:
-        """Leave the folder that only an evaluation logged into: a fit chooses its own."""
-        if self._visits:
-            self.path, self._visits = None, False
+        """Leave the folder that evaluations alone have written into: a fit looks for a run to go on with first."""
+        if self._evaluated:
+            self._claimed = self._claimed if self._visits else self.path  # for a run that begins
+            self.path, self._visits, self._evaluated = None, False, False
 
     # ---- choosing; all collective: rank 0 looks at the disk
 
@@ -138,8 +140,9 @@ class RunFolder:
         only = ckpt_path != "auto"
         keyword = "last" if ckpt_path == "auto" and kind is None else ckpt_path
         look = f"looking for runs in {self.base}"
-        versions = [self.path] if self.path else on_rank_zero(lambda: self._candidates(only), look)
-        apart = [] if self.path else on_rank_zero(self._runs_apart, look)
+        own = None if self._evaluated else self.path
+        versions = [own] if own else on_rank_zero(lambda: self._candidates(only), look)
+        apart = [] if own else on_rank_zero(self._runs_apart, look)
         for version in [*versions, *apart]:
             store, found = checkpoint.CheckpointStore(version / "checkpoints"), None
             goes_on = self.path is None and ckpt_path == "auto" and ctx.fn == "fit"
@@ -162,13 +165,12 @@ class RunFolder:
             return found
         if broken is not None:
             raise broken
-        folder = self.path or (versions[0] if only and len(versions) == 1 else self.base.absolute())
+        folder = own or (versions[0] if only and len(versions) == 1 else self.base.absolute())
         if ckpt_path == "auto":
             return self._none(ctx, folder)
+        fresh = ", or 'auto' to start fresh where there is none" if ctx.fn == "fit" else ""
         raise CheckpointNotFoundError(
-            f"ckpt_path={asked!r}: there is no checkpoint in {folder}. Give a path, or 'auto' to "
-            "start fresh where there is none.",
-            path=folder,
+            f"ckpt_path={asked!r}: there is no checkpoint in {folder}. Give a path{fresh}.", path=folder
         )
 
     @staticmethod
@@ -207,6 +209,7 @@ class RunFolder:
         A folder of another run is left alone: this one gets the next version, and a warning.
         """
         if self.path is None:
+            self._evaluated = ctx.fn != "fit"
             doing = f"making a run folder in {self.base}"
             self.path, self._visits, self._made = on_rank_zero(lambda: self._choose(ctx), doing)
             named = self._named
@@ -215,12 +218,21 @@ class RunFolder:
                     f"{named} is taken: it has the files of another run. This run writes into {self.path}, and "
                     "ckpt_path='auto' with the same version finds it there"
                 )
+            if self._made and ctx.rank == 0:
+                for logger in ctx.trainer.loggers:
+                    if not self._has(logger):
+                        logger.begin_anew()
         if self._logger is not None:
             named = self._named
             if self.path == named or self.path.parent == self.base.absolute():
                 asked = self._logger.asked_folder  # it may be several folders deep, as "a/b"
                 self._logger.follow(asked if asked is not None and self.path == named else self.path.name)
         return self.path
+
+    def _has(self, logger: Logger) -> bool:
+        """Return whether a logger writes into the run folder."""
+        here = logger.runs_dir is None or logger.runs_dir.absolute() == self.base.absolute()
+        return logger is self._logger or (here and logger.asked_folder in (None, getattr(self.path, "name", None)))
 
     def _choose(self, ctx: RunContext) -> tuple[Path, bool, bool]:
         """Return the folder; whether it is only visited; whether it is new."""
@@ -284,7 +296,7 @@ class RunFolder:
 
     def forget(self, main: bool) -> None:
         """Let the next run choose anew; the main process removes a folder that holds no more than a run's status."""
-        folder, self.path, self._claimed = self.path, None, None
+        folder, self.path, self._claimed, self._evaluated = self.path, None, None, False
         if main and folder is not None and self._made:
             files = [path.name for path in folder.rglob("*") if not path.is_dir()]
             if all(is_bookkeeping(name) or name.startswith(".lease-") for name in files):

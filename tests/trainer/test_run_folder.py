@@ -369,6 +369,36 @@ def test_a_runs_own_configuration_says_which_run_of_a_logger_is_meant(tmp_path: 
         assert (trainer.log_dir, trainer.global_step) == (run.log_dir, 8)
 
 
+def test_a_run_that_begins_in_a_new_folder_writes_into_no_loggers_old_one(tmp_path: Path):
+    def fit(epochs: int, ckpt_path: Any = None, version: Any = None) -> Trainer:
+        trainer = logging_to([TensorBoardLogger(tmp_path / "tb"), CSVLogger(tmp_path / "csv", version=version)], epochs)
+        trainer.fit(LoggingToy(), loader(), ckpt_path=ckpt_path)
+        return trainer
+
+    first = fit(1)
+    before = contents(tmp_path / "csv")
+    path = first.checkpoint_callback.last_model_path  # type: ignore[union-attr]
+    assert [Path(logger.log_dir or "").name for logger in fit(2, path).loggers] == ["version_1", "version_1"]
+    with pytest.warns(UserWarning, match="CSVLogger writes into .*version_2"):
+        fit(1, version=0)
+    assert before.items() <= contents(tmp_path / "csv").items()
+    assert [Path(logger.log_dir or "").name for logger in fit(3, "auto").loggers] == ["version_2", "version_2"]
+
+
+def test_an_evaluation_before_it_keeps_no_fit_from_its_run(tmp_path: Path):
+    logging_to(True, 1, default_root_dir=tmp_path).fit(LoggingToy(), loader())
+    trainer = logging_to(True, 2, default_root_dir=tmp_path)
+    for _ in range(2):
+        trainer.test(LoggingToy(), loader(), ckpt_path="best", verbose=False)
+    trainer.fit(LoggingToy(), loader(), ckpt_path="auto")
+    assert (trainer.global_step, trainer.log_dir) == (8, str(tmp_path / "instep_runs" / "version_0"))
+    new = logging_to(True, 1, default_root_dir=tmp_path)
+    new.test(LoggingToy(), loader(), verbose=False)
+    folder = new.log_dir
+    new.fit(LoggingToy(), loader())
+    assert new.log_dir == folder, "a run that begins takes it"
+
+
 def test_one_logger_of_several_trainers(tmp_path: Path):
     logger = CSVLogger(tmp_path)
     folders = []
