@@ -56,6 +56,7 @@ PUBLIC = {
         "InitProcessGroupKwargs",
         "KwargsHandler",
         "LocalSGD",
+        "LoggerType",
         "ParallelismConfig",
         "ProfileKwargs",
         "ProjectConfiguration",

@@ -20,7 +20,7 @@ from instep.accelerator.logging import get_logger, tqdm
 from instep.accelerator.memory import clear_device_cache, find_executable_batch_size, release_memory
 from instep.accelerator.parallelism import ParallelismConfig
 from instep.accelerator.rng import set_seed, synchronize_rng_states
-from instep.accelerator.trackers import GeneralTracker, register_tracker_class
+from instep.accelerator.trackers import GeneralTracker, LoggerType, register_tracker_class
 from instep.accelerator.unwrapping import convert_outputs_to_fp32, extract_model_from_parallel
 from instep.data import DataLoaderConfiguration
 
@@ -36,6 +36,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LocalSGD",
+    "LoggerType",
     "ParallelismConfig",
     "ProfileKwargs",
     "ProjectConfiguration",

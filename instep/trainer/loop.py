@@ -164,7 +164,8 @@ def start_training(ctx: RunContext) -> None:
     if is_finished(ctx):
         trainer.print(
             f"Nothing is left to train: epoch {at.epoch + at.epoch_ended} and step {at.global_step} are done, with "
-            f"max_epochs={s.max_epochs}, max_steps={s.max_steps}. Raise one of them, or make a new Trainer."
+            f"max_epochs={s.max_epochs}, max_steps={s.max_steps}. Raise one of them; "
+            "a new run needs another folder, or no ckpt_path."
         )
 
 
@@ -330,7 +331,7 @@ def print_why_it_ended(ctx: RunContext) -> None:
         why = f"max_steps={s.max_steps} reached"
     else:
         why = f"max_epochs={s.max_epochs} reached"
-    trainer.print(f"fit ended at step {at.global_step}: {why}.")
+    trainer.print(f"fit ended at step {at.global_step}: {why.rstrip('.')}.")
     steps = [getattr(callback, "settled_step", 0) for callback in ctx.callbacks if saves(callback)]
     settled = max(steps, default=at.global_step)
     if settled < at.global_step:

@@ -227,6 +227,10 @@ def check_hooks(ctx: RunContext) -> None:
             raise HookError(f"{name} has no {needed}; trainer.{ctx.fn} needs it{hint}")
     if ctx.fn == "predict" and module.predict_step is None:
         raise HookError(f"{name} has no predict_step: it was set to None; trainer.predict needs it")
+    if ctx.fn == "predict" and not any(
+        is_overridden(module, step, TrainModule) for step in ("predict_step", "forward")
+    ):
+        raise HookError(f"{name} has no predict_step and no forward; trainer.predict needs one of them")
     if ctx.fn == "fit" and not module.automatic_optimization:
         for setting in ("gradient_clip_val", "global_batch_size"):
             if getattr(ctx.settings, setting) is not None:

@@ -292,7 +292,7 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
     kind = "weights" if saved is None else saved.reader.manifest.info.get("kind")
     parts = asked or Resume()
     if kind == "weights" and not parts.weights_only:
-        what = "is a file of weights only" if saved is None else "holds weights only"
+        what = "is a file, of which the weights alone are taken" if saved is None else "holds weights only"
         raise CheckpointError(
             f"{path} {what}, so a run cannot be resumed from it. Begin a new run with its weights by fit(..., "
             "resume=Resume.weights()), or resume from a full checkpoint.",

@@ -112,8 +112,8 @@ MOVED = {
                 "AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration",
                 "DistributedDataParallelKwargs", "GeneralTracker", "GradScalerKwargs", "GradientAccumulationPlugin",
                 "InitProcessGroupKwargs", "KwargsHandler", "LocalSGD", "ParallelismConfig", "ProfileKwargs",
-                "ProjectConfiguration", "TorchDynamoPlugin", "clear_device_cache", "convert_outputs_to_fp32",
-                "extract_model_from_parallel",
+                "LoggerType", "ProjectConfiguration", "TorchDynamoPlugin", "clear_device_cache",
+                "convert_outputs_to_fp32", "extract_model_from_parallel",
                 "find_executable_batch_size", "get_logger", "register_tracker_class", "release_memory", "save",
                 "set_seed", "skip_first_batches", "synchronize_rng_states", "tqdm",
             )
@@ -214,7 +214,6 @@ ADVICE = {
         ),
         "use Trainer(strategy=instep.strategies.MeshStrategy(dp_shard=, tp=, cp=))",
     ),
-    "LoggerType": 'use its name: "tensorboard", "wandb" or "csv"',
     "PrecisionType": 'use its name: "no", "fp16", "bf16" or "fp8"',
     "merge_fsdp_weights": "use `instep merge-weights`",
     "write_basic_config": "use `instep config default`",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from instep.accelerator import GeneralTracker, register_tracker_class, trackers
+from instep.accelerator import GeneralTracker, LoggerType, register_tracker_class, trackers
 from instep.errors import SettingError, UsageError
 from instep.loggers import CSVLogger, Logger
 
@@ -154,6 +154,13 @@ class Printed(GeneralTracker):
 
     def finish(self) -> None:
         self.calls.append("finish")
+
+
+def test_names_of_trackers_are_their_texts(make: Any, tmp_path: Path) -> None:
+    accelerator = make(log_with=LoggerType.CSV, project_dir=tmp_path)
+    accelerator.init_trackers("mine")
+    assert accelerator.get_tracker("csv").name
+    accelerator.end_training()
 
 
 def test_trackers_of_the_users_own_are_known_by_name(

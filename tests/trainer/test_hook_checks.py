@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from instep import Callback, DataModule
+from instep import Callback, DataModule, TrainModule
 from instep.errors import HookError, UsageError
 from tests.trainer.toys import Toy, loader, quiet
 
@@ -168,6 +168,8 @@ def test_none_in_the_place_of_a_hook_turns_it_off():
     with pytest.warns(UserWarning, match="has no validation_step"):
         quiet(max_steps=1).fit(module)
     module.predict_step = None
+    with pytest.raises(HookError, match="TrainModule has no predict_step and no forward"):
+        quiet().predict(TrainModule(), loader())
     with pytest.raises(HookError, match="Model has no predict_step"):
         quiet().predict(module, loader())
 

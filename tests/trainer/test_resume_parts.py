@@ -137,7 +137,9 @@ def test_from_a_file_of_weights(saved: Any, tmp_path: Path, capsys: pytest.Captu
         assert trainer.global_step == 4
         assert f"Took up weights of {file}\n  weights: 4 of 4 entries\n" in capsys.readouterr().out
         for resume in (None, Resume(optimizer=False)):
-            with pytest.raises(CheckpointError, match=r"file of weights only.*resume=Resume\.weights\(\)"):
+            with pytest.raises(
+                CheckpointError, match=r"is a file, of which the weights alone.*resume=Resume\.weights\(\)"
+            ):
                 fit(tmp_path / "none", Net(), ckpt_path=file, resume=resume)
 
 

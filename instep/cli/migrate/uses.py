@@ -13,6 +13,7 @@ import libcst as cst
 
 from instep.cli.migrate.survey import Names, Plan, code
 from instep.errors import InstepError
+from instep.types import ReadOnly
 from instep.utils import porting
 
 _KINDS = {  # what scripts derive classes from, which may have any attribute
@@ -22,6 +23,7 @@ _KINDS = {  # what scripts derive classes from, which may have any attribute
     "Logger": "instep.Logger",
 }
 _STATISTIC = re.compile(r"loss|norm|num_|_num|count|items|\btotal")  # not rows of a batch
+_SAVED = re.compile(r"(best|last)_model_path")  # of a ModelCheckpoint
 _ROWS = re.compile(r"batch|pred|label|logit|target|reference")
 _COLLECTIVE = ("save_checkpoint", "save_state", "save_model", "get_state_dict", "load_state")
 _ONE_RANK = ("is_main_process", "is_local_main_process", "is_global_zero")
@@ -201,7 +203,7 @@ class Uses(cst.CSTVisitor):
     def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
         if isinstance(node.target, cst.Attribute) and (owner := self._owner(node.target.value)):
             found = getattr(load(owner), node.target.attr.value, None)
-            if isinstance(found, property) and found.fset is None:
+            if isinstance(found, ReadOnly) or (isinstance(found, property) and found.fset is None):
                 self.plan.todo(node.target, f"{code(node.target)} cannot be set: {_first_line(found)}")
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
@@ -231,6 +233,9 @@ class Uses(cst.CSTVisitor):
             if target.startswith("instep."):
                 self._arguments(node, target.rpartition(".")[2], load(target))
         elif isinstance(node.func, cst.Attribute):
+            if code(node.func) == "torch.load" and _SAVED.search(code(node)):
+                text = "a checkpoint is a folder: load_from_checkpoint(path), or instep.checkpoint.load_weights(path)"
+                self.plan.todo(node, f"{code(node)}: {text}")
             self._call_of_method(node, node.func, node.func.attr.value)
 
     def _call_of_method(self, node: cst.Call, function: cst.Attribute, name: str) -> None:

@@ -227,6 +227,13 @@ def test_small_pieces(old: str, new: str | None) -> None:
         ("from lightning.pytorch.demos import WikiText2", 1, "todo", "package for demonstrations"),
         (_L + "L.Trainer().fit(ckpt_path='x.ckpt')", 2, "note", "checkpoint convert"),
         (
+            _L + "import torch\nt = L.Trainer()\ntorch.load(t.checkpoint_callback.best_model_path)",
+            4,
+            "todo",
+            "load_weights",
+        ),
+        (_L + "t = L.Trainer()\nt.optimizers = []", 3, "todo", "cannot be set"),
+        (
             _L + "def f(t: L.Trainer):\n  if t.is_global_zero:\n    t.save_checkpoint('x')",
             4,
             "todo",
