@@ -189,7 +189,7 @@ def one_of(field: str, got: Any, allowed: Iterable[Any]) -> SettingError:
     """The error for a value outside a closed set, with the nearest allowed value where the spelling is close."""
     names, text = [str(value) for value in allowed], str(got)
     near = get_close_matches(text, names)  # the closest first; a slip seldom changes how a name begins, or its length
-    near.sort(key=lambda name: (name[:1] != text[:1], abs(len(name) - len(text))))
+    near.sort(key=lambda name: (not name.startswith(text), name[:1] != text[:1], abs(len(name) - len(text))))
     known = OTHER_NAMES.get(field, {}).get(text.lower())
     near = [known] if known in names else near
     hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -58,7 +58,7 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
         yield made
 
 
-_EXTRAS = ("deepspeed", "hydra", "ray", "transformers", "slurm", "mpi")  # what `make test` leaves out
+_EXTRAS = ("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi")  # what `make test` leaves out
 
 
 def _missing() -> dict[str, str | None]:

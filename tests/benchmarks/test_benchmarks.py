@@ -13,6 +13,8 @@ from tests.helpers.spawn import run_command
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
+pytestmark = pytest.mark.benchmarks
+
 
 def run(name: str, out: Path, *args: str) -> dict[str, Any]:
     """Run a benchmark and return its JSON; where it writes several files, by their names."""
