@@ -46,7 +46,7 @@ def count_devices(settings: Settings, environment: ProcessEnvironment) -> int:
         if devices == "auto" and settings.num_nodes == 1 and environment.num_nodes > 1:
             hint = f"set num_nodes={environment.num_nodes}"
         else:
-            hint = f"start as many as {wanted}, or leave devices out"
+            hint = f"start {wanted} process{'es' if wanted > 1 else ''}, or leave devices out"
         raise SettingError(
             f"devices={devices!r}{nodes} is a world size of {wanted}, but the launcher started "
             f"{environment.world_size}: {hint}.",
