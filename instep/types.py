@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 if TYPE_CHECKING:
@@ -25,6 +26,19 @@ class Stateful(Protocol):
     def state_dict(self) -> StateDict: ...
 
     def load_state_dict(self, state_dict: StateDict) -> Any: ...
+
+
+class Word(str, Enum):
+    """Enum of words: each member is a str, and prints as its word.
+
+    Example:
+        >>> Colour = Word("Colour", {"RED": "red"})
+        >>> f"{Colour.RED}", Colour.RED == "red"
+        ('red', True)
+    """
+
+    __str__ = str.__str__
+    __format__ = str.__format__
 
 
 class ReadOnly(Generic[T]):

@@ -28,7 +28,7 @@ from instep.accelerator.handlers import (
     by_kind,
     profile,
 )
-from instep.accelerator.loader import AcceleratedLoader, gather_samples, skip_first_batches
+from instep.accelerator.loader import AcceleratedLoader, gather_rows, gather_samples, skip_first_batches
 from instep.accelerator.memory import clear_device_cache
 from instep.accelerator.parallelism import ParallelismConfig
 from instep.accelerator.preparing import (
@@ -45,12 +45,12 @@ from instep.checkpoint.resume import Resume, ResumeReport
 from instep.data import DataLoaderConfiguration
 from instep.distributed import Triggers
 from instep.distributed.nested import map_leaves
-from instep.errors import DistributedError, RemoteError, SettingError, UsageError
+from instep.errors import SettingError, UsageError
 from instep.state import AcceleratorState, GradientState, PartialState, read_environment
 from instep.state.device import DistributedType
 from instep.state.partial import ProcessMethods
 from instep.strategies import Strategy
-from instep.types import Location, PathLike
+from instep.types import Location, PathLike, ReadOnly
 from instep.utils.checks import at_least, parse_size
 from instep.utils.paths import local_path, to_path
 from instep.utils.porting import instead_of
@@ -189,25 +189,10 @@ class Accelerator(ProcessMethods):
 
     # ---- the process
 
-    @property
-    def state(self) -> AcceleratorState:
-        """The process state, and how the active run computes."""
-        return AcceleratorState()
-
-    @property
-    def gradient_state(self) -> GradientState:
-        """Where the active run stands in its window and its loader."""
-        return GradientState()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._device
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """Kind of the processes and their devices together."""
-        return self._distributed_type
+    state: ReadOnly[AcceleratorState] = ReadOnly(lambda a: AcceleratorState(), "How the run computes.")
+    gradient_state: ReadOnly[GradientState] = ReadOnly(lambda a: GradientState(), "Place in window and loader.")
+    device: ReadOnly[torch.device] = ReadOnly(lambda a: a._device, "The device of this process.")
+    distributed_type: ReadOnly[DistributedType] = ReadOnly(lambda a: a._distributed_type, "Kind of processes.")
 
     @property
     def num_processes(self) -> int:
@@ -238,10 +223,7 @@ class Accelerator(ProcessMethods):
         folder = self.project_configuration.logging_dir
         return self.project_dir if folder is None else os.path.expanduser(folder)
 
-    @property
-    def mixed_precision(self) -> str:
-        """The name of the precision: "no", "fp16", "bf16" or "fp8"."""
-        return self.precision.mixed_precision
+    mixed_precision: ReadOnly[str] = ReadOnly(lambda a: a.precision.mixed_precision, "'no', 'fp16', 'bf16' or 'fp8'.")
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -261,82 +243,30 @@ class Accelerator(ProcessMethods):
     def sync_gradients(self, syncs: bool) -> None:
         self._prepared.run.gradient.sync_gradients = syncs
 
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left out its last step because a gradient was not finite."""
-        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps so far, those that were skipped included."""
-        return self._prepared.step
-
-    @property
-    def seed(self) -> int:
-        """Seed of the data's order: torch's seed when it was first asked for, rank 0's."""
-        return self._prepared.seed
-
-    @property
-    def run_id(self) -> str:
-        """The run, whose states are told from those of others in the same folder; `load_state` takes the run up."""
-        return self._states.run_id
-
-    @property
-    def optimizers(self) -> list[AcceleratedOptimizer]:
-        """The prepared optimizers."""
-        return self._prepared.optimizers
-
-    @property
-    def schedulers(self) -> list[AcceleratedScheduler]:
-        """The prepared schedulers."""
-        return self._prepared.schedulers
-
-    @property
-    def dataloaders(self) -> list[AcceleratedLoader]:
-        """The prepared loaders."""
-        return self._prepared.dataloaders
-
-    @property
-    def trackers(self) -> list[Any]:
-        """The loggers and trackers that `init_trackers` started."""
-        return self._trackers.started
-
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next automatic state."""
-        return self.project_configuration.iteration
-
-    @property
-    def scaler(self) -> Any:
-        """The gradient scaler of fp16; None without one."""
-        return self.precision.scaler
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several processes."""
-        return self.num_processes > 1
-
+    optimizer_step_was_skipped: ReadOnly[bool] = ReadOnly(
+        lambda a: any(optimizer.step_was_skipped for optimizer in a._prepared.optimizers),
+        "Whether an optimizer left out its last step because a gradient was not finite.",
+    )
+    step: ReadOnly[int] = ReadOnly(lambda a: a._prepared.step, "Optimizer steps, skipped ones too.")
+    seed: ReadOnly[int] = ReadOnly(lambda a: a._prepared.seed, "Seed of the data's order, rank 0's.")
+    run_id: ReadOnly[str] = ReadOnly(lambda a: a._states.run_id, "The run; `load_state` takes it up.")
+    # What was prepared.
+    optimizers: ReadOnly[list[AcceleratedOptimizer]] = ReadOnly(lambda a: a._prepared.optimizers)
+    schedulers: ReadOnly[list[AcceleratedScheduler]] = ReadOnly(lambda a: a._prepared.schedulers)
+    dataloaders: ReadOnly[list[AcceleratedLoader]] = ReadOnly(lambda a: a._prepared.dataloaders)
+    trackers: ReadOnly[list[Any]] = ReadOnly(lambda a: a._trackers.started, "What `init_trackers` started.")
+    save_iteration: ReadOnly[int] = ReadOnly(
+        lambda a: a.project_configuration.iteration, "Of the next automatic state."
+    )
+    scaler: ReadOnly[Any] = ReadOnly(lambda a: a.precision.scaler, "The gradient scaler of fp16; None without one.")
+    use_distributed: ReadOnly[bool] = ReadOnly(lambda a: a.num_processes > 1, "Whether there are several processes.")
     multi_device = use_distributed
 
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch is split over the ranks, as `dataloader_config` says."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all ranks; None: for iterable data only."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether every rank runs the same number of steps."""
-        return self.dataloader_config.even_batches
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether copies to the device are not waited for."""
-        return self.dataloader_config.non_blocking
+    # Of `dataloader_config`, as with Accelerate.
+    split_batches: ReadOnly[bool] = ReadOnly(lambda a: a.dataloader_config.split_batches)
+    dispatch_batches: ReadOnly[bool | None] = ReadOnly(lambda a: a.dataloader_config.dispatch_batches)
+    even_batches: ReadOnly[bool] = ReadOnly(lambda a: a.dataloader_config.even_batches)
+    non_blocking: ReadOnly[bool] = ReadOnly(lambda a: a.dataloader_config.non_blocking)
 
     # ---- preparing
 
@@ -804,18 +734,7 @@ class Accelerator(ProcessMethods):
             DistributedError: ranks have different numbers of rows, as in an epoch's last batch: `gather_for_metrics`
                 takes those.
         """
-        try:
-            return distributed.gather(data)
-        except RemoteError:
-            raise
-        except DistributedError as error:
-            loader: AcceleratedLoader | None = self._prepared.run.gradient.active_dataloader
-            if loader is None or not loader.is_last:
-                raise
-            raise DistributedError(
-                f"{error}\nThis is the loader's last batch, of which ranks have different numbers of samples: use "
-                "accelerator.gather_for_metrics, which gives each sample once."
-            ) from error
+        return gather_rows(data, self._prepared.run.gradient.active_dataloader)
 
     def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """`instep.distributed.reduce`, times `scale`.

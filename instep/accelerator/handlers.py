@@ -20,7 +20,7 @@ import torch
 from instep.errors import SettingError
 from instep.state.device import KINDS
 from instep.strategies import resolve_strategy
-from instep.types import PathLike
+from instep.types import PathLike, Word
 from instep.utils.checks import FLAG, PATH, Check, above_zero, at_least, check_fields, choice, is_int, is_number, wrong
 from instep.utils.paths import local_path
 from instep.utils.warn import warn_user
@@ -117,7 +117,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: Annotated[bool, FLAG] = True
 
 
-class DDPCommunicationHookType(str, Enum):
+class DDPCommunicationHookType(Word):
     """Ways in which DDP's gradients travel, by Accelerate's names; the plain text means the same."""
 
     NO = "no"

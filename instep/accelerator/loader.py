@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from instep.data import PreparedLoader
 from instep.data.prefetch import batches_through
-from instep.distributed import gather_object, gather_ragged, send_to_device
+from instep.distributed import gather, gather_object, gather_ragged, send_to_device
 from instep.distributed.nested import iter_leaves, map_leaves
-from instep.errors import DataError, UsageError
+from instep.errors import DataError, DistributedError, RemoteError, UsageError
 from instep.state.runs import GradientRecord
 from instep.types import StateDict
 from instep.utils.checks import at_least
@@ -229,76 +229,47 @@ class AcceleratedLoader:
         self.source.close()
 
 
-class SkippedLoader:
-    """One loader's next pass, without its first batches; see `skip_first_batches`.
+class _WithoutFirst:
+    """Batches, or a batch sampler, without the first ones, which are read and dropped.
 
     Args:
-        loader: the prepared loader.
-        num_batches: how many of the epoch's batches to leave out.
+        inner: any iterable; its attributes are those of the object too.
+        num_batches: how many to leave out of each pass.
     """
 
-    def __init__(self, loader: AcceleratedLoader, num_batches: int) -> None:
-        self.loader = loader
+    def __init__(self, inner: Any, num_batches: int) -> None:
+        self.inner = inner
         self.num_batches = num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        return self.loader.passes_from(self.num_batches)
+        return islice(self.inner, self.num_batches, None)
 
     def __len__(self) -> int:
-        return max(0, len(self.loader) - self.num_batches)
+        return max(0, len(self.inner) - self.num_batches)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":
+        if name == "inner":  # not set yet: while being copied
             raise AttributeError(name)
-        return getattr(self.loader, name)
+        return getattr(self.inner, name)
 
 
-class _SkippingSampler:
-    """A batch sampler without the first of another one's batches."""
+class SkippedLoader(_WithoutFirst):
+    """One prepared loader's next pass, without its epoch's first batches; see `skip_first_batches`."""
 
-    def __init__(self, batch_sampler: Any, num_batches: int) -> None:
-        self.batch_sampler = batch_sampler
-        self.num_batches = num_batches
+    inner: AcceleratedLoader
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self.batch_sampler, self.num_batches, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self.batch_sampler) - self.num_batches)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
-
-
-class _SkippedBatches:
-    """Any iterable of batches without the first ones, which are read and dropped."""
-
-    def __init__(self, batches: Any, num_batches: int) -> None:
-        self.batches = batches
-        self.num_batches = num_batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self.batches, self.num_batches, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self.batches) - self.num_batches)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batches":
-            raise AttributeError(name)
-        return getattr(self.batches, name)
+        return self.inner.passes_from(self.num_batches)
 
 
 def _skip_unprepared(loader: Any, num_batches: int) -> Any:
     """Skip in a loader that was not prepared; `prepare` takes the result of a plain DataLoader with a length."""
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return _SkippedBatches(loader, num_batches)
+        return _WithoutFirst(loader, num_batches)
     same = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
     more = ("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")
     options = {name: getattr(loader, name) for name in (*same, *more)}
-    return DataLoader(loader.dataset, batch_sampler=_SkippingSampler(loader.batch_sampler, num_batches), **options)
+    return DataLoader(loader.dataset, batch_sampler=_WithoutFirst(loader.batch_sampler, num_batches), **options)
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
@@ -321,6 +292,29 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
 
 def _itself(loader: Any) -> Any:
     return loader
+
+
+def gather_rows(data: Any, loader: AcceleratedLoader | None) -> Any:
+    """Gather tensors of equally many rows. Collective.
+
+    Args:
+        data: nested tensors.
+        loader: the one that gives the batch in hand.
+
+    Raises:
+        DistributedError: ranks have different numbers of rows; in the last batch the text says what takes them.
+    """
+    try:
+        return gather(data)
+    except RemoteError:
+        raise
+    except DistributedError as error:
+        if loader is None or not loader.is_last:
+            raise
+        raise DistributedError(
+            f"{error}\nThis is the loader's last batch, of which ranks have different numbers of samples: use "
+            "accelerator.gather_for_metrics, which gives each sample once."
+        ) from error
 
 
 def gather_samples(

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from instep import loggers
 from instep.errors import SettingError, UsageError, one_of
 from instep.loggers import Logger
+from instep.types import Word
 from instep.utils.warn import warn_user
 
 NAMES = {"csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "WandbLogger"}
 
 
-class LoggerType(str, Enum):
+class LoggerType(Word):
     """Names that `Accelerator(log_with=...)` takes; each equals its text."""
 
     ALL = "all"
     CSV = "csv"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
-
-    __str__ = str.__str__
 
 
 class GeneralTracker:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from importlib.util import find_spec
 
 import torch
 
 from instep.errors import SettingError, one_of
+from instep.types import Word
 
 
-class DistributedType(str, Enum):
+class DistributedType(Word):
     """Kinds of processes that compute together in a run.
 
     The members after XLA are Accelerate's names for what no run of instep is, or what its strategy says: a script may
@@ -34,9 +34,6 @@ class DistributedType(str, Enum):
     MULTI_MUSA = "MULTI_MUSA"
     MULTI_NEURON = "MULTI_NEURON"
     MULTI_SDAA = "MULTI_SDAA"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from instep.trainer.module import TrainModule
 from instep.trainer.nonfinite import NonFiniteGuard
 from instep.trainer.optimizers import LRSchedulerConfig
 from instep.trainer.settings import Settings
+from instep.types import Word
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -42,13 +42,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.run_state import SavedRun
 
 
-class _Word(str, Enum):
-    """Enum of words: each member is a str, and prints as its word."""
-
-    __str__ = str.__str__
-
-
-class TrainerStatus(_Word):
+class TrainerStatus(Word):
     """How far a Trainer's last run got; "interrupted" is one that an error or a signal ended."""
 
     INITIALIZING = "initializing"
@@ -62,7 +56,7 @@ class TrainerStatus(_Word):
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
-class TrainerFn(_Word):
+class TrainerFn(Word):
     """A Trainer's entry points."""
 
     FITTING = "fit"
@@ -71,7 +65,7 @@ class TrainerFn(_Word):
     PREDICTING = "predict"
 
 
-class RunningStage(_Word):
+class RunningStage(Word):
     """Stages of a run; fit has the first three."""
 
     TRAINING = "train"

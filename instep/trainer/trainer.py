@@ -729,20 +729,17 @@ class Trainer:
         self._loaded = self._asked_for = path
 
     checkpoint_callbacks: ReadOnly[list[ModelCheckpoint]] = ReadOnly(
-        lambda t: [callback for callback in t.callbacks if hasattr(callback, "save_now")], "All ModelCheckpoints."
+        lambda t: [callback for callback in t.callbacks if hasattr(callback, "save_now")]
     )
-    checkpoint_callback: ReadOnly[ModelCheckpoint | None] = ReadOnly(
-        lambda t: next(iter(t.checkpoint_callbacks), None), "The first ModelCheckpoint."
-    )
+    checkpoint_callback: ReadOnly[ModelCheckpoint | None] = ReadOnly(lambda t: next(iter(t.checkpoint_callbacks), None))
     early_stopping_callbacks: ReadOnly[list[EarlyStopping]] = ReadOnly(
-        lambda t: [callback for callback in t.callbacks if hasattr(callback, "stopping_reason")], "All EarlyStoppings."
+        lambda t: [callback for callback in t.callbacks if hasattr(callback, "stopping_reason")]
     )
     early_stopping_callback: ReadOnly[EarlyStopping | None] = ReadOnly(
-        lambda t: next(iter(t.early_stopping_callbacks), None), "The first EarlyStopping."
+        lambda t: next(iter(t.early_stopping_callbacks), None)
     )
     progress_bar_callback: ReadOnly[ProgressBar | None] = ReadOnly(
-        lambda t: next((callback for callback in t.callbacks if hasattr(callback, "refreshes_per_s")), None),
-        "The progress bar.",
+        lambda t: next((callback for callback in t.callbacks if hasattr(callback, "refreshes_per_s")), None)
     )
 
     sanity_checking: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "sanity_check")

@@ -11,17 +11,15 @@ import accelerate_names
 import pytest
 from accelerate_public import internal_reasons
 from lightning_plugin import (  # noqa: F401  (pytest finds hooks and fixtures here)
-    _write,
     clean_process,
     pytest_collectreport,
     pytest_pyfunc_call,
     pytest_runtest_makereport,
     pytest_runtest_protocol,
+    select,
 )
-from placeholders import Missing
 
 _ACCELERATE = Path(os.environ.get("FOREIGN_PATH", "."))
-_ALL = os.environ.get("FOREIGN_ALL") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,22 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reasons: dict[Path, dict[str, list[str]]] = {}
-    kept = []
-    for item in items:
-        found = reasons.setdefault(item.path, internal_reasons(item.path))
-        parent = getattr(item, "cls", None)
-        name = item.originalname  # pyright: ignore
-        keys = [f"{base.__name__}.{name}" for base in parent.__mro__] if parent else [name]
-        parts = [key for key in found if any(_is_case(own, key) for own in keys)]
-        why = sorted({reason for part in parts for reason in found[part]})
-        item.user_properties.append(("internal", why))
-        if why and not _ALL:
-            _write({"id": item.nodeid, "outcome": "internal", "message": "; ".join(why)})
-        else:
-            kept.append(item)
-    items[:] = kept
-    Missing.loading = False
+    select(items, _reasons)
+
+
+def _reasons(item: pytest.Item) -> list[str]:
+    found, parent, name = internal_reasons(item.path), getattr(item, "cls", None), item.originalname  # pyright: ignore
+    keys = [f"{base.__name__}.{name}" for base in parent.__mro__] if parent else [name]
+    parts = [key for key in found if any(_is_case(own, key) for own in keys)]
+    return sorted({reason for part in parts for reason in found[part]})
 
 
 def _is_case(own: str, defined: str) -> bool:

@@ -11,6 +11,7 @@ A test is internal if it, or a function or class of its file that it uses, does 
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 INSIDE = {
@@ -50,6 +51,7 @@ class _Reasons(ast.NodeVisitor):
             self.reasons.add(node.value)
 
 
+@cache
 def internal_reasons(path: Path) -> dict[str, list[str]]:
     """Give why each definition of a file is internal; nothing for a public one.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from enum import Enum
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,41 +53,6 @@ _ANY = (
 )
 
 
-class _Text(str, Enum):
-    __str__ = str.__str__
-    __format__ = str.__format__
-
-
-class TrainerFn(_Text):
-    FITTING = "fit"
-    VALIDATING = "validate"
-    TESTING = "test"
-    PREDICTING = "predict"
-
-
-class RunningStage(_Text):
-    TRAINING = "train"
-    SANITY_CHECKING = "sanity_check"
-    VALIDATING = "validate"
-    TESTING = "test"
-    PREDICTING = "predict"
-
-    @property
-    def evaluating(self) -> bool:
-        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
-
-    @property
-    def dataloader_prefix(self) -> str | None:
-        return {"validate": "val", "sanity_check": "val"}.get(self.value, self.value)
-
-
-class TrainerStatus(_Text):
-    INITIALIZING = "initializing"
-    RUNNING = "running"
-    FINISHED = "finished"
-    INTERRUPTED = "interrupted"
-
-
 def is_overridden(method_name: str, instance: Any, parent: Any = None) -> bool:
     """Ask instep's function, whose arguments have another order."""
     from instep import Callback, DataModule, TrainModule
@@ -116,7 +80,7 @@ def _runif_reasons(**needs: Any) -> tuple[list[str], dict[str, bool]]:
     return reasons, kept
 
 
-_DEFINED_HERE = {"TrainerFn", "RunningStage", "TrainerStatus", "_runif_reasons", "is_overridden"}
+_DEFINED_HERE = {"_runif_reasons", "is_overridden"}
 _AVAILABLE = {
     "_ONNX_AVAILABLE": "onnx", "_ONNXSCRIPT_AVAILABLE": "onnxscript", "_TORCH_TRT_AVAILABLE": "torch_tensorrt",
     "_PSUTIL_AVAILABLE": "psutil", "_TENSORBOARD_AVAILABLE": "tensorboard", "_DEEPSPEED_AVAILABLE": "deepspeed",
@@ -132,8 +96,6 @@ def _load(dotted: str) -> Any:
 def resolve(name: str) -> Any:
     """Give instep's counterpart of a dotted name of Lightning, or raise LookupError."""
     leaf = name.rpartition(".")[2]
-    if leaf in ("RunningStage", "TrainerFn", "TrainerStatus"):
-        return getattr(import_module("instep.trainer"), leaf, globals()[leaf])
     if leaf in _DEFINED_HERE:
         return globals()[leaf]
     if leaf in _AVAILABLE:

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -43,13 +43,19 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reasons: dict[Path, dict[str, list[str]]] = {}
+    select(items, _reasons)
+
+
+def _reasons(item: pytest.Item) -> list[str]:
+    parent, name = getattr(item, "cls", None), item.originalname  # pyright: ignore
+    return internal_reasons(item.path).get(f"{parent.__name__}.{name}" if parent else name, [])
+
+
+def select(items: list[pytest.Item], reasons: Callable[[pytest.Item], list[str]]) -> None:
+    """Keep the tests of public behaviour, and write down why each of the others is internal."""
     kept = []
     for item in items:
-        found = reasons.setdefault(item.path, internal_reasons(item.path))
-        parent = getattr(item, "cls", None)
-        name = item.originalname  # pyright: ignore
-        why = found.get(f"{parent.__name__}.{name}" if parent else name, [])
+        why = reasons(item)
         item.user_properties.append(("internal", why))
         if why and not _ALL:
             _write({"id": item.nodeid, "outcome": "internal", "message": "; ".join(why)})

@@ -15,6 +15,7 @@ A test is internal if it, or anything of its own file that it uses, does one of 
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 INSIDE = {
@@ -145,6 +146,7 @@ def _own_names(tree: ast.Module) -> set[str]:
     return own
 
 
+@cache
 def internal_reasons(path: Path) -> dict[str, list[str]]:
     """Give why each definition of a file is internal; nothing for a public one.
 

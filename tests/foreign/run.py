@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -78,13 +79,14 @@ def _run(arguments: list[str], folder: Path, deadline: float) -> str:
         finally:
             sys.stdout.flush()
             os._exit(code)
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > deadline:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return f"the file was not done after {_FILE_S} s"
-        time.sleep(0.2)
-    code = os.waitstatus_to_exitcode(ended[1])
+    end = os.pidfd_open(child)
+    in_time = select.select([end], [], [], max(0.0, deadline - time.monotonic()))[0]
+    os.close(end)
+    if not in_time:
+        os.killpg(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not in_time:
+        return f"the file was not done after {_FILE_S} s"
     text = (folder / "output").read_text(errors="replace")
     return "" if code in (0, 1, 5) else f"pytest ended with {code}: {text[-1500:]}"
 
