@@ -39,9 +39,9 @@ quickstart: $(VENV)/.examples  ## train the digits example, then say where its d
 	@echo 'The dashboard, with this run and earlier ones:'
 	@echo '  $(BIN)/tensorboard --logdir $(RUNS)'
 
-test: $(VENV)/.test  ## run the tests, but for those of the benchmarks, of large packages, and of SLURM and MPI
+test: $(VENV)/.test  ## run the tests, but for those of the benchmarks, of large packages, of SLURM, MPI and a browser
 	$(PYTEST) -m 'not extras'
-	@echo 'Left out: the benchmarks in miniature, and what needs deepspeed, Hydra, ray, transformers, SLURM or MPI (make test-all), and torch_xla (make test-xla).'
+	@echo 'Left out: the benchmarks in miniature, and what needs deepspeed, Hydra, ray, transformers, SLURM, MPI or a browser (make test-all), and torch_xla (make test-xla).'
 
 test-all: $(VENV)/.dev  ## run what make test leaves out
 	$(PYTEST) -m extras

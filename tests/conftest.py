@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.helpers import slurm
+from tests.helpers import browser, slurm
 
 settings.register_profile("instep", deadline=None, derandomize=True, database=None)
 settings.load_profile("instep")
@@ -58,7 +58,8 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
         yield made
 
 
-_EXTRAS = ("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi")  # what `make test` leaves out
+# What `make test` leaves out.
+_EXTRAS = ("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi", "browser")
 
 
 def _missing() -> dict[str, str | None]:
@@ -72,6 +73,7 @@ def _missing() -> dict[str, str | None]:
         "transformers": None if find_spec("transformers") else "transformers is not installed",
         "slurm": slurm.missing(),
         "mpi": None if which("mpirun") else "mpirun is not installed (Debian: openmpi-bin)",
+        "browser": browser.missing(),
     }
 
 
