@@ -31,8 +31,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from instep.utils.porting import OTHER_NAMES
-
 EXIT_FAILED = 1
 EXIT_PREEMPTED = 75
 EXIT_HUNG = 76
@@ -187,6 +185,8 @@ class Preempted(SystemExit):
 
 def one_of(field: str, got: Any, allowed: Iterable[Any]) -> SettingError:
     """The error for a value outside a closed set, with the nearest allowed value where the spelling is close."""
+    from instep.utils.porting import OTHER_NAMES  # late: only an error reads these tables
+
     names, text = [str(value) for value in allowed], str(got)
     near = get_close_matches(text, names)  # the closest first; a slip seldom changes how a name begins, or its length
     near.sort(key=lambda name: (not name.startswith(text), name[:1] != text[:1], abs(len(name) - len(text))))

@@ -28,7 +28,6 @@ from instep.trainer.hooks import HookTable
 from instep.trainer.loaders import Loaders
 from instep.trainer.log import MetricLog, NullBuffer
 from instep.trainer.module import TrainModule
-from instep.trainer.nonfinite import NonFiniteGuard
 from instep.trainer.optimizers import LRSchedulerConfig
 from instep.trainer.settings import Settings
 from instep.types import Word
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.lease import Lease
     from instep.checkpoint.resume import Resume, ResumeReport
     from instep.checkpoint.run_state import SavedRun
+    from instep.trainer.nonfinite import NonFiniteGuard
 
 
 class TrainerStatus(Word):

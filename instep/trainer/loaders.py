@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from instep.data import BatchSource, CombinedLoader, DataModule, prepare_loader
+from instep import data as room  # its names load when used: only a run pays for what prepares loaders
+from instep.data import BatchSource, DataModule
 from instep.data.prefetch import batches_through
-from instep.data.seeding import add_note
 from instep.distributed import send_to_device
 from instep.errors import DataError, HookError, SettingError
 from instep.state.runs import GradientRecord
@@ -160,7 +160,7 @@ class Loaders:
     def users(self, stage: str) -> Any:
         """Return the user's loaders, where they were asked for already."""
         users = self._users.get(stage)
-        return users.iterables if isinstance(users, CombinedLoader) else users
+        return users.iterables if isinstance(users, room.CombinedLoader) else users
 
     def _raw(self, stage: str) -> Any:
         """Return the user's loader or loaders: passed in, from the datamodule, or from the module."""
@@ -206,8 +206,8 @@ class Loaders:
                 settings.global_batch_size, self._strategy.data_world_size, _batch_size(raw)
             )
         limit = settings.overfit_batches or settings.limit_train_batches
-        if isinstance(raw, (dict, list, tuple, CombinedLoader)) and not _is_batches(raw):
-            combined = raw if isinstance(raw, CombinedLoader) else CombinedLoader(raw, "max_size_cycle")
+        if isinstance(raw, (dict, list, tuple, room.CombinedLoader)) and not _is_batches(raw):
+            combined = raw if isinstance(raw, room.CombinedLoader) else room.CombinedLoader(raw, "max_size_cycle")
             if combined.mode == "sequential":
                 raise SettingError(
                     "CombinedLoader(mode='sequential') is for evaluation; fit needs another mode", field="mode"
@@ -241,7 +241,7 @@ class Loaders:
         raw = self._raw(stage)
         if raw is None or limit == 0:
             return []
-        if isinstance(raw, CombinedLoader):
+        if isinstance(raw, room.CombinedLoader):
             if raw.mode != "sequential":
                 source = raw.map(lambda loader: self._prepare(loader, stage, 1.0, None))
                 source.limit(limit, f"limit_{stage}_batches")
@@ -299,7 +299,7 @@ class Loaders:
         settings = self._settings
         if isinstance(loader, type) or loader is None or not hasattr(loader, "__iter__"):
             raise DataError(f"the {stage} loader must be iterable, such as a DataLoader; got {loader!r}")
-        return prepare_loader(
+        return room.prepare_loader(
             loader,
             rank=self._strategy.data_rank,
             world_size=self._strategy.data_world_size,
@@ -371,6 +371,8 @@ def _named(source: BatchSource, what: str, loader: int) -> Iterator[Any]:
             yield batch
             batch_idx += 1
     except Exception as error:
+        from instep.data.seeding import add_note  # late: as above, only a run pays for it
+
         which = f" loader {loader}" if loader else ""
         add_note(error, f"This came from reading batch_idx {batch_idx} of the {what} data{which}.")
         raise
@@ -378,7 +380,7 @@ def _named(source: BatchSource, what: str, loader: int) -> Iterator[Any]:
 
 def _is_batches(raw: Any) -> bool:
     """Tell a list that is itself the data (numbers, tensors or lists of tensors) from a list of loaders."""
-    if isinstance(raw, (dict, CombinedLoader)) or not raw:
+    if isinstance(raw, (dict, room.CombinedLoader)) or not raw:
         return False
     return not all(_is_loader(item) for item in raw)
 

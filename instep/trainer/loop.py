@@ -23,7 +23,6 @@ from instep.trainer.evaluation import evaluate
 from instep.trainer.hooks import Hook, is_overridden
 from instep.trainer.log import MetricLog, metric_states, restore_metric_states
 from instep.trainer.module import TrainModule
-from instep.trainer.nonfinite import NonFiniteGuard
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
 from instep.trainer.plugins import saves
 from instep.trainer.step import detached_outputs, make_step, manual_optimizer_step, optimizer_step
@@ -95,6 +94,8 @@ def configure_optimizers(ctx: RunContext) -> None:
     module, strategy = ctx.module, ctx.strategy
     ctx.optimizers, ctx.schedulers = configure(module.configure_optimizers(), module)
     if ctx.settings.nonfinite is not None and ctx.optimizers:
+        from instep.trainer.nonfinite import NonFiniteGuard  # late: only who asks for it pays for it
+
         ctx.guard = NonFiniteGuard(ctx.trainer, module, ctx.optimizers, ctx.device, ctx.settings.nonfinite)
     on_step = optimizer_step(ctx) if module.automatic_optimization else manual_optimizer_step(ctx)
     ctx.wrapped_optimizers = [

@@ -21,7 +21,6 @@ from instep.trainer.optimizers import TrainOptimizer
 from instep.types import Location, PathLike
 from instep.utils.checks import choice
 from instep.utils.hparams import HyperParameters
-from instep.utils.porting import STEP_ARGUMENTS
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
@@ -512,6 +511,8 @@ def accepted_arguments(step: Any, offered: tuple[str, ...], needed_only: int = 0
         offered: their names in order, such as ("batch", "batch_idx", "dataloader_idx").
         needed_only: how many of the last ones are given only to a parameter that has no default.
     """
+    from instep.utils.porting import STEP_ARGUMENTS  # late: importing the Trainer does not pay for the tables
+
     parameters = inspect.signature(step).parameters.values()
     for p in parameters:
         if p.name in STEP_ARGUMENTS and (p.default is p.empty or p.name != "hiddens"):

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -352,17 +351,3 @@ def _listed(indices: list[Any] | None) -> str:
         return "unknown"
     more = f" and {len(indices) - _INDICES} more" if len(indices) > _INDICES else ""
     return f"{indices[:_INDICES]}{more}"
-
-
-@contextmanager
-def no_gradients_from(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Make every parameter's gradient zero in a backward within the block, whatever the loss.
-
-    For a batch that is replayed with weight 0: its loss may be nan, and nan times 0 is nan.
-    """
-    hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

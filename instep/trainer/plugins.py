@@ -14,7 +14,6 @@ from instep.trainer.hooks import LOADERS, ModuleHooks, is_overridden, misspelt, 
 from instep.trainer.module import TrainModule
 from instep.trainer.settings import Settings
 from instep.utils.checks import constructor_call
-from instep.utils.porting import HOOKS_GONE, HOOKS_UNCALLED
 from instep.utils.seed import isolate_rng
 from instep.utils.warn import warn_user
 
@@ -209,6 +208,8 @@ def check_hooks(ctx: RunContext) -> None:
         HookError: one is missing, or of Lightning 1.x; the text names its successor.
         UsageError: a setting has no effect in manual optimization.
     """
+    from instep.utils.porting import HOOKS_GONE  # late: importing the Trainer does not pay for the tables
+
     module, name = ctx.module, type(ctx.module).__name__
     if ctx.rank == 0:
         data = () if ctx.datamodule is None else ((ctx.datamodule, DataModule),)
@@ -257,6 +258,8 @@ def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:
     names = {name for name in names if name.startswith("on_")} | loaders
     if not names:
         return
+    from instep.utils.porting import HOOKS_UNCALLED  # late: importing the Trainer does not pay for the tables
+
     hooks = [name for name in dir(base) if name.startswith("on_") and callable(getattr(base, name))]
     needed = f"{_LOADER_OF.get(fn, fn)}_dataloader"
     hooks += [name for name in LOADERS if loaders and name != needed and not is_overridden(owner, name, base)]

@@ -37,7 +37,6 @@ from instep.utils.checks import (
 )
 from instep.utils.env import VARIABLES, from_env, variable_of
 from instep.utils.paths import local_path
-from instep.utils.porting import instead_of
 from instep.utils.warn import warn_user
 
 DEFAULT_MAX_EPOCHS = 1000
@@ -268,18 +267,20 @@ def reject_unknown(given: Mapping[str, Any]) -> None:
     Raises:
         SettingError: there is one.
     """
+    unknown = [name for name in given if name not in _CHECKS]
+    if not unknown:
+        return
+    from instep.utils.porting import instead_of  # late: only an error reads these tables
+
     problems = {}
-    for name in given:
-        if name in _CHECKS:
-            continue
+    for name in unknown:
         if (instead := instead_of("Trainer", name)) is not None:
             problems[name] = f"not an argument of instep's Trainer; {instead}"
         else:
             near = get_close_matches(name, _CHECKS, n=1)
             problems[name] = f"unknown{f' (did you mean {near[0]}?)' if near else ''}"
-    if problems:
-        listed = ". ".join(f"{name}: {problem}" for name, problem in problems.items())
-        raise SettingError(f"Trainer got arguments that it does not take. {listed}.", field=next(iter(problems)))
+    listed = ". ".join(f"{name}: {problem}" for name, problem in problems.items())
+    raise SettingError(f"Trainer got arguments that it does not take. {listed}.", field=unknown[0])
 
 
 def _check_device(s: Settings) -> None:

@@ -7,8 +7,8 @@ order of hooks is Lightning's: the gradients are zeroed between forward and back
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from instep.strategies.gradients import Gradients, parameters_of
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import is_overridden
 from instep.trainer.module import TrainModule, accepted_arguments
-from instep.trainer.nonfinite import no_gradients_from
 from instep.trainer.optimizers import step_schedulers
 from instep.utils.warn import warn_user
 
@@ -130,7 +129,7 @@ def forward_backward(ctx: RunContext) -> Step:
         elif weight:
             backward(loss)
         else:
-            with no_gradients_from(strategy.gradients.leaves()):
+            with _no_gradients_from(strategy.gradients.leaves()):
                 backward(loss)
         for hook in after_backward:
             hook()
@@ -277,13 +276,27 @@ def manual_backward(ctx: RunContext, loss: Tensor, *args: Any, **kwargs: Any) ->
     loss = strategy.gradients.scale(loss)
     for hook in ctx.hooks["on_before_backward"]:
         hook(loss)
-    with no_gradients_from(strategy.gradients.leaves()) if replayed else nullcontext():
+    with _no_gradients_from(strategy.gradients.leaves()) if replayed else nullcontext():
         ctx.module.backward(loss, *args, **kwargs)
     for hook in ctx.hooks["on_after_backward"]:
         hook()
 
 
 # ---- both
+
+
+@contextmanager
+def _no_gradients_from(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Make every parameter's gradient zero in a backward within the block, whatever the loss.
+
+    For a batch that is replayed with weight 0: its loss may be nan, and nan times 0 is nan.
+    """
+    hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def resolve_step(ctx: RunContext, name: str, *offered: str, needed_only: int = 0) -> Step:

@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 from instep.errors import MissingPackageError
-from instep.utils.porting import hint_for
 
 _DISTRIBUTIONS = {"upath": "universal-pathlib"}  # of modules that are not called as what pip installs
 
@@ -109,6 +108,8 @@ def loads(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], Any], 
 
     def load(name: str) -> Any:
         if name not in home:
+            from instep.utils.porting import hint_for  # late: only an error reads these tables
+
             there, hint = ", ".join(sys.modules[package].__all__), hint_for(name)
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}{f': {hint}' if hint else ''}; it has {there}"
