@@ -13,9 +13,12 @@ COUNT ?= 1000
 READERS ?=
 # torch_xla fits a torch of its own, so it has an environment of its own.
 XLA_VENV ?= .venv-xla
+# The trackers bring 250 packages, some of them older than those of the other tests.
+TRACKERS_VENV ?= .venv-trackers
 XLA_PIP := $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+TRACKERS_PIP := $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt
 
-.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla bench soak-short soak clean
+.PHONY: help venv quickstart test test-all check fuzz test-xla venv-xla test-trackers venv-trackers bench soak-short soak clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,7 +44,7 @@ quickstart: $(VENV)/.examples  ## train the digits example, then say where its d
 
 test: $(VENV)/.test  ## run the tests, but for those of the benchmarks, of large packages, of SLURM, MPI and a browser
 	$(PYTEST) -m 'not extras'
-	@echo 'Left out: the benchmarks in miniature, and what needs deepspeed, Hydra, ray, transformers, SLURM, MPI or a browser (make test-all), and torch_xla (make test-xla).'
+	@echo 'Left out: the benchmarks in miniature, and what needs deepspeed, Hydra, ray, transformers, SLURM, MPI or a browser (make test-all), torch_xla (make test-xla), and trackers (make test-trackers).'
 
 test-all: $(VENV)/.dev  ## run what make test leaves out
 	$(PYTEST) -m extras
@@ -72,6 +75,18 @@ $(XLA_VENV)/.ready: constraints-xla.txt scripts/cuda_stand_ins.py
 	$(XLA_VENV)/bin/python scripts/cuda_stand_ins.py
 	@touch $@
 
+test-trackers: $(TRACKERS_VENV)/.ready  ## run the tests of each tracker: stopped, resumed and read back
+	PYTHONDONTWRITEBYTECODE= $(TRACKERS_VENV)/bin/python -m pytest -q -n 2 --dist worksteal -m trackers tests/loggers
+
+venv-trackers: $(TRACKERS_VENV)/.ready  ## make the environment of test-trackers, 1.5 minutes
+
+$(TRACKERS_VENV)/.ready: pyproject.toml constraints-dev.txt
+	@echo 'Installing into $(TRACKERS_VENV); this takes a minute or two.'
+	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
+	$(TRACKERS_PIP) torch
+	$(TRACKERS_PIP) -e '.[trackers,examples]' hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
 bench: $(VENV)/.bench  ## microseconds per step, import time, memory, saving, triggers, strategies, launching
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/import_time.py
@@ -89,4 +104,4 @@ soak: $(VENV)/.dev  ## the same 1,000 times; 19 to 60 minutes, by how busy the m
 	$(BIN)/python benchmarks/soak.py --kills 1000
 
 clean:  ## remove the environments and what tools have left
-	rm -rf $(VENV) .venv-test $(XLA_VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-test $(XLA_VENV) $(TRACKERS_VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -59,7 +59,7 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
 
 
 # What `make test` leaves out.
-_EXTRAS = ("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi", "browser")
+_EXTRAS = ("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi", "browser", "trackers")
 
 
 def _missing() -> dict[str, str | None]:
@@ -71,6 +71,7 @@ def _missing() -> dict[str, str | None]:
         "hydra": None if find_spec("hydra") else "hydra-core is not installed",
         "ray": None if find_spec("ray") else "ray is not installed",
         "transformers": None if find_spec("transformers") else "transformers is not installed",
+        "trackers": None if find_spec("mlflow") else "mlflow and other trackers are not installed: make test-trackers",
         "slurm": slurm.missing(),
         "mpi": None if which("mpirun") else "mpirun is not installed (Debian: openmpi-bin)",
         "browser": browser.missing(),

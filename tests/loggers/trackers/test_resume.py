@@ -1,0 +1,57 @@
+"""Each tracker: the digits are stopped in mid-epoch and resumed; no step is missing, none is there twice."""
+
+from __future__ import annotations
+
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.spawn import run_command
+from tests.helpers.warm import warm_python
+from tests.loggers.trackers.trackers import TRACKERS, Series
+from tests.loggers.trackers.train import STEPS
+
+pytestmark = [pytest.mark.trackers, pytest.mark.filterwarnings("default")]  # of the trackers' packages
+
+
+def train(tracker: str, root: Path, *stop: object) -> int:
+    """Run the program; its exit status."""
+    root.mkdir(exist_ok=True)
+    (root / "home").mkdir(exist_ok=True)
+    done = run_command(
+        [warm_python(), "-m", "tests.loggers.trackers.train", tracker, str(root), *map(str, stop)],
+        env=TRACKERS[tracker].environment(root),
+        cwd=Path(__file__).parents[3],
+    )
+    assert "Traceback" not in done.stderr, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.returncode
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Series:
+    """The values of a run that was left alone, from a table that keeps every float64."""
+    root = tmp_path_factory.mktemp("uninterrupted")
+    assert train("csv", root) == 0
+    series = TRACKERS["csv"].read(root)
+    assert [step for step, _ in series["loss"]] == list(range(1, STEPS + 1))
+    return series
+
+
+# SIGTERM ends the run one step later, once at a step that ModelCheckpoint saved before the loggers had its values.
+@pytest.mark.parametrize("step, stop", [(22, "SIGTERM"), (29, "SIGTERM"), (38, "SIGKILL")])
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_every_value_is_there_once_after_a_stop_and_a_resume(
+    tracker: str, step: int, stop: str, tmp_path: Path, expected: Series
+) -> None:
+    row = TRACKERS[tracker]
+    if find_spec(row.module) is None:
+        pytest.skip(f"{row.module} is not installed")
+    stopped = train(tracker, tmp_path, step, stop)
+    assert stopped == (75 if stop == "SIGTERM" else -signal.SIGKILL)
+    assert train(tracker, tmp_path) == 0
+    found = row.read(tmp_path)
+    for name, values in expected.items():
+        there = found[name] if row.ordered else sorted(found[name])
+        assert there == [(at, row.kept(value)) for at, value in values], name
