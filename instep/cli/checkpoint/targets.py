@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instep.checkpoint import CheckpointInfo, CheckpointStore, find_checkpoint, names
-from instep.checkpoint.files import Files
 from instep.checkpoint.manifest import MANIFEST
 from instep.checkpoint.scan import Broken, folder_names, list_checkpoints
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
@@ -96,14 +95,6 @@ def find_one(path: str) -> Path:
 def pass_over(problem: str) -> None:
     """Say why an older checkpoint is taken."""
     sys.stderr.write(f"instep: {problem} The next older one is taken.\n")
-
-
-def sizes(folder: Path, files: Files) -> dict[str, int]:
-    """Return the bytes of every file of a checkpoint, the manifest too."""
-    try:
-        return files.sizes(folder)
-    except FileNotFoundError:  # a save that goes on has renamed it
-        return {}
 
 
 def _below(folder: Path, depth: int) -> Iterator[Folder]:

@@ -25,7 +25,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a verdict for each; 1 where one of them does not verify."""
     from instep.checkpoint.scan import Broken  # late: loads torch
-    from instep.cli.checkpoint.targets import find, sizes
+    from instep.cli.checkpoint.targets import find
+    from instep.runs.checkpoints import sizes
 
     results: list[dict[str, Any]] = []
     for folder in find(args.path):

@@ -1,0 +1,35 @@
+"""Run folders as data: what `instep runs` and `instep dashboard` show. Nothing here writes.
+
+- `folder`: `find_runs` and `Run`, a light record of a run folder of any logger.
+- `status`: whether a run still goes on, how it ended and why, by rank.
+- `metrics`: curves of a run, downsampled while they are read; `rows`: the files of each logger as rows.
+- `checkpoints`: the checkpoints of a folder, and whether they are whole.
+
+A run folder is a stranger's: only regular files inside of it are opened, with limits, and what is damaged becomes a
+line of text, never an exception. Text from it goes through `clean` before a terminal shows it.
+"""
+
+from typing import TYPE_CHECKING
+
+from instep.utils.imports import loads
+
+_HOME = {
+    "Curve": "metrics",
+    "Metrics": "metrics",
+    "MetricsReader": "metrics",
+    "Run": "folder",
+    "RunStatus": "status",
+    "find_runs": "folder",
+}
+
+if TYPE_CHECKING:
+    from instep.runs.folder import Run as Run
+    from instep.runs.folder import find_runs as find_runs
+    from instep.runs.metrics import Curve as Curve
+    from instep.runs.metrics import Metrics as Metrics
+    from instep.runs.metrics import MetricsReader as MetricsReader
+    from instep.runs.status import RunStatus as RunStatus
+
+__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+__getattr__, __dir__ = loads(__name__, _HOME)

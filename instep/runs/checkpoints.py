@@ -1,0 +1,105 @@
+"""Checkpoints of a folder as plain records, and whether they are whole. Loads torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from instep.checkpoint import CheckpointInfo, CheckpointStore, names
+from instep.checkpoint.files import Files
+from instep.checkpoint.scan import Broken, list_checkpoints
+from instep.utils.process_id import is_gone
+from instep.utils.untrusted_files import LEASE_BYTES, parse_object
+
+
+def describe(
+    store: CheckpointStore,
+    found: list[CheckpointInfo | Broken],
+    leftovers: list[tuple[Path, bool | None]],
+    verify: bool = False,
+) -> list[dict[str, Any]]:
+    """Describe the checkpoints of a folder, the newest first, then what dead saves and deletions left.
+
+    Args:
+        store: the folder.
+        found: of its scan.
+        leftovers: of its files, with whether nobody is at work there.
+        verify: hold every byte against its checksum, instead of the sizes alone.
+    """
+    entries = [_entry(what, store.files) for what in found]
+    if verify:
+        for what, entry in zip(found, entries, strict=True):
+            if isinstance(what, CheckpointInfo) and (problems := store.verify(what.path)):
+                entry |= {"state": "broken", "note": "; ".join(problems)}
+            elif isinstance(what, CheckpointInfo):
+                entry["state"] = "verified"
+    return [*entries, *(_leftover(path, gone, store.files) for path, gone in leftovers)]
+
+
+def checkpoints(root: Path, verify: bool = False) -> list[dict[str, Any]]:
+    """Describe the checkpoints of a folder by its path."""
+    store = CheckpointStore(root)
+    return describe(store, list_checkpoints(root), store.files.leftovers(root), verify)
+
+
+def holder(root: Path, files: Files) -> dict[str, Any] | None:
+    """Find the run that holds a folder; None where none does."""
+    for path in sorted(root.glob(".lease-*"), reverse=True)[:1]:
+        try:
+            content = parse_object(files.read(path, LEASE_BYTES))
+            if not content["released"]:
+                fields = ("run_id", "host", "pid", "command", "since")
+                return {**{key: content.get(key) for key in fields}, "dead": is_gone(str(content.get("owner")))}
+        except (OSError, ValueError, KeyError, TypeError):  # it changes at any moment, or is of another version
+            continue
+    return None
+
+
+def sizes(folder: Path, files: Files) -> dict[str, int]:
+    """Return the bytes of every file of a checkpoint, the manifest too."""
+    try:
+        return files.sizes(folder)
+    except FileNotFoundError:  # a save that goes on has renamed it
+        return {}
+
+
+def _entry(what: CheckpointInfo | Broken, files: Files) -> dict[str, Any]:
+    bytes_of = sizes(what.path, files)
+    if not isinstance(what, CheckpointInfo):
+        step, attempt = names.step_of(what.path.name) or (None, None)
+        entry = {"name": what.path.name, "step": step, "attempt": attempt, "bytes": sum(bytes_of.values())}
+        return {**entry, "state": "broken", "note": what.problem}
+    manifest = what.manifest
+    wrong = [
+        f"{name} has {bytes_of[name]:,} bytes instead of {record.bytes:,}" if name in bytes_of else f"{name} is missing"
+        for name, record in manifest.files.items()
+        if bytes_of.get(name) != record.bytes
+    ]
+    return {
+        "name": what.path.name,
+        "step": what.step,
+        "attempt": what.attempt,
+        "kind": what.kind,
+        **{key: manifest.info.get(key) for key in ("epoch", "monitor", "mode", "score")},
+        "bytes": sum(bytes_of.values()),
+        "created": manifest.created,
+        "run_id": manifest.run_id,
+        "world_size": manifest.world_size,
+        "state": "broken" if wrong else "complete",
+        "note": "; ".join(wrong),
+    }
+
+
+def _leftover(path: Path, gone: bool | None, files: Files) -> dict[str, Any]:
+    entry = {"name": path.name, "bytes": sum(sizes(path, files).values())}
+    if path.name.startswith(names.DELETING):
+        return {**entry, "state": "deleted", "note": "the next save here removes what is left of it"}
+    final, _, owner = path.name.removeprefix(names.SAVING).rpartition("@")
+    step, attempt = names.step_of(final or path.name) or (None, None)
+    who = f"process {owner}" if final else "a process"
+    state, note = {
+        False: ("saving", f"{who} is writing it"),
+        True: ("dead", f"{who} ended before its save did; the next save here removes it"),
+        None: ("unknown", f"{who} on another host is writing it, or was"),
+    }[gone]
+    return {**entry, "step": step, "attempt": attempt, "state": state, "note": note}

@@ -1,0 +1,175 @@
+"""Run folders, found without loading a point of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from instep.errors import InstepError, UsageError
+from instep.loggers.hparams import NAME as HPARAMS
+from instep.runs.metrics import Metrics, MetricsReader, log_files
+from instep.runs.rows import WandbFile
+from instep.runs.status import STATUS, RunStatus, clean, look, own
+from instep.utils import plain_yaml
+from instep.utils.untrusted_files import open_regular
+
+DEPTH = 6  # runs/<experiment>/instep_runs/version_0, and some more
+_MARKS = (STATUS, HPARAMS, "metrics.jsonl", "metrics.csv", "events.out.tfevents.*", "run-*.wandb")
+_WATCHED = (STATUS, HPARAMS, "progress.json", "failures", "checkpoints")
+_LOGS = ("*.log", "*/*.log", "*/attempt_*/*/std*.log", "*/*/attempt_*/*/std*.log", "wandb/*/files/output.log")
+_TAIL_BYTES = 2**18
+
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, as it was when it was looked at.
+
+    Args:
+        name: its path from the folder that was searched.
+        folder: its absolute path.
+        status: whether it goes on, how it ended and why.
+        updated: when the newest of its files was changed, seconds since 1970.
+        stamp: of these files; a run with the same one is not read again.
+    """
+
+    name: str
+    folder: Path
+    status: RunStatus
+    updated: float
+    stamp: Stamp = field(repr=False, default=())
+
+    @cached_property
+    def hparams(self) -> dict[str, Any]:
+        """Hyperparameters as the logger kept them; empty where there are none that can be read."""
+        return self._hparams[0]
+
+    @cached_property
+    def problems(self) -> list[str]:
+        """What of the folder cannot be read, one line each; `Metrics` has those of its own."""
+        return self._hparams[1]
+
+    @cached_property
+    def _hparams(self) -> tuple[dict[str, Any], list[str]]:
+        path = self.folder / HPARAMS
+        if os.path.lexists(path):
+            if not own(path, self.folder):
+                return {}, [f"{HPARAMS} is a link"]
+            try:
+                values = plain_yaml.load(plain_yaml.read_text(path), path)
+                return (values, []) if isinstance(values, dict) else ({}, [])
+            except InstepError as error:
+                return {}, [clean(str(error))]
+        for path in log_files(self.folder, ("run-*.wandb", "wandb/*/run-*.wandb")):
+            file = WandbFile(path)
+            for _ in file.read():
+                break  # the configuration comes first
+            if file.config:
+                file.config.pop("_wandb", None)
+                return file.config, []
+        return {}, []
+
+    def metrics(self, names: Sequence[str] | None = None, max_points: int = 1000) -> Metrics:
+        """Read curves; `MetricsReader(run.folder)` reads those of a run that grows again and again."""
+        return MetricsReader(self.folder, names, max_points).read()
+
+    def checkpoints(self, verify: bool = False) -> list[dict[str, Any]]:
+        """Describe its checkpoints, the newest first: name, step, kind, epoch, score, bytes, created, state, note.
+
+        Args:
+            verify: read every byte; a whole one is "verified" then. Else sizes are compared: it is "complete".
+        """
+        from instep.runs.checkpoints import checkpoints  # late: loads torch
+
+        root = self.folder / "checkpoints"
+        if root.is_symlink() or not root.is_dir():
+            return []
+        try:
+            return checkpoints(root, verify)
+        except InstepError as error:
+            return [{"name": root.name, "step": None, "bytes": 0, "state": "broken", "note": clean(str(error))}]
+
+    def reports(self) -> list[Path]:
+        """List its reports of hangs, the newest first."""
+        return sorted((path for path in self.folder.glob("hang-*/*.txt") if own(path, self.folder)), reverse=True)
+
+    def logs(self) -> list[Path]:
+        """List its files of printed output: of the launcher where `log_dir` is the run folder, of W&B, and `*.log`."""
+        found = {path for pattern in _LOGS for path in self.folder.glob(pattern)}
+        return sorted(path for path in found if own(path, self.folder))
+
+
+def find_runs(folder: str | os.PathLike[str], before: Iterable[Run] = ()) -> list[Run]:
+    """Find the run folders at a folder and up to six folders below it, the newest first.
+
+    A run is a folder with a `status.json`, `hparams.yaml` or the file of a logger: CSV (also Lightning's), JSON lines,
+    TensorBoard, W&B offline. No metric is read, and links are not followed.
+
+    Args:
+        folder: where to search.
+        before: what an earlier search found: a run whose files are the same is not read again.
+
+    Raises:
+        UsageError: there is no such folder.
+
+    Example:
+        >>> find_runs(".", before=[])  # doctest: +SKIP
+        [Run(name='instep_runs/version_0', ...)]
+    """
+    root = Path(folder).absolute()
+    if not root.is_dir():
+        raise UsageError(f"{folder} is no folder: give a run folder, or one that has runs in it")
+    known = {run.folder: run for run in before}
+    runs = [_look(path, root, known.get(path)) for path in _below(root, DEPTH)]
+    return sorted(runs, key=lambda run: (run.updated, run.name), reverse=True)
+
+
+def tail(path: Path, lines: int = 50) -> str:
+    """Read the last lines of a file of text, fit for a terminal; where it cannot be read, why."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = (file.read(_TAIL_BYTES) or b"").decode("utf-8", "replace")
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror or error}"
+    shown = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]  # a bar is drawn over itself
+    return clean("\n".join(shown[-lines - 1 if shown[-1] == "" else -lines :]))
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            files, folders = [], []
+            for entry in entries:
+                (folders if entry.is_dir(follow_symlinks=False) else files).append(entry.name)
+    except OSError:  # gone, or not ours to read
+        return
+    if any(fnmatch(name, mark) for mark in _MARKS for name in files):
+        yield folder
+    if STATUS in files or "manifest.json" in files or not depth:
+        return  # what is in a run is its own
+    for name in folders:
+        if not name.startswith("."):
+            yield from _below(folder / name, depth - 1)
+
+
+def _look(folder: Path, root: Path, before: Run | None) -> Run:
+    stamp = []
+    for path in (*(folder / name for name in _WATCHED), *log_files(folder)):
+        with suppress(OSError):
+            seen = os.stat(path)
+            stamp.append((path.name, seen.st_mtime_ns, seen.st_size))
+    live = before is not None and before.status.state in ("running", "starting")
+    if before is not None and before.stamp == tuple(stamp) and not live:
+        return before
+    name = folder.name if folder == root else str(folder.relative_to(root))
+    updated = max((time_ns for _, time_ns, _ in stamp), default=0) / 1e9
+    return Run(clean(name), folder, look(folder), updated, tuple(stamp))

@@ -1,0 +1,225 @@
+"""Curves of a run, downsampled while they are read: a million points take the memory of those that are shown."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from instep.health.run_status import NAME as STATUS
+from instep.runs.rows import CSVFile, Forget, JSONLinesFile, LogFile, TensorBoardFile, WandbFile
+from instep.runs.status import own
+
+MOST_NAMES = 2000  # of a run where no names are asked for
+_Point = tuple[float, float, float | None]  # step, value, time
+_KINDS: tuple[tuple[str, type[LogFile], tuple[str, ...]], ...] = (  # the exact ones first: TensorBoard keeps float32
+    ("jsonl", JSONLinesFile, ("metrics.jsonl",)),
+    ("csv", CSVFile, ("metrics.csv",)),
+    ("wandb", WandbFile, ("run-*.wandb", "wandb/*/run-*.wandb")),
+    ("tensorboard", TensorBoardFile, tuple(f"{below}events.out.tfevents.*" for below in ("", "*/", "*/*/"))),
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric over the steps.
+
+    Args:
+        name: of the metric.
+        steps: of the points, as they were logged.
+        values: of the points. Each bucket of the whole curve gives its least and its greatest, so spikes stay.
+        times: seconds of the wall clock; None where the logger keeps none.
+        count: how many points the whole curve has.
+        last: the last value, also where that is nan.
+        least: the smallest finite value.
+        greatest: the largest finite value.
+        not_finite: how many values are nan or infinite; they are no points.
+        first_bad: the step of the first one of these.
+    """
+
+    name: str
+    steps: list[float]
+    values: list[float]
+    times: list[float | None]
+    count: int
+    last: float
+    least: float
+    greatest: float
+    not_finite: int = 0
+    first_bad: float | None = None
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Curves of a run.
+
+    Args:
+        curves: by name, in the order of their first point.
+        problems: what could not be read, one line each.
+        source: the logger whose files were read: "jsonl", "csv", "wandb" or "tensorboard"; "" where there is none.
+    """
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    source: str = ""
+
+
+class _Buckets:
+    """A curve while it is read: buckets of as many points each, of which the least and the greatest are kept."""
+
+    def __init__(self, most: int) -> None:
+        self._most = max(1, (most - 2) // 2)
+        self._width = 2  # both of two points are kept: a short curve is whole
+        self._buckets: list[list] = []  # points in it, the least, the greatest
+        self.count = self.not_finite = 0
+        self.first: _Point | None = None
+        self.last: _Point = (0.0, math.nan, None)
+        self.first_bad: float | None = None
+
+    def add(self, point: _Point) -> None:
+        self.count += 1
+        self.last = point
+        value = point[1]
+        if not -math.inf < value < math.inf:
+            self.not_finite += 1
+            if self.first_bad is None:
+                self.first_bad = point[0]
+            return
+        if self.first is None:
+            self.first = point
+        buckets = self._buckets
+        if buckets and buckets[-1][0] < self._width:
+            last = buckets[-1]
+            last[0] += 1
+            if value < last[1][1]:
+                last[1] = point
+            elif value >= last[2][1]:
+                last[2] = point
+            return
+        if len(buckets) >= self._most:
+            self._halve()
+        self._buckets.append([1, point, point])
+
+    def _halve(self) -> None:
+        self._width *= 2
+        pairs = [self._buckets[i : i + 2] for i in range(0, len(self._buckets), 2)]
+        self._buckets = [
+            [
+                sum(one[0] for one in pair),
+                min((one[1] for one in pair), key=lambda point: point[1]),
+                max((one[2] for one in pair), key=lambda point: point[1]),
+            ]
+            for pair in pairs
+        ]
+
+    def forget(self, step: float) -> None:
+        """Drop the points from a step on; of the bucket that it cuts those that are kept stay."""
+        before = self.points(False)
+        if self.last[0] >= step:
+            kept = [point for point in before if point[0] < step]
+            self._buckets = [[2, *sorted(kept[i : i + 2], key=lambda p: p[1])] for i in range(0, len(kept) - 1, 2)]
+            if len(kept) % 2:
+                self._buckets.append([1, kept[-1], kept[-1]])
+            self.count = round(self.count * len(kept) / len(before)) if before else 0
+            self.first, self.last = (kept[0], kept[-1]) if kept else (None, (0.0, math.nan, None))
+            if self.first_bad is not None and self.first_bad >= step:
+                self.not_finite, self.first_bad = 0, None
+
+    def points(self, ends: bool = True) -> list[_Point]:
+        inner = [point for _, *two in self._buckets for point in sorted(two, key=lambda it: it[0])]
+        points = [self.first, *inner, self.last] if ends and self.first is not None else inner
+        out: list[_Point] = []
+        for point in points:
+            if math.isfinite(point[1]) and (not out or out[-1] is not point):
+                out.append(point)
+        return out
+
+    def curve(self, name: str) -> Curve:
+        points = self.points()
+        return Curve(
+            name,
+            [point[0] for point in points],
+            [point[1] for point in points],
+            [point[2] for point in points],
+            self.count,
+            self.last[1],
+            min((point[1] for point in points), default=math.nan),
+            max((point[1] for point in points), default=math.nan),
+            self.not_finite,
+            self.first_bad,
+        )
+
+
+class MetricsReader:
+    """Reader of a run's metrics, which reads on from where it was: `read` of a run that grows costs what was added.
+
+    Args:
+        folder: the run folder.
+        names: the metrics; None for all that the first logger with rows has.
+        max_points: of a curve.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str] | None = None, max_points: int = 1000) -> None:
+        self._folder, self._names, self._max_points = folder, None if names is None else set(names), max_points
+        self._files: dict[str, dict[Path, LogFile]] = {kind: {} for kind, *_ in _KINDS}
+        self._curves: dict[str, dict[str, _Buckets]] = {kind: {} for kind, *_ in _KINDS}
+        self._too_many = False
+
+    def read(self) -> Metrics:
+        """Read what was added since the last time; return all of it."""
+        curves: dict[str, Curve] = {}
+        problems: list[str] = []
+        sources: list[str] = []
+        for kind, make, patterns in _KINDS:
+            self._read_kind(kind, make, log_files(self._folder, patterns))
+            problems += [line for file in self._files[kind].values() for line in file.problems]
+            found = {name: line.curve(name) for name, line in self._curves[kind].items() if name not in curves}
+            sources += [kind] if found else []
+            curves |= found
+            if curves and (self._names is None or self._names <= curves.keys()):
+                break
+        if self._too_many:
+            problems.append(f"there are more than {MOST_NAMES:,} metrics; ask for the others by name")
+        return Metrics(curves, problems, "+".join(sources))
+
+    def _read_kind(self, kind: str, make: type[LogFile], paths: Iterable[Path]) -> None:
+        files = self._files[kind]
+        for path in paths:
+            files.setdefault(path, make(path))
+        if any(file.replaced() for file in files.values()):  # rewritten: all of its logger is read again
+            self._curves[kind] = {}
+            files.update({path: make(path) for path in files})
+        lines, names = self._curves[kind], self._names
+        for path in sorted(files, key=_age):
+            for row in files[path].read():
+                if isinstance(row, Forget):
+                    for line in lines.values():
+                        line.forget(row.step)
+                    continue
+                step, time_s, values = row
+                for name, value in values:
+                    line = lines.get(name)
+                    if line is None:
+                        if (names is not None and name not in names) or len(lines) >= MOST_NAMES:
+                            self._too_many = self._too_many or names is None
+                            continue
+                        line = lines[name] = _Buckets(self._max_points)
+                    line.add((step, value, time_s))
+
+
+def _age(path: Path) -> list[str]:
+    """Order files of one logger as they were made: the numbers in their names say when."""
+    return [part.rjust(20, "0") if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
+
+
+_ALL = tuple(pattern for *_, patterns in _KINDS for pattern in patterns)
+
+
+def log_files(folder: Path, patterns: Iterable[str] = _ALL) -> list[Path]:
+    """List the files of loggers in a run folder; those of its checkpoints, of other runs and behind links are none."""
+    is_run = os.path.lexists(folder / STATUS)  # else folders below are runs of their own
+    found = sorted(path for pattern in patterns if is_run or "/" not in pattern for path in folder.glob(pattern))
+    return [path for path in found if own(path, folder) and "checkpoints" not in path.relative_to(folder).parts]

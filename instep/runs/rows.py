@@ -1,0 +1,262 @@
+"""Files of loggers as rows of metrics, read on from where the last reading ended.
+
+A row is `(step, seconds, values)`: the time is that of the wall clock, None where the file has none. A `Forget` takes
+back the rows from a step on, which a resumed run writes again.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BufferedReader, FileIO
+from pathlib import Path
+from typing import Any
+
+from instep.utils.imports import require
+from instep.utils.untrusted_files import open_regular
+
+MOST_LINE_BYTES = 2**20
+MOST_RECORD_BYTES = 2**24  # one with an image may be large; a larger one is passed over
+_BLOCK = 2**15  # of a W&B file
+_PIECE = 2**18
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Rows from this step on count no more."""
+
+    step: float
+
+
+Row = tuple[float, float | None, list[tuple[str, float]]]
+
+
+class LogFile:
+    """A growing file of a logger; each kind has a reader of its own.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        problems: what could not be read, one line each.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problems: list[str] = []
+        self._inode = self._offset = self._row = 0
+        self._header: list[str] = []
+
+    def replaced(self) -> bool:
+        """Tell whether another file took the place of the one that was read."""
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return False
+        return bool(self._inode) and (now.st_ino != self._inode or now.st_size < self._offset)
+
+    def read(self) -> Iterator[Row | Forget]:
+        """Yield the rows that were added since the last reading."""
+        try:
+            with open_regular(self.path) as file:
+                self._inode = os.fstat(file.fileno()).st_ino
+                file.seek(self._offset)
+                yield from self._rows(file)
+        except OSError as error:
+            self._complain(error.strerror or str(error))
+
+    def _rows(self, file: FileIO) -> Iterator[Row | Forget]:
+        raise NotImplementedError
+
+    def _complain(self, problem: str) -> None:
+        if len(self.problems) < 5:
+            self.problems.append(f"{self.path.name}: {problem}")
+
+    def _lines(self, file: FileIO) -> Iterator[str]:
+        """Yield whole lines; what comes after the last one is being written, or was cut off."""
+        rest = b""
+        while piece := file.read(_PIECE):
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                self._offset += len(line) + 1
+                self._row += 1
+                if len(line) <= MOST_LINE_BYTES:
+                    yield line.decode("utf-8", "replace")
+            if len(rest) > MOST_LINE_BYTES:
+                self._complain(f"line {self._row + 1} is longer than {MOST_LINE_BYTES:,} bytes; it ends the reading")
+                return
+
+
+class CSVFile(LogFile):
+    """A `metrics.csv` of CSVLogger, or of Lightning's."""
+
+    def _rows(self, file: FileIO) -> Iterator[Row]:
+        for line in self._lines(file):
+            try:
+                cells = next(csv.reader([line])) if '"' in line else line.rstrip("\r").split(",")
+                if not self._header:
+                    self._header = cells
+                    continue
+                named = zip(self._header, cells, strict=False)
+                values = [(name, float(cell)) for name, cell in named if cell]
+            except (ValueError, csv.Error) as error:
+                self._complain(f"line {self._row}: {error!s:.200}")
+                continue
+            step = next((value for name, value in values if name == "step"), self._row - 2.0)
+            yield step, None, [pair for pair in values if pair[0] != "step"]
+
+
+class JSONLinesFile(LogFile):
+    """A `metrics.jsonl` of JSONLinesLogger: an object a row, with "step", "time" and metrics."""
+
+    def _rows(self, file: FileIO) -> Iterator[Row]:
+        for line in self._lines(file):
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError("it is no object")
+            except (ValueError, RecursionError) as error:
+                self._complain(f"line {self._row}: {error!s:.200}")
+                continue
+            step, time_s = _number(row.pop("step", None)), _number(row.pop("time", None))
+            pairs = [(name, number) for name, value in row.items() if (number := _number(value)) is not None]
+            yield self._row - 1.0 if step is None else step, time_s, pairs
+
+
+def _number(value: Any) -> float | None:
+    """Return a JSON value as a number; None for what is none. JSON has no nan: a logger writes it as text or bare."""
+    if type(value) is float:
+        return value
+    if type(value) is int:
+        return float(value) if abs(value) < 2**1000 else math.inf
+    return float(value) if type(value) is str and value.lower().strip("+-") in ("nan", "inf", "infinity") else None
+
+
+class TensorBoardFile(LogFile):
+    """An event file of TensorBoard, in its library's own messages.
+
+    The library's reader follows any path, takes any length that a record claims, and spends most of its time on
+    checksums in Python; so the frames of the records are read here.
+    """
+
+    def _rows(self, file: FileIO) -> Iterator[Row | Forget]:
+        events = require("tensorboard.compat.proto.event_pb2", extra=None, purpose="reading event files")
+        for data in self._records(file):
+            try:
+                event = events.Event.FromString(data)
+            except Exception as error:  # noqa: BLE001  each build of protobuf has a DecodeError of its own
+                self._complain(f"the record before byte {self._offset:,} is damaged: {error!s:.200}")
+                continue
+            if event.HasField("session_log") and event.session_log.status == events.SessionLog.START:
+                yield Forget(event.step)
+            pairs = []
+            for value in event.summary.value:
+                kind = value.WhichOneof("value")
+                if kind == "simple_value":
+                    pairs.append((value.tag, value.simple_value))
+                elif kind == "tensor" and len(value.tensor.float_val) == 1:  # TensorBoard 2's scalars
+                    pairs.append((value.tag, value.tensor.float_val[0]))
+            if pairs:
+                yield float(event.step), event.wall_time, pairs
+
+    def _records(self, file: FileIO) -> Iterator[bytes]:
+        size, held, at = os.fstat(file.fileno()).st_size, b"", 0
+        while True:
+            if len(held) - at < _PIECE // 4:
+                held, at = held[at:] + (file.read(_PIECE) or b""), 0
+            if len(held) - at < 16:
+                return
+            (length,) = struct.unpack_from("<Q", held, at)
+            end = self._offset + length + 16
+            if end > size:
+                return  # being written, cut off, or no event file
+            if length > MOST_RECORD_BYTES:
+                self._complain(f"a record of {length:,} bytes is passed over")
+                file.seek(end)
+                self._offset, held, at = end, b"", 0
+                continue
+            if at + length + 16 > len(held):
+                held, at = held[at:] + (file.read(length + 16) or b""), 0
+            data = held[at + 12 : at + 12 + length]
+            self._offset, at = end, at + length + 16
+            yield data
+
+
+class WandbFile(LogFile):
+    """A `run-<id>.wandb` of Weights & Biases: a LevelDB log of its messages.
+
+    Attributes:
+        config: the hyperparameters that were read so far.
+        exit_code: that of the run; None before its end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.config: dict[str, Any] = {}
+        self.exit_code: int | None = None
+
+    def _rows(self, file: FileIO) -> Iterator[Row]:
+        messages = require("wandb.proto.wandb_internal_pb2", extra=None, purpose="reading runs of W&B")
+        for data in self._records(file):
+            try:
+                record = messages.Record.FromString(data)
+            except Exception as error:  # noqa: BLE001  as for TensorBoard
+                self._complain(f"the record before byte {self._offset:,} is damaged: {error!s:.200}")
+                continue
+            kind = record.WhichOneof("record_type")
+            if kind in ("run", "config"):
+                for item in (record.run.config if kind == "run" else record.config).update:
+                    self.config["/".join(item.nested_key) or item.key] = _parsed(item.value_json)
+            elif kind == "exit":
+                self.exit_code = record.exit.exit_code
+            elif kind == "history":
+                row = {"/".join(item.nested_key) or item.key: _parsed(item.value_json) for item in record.history.item}
+                step = _number(row.get("trainer/global_step", row.get("_step", record.history.step.num)))
+                pairs = [
+                    (name, number)
+                    for name, value in row.items()
+                    if not name.startswith(("_", "trainer/global_step")) and (number := _number(value)) is not None
+                ]
+                yield step or 0.0, _number(row.get("_timestamp")), pairs
+
+    def _records(self, file: FileIO) -> Iterator[bytes]:
+        if not self._offset:
+            if file.read(4) != b":W&B":
+                self._complain("it is no file of W&B")
+                return
+            self._offset = 7
+        size, at, parts = os.fstat(file.fileno()).st_size, self._offset, b""
+        file.seek(at)
+        with BufferedReader(file, _PIECE) as buffered:
+            while at < size:
+                left = _BLOCK - at % _BLOCK
+                head = buffered.read(7) if left >= 7 else bytes(7)
+                if len(head) < 7:
+                    return
+                _, length, kind = struct.unpack("<IHB", head)
+                if not kind and not length:  # the rest of a block is empty
+                    at += left
+                    buffered.seek(at)
+                    continue
+                data = buffered.read(length)
+                if len(data) < length:
+                    return  # being written, or cut off
+                at, parts = at + 7 + length, (b"" if kind in (1, 2) else parts) + data
+                if len(parts) > MOST_RECORD_BYTES:
+                    parts = b""
+                if kind in (1, 4):
+                    self._offset = at
+                    yield parts
+                    parts = b""
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,153 @@
+"""Whether a run goes on, and how and why it ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from instep.health.run_status import NAME as STATUS
+from instep.health.run_status import read_status
+from instep.utils.process_id import is_gone, state_of
+from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
+
+SILENT_S = 60.0  # a lease is renewed every 5 s; clocks of two hosts differ
+MOST_RANKS = 1000
+_STATES = {
+    "done": "finished",
+    **{name: name for name in ("starting", "running", "failed", "preempted", "interrupted", "hung")},
+}
+_BY_RANK = re.compile(r"rank (\d{1,7})(?: \(host [^)]*\))?: (.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """State of a run, from its `status.json` and lease.
+
+    Args:
+        state: "starting", "running", "finished", "failed", "preempted", "interrupted", "hung", "dead" (it stopped
+            without saying why: killed, or the machine went down), or "unknown" (a logger's folder without a
+            `status.json`).
+        cause: why it ended, or why it is taken for dead; empty for nothing.
+        by_rank: what each rank that failed has said, in one line; the cause first.
+        step: optimizer steps at the last word.
+        epoch: at the last word.
+        said: `status.json`: exit_code, signal, run_id, host, pid, checkpoint, command, cwd, started, summary, ...
+        progress: `progress.json`: time, stage, phase, batch, batches, max_steps, steps_per_s, metrics, ...
+        failures: `failures/rank-<n>.json`: rank, host, pid, step, batch, phase, how, message, traceback, cause, ...
+    """
+
+    state: str = "unknown"
+    cause: str = ""
+    by_rank: dict[int, str] = field(default_factory=dict)
+    step: int | None = None
+    epoch: int | None = None
+    said: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+
+def look(folder: Path) -> RunStatus:
+    """Read how a run is. What cannot be read is "unknown"."""
+    content = read_status(folder) if own(folder / STATUS, folder) else None
+    if content is None:
+        return RunStatus(cause="status.json cannot be read" if os.path.lexists(folder / STATUS) else "")
+    content, progress, failures = _tidy(content), _tidy(_object(folder / "progress.json", folder)), _failures(folder)
+    state, cause = _STATES.get(str(content.get("status")), "unknown"), _text(content, "error") or _text(content, "why")
+    if state in ("running", "starting") and (silent := _silence(folder, content)):
+        state, cause = "dead", silent
+    by_rank = {failure["rank"]: f"{_text(failure, 'how')}: {_text(failure, 'message')}" for failure in failures}
+    found = _BY_RANK.fullmatch(cause)
+    if not by_rank and found:
+        by_rank[int(found[1])] = found[2]
+    step, epoch = (
+        max((number for of in (content, progress) if (number := _count(of, key)) is not None), default=None)
+        for key in ("global_step", "epoch")
+    )
+    return RunStatus(state, cause, by_rank, step, epoch, content, progress, failures)
+
+
+def _failures(folder: Path) -> list[dict[str, Any]]:
+    """Read the reports of ranks that failed, the cause first, then those of their own before mere consequences."""
+    try:
+        names = sorted(os.listdir(folder / "failures"))[:MOST_RANKS]
+    except OSError:
+        return []
+    found = [_tidy(_object(folder / "failures" / name, folder)) for name in names if name.endswith(".json")]
+    found = [failure for failure in found if _count(failure, "rank") is not None]
+    order = lambda it: (it.get("cause") is not True, it.get("remote") is True, it["rank"])  # noqa: E731
+    return sorted(found, key=order)
+
+
+def _lease(folder: Path) -> tuple[dict[str, Any], float]:
+    """Read the newest lease of a run's checkpoints, and when it was renewed; empty where there is none."""
+    path = max((folder / "checkpoints").glob(".lease-*"), key=lambda path: path.name, default=None)
+    if path is not None:
+        with suppress(OSError):
+            return _object(path, folder), path.stat().st_mtime
+    return {}, 0.0
+
+
+def _silence(folder: Path, said: dict[str, Any]) -> str:
+    """Say why a run that calls itself running is dead; empty where it lives."""
+    lease, beat = _lease(folder)
+    if lease.get("run_id") != said.get("run_id") or lease.get("released"):
+        lease = {}  # an earlier run's
+    pid, host = _count(said, "pid"), _text(said, "host")
+    gone = is_gone(str(said.get("process") or lease.get("owner")))
+    if gone is None and not lease and host == socket.gethostname() and pid:
+        gone = state_of(pid) in ("", "Z", "X")
+    if gone:
+        return f"its main process (host {host}, pid {pid}) is gone: killed, out of memory, or the machine went down"
+    with suppress(OSError):
+        beat = max(beat if lease else 0.0, (folder / "progress.json").stat().st_mtime)
+    silent_s = time.time() - beat
+    if gone is None and beat and silent_s > SILENT_S:
+        return f"no sign of life from host {host}, pid {pid} for {silent_s:,.0f} s"
+    return ""
+
+
+def own(path: Path, folder: Path) -> bool:
+    """Tell whether a path below a run folder is in it: it and the folders between are no links."""
+    return not any(it.is_symlink() for it in (path, *path.parents) if it != folder and folder in it.parents)
+
+
+def _object(path: Path, folder: Path) -> dict[str, Any]:
+    try:
+        return parse_object(read_regular(path, LEASE_BYTES)) if own(path, folder) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _tidy(value: Any) -> Any:
+    """Make the texts of a JSON value fit for a terminal."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {clean(key): _tidy(inner) for key, inner in value.items()}
+    return [_tidy(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _text(content: dict[str, Any], key: str) -> str:
+    value = content.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _count(content: dict[str, Any], key: str) -> int | None:
+    value = content.get(key)
+    return value if type(value) is int and abs(value) < 2**63 else None
+
+
+def clean(text: str) -> str:
+    """Write what a terminal would obey as escapes: a stranger's text must not colour, move or type.
+
+    Example:
+        >>> clean("loss\\x1b[31m")
+        'loss\\\\x1b[31m'
+    """
+    return "".join(it if it.isprintable() or it in "\n\t" else it.encode("unicode_escape").decode() for it in text)
