@@ -47,6 +47,8 @@ class FakeTrainer:
     metrics: FakeMetrics = field(default_factory=FakeMetrics)
     callback_metrics: dict[str, Any] = field(default_factory=dict)
     progress_bar_metrics: dict[str, Any] = field(default_factory=dict)
+    logged_metrics: dict[str, Any] = field(default_factory=dict)
+    callbacks: list[Any] = field(default_factory=list)
     progress: FakeProgress = field(default_factory=FakeProgress)
     global_step: int = 0
     current_epoch: int = 0

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from instep import Trainer
-from instep.callbacks import ProgressBar
-from instep.callbacks import progress as module
-from instep.callbacks.progress import Line
+from instep.callbacks import Callback, ModelCheckpoint, ProgressBar
+from instep.callbacks.progress import bar as module
+from instep.callbacks.progress import screen
+from instep.callbacks.progress.view import Line, View
 from instep.distributed import Triggers
 from instep.distributed.signals import SignalGuard
 from instep.errors import SettingError
@@ -29,6 +30,7 @@ from tests.helpers.spawn import HANG_S
 from tests.trainer.resuming import Net, Plain
 
 DEADLINE_S = HANG_S
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Terminal:
@@ -103,7 +105,7 @@ def no_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 def no_thread_is_left() -> Iterator[None]:
     yield
     assert not [thread for thread in threading.enumerate() if thread.name == "instep-progress"]
-    assert module._forks.screen is None
+    assert screen._forks.screen is None
 
 
 def started(trainer: FakeTrainer, run: str = "fit", **options: Any) -> ProgressBar:
@@ -135,7 +137,7 @@ def test_counters_metrics_and_speed_on_a_terminal(terminal):
     for batch in range(1, 51):
         trainer.progress.batch = batch
     terminal.read_until("50/100")
-    terminal.read_until("loss: 0.25  acc: 0.5")
+    assert "loss 0.25   acc 0.5" in COLOURS.sub("", terminal.text)
     trainer.progress.batch = 75
     terminal.read_until("75/100")
     terminal.read_until("it/s")
@@ -395,7 +397,7 @@ def test_a_terminal_that_is_stopped_does_not_hold_the_end(terminal, monkeypatch)
     terminal.read_until("0/100")
     terminal.read_on.clear()
     writing = threading.Event()
-    monkeypatch.setattr(module._Screen, "_draw", _counted(module._Screen._draw, writing, 200))
+    monkeypatch.setattr(View, "draw", _counted(View.draw, writing, 200))
     assert not writing.wait(0.5)  # the thread is stuck: the terminal takes no more
     thread = bar._thread
     bar.on_train_end(trainer, None)
@@ -456,3 +458,39 @@ def test_wrong_rates():
     for option in ("refreshes_per_s", "plain_every_s"):
         with pytest.raises(SettingError, match=option):
             ProgressBar(**{option: 0})
+
+
+def test_facts_of_a_run(monkeypatch, tmp_path):
+    """Samples/s by the loader, MFU by a throughput monitor, the best by what the checkpoints monitor, the loss."""
+    pipe = no_terminal(monkeypatch)
+
+    class Monitor(Callback):
+        latest = {"device/tokens_per_sec": 81234.0, "device/mfu": 0.341}
+
+    class Watched(ProgressBar):
+        def on_validation_end(self, trainer, module):
+            super().on_validation_end(trainer, module)
+            self._speed("train").value = 10.0
+            views.append(self._read(trainer, module))
+
+    class Rated(Net):
+        def on_validation_epoch_end(self):
+            self.log("quality", 0.5 - self.current_epoch / 10, prog_bar=True)
+
+    views: list[Any] = []
+    data = torch.utils.data.DataLoader(Plain(8), batch_size=4)
+    trainer = Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[Watched(), Monitor(), ModelCheckpoint(monitor="quality", mode="max")],
+        default_root_dir=tmp_path,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(Rated(), data, data)
+    last = views[-1]
+    assert last.best["quality"] == 0.5
+    assert last.curve.points
+    assert {"40.0 samples/s", "81.2k tokens/s", "MFU 34.1%"} <= set(last.facts)
+    assert any(fact.startswith("ETA 0:") for fact in views[0].facts)
+    assert "quality: 0.4" in pipe.getvalue()

@@ -1,0 +1,191 @@
+"""Where the live view is shown: on a terminal, in a notebook's cell, or as plain lines in a log file."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from instep.callbacks.progress.view import View
+
+_COLUMNS = 100  # of a notebook's cell
+_PRE = (
+    '<pre style="white-space: pre; overflow-x: auto; line-height: 1.3; margin: 0; '
+    "font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace\">{code}</pre>"
+)
+
+
+class Lines:
+    """Plain lines on stderr. The other screens write there too what cannot be drawn."""
+
+    live = False
+    """Whether what is shown moves."""
+
+    def __init__(self) -> None:
+        self._err = sys.stderr
+        # Held while drawing, so that a process that is forked meanwhile does not inherit rich's locks in use.
+        self.lock = threading.Lock()
+
+    def show(self, view: View) -> None:
+        """Show this in place of what was shown before."""
+        self.print(view.plain())
+
+    def print(self, text: str) -> None:
+        """Write a line that stays."""
+        print(text, file=self._err, flush=True)
+
+    def close(self) -> None:
+        """End it; what was shown last stays."""
+
+    def give_back_streams(self) -> None:
+        """Undo the redirection of stdout and stderr where the thread could not: it is stuck, or in a forked process."""
+
+
+class Terminal(Lines):
+    """A live display by rich on a terminal. What the run prints meanwhile appears above it.
+
+    Args:
+        stream: the terminal.
+    """
+
+    live = True
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console  # slow to import, and only needed on a terminal
+        from rich.live import Live
+
+        super().__init__()
+        self._out = sys.stdout
+        self._console = Console(file=stream)
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            # Only what goes to a terminal may be drawn above the view: a redirected stream keeps its way.
+            redirect_stdout=_is_terminal(self._out),
+            redirect_stderr=_is_terminal(self._err),
+        )
+        _watch_forks(self)
+        self._live.start()
+
+    @staticmethod
+    def takes(stream: TextIO) -> bool:
+        """Return whether a live display can be drawn on the stream."""
+        if not _is_terminal(stream):
+            return False
+        from rich.console import Console
+
+        console = Console(file=stream)
+        return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
+
+    def show(self, view: View) -> None:
+        with self.lock:
+            self._live.update(view, refresh=True)
+
+    def print(self, text: str) -> None:
+        with self.lock:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        with self.lock:
+            self._live.stop()
+
+    def give_back_streams(self) -> None:
+        if type(sys.stdout).__module__ == "rich.file_proxy":
+            sys.stdout = self._out
+        if type(sys.stderr).__module__ == "rich.file_proxy":
+            sys.stderr = self._err
+        if _forks.screen is self:
+            _forks.screen = None
+
+
+class Notebook(Lines):
+    """HTML in the output of a notebook's cell, drawn anew in its place.
+
+    It works in a rank that `notebook_launcher` has forked too: the kernel takes what its forks send, as it takes what
+    they print.
+
+    Args:
+        shell: IPython's, of a kernel.
+    """
+
+    live = True
+
+    def __init__(self, shell: Any) -> None:
+        from IPython.display import HTML, display  # the notebook has it loaded
+
+        super().__init__()
+        if getattr(shell.display_pub, "session", None) is not None:
+            # The kernel's session refuses to send from a fork until a stream of the fork has been flushed, by which
+            # ipykernel says that its way out is safe there.
+            shell.display_pub.session.pid = os.getpid()
+        self._html = HTML
+        self._shown = ""
+        self._handle: Any = display(HTML(""), display_id=True)
+
+    def show(self, view: View) -> None:
+        text = html(view)
+        if text != self._shown:
+            self._shown = text
+            self._handle.update(self._html(text))
+
+
+def html(view: View, columns: int = _COLUMNS) -> str:
+    """Draw a view as HTML, in the colours of the page that it is in."""
+    from rich.console import Console  # slow to import, and only needed where it is drawn
+
+    console = Console(file=io.StringIO(), record=True, width=columns, color_system="truecolor", force_jupyter=False)
+    console.print(view)
+    return console.export_html(inline_styles=True, code_format=_PRE).replace("\n</pre>", "</pre>")
+
+
+def open_screen() -> Lines:
+    """Open the notebook's cell if there is one, else the terminal that stderr or else stdout is connected to."""
+    # Not imported: where a notebook runs it is loaded.
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if getattr(shell, "kernel", None) is not None:
+        return Notebook(shell)
+    stream = next((stream for stream in (sys.stderr, sys.stdout) if Terminal.takes(stream)), None)
+    return Lines() if stream is None else Terminal(stream)
+
+
+class _Forks:
+    """Fork handlers for the screen that is drawn: a forked loader worker must not inherit a lock that is held."""
+
+    def __init__(self) -> None:
+        self.screen: Terminal | None = None
+        self.registered = False
+        self.held: threading.Lock | None = None
+
+    def before(self) -> None:
+        if self.screen is not None and self.screen.lock.acquire(timeout=1.0):
+            self.held = self.screen.lock
+
+    def in_parent(self) -> None:
+        held, self.held = self.held, None
+        if held is not None:
+            held.release()
+
+    def in_child(self) -> None:
+        self.in_parent()
+        if self.screen is not None:
+            self.screen.give_back_streams()
+
+
+_forks = _Forks()
+
+
+def _watch_forks(screen: Terminal) -> None:
+    _forks.screen = screen
+    if not _forks.registered and hasattr(os, "register_at_fork"):
+        _forks.registered = True
+        os.register_at_fork(before=_forks.before, after_in_parent=_forks.in_parent, after_in_child=_forks.in_child)
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # no stream, or a closed one
+        return False
