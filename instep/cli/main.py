@@ -49,6 +49,7 @@ COMMANDS: dict[Command, str] = {
     ("checkpoint", "convert"): "to and from safetensors, Lightning and Accelerate",
     ("replay",): "repeat the steps after a checkpoint, bit for bit",
     ("migrate",): "bring Lightning and Accelerate scripts to instep",
+    ("dashboard",): "a live local page of run folders, in a browser",
     ("completion",): "let the shell complete commands and options",
 }
 GROUPS = {"checkpoint": "look into checkpoints, check, compare and convert them"}

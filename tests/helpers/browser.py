@@ -84,6 +84,11 @@ class Browser:
         page.goto(url)
         return page
 
+    def close(self) -> None:
+        """Close the pages."""
+        for context in self.engine.contexts:
+            context.close()
+
     @staticmethod
     def drawn_width(locator: Any) -> float:
         """Return the share of an element's width in which something coloured is drawn, such as a curve's."""

@@ -1,0 +1,277 @@
+"""What the page shows of one run: a panel for each tab. A panel reads in a thread, and is drawn where that changed."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from nicegui import ui
+
+from instep.dashboard import chart
+from instep.dashboard.source import Source, in_thread, look_at_machine
+from instep.runs import Run
+from instep.runs.folder import tail
+from instep.runs.status import clean
+
+_LOG_LINES, _REPORTS, _TEXT = 200, 20, 2000
+_HARDWARE = 6  # plots of what a run logged of its hardware; a GPU has a hundred numbers
+
+
+def box(classes: str, tag: str = "div") -> ui.element:
+    """Make an element of the page's own style."""
+    return ui.element(tag).classes(classes)
+
+
+def ago(then: float) -> str:
+    """Write how long something is ago.
+
+    Example:
+        >>> ago(time.time() - 125)
+        '2 min ago'
+    """
+    age_s = max(0.0, time.time() - then)
+    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= seconds:
+            return f"{age_s / seconds:.0f} {unit} ago"
+    return "now"
+
+
+class Panel:
+    """Part of the page about a run.
+
+    Args:
+        source: what is shown.
+        run: the run.
+    """
+
+    def __init__(self, source: Source, run: Run) -> None:
+        self.source, self.run = source, run
+
+    def read(self) -> Any:
+        """Read what is shown, in a thread; plain values, so that a change is seen."""
+        raise NotImplementedError
+
+    def build(self) -> None:
+        """Make the elements."""
+        raise NotImplementedError
+
+    def show(self, data: Any) -> None:
+        """Put what was read into the elements."""
+        raise NotImplementedError
+
+
+_FORMAT = {":format": "value => typeof value === 'number' ? value.toLocaleString('en') : value"}
+
+
+def _table(*columns: str) -> ui.table:
+    """Make a table of texts, the first column of it wide."""
+    fields: Any = [
+        {"name": str(index), "field": str(index), "label": label, "align": "left", "sortable": True, **_FORMAT}
+        for index, label in enumerate(columns)
+    ]
+    table = ui.table(columns=fields, rows=[], row_key="row", pagination=20)
+    return table.classes("table").props("flat dense wrap-cells hide-pagination")
+
+
+def _fill(table: ui.table, rows: Iterable[Sequence[Any]]) -> None:
+    found = [{"row": number, **{str(i): _text(cell) for i, cell in enumerate(row)}} for number, row in enumerate(rows)]
+    table.props(remove="hide-pagination") if len(found) > 20 else table.props("hide-pagination")
+    table.update_rows(found)
+
+
+def _text(value: Any) -> str | float | int:
+    if isinstance(value, bool) or value is None or not isinstance(value, int | float):
+        return "" if value is None else clean(str(value))[:_TEXT]
+    return value if isinstance(value, int) and abs(value) < 2**53 else f"{value:.6g}"
+
+
+class Overview(Panel):
+    """How the run is, why it ended, and its last metrics."""
+
+    def read(self) -> Any:
+        status, values = self.run.status, self.source.last_values(self.run)
+        said, now = status.said, status.progress if status.state == "running" else {}
+        command = said.get("command")
+        facts = {
+            "Cause": status.cause,
+            "Step": status.step,
+            "Epoch": status.epoch,
+            "Now": " ".join(str(now[key]) for key in ("stage", "phase") if key in now),
+            "Batch": f"{now['batch']} of {now.get('batches')}" if "batch" in now else None,
+            "Steps per second": now.get("steps_per_s"),
+            "Exit code": said.get("exit_code"),
+            "Signal": said.get("signal"),
+            "Processes": said.get("world_size"),
+            "Strategy": said.get("strategy"),
+            "Host": said.get("host"),
+            "Process": said.get("pid"),
+            "Command": shlex.join(map(str, command)) if isinstance(command, list) else command,
+            "Go on from": said.get("checkpoint"),
+            "Folder": str(self.run.folder),
+            "Cannot be read": "\n".join(self.source.problems(self.run)),
+        }
+        shown = [
+            (name, f"{value:,}" if type(value) is int and name != "Process" else str(_text(value)))
+            for name, value in facts.items()
+            if value not in (None, "")
+        ]
+        return shown, [(name, str(_text(last)), count) for name, (count, last) in values.items()]
+
+    def build(self) -> None:
+        self._facts = box("facts", "dl")
+        self._metrics = _table("Metric", "Last value", "Points")
+
+    def show(self, data: Any) -> None:
+        facts, metrics = data
+        self._facts.clear()
+        with self._facts:
+            for name, text in facts:
+                ui.label(name).classes("name")
+                ui.label(text).classes("value")
+        _fill(self._metrics, metrics)
+        self._metrics.set_visibility(bool(metrics))
+
+
+class Checkpoints(Panel):
+    """The checkpoints, and whether they are whole."""
+
+    def read(self) -> Any:
+        columns = ("step", "state", "kind", "score", "bytes", "created", "note", "name")
+        return [[found.get(name) for name in columns] for found in self.source.checkpoints(self.run)]
+
+    def build(self) -> None:
+        with box("line"):
+            ui.label("Sizes are compared. Verify reads every byte and holds it against its checksum.").classes("quiet")
+            self._button = ui.button("Verify", on_click=self._verify).props("flat dense no-caps")
+        self._rows = _table("Step", "State", "Kind", "Score", "MB", "Saved", "Note", "Name")
+
+    async def _verify(self) -> None:
+        self._button.props("loading")
+        await in_thread(self.source.verify, self.run)
+        self._button.props(remove="loading")
+        self.show(await in_thread(self.read))
+
+    def show(self, data: Any) -> None:
+        _fill(self._rows, ([*row[:4], f"{(row[4] or 0) / 1e6:,.1f}", *row[5:]] for row in data))
+
+
+class Ranks(Panel):
+    """Who failed, who hung and who is slow, by rank."""
+
+    def read(self) -> Any:
+        failures = {failure["rank"]: failure for failure in self.run.status.failures}
+        failed = [
+            (rank, *(failures.get(rank, {}).get(key) for key in ("host", "step", "phase")), text)
+            for rank, text in self.run.status.by_rank.items()
+        ]
+        reports = [(str(path.relative_to(self.run.folder)), tail(path, 400)) for path in self.run.reports()[:_REPORTS]]
+        return failed, reports
+
+    def build(self) -> None:
+        self._box = box("stack")
+
+    def show(self, data: Any) -> None:
+        failed, reports = data
+        self._box.clear()
+        with self._box:
+            if not failed and not reports:
+                ui.label("No rank has reported a failure or a hang.").classes("quiet")
+            if failed:
+                _fill(_table("Rank", "Host", "Step", "Doing", "Failed with"), failed)
+            for name, text in reports:
+                with ui.expansion(clean(name)).classes("report"):
+                    ui.label(text).classes("log")
+
+
+class Hardware(Panel):
+    """The machine of this page now, and what the run logged of its own."""
+
+    def read(self) -> Any:
+        names = frozenset(self.source.device_names(self.run)[:_HARDWARE])
+        return look_at_machine(self.run.folder), self.source.curves(self.run, names)
+
+    def build(self) -> None:
+        ui.label("This machine, now").classes("title")
+        self._now = box("bars")
+        ui.label("Logged by the run").classes("title")
+        self._nothing = ui.label("Nothing yet: Trainer(callbacks=[DeviceStatsMonitor()]) logs it.").classes("quiet")
+        self._chart = ui.echart({}).classes("plot")
+
+    def show(self, data: Any) -> None:
+        now, curves = data
+        self._now.clear()
+        with self._now:
+            for name, part, text in now:
+                with box("bar"):
+                    ui.label(name).classes("name")
+                    ui.linear_progress(min(1.0, part), show_value=False).props("rounded size=6px")
+                    ui.label(text).classes("quiet")
+        self._nothing.set_visibility(not curves)
+        self._chart.set_visibility(bool(curves))
+        drawn = {name.rpartition("/")[2]: [(self.run.name, 0, curve)] for name, curve in curves.items()}
+        chart.draw(self._chart, chart.options(drawn), len(curves))
+
+
+class Log(Panel):
+    """The last lines that the run printed."""
+
+    def read(self) -> Any:
+        paths = self.run.logs()
+        names = [str(path.relative_to(self.run.folder)) for path in paths]
+        index = self._chosen if self._chosen < len(paths) else 0
+        return names, tail(paths[index], _LOG_LINES) if paths else ""
+
+    def build(self) -> None:
+        self._chosen = 0
+        self._select = ui.select([], on_change=self._choose).props("dense options-dense borderless").classes("wide")
+        self._output = ui.label().classes("log tall")
+        self._nothing = ui.label(
+            "No log in the run folder. `instep launch --log-dir DIR` keeps what the ranks print."
+        ).classes("quiet")
+
+    async def _choose(self, event: Any) -> None:
+        if event.value is not None and event.value != self._chosen:
+            self._chosen = event.value
+            self.show(await in_thread(self.read))
+
+    def show(self, data: Any) -> None:
+        names, text = data
+        self._select.set_options({index: clean(name) for index, name in enumerate(names)}, value=self._chosen)
+        self._output.set_text(text)
+        for element in (self._select, self._output):
+            element.set_visibility(bool(names))
+        self._nothing.set_visibility(not names)
+
+
+class Hyperparameters(Panel):
+    """The hyperparameters, nested ones with a name of their own each."""
+
+    def read(self) -> Any:
+        return list(_flat(self.run.hparams))
+
+    def build(self) -> None:
+        self._rows = _table("Name", "Value")
+
+    def show(self, data: Any) -> None:
+        _fill(self._rows, data)
+
+
+def _flat(values: Any, before: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in values.items():
+        name = f"{before}{key}"
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, str(value)
+
+
+PANELS: dict[str, Callable[[Source, Run], Panel]] = {
+    "Overview": Overview,
+    "Checkpoints": Checkpoints,
+    "Ranks": Ranks,
+    "Hardware": Hardware,
+    "Log": Log,
+    "Hyperparameters": Hyperparameters,
+}

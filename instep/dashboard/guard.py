@@ -1,0 +1,154 @@
+"""The door of the dashboard: which requests and websockets reach the page at all."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from http.cookies import CookieError, SimpleCookie
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+Message = MutableMapping[str, Any]
+App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+_HEADERS = {
+    # The library makes components with inline scripts and eval; nothing may be fetched from or sent elsewhere.
+    "content-security-policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval'; img-src 'self' data:; "
+    "font-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+_ASK = "This dashboard has a token: open the address that `instep dashboard` printed."
+
+
+class Guard:
+    """ASGI application that lets through who may see the page, and answers the others.
+
+    - With a token: the address `/?token=...` sets a cookie, which everything else needs, files and websockets too.
+    - On loopback the Host is that of loopback: a page of another name that was bound to 127.0.0.1 is turned away.
+    - What another site's page sends is turned away, by its Origin and Sec-Fetch-Site: also its websockets, which
+      browsers send across sites without asking.
+
+    Args:
+        app: what is guarded.
+        token: that who asks has to know; None: who reaches the port may see the page.
+        hosts: names that a Host may have beside those of loopback; None: all, which needs a token.
+        port: of the server; browsers share cookies between the ports of a host.
+
+    Raises:
+        ValueError: neither a token nor hosts.
+    """
+
+    def __init__(self, app: App, token: str | None, hosts: frozenset[str] | None, port: int) -> None:
+        if token is None and hosts is None:
+            raise ValueError("a page without a token needs the names that its Host may have")
+        self._app, self._token, self._hosts = app, token, hosts
+        self._cookie, self._session = f"instep_dashboard_{port}", secrets.token_urlsafe(32)
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        """Answer a request, or hand it on."""
+        if scope["type"] not in ("http", "websocket"):  # starting and ending
+            await self._app(scope, receive, send)
+            return
+        headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
+        if scope["type"] == "http" and self._brings_token(scope, headers):
+            await _answer(send, 303, "", {"location": _without_token(scope), "set-cookie": self._new_cookie()})
+        elif why := self._refusal(scope, headers):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})  # before it is accepted: an answer 403
+            else:
+                await _answer(send, 403, why, {})
+        else:
+            await self._app(scope, receive, _with_headers(send))
+
+    def _refusal(self, scope: Message, headers: dict[str, str]) -> str:
+        """Say why a request is turned away; "" where it may pass."""
+        if why := self._foreign(scope, headers):
+            return why
+        if self._token is not None and not self._has_cookie(headers):
+            return _ASK
+        return ""
+
+    def _foreign(self, scope: Message, headers: dict[str, str]) -> str:
+        host = headers.get("host", "")
+        if self._hosts is not None and not is_loopback(name := _name(host)) and name not in self._hosts:
+            return f"This dashboard is not at {_name(host)[:80]!r}: open the address that `instep dashboard` printed."
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            return "Another site's page may not use this dashboard."
+        opens = scope["type"] == "http" and scope["method"] == "GET" and headers.get("sec-fetch-mode") == "navigate"
+        if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not opens:
+            return "Another site's page may not use this dashboard."
+        return ""
+
+    def _has_cookie(self, headers: dict[str, str]) -> bool:
+        try:
+            found = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
+        except CookieError:
+            return False
+        return found is not None and _same(found.value, self._session)
+
+    def _brings_token(self, scope: Message, headers: dict[str, str]) -> bool:
+        given = [value for key, value in _query(scope) if key == "token"]
+        if self._token is None or scope["method"] != "GET" or len(given) != 1 or self._foreign(scope, headers):
+            return False
+        return _same(given[0], self._token)
+
+    def _new_cookie(self) -> str:
+        return f"{self._cookie}={self._session}; Path=/; HttpOnly; SameSite=Lax"
+
+
+def is_loopback(name: str) -> bool:
+    """Tell whether a name or address is this machine's own.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("127.0.0.1.example.com")
+        (True, True, False)
+    """
+    try:
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _name(host: str) -> str:
+    """Return the name of a Host without its port; "" where it is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _same(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode())
+
+
+def _query(scope: Message) -> list[tuple[str, str]]:
+    return parse_qsl(scope.get("query_string", b"").decode("latin-1"), errors="surrogateescape")
+
+
+def _without_token(scope: Message) -> str:
+    """Return the path that was asked for, so that the token stays in no history; always one of this server."""
+    rest = urlencode([(key, value) for key, value in _query(scope) if key != "token"], errors="surrogateescape")
+    return "/" + (f"?{rest}" if rest else "")
+
+
+async def _answer(send: Any, status: int, text: str, headers: dict[str, str]) -> None:
+    fields = {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store", **_HEADERS, **headers}
+    raw = [(key.encode(), value.encode("latin-1")) for key, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": text.encode()})
+
+
+def _with_headers(send: Any) -> Callable[[Message], Awaitable[None]]:
+    async def send_more(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            own = [(key.encode(), value.encode()) for key, value in _HEADERS.items()]
+            message = {**message, "headers": [*message.get("headers", ()), *own]}
+        await send(message)
+
+    return send_more

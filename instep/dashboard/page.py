@@ -1,0 +1,262 @@
+"""The page: a list of runs, one plot over those that are picked, and the run that is open."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from pathlib import Path
+from typing import Any
+
+from nicegui import ui
+
+from instep.dashboard import chart
+from instep.dashboard.details import PANELS, Panel, ago, box
+from instep.dashboard.source import Source, in_thread
+from instep.runs import Run
+from instep.runs.status import clean
+
+PERIOD_S = 2.0
+_ROWS = 12  # of the list: what is sent does not grow with the number of runs
+_MOST_PICKED, _MOST_METRICS = 8, 6
+STATES = ("starting", "running", "finished", "failed", "dead", "hung", "preempted", "interrupted", "unknown")
+_STYLE = (Path(__file__).parent / "page.css").read_text()
+
+
+def define(source: Source, tensorboard: str) -> None:
+    """Define the page, which every browser that opens it gets anew.
+
+    Args:
+        source: what it shows.
+        tensorboard: the address that it links to.
+    """
+
+    @ui.page("/", title=f"{clean(source.folder.name)} - instep")
+    def home(run: str = "") -> None:
+        View(source, tensorboard, run).build()
+
+
+class View:
+    """The page of one browser.
+
+    Args:
+        source: what it shows.
+        tensorboard: the address that it links to.
+        asked: the name of the run that is open; the newest one where there is none of that name.
+    """
+
+    def __init__(self, source: Source, tensorboard: str, asked: str) -> None:
+        self._source, self._tensorboard, self._asked = source, tensorboard, asked
+        self._runs: list[Run] = []
+        self._open: Run | None = None
+        self._picked: dict[Path, int] | None = None  # with the number of its colour
+        self._metrics: list[str] | None = None
+        self._panel: Panel | None = None
+        self._shown: dict[str, Any] = {}
+        self._wanted = 0
+
+    def build(self) -> None:
+        """Make the elements; what they show comes with the first refresh."""
+        ui.add_css(_STYLE)
+        ui.colors(primary=chart.COLOURS[0])
+        dark = ui.dark_mode(None)
+        with box("top", "header"):
+            ui.label("instep").classes("brand")
+            ui.label(clean(str(self._source.folder))).classes("where")
+            self._counts = ui.label().classes("quiet")
+            ui.button("TensorBoard", on_click=self._tell_tensorboard().open).props("flat dense no-caps")
+            ui.button(icon="contrast", on_click=lambda: dark.set_value(not dark.value)).props(
+                "flat dense round aria-label='light or dark'"
+            )
+        with box("sheet", "main"):
+            with box("card side", "section"):
+                self._build_list()
+            with box("card", "section"):
+                self._build_plot()
+            with box("card", "section"):
+                self._build_details()
+        ui.timer(PERIOD_S, self.refresh)
+
+    def _tell_tensorboard(self) -> ui.dialog:
+        with ui.dialog() as dialog, box("card narrow"):
+            ui.label("Images, histograms, graphs, profiles").classes("title")
+            ui.label("TensorBoard shows them. Start it beside this page:").classes("quiet")
+            ui.label(f"tensorboard --logdir {shlex.quote(clean(str(self._source.folder)))}").classes("log")
+            ui.link(f"Open {self._tensorboard}", self._tensorboard, new_tab=True)
+        return dialog
+
+    def _build_list(self) -> None:
+        with box("line"):
+            self._text = ui.input(placeholder="Find runs", on_change=self._search).props("dense borderless clearable")
+            self._state = ui.select(["all", *STATES], value="all", on_change=self._search)
+            self._state.props("dense options-dense borderless")
+        self._list = box("runs")
+        self._page = ui.pagination(1, 1, on_change=self.refresh).props("max-pages=5 boundary-numbers size=sm")
+
+    def _build_plot(self) -> None:
+        with box("line"):
+            self._chosen = ui.select([], multiple=True, with_input=True, label="Metrics", on_change=self._choose)
+            self._chosen.props("dense options-dense borderless use-chips").classes("wide")
+            self._log = ui.checkbox("log", on_change=self.refresh).props("dense")
+            self._by_time = ui.checkbox("time", on_change=self.refresh).props("dense")
+        self._plot = ui.echart({}).classes("plot")
+        self._no_plot = ui.label("Reading ...").classes("quiet")
+
+    def _build_details(self) -> None:
+        with box("line"):
+            self._name = ui.label().classes("title")
+            self._chip = ui.label().classes("chip")
+        with ui.tabs(on_change=self._change_tab).props("dense no-caps align=left inline-label outside-arrows") as tabs:
+            for name in PANELS:
+                ui.tab(name)
+        self._tabs = tabs
+        self._reading = ui.spinner(size="sm").classes("reading")
+        self._details = box("stack")
+        tabs.set_value("Overview")
+
+    # ---- what the person does
+
+    def _search(self) -> Any:
+        self._page.value = 1
+        return self.refresh()
+
+    def _choose(self, event: Any) -> Any:
+        self._metrics = list(event.value)[:_MOST_METRICS]
+        return self.refresh()
+
+    def _pick(self, run: Run, is_picked: bool) -> Any:
+        assert self._picked is not None
+        if is_picked:
+            free = (number for number in range(_MOST_PICKED) if number not in self._picked.values())
+            number = next(free, None)
+            if number is None:
+                ui.notify(f"The plot takes {_MOST_PICKED} runs: take another one out first.")
+            else:
+                self._picked[run.folder] = number
+        else:
+            self._picked.pop(run.folder, None)
+        self._shown.pop("list", None)
+        return self.refresh()
+
+    def _select(self, run: Run) -> Any:
+        self._open, self._panel = run, None
+        ui.run_javascript("if (innerWidth < 900) document.querySelectorAll('section')[2].scrollIntoView()")
+        self._show_list()
+        return self._show_details()
+
+    def _change_tab(self) -> Any:
+        self._panel = None
+        return self._show_details()
+
+    # ---- what changes by itself
+
+    async def refresh(self) -> None:
+        """Read again, and draw what changed."""
+        self._wanted += 1
+        if self._wanted > 1:  # it goes on, and begins again at its end
+            return
+        try:
+            while (wanted := self._wanted) > 0:
+                self._runs = await in_thread(self._source.runs)
+                self._open_default()
+                self._show_list()
+                await asyncio.gather(self._show_details(), self._show_plot())
+                self._wanted = min(self._wanted - wanted, 1)
+        finally:
+            self._wanted = 0
+
+    def _changed(self, what: str, data: Any) -> bool:
+        is_new = what not in self._shown or self._shown[what] != data
+        self._shown[what] = data
+        return is_new
+
+    def _open_default(self) -> None:
+        by_folder = {run.folder: run for run in self._runs}
+        if self._open is None:
+            self._open = next((run for run in self._runs if run.name == self._asked), None)
+        self._open = by_folder.get(self._open.folder) if self._open else next(iter(self._runs), None)
+        if self._picked is None and self._runs:
+            self._picked = {run.folder: number for number, run in enumerate(self._runs[:3])}
+
+    def _show_list(self) -> None:
+        text, state = (self._text.value or "").lower(), self._state.value
+        found = [run for run in self._runs if text in run.name.lower() and state in ("all", run.status.state)]
+        self._page.max = max(1, -(-len(found) // _ROWS))
+        start = (min(self._page.value or 1, self._page.max) - 1) * _ROWS
+        rows = [(run, ago(run.updated), run == self._open) for run in found[start : start + _ROWS]]
+        running = sum(run.status.state == "running" for run in self._runs)
+        self._counts.set_text(f"{len(self._runs):,} runs, {running:,} running")
+        self._page.set_visibility(self._page.max > 1)
+        if not self._changed("list", rows):
+            return
+        self._list.clear()
+        with self._list:
+            for run, age, is_open in rows:
+                self._show_row(run, age, is_open)
+            if not rows:
+                ui.label("No runs yet." if not self._runs else "No run fits.").classes("quiet")
+
+    def _show_row(self, run: Run, age: str, is_open: bool) -> None:
+        number = (self._picked or {}).get(run.folder)
+        with box("run open" if is_open else "run"):
+            pick = ui.checkbox(value=number is not None, on_change=lambda event: self._pick(run, bool(event.value)))
+            pick.props("dense aria-label='show in the plot'")
+            if number is not None:
+                pick.style(f"--run: {chart.COLOURS[number]}")
+            with box("open-run", "button").on("click", lambda: self._select(run)):
+                ui.label(run.name).classes("name")
+                status = run.status
+                ui.label(status.cause or f"step {status.step or 0:,}, epoch {status.epoch or 0:,}").classes("cause")
+            with box("right"):
+                ui.label(status.state).classes(f"chip {_class(status.state)}")
+                ui.label(age).classes("quiet")
+
+    async def _show_details(self) -> None:
+        run, tab = self._open, self._tabs.value
+        self._chip.set_visibility(run is not None)
+        self._tabs.set_visibility(run is not None)
+        if run is None:
+            self._name.set_text("")
+            return
+        self._name.set_text(run.name)
+        self._chip.set_text(run.status.state)
+        self._chip.classes(replace=f"chip {_class(run.status.state)}")
+        panel = self._panel
+        if panel is None:
+            self._panel = panel = PANELS[str(tab)](self._source, run)
+            self._shown.pop("panel", None)
+            self._details.clear()
+            self._reading.set_visibility(True)
+            self._details.set_visibility(False)
+            with self._details:
+                panel.build()
+        panel.run = run
+        data = await in_thread(panel.read)
+        if panel is self._panel and self._changed("panel", data):
+            panel.show(data)
+            self._reading.set_visibility(False)
+            self._details.set_visibility(True)
+
+    async def _show_plot(self) -> None:
+        colours, log, by_time = self._picked or {}, bool(self._log.value), bool(self._by_time.value)
+        picked = [run for run in self._runs if run.folder in colours]
+        names: dict[str, None] = {}
+        for run in picked:
+            names |= dict.fromkeys(await in_thread(self._source.last_values, run))
+        if self._metrics is None and names:
+            self._metrics = sorted(names, key=lambda name: ("loss" not in name.lower(), name.startswith("epoch")))[:1]
+        chosen = [name for name in self._metrics or () if name in names]
+        if self._changed("names", (list(names), chosen)):
+            self._chosen.set_options({name: clean(name) for name in names}, value=chosen)
+        drawn: dict[str, list[Any]] = {name: [] for name in chosen}
+        for run in picked:
+            for name, curve in (await in_thread(self._source.curves, run, frozenset(chosen))).items():
+                drawn[name].append((run.name, colours[run.folder], curve))
+        if self._changed("plot", (drawn, log, by_time)):
+            self._plot.set_visibility(bool(chosen))
+            self._no_plot.set_visibility(not chosen)
+            self._no_plot.set_text("Pick runs in the list, and metrics above.")
+            chart.draw(self._plot, chart.options(drawn, log, by_time), len(chosen))
+
+
+def _class(state: str) -> str:
+    return state if state in STATES else "unknown"

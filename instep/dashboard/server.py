@@ -1,0 +1,116 @@
+"""Serves the page until Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+import sys
+import webbrowser
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instep.dashboard.guard import Guard, is_loopback
+from instep.errors import SettingError
+from instep.utils.imports import check_installed
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the page is, and who may see it.
+
+    Args:
+        host: a name or address of this machine.
+        port: 0: any free one.
+        wants_token: ask for a token on loopback too, where other users of this machine could look.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8899
+    wants_token: bool = False
+
+    def bind(self) -> socket.socket:
+        """Take the port.
+
+        Raises:
+            SettingError: another program has it, or the host is none of this machine.
+        """
+        try:
+            family, *_, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(where[:2], family=family, backlog=128)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                text = (
+                    f"port {self.port} of {self.host} is taken, maybe by another dashboard: give --port N, or --port 0"
+                )
+                raise SettingError(f"{text} for any free one", field="port", got=self.port) from None
+            raise SettingError(
+                f"cannot listen at {self.host}, port {self.port}: {error.strerror or error}. --host takes a name or "
+                "address of this machine, and ports below 1024 need an administrator",
+                field="host",
+                got=self.host,
+            ) from None
+
+    def is_public(self) -> bool:
+        """Tell whether other machines reach it."""
+        return not is_loopback(self.host)
+
+
+def serve(folder: Path, address: Address, opens: bool = True, tensorboard: str = "http://localhost:6006") -> None:
+    """Serve the page of a folder of runs, until Ctrl-C or SIGTERM.
+
+    Args:
+        folder: a run, or a folder that has runs in it.
+        address: where, and for whom.
+        opens: open it in a browser, where this is a terminal on a desktop.
+        tensorboard: the address of a TensorBoard, which the page links to.
+
+    Raises:
+        MissingPackageError: NiceGUI is not installed.
+        SettingError: the address cannot be taken.
+        UsageError: there is no such folder.
+    """
+    check_installed("nicegui", extra="dashboard", purpose="instep dashboard")
+    from instep.dashboard.source import Source  # late, as all below: other commands do not pay for it
+
+    source = Source(folder)
+    source.runs()  # a wrong folder is an error before anything is served
+    with address.bind() as bound:
+        port = bound.getsockname()[1]
+        token = secrets.token_urlsafe(32) if address.is_public() or address.wants_token else None
+        where = socket.gethostname() if address.host in ("0.0.0.0", "::", "") else address.host
+        where = f"[{where}]" if ":" in where else where
+        url = f"http://{where}:{port}/" + (f"?token={token}" if token else "")
+        sys.stdout.write(f"The dashboard of {folder} is at {url}\nCtrl-C ends it.\n")
+        if address.is_public():
+            sys.stdout.write(
+                "What it shows and the token travel unencrypted. Safer: leave --host out, and on your own machine\n"
+                f"  ssh -L {port}:localhost:{port} {socket.gethostname()}\n"
+            )
+        sys.stdout.flush()
+        hosts = None if address.is_public() else frozenset({address.host})
+        _run(source, tensorboard, bound, token, hosts, url if opens and sys.stdout.isatty() else "")
+    sys.stdout.write("The dashboard has ended.\n")
+
+
+def _run(
+    source: Any, tensorboard: str, bound: socket.socket, token: str | None, hosts: frozenset[str] | None, url: str
+) -> None:
+    import uvicorn
+    from fastapi import FastAPI
+    from nicegui import ui
+
+    from instep.dashboard.page import define
+
+    define(source, tensorboard)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    ui.run_with(app, title="instep", favicon="📈", dark=None, tailwind=False, show_welcome_message=False)
+    guard = Guard(app, token, hosts, bound.getsockname()[1])
+    config = uvicorn.Config(guard, log_level="warning", server_header=False, timeout_graceful_shutdown=2)
+    if url and (os.name == "nt" or sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
+        webbrowser.open(url)  # the port is bound already: a browser that is fast waits for the first answer
+    with suppress(KeyboardInterrupt):  # Ctrl-C ended the server, and is raised again after that
+        uvicorn.Server(config).run(sockets=[bound])
