@@ -226,9 +226,10 @@ PUBLIC = {
         "UnsavableStateError",
         "UsageError",
     ],
+    "instep.runs": ["Curve", "Metrics", "MetricsReader", "Run", "RunStatus", "find_runs"],
 }
 
-INTERNAL = ("config", "health", "launch", "launchers")
+INTERNAL = ("config", "dashboard", "health", "launch", "launchers")
 LAZY = ("callbacks", "cli", "data", "loggers", "strategies")
 
 

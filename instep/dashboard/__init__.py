@@ -8,3 +8,5 @@
 Text of a run folder is a stranger's. It reaches the page as text alone: never as HTML, as a prop written in a string,
 or as the key of a chart's option. No path is made of what a browser sends.
 """
+
+__all__: list[str] = []  # internal: may change in any release
