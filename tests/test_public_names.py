@@ -156,6 +156,7 @@ PUBLIC = {
         "slice_tensors",
         "wait_for_everyone",
     ],
+    "instep.profilers": ["RunSummary"],
     "instep.state": [
         "AcceleratorState",
         "DEVICE_KINDS",
@@ -230,7 +231,7 @@ PUBLIC = {
 }
 
 INTERNAL = ("config", "dashboard", "health", "launch", "launchers")
-LAZY = ("callbacks", "cli", "data", "loggers", "strategies")
+LAZY = ("callbacks", "cli", "data", "loggers", "profilers", "strategies")
 
 
 def in_new_process(code: str) -> str:

@@ -116,6 +116,15 @@ class Heartbeat:
         self.numbers[PHASE] = PHASES.index(phase)
         self.numbers[TURN] += 1
 
+    def place(self) -> dict[str, Any]:
+        """Return what this rank does: its step, batch (None: none yet in this loop) and phase."""
+        batch = self.numbers[BATCH]
+        return {
+            "step": self.numbers[STEP],
+            "batch": batch if batch >= 0 else None,
+            "phase": PHASES[self.numbers[PHASE]],
+        }
+
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
         """Enter a phase in the middle of another one, which goes on after it."""

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -141,6 +142,25 @@ def read_run_folder(error_file: str | os.PathLike[str]) -> Path | None:
         return Path(Path(error_file).with_name(_RUN_FOLDER).read_text())
     except OSError:
         return None
+
+
+def start_command() -> list[str]:
+    """Return the command that started this process, or the launcher on this machine that started it as a rank.
+
+    Example:
+        >>> bool(start_command())
+        True
+    """
+    words = list(sys.orig_argv)
+    if _agent_lives() or under_plain_torchrun():
+        with suppress(OSError):  # no Linux
+            words = (
+                Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1] or words
+            )
+    script = os.path.basename(words[1]) if len(words) > 1 else ""
+    if script in ("instep", "torchrun"):  # the console script, not the interpreter that its first line names
+        words[:2] = [script]
+    return words
 
 
 def _agent_lives() -> bool:

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from instep.errors import EXIT_HUNG
 from instep.health.heartbeat_file import HEARTBEAT_FILE, HangDetector, HeartbeatFile, RankProgress, folder_of
-from instep.health.run_status import end_status, read_status
+from instep.health.run_status import NAME, end_status, in_short, leave_failure, read_status
 from instep.state.rank_records import ENDED_FILE, named_ranks
 from instep.utils.atomic import replace
 from instep.utils.process_id import state_of
@@ -210,15 +211,37 @@ def _write(beats: HeartbeatFile, found: list[RankProgress], folder: Path, text: 
     (folder / f"node-of-rank-{first}.txt").write_text(f"{text}\n")
     for dump in sorted(nccl_dumps.glob(f"{_NCCL_DUMP}*")) if nccl_dumps is not None else ():
         shutil.copy(dump, folder / dump.name)
+    for beat in found if (folder.parent / NAME).is_file() else ():
+        if beat.pid:
+            leave_failure(folder.parent, beat.rank, _facts(beats, beat))
     content = read_status(folder.parent)
     if content is not None:
+        error = f"{text.splitlines()[0]} See {folder}."
         content |= {
             "status": "hung",
             "exit_code": EXIT_HUNG,
-            "global_step": max(beat.step for beat in found),
-            "error": f"{text.splitlines()[0]} See {folder}.",
+            "error": error,
+            "why": in_short(error),
+            "ended": time.time(),
         }
+        content["global_step"] = max(beat.step for beat in found)
         end_status(folder.parent, content)
+
+
+def _facts(beats: HeartbeatFile, beat: RankProgress) -> dict[str, Any]:
+    """Say of a rank in a hang what `failures/rank-<n>.json` does: where it was, and whether it held up the others."""
+    where, _, stack = beats.where(beat.local_rank).partition("\n")
+    return {
+        "host": socket.gethostname(),
+        "pid": beat.pid,
+        "step": beat.step,
+        "batch": beat.batch if beat.batch >= 0 else None,
+        "phase": _phase(beat),
+        "how": "hang",
+        "message": where if beat.said else f"did not answer: {_state(beat)}",
+        "traceback": stack if beat.said else beats.stacks(beat.local_rank) or None,
+        "remote": beat.waits,
+    }
 
 
 def _wait(there: Callable[[], bool], seconds: float) -> None:

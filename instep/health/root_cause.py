@@ -23,6 +23,8 @@ class RankEnd:
         first: whether it was among the first on its node to end so.
         report: what it wrote down, if it could.
         steps: optimizer steps that its heartbeat counted; None outside of a training.
+        batch: the last batch of the loop that it was in; None before the first one.
+        phase: what it was doing, of `heartbeat_file.PHASES`; an error has ended its run where that is "end".
     """
 
     rank: int
@@ -32,6 +34,23 @@ class RankEnd:
     first: bool
     report: FailureReport | None = None
     steps: int | None = None
+    batch: int | None = None
+    phase: str = ""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `failures/rank-<n>.json` says of it, where the rank could not itself."""
+        report = self.report
+        return {
+            "host": self.host,
+            "step": self.steps if report is None else report.step,
+            "batch": self.batch,
+            "phase": self.phase,
+            "how": self.how,
+            "message": self.message or None,
+            "traceback": None if report is None else report.traceback,
+            "remote": report is not None and report.remote,
+        }
 
     @property
     def title(self) -> str:

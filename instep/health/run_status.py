@@ -1,8 +1,10 @@
 """`status.json` in a run folder: how a run ended, also where its main process could not say so.
 
 The main process writes it. What it does not know, or cannot write any more, the agent adds once the ranks have ended:
-that it was killed or aborted, and which rank's error the broken connection comes of. Where there is no agent a rank
-that fails leaves its error in the run folder for the main process, which sees that rank's connection break later.
+that it was killed or aborted, and which rank's error the broken connection comes of. Beside it `failures/rank-<n>.json`
+has, for each rank that failed, its error and what it was doing: written by the rank itself, by the agent for one that
+was killed, and by the report of a hang. Without an agent the main process finds the cause there, since it sees only
+that the rank's connection breaks. `progress.json` says how far a run was, also one that was killed (`progress_file`).
 """
 
 from __future__ import annotations
@@ -11,31 +13,39 @@ import contextlib
 import errno
 import json
 import os
+import re
+import shlex
+import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from instep.errors import EXIT_FAILED
 from instep.health.error_report import is_remote
 from instep.utils.atomic import replace
+from instep.utils.process_id import is_gone
 from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
 
 NAME = "status.json"
+PROGRESS = "progress.json"
+FAILURES = "failures"
 _SPARE = ".status-spare"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MOST_CHARACTERS = 4000  # of an error: each has 12 bytes at most, and readers take LEASE_BYTES of all
-_FAILED = ".failed-rank-{}.json"
+_SHORT = 300
+_OF_A_RANK = re.compile(r"rank-[0-9]+\.json")
 
 
 def is_bookkeeping(name: str) -> bool:
     """Tell whether a file of a run folder is one of those written here."""
-    return name == _SPARE or name.startswith((NAME, ".failed-rank-"))
+    return name == _SPARE or name.startswith((NAME, PROGRESS)) or _OF_A_RANK.match(name) is not None
 
 
 def begin_status(folder: Path, content: dict[str, Any]) -> None:
     """Say that a run begins, forget what is left of an earlier one, and keep room for how it ends."""
-    for left in folder.glob(_FAILED.format("*")):
-        left.unlink(missing_ok=True)
+    shutil.rmtree(folder / FAILURES, ignore_errors=True)
+    (folder / PROGRESS).unlink(missing_ok=True)
     write_status(folder, content)
     with contextlib.suppress(OSError):  # the disk is full already: the first save says so
         (folder / _SPARE).write_bytes(bytes(LEASE_BYTES))
@@ -59,10 +69,19 @@ def write_status(folder: Path, content: dict[str, Any]) -> None:
 
 def _json(content: dict[str, Any]) -> bytes:
     """Return the content with as much of its error as a reader of it takes."""
-    error = content.get("error")
-    if error is not None and len(error) > _MOST_CHARACTERS:
-        content = content | {"error": f"{error[:_MOST_CHARACTERS]} ... ({len(error):,} characters)"}
+    for key in ("error", "message", "traceback"):
+        text = content.get(key)
+        if text is not None and len(text) > _MOST_CHARACTERS:
+            # A traceback's end says what happened, an error's beginning.
+            part = f"... {text[-_MOST_CHARACTERS:]}" if key == "traceback" else f"{text[:_MOST_CHARACTERS]} ..."
+            content = content | {key: f"{part} ({len(text):,} characters)"}
     return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def in_short(text: str) -> str:
+    """Return the beginning of an error's first line: its whole text stands elsewhere."""
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= _SHORT else f"{line[:_SHORT]} ..."
 
 
 def _use_spare(spare: Path, data: bytes) -> bool:
@@ -87,21 +106,93 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def leave_failure(folder: Path, rank: int, error: str) -> None:
-    """Leave the error of a rank that fails for the main process, if it can be left."""
+def read_progress(folder: Path) -> dict[str, Any] | None:
+    """Read how far a run was when it said so last; None where it has not."""
+    return _read(folder / PROGRESS)
+
+
+# ---- failures by rank
+
+
+def leave_failure(folder: Path, rank: int, facts: dict[str, Any]) -> None:
+    """Leave what a rank that fails was doing, and its error, if they can be left.
+
+    Args:
+        folder: the run folder.
+        rank: the rank.
+        facts: `host, pid, step, batch, phase, how, message, traceback, remote`, as far as they are known.
+    """
+    content = {"rank": rank, "time": time.time(), "cause": False, **facts}
     with contextlib.suppress(OSError):  # another disk than the main process's, or a full one: the error is printed
-        replace(folder / _FAILED.format(rank), _json({"rank": rank, "error": error, "time_ns": time.time_ns()}))
+        (folder / FAILURES).mkdir(exist_ok=True)
+        replace(folder / FAILURES / f"rank-{rank}.json", _json(content))
+
+
+def read_failures(folder: Path) -> list[dict[str, Any]]:
+    """Read the ranks that failed: the cause first where one is named, then by time."""
+    found = [_read(path) for path in (folder / FAILURES).glob("rank-*.json") if _OF_A_RANK.fullmatch(path.name)]
+    known = [one for one in found if one is not None and isinstance(one.get("rank"), int)]
+    return sorted(known, key=lambda one: (not one.get("cause"), bool(one.get("remote")), _number(one.get("time"))))
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def find_failure(folder: Path) -> str:
     """Find the first error that another rank has left, with its rank; empty where there is none."""
-    found: list[tuple[int, str]] = []
-    for path in folder.glob(_FAILED.format("*")):
-        with contextlib.suppress(KeyError):  # no rank has written it
-            if left := _read(path):
-                found.append((left["time_ns"], f"rank {left['rank']}: {left['error']}"))
-        path.unlink(missing_ok=True)
-    return min(found)[1] if found else ""
+    own = [one for one in read_failures(folder) if one["rank"] and not one.get("remote") and one.get("message")]
+    return f"rank {own[0]['rank']}: {own[0]['message']}" if own else ""
+
+
+def name_cause(folder: Path, pid: int, ends: Iterable[tuple[int, dict[str, Any], bool]]) -> None:
+    """Complete what the ranks have left, from the agent: those that were killed, and whose failure is the cause.
+
+    Args:
+        folder: the run folder.
+        pid: the main process's; the folder may be another run's by now.
+        ends: for each rank that ended badly its number, what the agent knows of it, and whether it is the cause.
+    """
+    if (read_status(folder) or {}).get("pid") != pid:
+        return
+    for rank, facts, cause in ends:
+        left = _read(folder / FAILURES / f"rank-{rank}.json") or {}
+        leave_failure(folder, rank, {**facts, **left, "cause": cause})
+
+
+# ---- what a person does next
+
+
+def is_killed(status: dict[str, Any]) -> bool | None:
+    """Tell whether a run that says it is running has no process any more; None where that is another host's."""
+    if status.get("status") not in ("running", "starting"):
+        return False
+    process = status.get("process")
+    return is_gone(process) if isinstance(process, str) else None
+
+
+def how_to_go_on(status: dict[str, Any]) -> str:
+    """Say in a line for a shell how a run that did not come to its end goes on; empty for one that did, or an old one.
+
+    Example:
+        >>> how_to_go_on({"status": "failed", "command": ["python", "train.py"], "resumes": True})
+        'python train.py'
+        >>> how_to_go_on({"status": "hung", "command": ["python", "train.py"], "checkpoint": "runs/step-00000008-1"})
+        'python train.py  # with trainer.fit(..., ckpt_path="auto")'
+        >>> how_to_go_on({"status": "failed", "command": ["instep", "fit", "-c", "a.yaml"], "checkpoint": "step-8-1"})
+        'instep fit -c a.yaml --ckpt_path auto'
+    """
+    words = status.get("command")
+    if status.get("status") == "done" or not isinstance(words, list) or not words:
+        return ""
+    line = shlex.join(str(word) for word in words)
+    if status.get("resumes"):
+        return line
+    if not status.get("checkpoint"):
+        return f"{line}  # from the start: it has no checkpoint"
+    if "fit" in words[1:3] and os.path.basename(str(words[0])) == "instep":
+        return f"{line} --ckpt_path auto"
+    return f'{line}  # with trainer.fit(..., ckpt_path="auto")'
 
 
 def finish_status(folder: Path, pid: int, error: str, signal: str | None = None, own: bool = False) -> None:
@@ -122,4 +213,5 @@ def finish_status(folder: Path, pid: int, error: str, signal: str | None = None,
     consequence = content["status"] == "failed" and not own and is_remote(str(content["error"]))
     if content["status"] == "running" or consequence:
         content |= {"status": "failed", "exit_code": EXIT_FAILED, "error": error, "signal": signal}
+        content |= {"ended": time.time(), "why": in_short(error)}
         end_status(folder, content)

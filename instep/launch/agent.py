@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from instep.errors import EXIT_FAILED, EXIT_HUNG, EXIT_PREEMPTED, InstepError
 from instep.health.hang_report import NodeWatch, in_time
 from instep.health.root_cause import RankEnd, find_cause, job_code
-from instep.health.run_status import NAME, finish_status
+from instep.health.run_status import NAME, finish_status, name_cause
 from instep.launch.forked import Failure, Forked
 from instep.launch.node_channel import Alarm, NodeChannel, Round, open_round
 from instep.launch.prepare import (
@@ -381,7 +381,7 @@ class NodeAgent:
         """Say what became of this node's ranks; the agent of the rank that is the cause speaks after all the others."""
         channel = self._talk
         cause = None if lost else find_cause([*ends, *others], channel.alarm.node if channel.alarm else 0)
-        self._finish_status(cause, lost)
+        self._finish_status(cause, lost, [*ends, *others])
         for end in ends:
             if end is not cause and end.report is not None:
                 _say(f"{end.title} ended with {end.how}: {end.message}")
@@ -404,8 +404,8 @@ class NodeAgent:
         else:
             _say(f"{cause.title} failed with {cause.how}:\n{cause.report.traceback.rstrip()}")
 
-    def _finish_status(self, cause: RankEnd | None, lost: str) -> None:
-        """Put the cause into the run's `status.json`, where rank 0 is on this node and could not."""
+    def _finish_status(self, cause: RankEnd | None, lost: str, ends: list[RankEnd]) -> None:
+        """Put the cause into the run's `status.json` and `failures`, where rank 0 is on this node and could not."""
         main = self._ranks.main_process()
         if main is None or (cause is None and not lost):
             return
@@ -421,7 +421,13 @@ class NodeAgent:
         else:
             error = cause.report.message if own else f"{cause.title}: {cause.report.message}"
         pid, folder = main
-        problem = in_time(lambda: finish_status(folder, pid, error, signal_name, own))
+        failures = [(end.rank, end.facts, end is cause) for end in ends if end.code != EXIT_PREEMPTED]
+
+        def finish() -> None:
+            finish_status(folder, pid, error, signal_name, own)
+            name_cause(folder, pid, failures)
+
+        problem = in_time(finish)
         if problem:
             _say(f"{folder / NAME} could not be finished: {problem}")
 

@@ -74,7 +74,7 @@ class Ranks:
             first: the codes seen when the first of them did.
             beats: tells how far they were.
         """
-        steps, host = beats.read(), socket.gethostname()
+        slots, host = beats.read(), socket.gethostname()
         alone = self._note_ends()  # who was killed may become known after those whose connections broke
         return [
             RankEnd(
@@ -84,10 +84,13 @@ class Ranks:
                 code,
                 code in first or (code < 0 and rank in alone),
                 read_report(self.processes.error_file(rank)),
-                step if (step := steps[self.processes.local[rank]].step) > 0 else None,
+                beat.step if beat.step > 0 else None,
+                beat.batch if beat.batch >= 0 else None,
+                beat.phase,
             )
             for rank, code in self.codes().items()
             if code
+            for beat in (slots[self.processes.local[rank]],)
         ]
 
     def main_process(self) -> tuple[int, Path] | None:

@@ -22,6 +22,7 @@ from instep.data import BatchSource, DataModule
 from instep.distributed import Trigger, Triggers
 from instep.distributed.heartbeat import Heartbeat
 from instep.distributed.signals import SignalGuard
+from instep.profilers.run_clock import RunClock
 from instep.state.runs import GradientRecord
 from instep.strategies import Precision, Strategy
 from instep.trainer.hooks import HookTable
@@ -225,9 +226,11 @@ class RunContext:
         module: the user's module.
         datamodule: the user's datamodule, or None.
         ckpt_path: checkpoint or file of weights that was asked for; a restarted job puts its own there.
+        resumes: whether the same command, started again, goes on by itself.
         parts: parts of that checkpoint that are loaded; None for all, or where there is no checkpoint.
         settings: the Trainer's arguments.
         strategy: the Trainer's strategy.
+        clock: where the time of the run goes.
         undo: what ends the run, in reverse order.
         rank, world_size, device, precision, triggers, heartbeat, gradient, loaders: set when the processes have met.
         signals: of fit: the handler of SIGTERM and other signals.
@@ -241,6 +244,8 @@ class RunContext:
         validation: when fit validates.
         deferred: triggers that were agreed on within an evaluation, to be acted on after it.
         preempted: whether the ranks agreed to stop for a signal, and what there was to save is saved.
+        why: why the fit came to its end; empty until it has.
+        steps_at_start: optimizer steps done when this fit began.
         window_count: micro-batches of the open optimizer window that gave gradients.
         manual_steps: optimizer steps of the batch in hand, in manual optimization.
         last_hand_over: step whose values were handed to the loggers last; a manual step may take several batches.
@@ -267,8 +272,10 @@ class RunContext:
     datamodule: DataModule | None
     ckpt_path: Any = None
     parts: Resume | None = None
+    resumes: bool = field(init=False)
     settings: Settings = field(init=False)
     strategy: Strategy = field(init=False)
+    clock: RunClock = field(default_factory=RunClock)
     undo: ExitStack = field(default_factory=ExitStack)
     rank: int = field(init=False)
     world_size: int = field(init=False)
@@ -293,6 +300,8 @@ class RunContext:
     validation: ValidationPlan = field(default_factory=ValidationPlan)
     deferred: list[Trigger] = field(default_factory=list)
     preempted: bool = False
+    why: str = ""
+    steps_at_start: int = 0
     window_count: int = 0
     manual_steps: int = 0
     last_hand_over: int = 0
@@ -314,6 +323,7 @@ class RunContext:
     logger_states: dict[tuple[str, int], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
+        self.resumes = self.ckpt_path in ("auto", "last")
         self.settings, self.strategy, self.position = (
             self.trainer.settings,
             self.trainer.strategy,

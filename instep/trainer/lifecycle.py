@@ -23,6 +23,9 @@ from instep.distributed.heartbeat import heartbeat
 from instep.distributed.signals import SignalGuard
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
 from instep.health.error_report import tell_trainer
+from instep.health.progress_file import plain_metrics
+from instep.health.run_status import in_short
+from instep.profilers.run_clock import RunSummary
 from instep.state import PartialState, Run, pop_run, push_run, read_environment
 from instep.strategies import Precision
 from instep.strategies.base import sync_batchnorm
@@ -88,7 +91,7 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
     if trainer._seed is None:
         trainer._seed = int(broadcast_object(torch.initial_seed() & (2**63 - 1)))
     ctx.world_size, ctx.rank = process.num_processes, process.process_index
-    ctx.device = device_of(settings, process, trainer._environment)
+    ctx.device = ctx.clock.device = device_of(settings, process, trainer._environment)
     ctx.triggers = Triggers(settings.trigger_every)
     ctx.strategy.connect(ctx.device, Precision(settings.precision, ctx.device))
     ctx.precision = ctx.strategy.precision  # less what the strategy does in its own way
@@ -216,7 +219,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         lambda: ctx.undo.__exit__(type(first) if first else None, first, first.__traceback__ if first else None),
     ]
     if error is not None:
-        undo.insert(0, lambda: _abandon(ctx))
+        undo.insert(0, lambda: _abandon(ctx, error))
     for step in undo:
         try:
             step()
@@ -230,11 +233,12 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         raise first
 
 
-def _abandon(ctx: RunContext) -> None:
+def _abandon(ctx: RunContext, error: BaseException) -> None:
     """Wait for nobody from here on: the other ranks may never come."""
     if hasattr(ctx, "triggers"):  # not yet, if the processes never met
         ctx.triggers.abandon()
     if hasattr(ctx, "heartbeat"):
+        ctx.trainer.run_folder.leave_failure(ctx, error)  # before it is behind the others, which may end it
         ctx.heartbeat.end()
     if ctx.trainer._log is not None:
         ctx.trainer._log.buffer.clear()  # what raised is not collected a second time
@@ -267,7 +271,30 @@ def _note_status(ctx: RunContext, error: BaseException | None) -> None:
     """Note how the run ended, a fit in `status.json` too."""
     ctx.trainer.state.status = TrainerStatus.FINISHED if error is None else TrainerStatus.INTERRUPTED
     if ctx.fn == "fit":
+        ctx.trainer.run_summary = _summarize(ctx, error)
         ctx.trainer.run_folder.write_status(ctx.trainer, error)
+        if ctx.settings.enable_progress_bar and ctx.trainer.run_summary.batches:
+            ctx.trainer.print(ctx.trainer.run_summary)
+
+
+def _summarize(ctx: RunContext, error: BaseException | None) -> RunSummary:
+    """Sum up a fit: why it ended, its best checkpoint, and where its time went."""
+    trainer, at, saver = ctx.trainer, ctx.position, ctx.trainer.checkpoint_callback
+    why = ctx.why if error is None else trainer.stop_reason if isinstance(error, Preempted) else ""
+    batches = max(0, at.earlier_batches + at.batch - ctx.batches_at_start)
+    score = getattr(saver, "best_model_score", None)
+    return RunSummary(
+        why=why or ("" if error is None else in_short(f"{type(error).__name__}: {error}")),
+        wall_s=ctx.clock.wall_s,
+        steps=max(0, at.global_step - ctx.steps_at_start),
+        batches=batches,
+        epoch=at.epoch,
+        time_s=ctx.clock.seconds(batches),
+        best_checkpoint=getattr(saver, "best_model_path", None) or None,
+        best_score=None if score is None else float(score),
+        monitor=getattr(saver, "monitor", None),
+        metrics=plain_metrics(trainer.metrics.logged),
+    )
 
 
 def _close_loaders(ctx: RunContext) -> None:

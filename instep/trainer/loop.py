@@ -142,9 +142,10 @@ def check_sanity(ctx: RunContext) -> None:
     rng = rng_state()
     ctx.trainer.state.stage = RunningStage.SANITY_CHECKING
     ctx.hooks.call("on_sanity_check_start")
-    sources = validation_sources(ctx)
-    if not sources or evaluate(ctx, "sanity_check", sources, None if limit == -1 else limit) is not None:
-        ctx.hooks.call("on_sanity_check_end")
+    with ctx.clock.within("validation"):
+        sources = validation_sources(ctx)
+        if not sources or evaluate(ctx, "sanity_check", sources, None if limit == -1 else limit) is not None:
+            ctx.hooks.call("on_sanity_check_end")
     ctx.trainer.state.stage = RunningStage.TRAINING
     set_rng_state(rng)  # training does not depend on whether it ran
     agree_on_triggers(ctx)
@@ -153,8 +154,9 @@ def check_sanity(ctx: RunContext) -> None:
 def start_training(ctx: RunContext) -> None:
     """Enter the training stage: from here on the position is the loop's."""
     trainer, at, s = ctx.trainer, ctx.position, ctx.settings
+    ctx.clock.start_loop()
     trainer.progress.stage = "train"
-    ctx.batches_at_start = at.earlier_batches + at.batch
+    ctx.batches_at_start, ctx.steps_at_start = at.earlier_batches + at.batch, at.global_step
     ctx.switch_log(ctx.log)
     torch.set_grad_enabled(True)
     if not ctx.module.training:
@@ -241,7 +243,7 @@ def rest_of_epoch(ctx: RunContext) -> Iterator[Any]:
     """Give the rest of the epoch's batches, on the device."""
     if ctx.position.skipped_rest:
         return iter(())  # resumed after on_train_batch_start had left them out
-    return ctx.loaders.on_device(ctx.source)
+    return ctx.clock.sampled(ctx.loaders.on_device(ctx.source))
 
 
 def skips_rest(ctx: RunContext, hooks: tuple[Hook, ...], batch: Any, batch_idx: int) -> bool:
@@ -324,7 +326,7 @@ def hand_over_metrics(ctx: RunContext) -> None:
 
 
 def print_why_it_ended(ctx: RunContext) -> None:
-    """Print which limit was reached, or who asked for the stop, and steps that no checkpoint has."""
+    """Note and print which limit was reached, or who asked for the stop; print which steps no checkpoint has."""
     at, s, trainer = ctx.position, ctx.settings, ctx.trainer
     if trainer._stop_agreed:
         why = trainer.stop_reason or "a stop was asked for"
@@ -332,7 +334,8 @@ def print_why_it_ended(ctx: RunContext) -> None:
         why = f"max_steps={s.max_steps} reached"
     else:
         why = f"max_epochs={s.max_epochs} reached"
-    trainer.print(f"fit ended at step {at.global_step}: {why.rstrip('.')}.")
+    ctx.why = why.rstrip(".")
+    trainer.print(f"fit ended at step {at.global_step}: {ctx.why}.")
     steps = [getattr(callback, "settled_step", 0) for callback in ctx.callbacks if saves(callback)]
     settled = max(steps, default=at.global_step)
     if settled < at.global_step:
@@ -410,11 +413,12 @@ def validate(ctx: RunContext) -> None:
     ctx.strategy.average_replicas()
     at.validated = True
     ctx.log.leave("training_step")
-    before = BeforeValidation(ctx)
-    sources = validation_sources(ctx)
-    if sources and evaluate(ctx, "validate", sources) is None:
-        at.validated = False  # a resumed run validates again, from its start
-        before.restore()
+    with ctx.clock.within("validation"):
+        before = BeforeValidation(ctx)
+        sources = validation_sources(ctx)
+        if sources and evaluate(ctx, "validate", sources) is None:
+            at.validated = False  # a resumed run validates again, from its start
+            before.restore()
     plan_next_validation(ctx)
     agree_on_triggers(ctx)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -76,6 +76,13 @@ def check_data(datamodule: Any, loaders: Any, val_loaders: Any = None) -> tuple[
     if datamodule is not None and (loaders is not None or val_loaders is not None):
         raise UsageError("both loaders and a datamodule were passed; pass one of them")
     return datamodule, loaders
+
+
+def need_loaders(ctx: RunContext, sources: Sequence[Any]) -> None:
+    """Raise a UsageError where an evaluation has no data, but by its limit of batches."""
+    stage = "val" if ctx.fn == "validate" else ctx.fn
+    if not sources and getattr(ctx.settings, f"limit_{stage}_batches") != 0:
+        raise UsageError(f"{ctx.fn} needs data: {ctx.loaders.how_to_give(stage)}")
 
 
 # ---- callbacks and loggers

@@ -11,9 +11,12 @@ import os
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
 from instep import checkpoint  # its names load when used
@@ -27,12 +30,14 @@ from instep.errors import (
     InstepError,
     Preempted,
 )
-from instep.health.error_report import is_remote, tell_run_folder
+from instep.health.error_report import is_remote, start_command, tell_run_folder
+from instep.health.progress_file import ProgressFile, plain_metrics
 from instep.health.run_status import (
     NAME,
     begin_status,
     end_status,
     find_failure,
+    in_short,
     is_bookkeeping,
     leave_failure,
     read_status,
@@ -44,6 +49,8 @@ from instep.trainer.context import RunContext
 from instep.trainer.plugins import saves
 from instep.trainer.weights import check_full, saved_run
 from instep.utils.paths import to_path
+from instep.utils.process_id import this_process
+from instep.utils.redact import hide_arguments
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
@@ -72,6 +79,7 @@ class RunFolder:
         self._made = False  # the folder is new
         self._evaluated = False  # evaluations have taken it, and no fit
         self._said: dict[str, Any] = {}  # what `status.json` has
+        self._facts: dict[str, Any] = {}  # what it has of the start
         self._claimed: Path | None = None  # made for a logger that was used before the run
         self.given: Sequence[Path] = ()  # folders of configurations; the first that is a run's is where to look
 
@@ -381,12 +389,14 @@ class RunFolder:
     def say_running(self, ctx: RunContext) -> None:
         """Replace what `status.json` says of an earlier run; where this stays, the run was killed. Collective."""
         if self.path is not None:
+            self._facts = _facts_of(ctx)
             folder, content = self.path, self._content(ctx.trainer, "running", None)
             content["checkpoint"] = None if ctx.continues is None else str(ctx.continues.path)
             on_rank_zero(lambda: begin_status(folder, content), f"writing {folder / NAME}")
             self._said = content
             if ctx.rank == 0:
                 tell_run_folder(folder)
+                ctx.undo.push(ProgressFile(folder, partial(self._progress, ctx)).close)
 
     def say_saved(self, trainer: Trainer, path: Path) -> None:
         """Name the newest checkpoint in `status.json`, to go on from where the run is killed."""
@@ -408,8 +418,6 @@ class RunFolder:
         status, code = _outcome(error)
         text = None if error is None or status == "preempted" else f"{type(error).__name__}: {error}"
         if not trainer.is_global_zero:
-            if text is not None and status == "failed" and not signal and not is_remote(error or text):
-                leave_failure(self.path, trainer.global_rank, text)
             return
         if text is not None and trainer.world_size > 1 and not signal and is_remote(error or text):
             text = find_failure(self.path) or text
@@ -423,8 +431,42 @@ class RunFolder:
             "checkpoint": str(path) if path else None,
             "signal": signal or (trainer.stop_reason if status == "preempted" else None),
             "error": text,
+            "ended": time.time(),
+            "why": in_short(text or "") if trainer.run_summary is None else trainer.run_summary.why,
+            "summary": None if trainer.run_summary is None else trainer.run_summary.as_dict(),
         }
         end_status(self.path, self._said)
+
+    def leave_failure(self, ctx: RunContext, error: BaseException) -> None:
+        """Leave, on any rank, what ended it and what it was doing; the launcher may end it before it can say more."""
+        if self.path is None or ctx.fn != "fit" or _outcome(error)[0] != "failed":
+            return
+        facts = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            **ctx.heartbeat.place(),
+            "step": ctx.position.global_step,
+            "how": "exception",
+            "message": f"{type(error).__name__}: {error}",
+            "traceback": "".join(format_exception(error)),
+            "remote": is_remote(error),
+        }
+        leave_failure(self.path, ctx.rank, facts)
+
+    def _progress(self, ctx: RunContext) -> dict[str, Any]:
+        """Say how far the run is; called in a thread, so that only values on the host are read."""
+        trainer, progress = ctx.trainer, ctx.trainer.progress
+        return {
+            "stage": None if trainer.state.stage is None else str(trainer.state.stage.value),
+            "phase": ctx.heartbeat.place()["phase"],
+            "global_step": trainer.global_step,
+            "epoch": trainer.position.epoch,
+            "batch": progress.batch,
+            "batches": progress.total,
+            "max_steps": ctx.settings.max_steps,
+            "max_epochs": ctx.settings.max_epochs,
+            "metrics": plain_metrics(trainer.metrics.logged),
+        }
 
     def _saved(self, trainer: Trainer) -> Path | None:
         """Return the newest checkpoint that this run has said it saved, if it is still there."""
@@ -442,6 +484,7 @@ class RunFolder:
     def _content(self, trainer: Trainer, status: str, code: int | None) -> dict[str, Any]:
         job = read_job()
         return {
+            **self._facts,
             "status": status,
             "exit_code": code,
             "global_step": trainer.global_step,
@@ -454,7 +497,24 @@ class RunFolder:
             "checkpoint": None,
             "signal": None,
             "error": None,
+            "ended": None,
+            "why": None,
+            "summary": None,
         }
+
+
+def _facts_of(ctx: RunContext) -> dict[str, Any]:
+    """Say what runs, and the command that goes on with it."""
+    return {
+        "process": this_process(),
+        "started": time.time(),
+        "command": list(hide_arguments(start_command())[0]),
+        "cwd": os.getcwd(),
+        "resumes": ctx.resumes,
+        "world_size": ctx.world_size,
+        "strategy": ctx.strategy.name,
+        "device": ctx.device.type,
+    }
 
 
 def _hint(folder: Path) -> str:

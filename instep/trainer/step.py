@@ -83,6 +83,8 @@ def automatic_step(ctx: RunContext) -> Step:
             step_schedulers(schedules, "step", at.global_step, metrics, scheduler_hook)
         return output
 
+    ctx.clock.watch("backward", step, "train")
+    ctx.clock.watch("optimizer", step, "finish" if module_step is None else "module_step")
     return step
 
 
@@ -136,6 +138,7 @@ def forward_backward(ctx: RunContext) -> Step:
         ctx.window_count += 1
         return output
 
+    ctx.clock.watch("forward", train, "training_step")
     return train
 
 
@@ -206,6 +209,7 @@ def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None], op
             )
         return outputs[-1]
 
+    ctx.clock.watch("backward", step, "train")
     return step
 
 
@@ -248,6 +252,7 @@ def manual_step(ctx: RunContext) -> Step:
             at.global_step += 1
         return output
 
+    ctx.clock.watch("forward", step, "training_step")
     return step
 
 
@@ -264,6 +269,7 @@ def manual_optimizer_step(ctx: RunContext) -> Callable[..., Any]:
                 hook(optimizer)
         return step_optimizer(optimizer, closure, **kwargs)
 
+    ctx.clock.watch("optimizer", step, "step_optimizer")
     return step
 
 

@@ -35,7 +35,7 @@ from instep.trainer.log import MetricLog, Metrics, as_tensors, print_results
 from instep.trainer.loop import fit
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import LRSchedulerConfig
-from instep.trainer.plugins import check_data, check_module, default_callbacks
+from instep.trainer.plugins import check_data, check_module, default_callbacks, need_loaders
 from instep.trainer.run_folder import RunFolder
 from instep.trainer.settings import ATTRIBUTES, change, check_value, resolve
 from instep.trainer.step import manual_backward
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from instep.checkpoint import Reader
     from instep.checkpoint.background import PendingSave
     from instep.checkpoint.resume import Resume, ResumeReport
+    from instep.profilers.run_clock import RunSummary
 
 
 class Trainer:
@@ -204,6 +205,7 @@ class Trainer:
         self._seed: int | None = None
         self.model: TrainModule | None = None
         self.resume_report: ResumeReport | None = None
+        self.run_summary: RunSummary | None = None
         self.stop_reason = ""
         self._stop_agreed = False
         self._epoch_over = False  # its end hooks have run
@@ -387,7 +389,7 @@ class Trainer:
         with open_run(self, "predict", model, datamodule, {"predict": dataloaders}, ckpt_path) as ctx:
             ctx.strategy.prepare_training(model, [])
             sources = ctx.loaders.evaluation("predict")
-            self._need_loaders(sources, "predict")
+            need_loaders(ctx, sources)
             outputs = predict(ctx, sources, return_predictions is not False)
         return None if return_predictions is False else outputs
 
@@ -407,17 +409,11 @@ class Trainer:
         with open_run(self, fn, model, datamodule, {stage: dataloaders}, ckpt_path) as ctx:
             ctx.strategy.prepare_training(model, [])
             sources = ctx.loaders.evaluation(stage)
-            self._need_loaders(sources, fn)
+            need_loaders(ctx, sources)
             results = evaluate(ctx, fn, sources) or []
         if verbose and self.is_global_zero:
             print_results(results, fn)
         return results
-
-    def _need_loaders(self, sources: list[Any], fn: str) -> None:
-        limit = getattr(self.settings, f"limit_{'val' if fn == 'validate' else fn}_batches")
-        if not sources and limit != 0:
-            stage = "val" if fn == "validate" else fn
-            raise UsageError(f"{fn} needs data: {self._run.loaders.how_to_give(stage)}")
 
     def _model_for_evaluation(
         self, fn: str, model: TrainModule | None, ckpt_path: Location | None
@@ -463,7 +459,7 @@ class Trainer:
     def _begin(self, model: TrainModule) -> None:
         """Reset what the last fit left; the position stays, so that a new fit goes on counting, as in Lightning."""
         self.model = model
-        self.resume_report = None
+        self.resume_report = self.run_summary = None
         self._stop_agreed = False
         self.stop_reason = ""
         self._epoch_over = self.position.epoch_ended

@@ -16,7 +16,7 @@ import pytest
 
 from instep import Callback
 from instep.callbacks import ModelCheckpoint
-from instep.health.run_status import write_status
+from instep.health.run_status import how_to_go_on, is_killed, read_failures, write_status
 from instep.loggers import CSVLogger
 from tests.helpers.jobs import JobServer
 from tests.helpers.mounts import tmpfs
@@ -58,7 +58,8 @@ def status(folder: Path) -> dict[str, Any]:
     [path] = folder.rglob("status.json")
     said = json.loads(path.read_text())
     assert re.fullmatch(rf"step-0000000[{STEP - 1}{STEP}]-1", Path(said["checkpoint"]).name), said
-    assert {file.name for file in path.parent.iterdir()} == {"status.json", "checkpoints"}, "nothing is left over"
+    files = {file.name for file in path.parent.iterdir()} - {"progress.json"}  # of a run that took some time
+    assert files == {"status.json", "checkpoints", "failures"}, "nothing is left over"
     return said
 
 
@@ -101,6 +102,12 @@ def test_the_agent_names_the_cause(server: JobServer, tmp_path: Path, how: str, 
     said = status(tmp_path)
     assert (said["status"], said["exit_code"]) == ("failed", 1)
     assert re.match(cause, said["error"]), said["error"]
+    first, *_ = read_failures(next(tmp_path.rglob("status.json")).parent)
+    assert (first["rank"], first["cause"], first["step"], first["phase"]) == (rank, True, STEP, "train")
+    assert re.search(r"exception|SIGABRT|SIGKILL", first["how"])
+    assert ("boom on purpose" in (first["traceback"] or "")) == (how == "raises")
+    assert (is_killed(said), said["world_size"]) == (False, 2)
+    assert how_to_go_on(said).endswith('# with trainer.fit(..., ckpt_path="auto")')
 
 
 @pytest.mark.dist
@@ -117,6 +124,16 @@ def test_a_finished_run_names_its_newest_checkpoint(tmp_path: Path) -> None:
     [path] = tmp_path.rglob("status.json")
     said = json.loads(path.read_text())
     assert (said["status"], Path(said["checkpoint"]).name) == ("done", "step-00000008-1")
+    summary = said["summary"]
+    assert (summary["why"], summary["steps"], summary["batches"], how_to_go_on(said)) == (
+        "max_epochs=1 reached",
+        8,
+        8,
+        "",
+    )
+    assert Path(summary["best_checkpoint"]).name == "step-00000008-1"
+    assert sum(summary["time_s"].values()) == pytest.approx(summary["wall_s"], rel=0.05)
+    assert summary["time_s"]["saving"] > 0
 
 
 def test_a_full_disk_does_not_keep_the_end_from_being_said(tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""`progress.json` in a run folder: how far a run is, for whoever looks at it from outside, also once it was killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from instep.health.run_status import PROGRESS
+from instep.utils.atomic import replace
+
+EVERY_S = 2.0
+_FIRST_S = 0.5  # a run that is over by then has said how it ended
+_MOST_BYTES = 16384  # of metrics: a reader takes 64 KiB of all
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
+    """Return metrics as JSON has them: numbers, and the words nan, inf and -inf; at most 16 KiB of them.
+
+    Example:
+        >>> plain_metrics({"loss": 0.5, "norm": float("inf")})
+        {'loss': 0.5, 'norm': 'inf'}
+    """
+    plain: dict[str, float | str] = {}
+    size = 0
+    for name, value in list(metrics.items()):
+        size += len(json.dumps(name)) + 32
+        if size > _MOST_BYTES:
+            break
+        plain[name] = float(value) if math.isfinite(value) else str(float(value))
+    return plain
+
+
+class ProgressFile:
+    """A thread that writes the file every two seconds, until `close`; the training does nothing for it.
+
+    Args:
+        folder: the run folder.
+        facts: gives what is written, JSON values with `global_step`; called in the thread, so it must ask no device.
+    """
+
+    def __init__(self, folder: Path, facts: Callable[[], dict[str, Any]]) -> None:
+        self._path, self._facts = folder / PROGRESS, facts
+        self._last: tuple[float, int] | None = None
+        self._closed, self._failed = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="instep-progress", daemon=True)
+        self._thread.start()
+
+    def close(self, kind: Any = None, error: BaseException | None = None, trace: Any = None) -> None:
+        """Write for the last time, where it was written before; after an error what the run was doing stays."""
+        self._failed = error is not None
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._closed.wait(_FIRST_S):
+            return
+        closed = False
+        while not closed:
+            self._write()
+            closed = self._closed.wait(EVERY_S)
+        if not self._failed:
+            self._write()
+
+    def _write(self) -> None:
+        # The disk is full or gone, or a dict grew while it was read: the next one says it.
+        with suppress(OSError, RuntimeError):
+            facts, now = self._facts(), time.monotonic()
+            step, before = facts["global_step"], self._last
+            self._last = now, step
+            rate = None if before is None or now <= before[0] else (step - before[1]) / (now - before[0])
+            content = {"time": time.time(), **facts, "steps_per_s": rate}
+            replace(self._path, (json.dumps(content, indent=2) + "\n").encode())

@@ -1,0 +1,272 @@
+"""The clock of a run: where its time went, at no cost to a step that could be measured.
+
+Validation and saving are rare, and timed each time. Waiting for data, forward, backward and the optimizer happen in
+every step; they are sampled in bursts of a few batches at random distances, which grow by 5% from one to the next: some
+hundred bursts in a run of any length. Between the bursts the loop runs the very functions that it would run without a
+clock: for a burst the variables that hold them get timed ones (`watch`). On CUDA the parts of a step are timed by
+events, which are read once they are done: the host never waits for the device.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+
+STEP_PARTS = ("data", "forward", "backward", "optimizer")
+_SHOWN = {"other": "idle and other"}
+_BURST = 4
+_FIRST_GAP, _GROWTH = 8.0, 1.05  # batches between two bursts
+
+Function = Callable[..., Any]
+_Timed = tuple[str, str | None, Any, Any]  # part, the part that it is within, events at its start and end
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What came of a fit, and where its time went; `trainer.run_summary` has that of the last one.
+
+    Attributes:
+        why: why it ended: which limit was reached, who asked for the stop, which signal or error.
+        wall_s: seconds from its start to its end.
+        steps: optimizer steps that this start of the run has done.
+        batches: training batches of this start, on this rank.
+        epoch: the epoch in which it ended, from 0.
+        time_s: seconds by part: start, data, forward, backward, optimizer, validation, saving and other, which is
+            hooks, logging and, on a device, waiting for the host. Together they are `wall_s`. Those from data to
+            optimizer are estimated from sampled steps.
+        best_checkpoint: path of the best checkpoint; None without one.
+        best_score: its score.
+        monitor: the metric that the score is of.
+        metrics: the last values that were logged.
+
+    Example:
+        >>> print(RunSummary("max_steps=8 reached", 10.0, 8, 8, 0, {"forward": 6.0, "other": 4.0}))
+        8 steps in 10.0 s: forward 60%, idle and other 40%
+    """
+
+    why: str
+    wall_s: float
+    steps: int
+    batches: int
+    epoch: int
+    time_s: dict[str, float]
+    best_checkpoint: str | None = None
+    best_score: float | None = None
+    monitor: str | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        shown = [
+            (_SHOWN.get(name, name), s / self.wall_s)
+            for name, s in self.time_s.items()
+            if self.wall_s and s / self.wall_s >= 0.005
+        ]
+        shown.sort(key=lambda part: -part[1])
+        lines = [f"{self.steps:,} steps in {duration(self.wall_s)}"]
+        if shown:
+            lines[0] += f": {', '.join(f'{name} {share:.0%}' for name, share in shown)}"
+        if self.best_checkpoint:
+            score = "" if self.best_score is None else f" ({self.monitor}={self.best_score:.6g})"
+            lines.append(f"best checkpoint{score}: {self.best_checkpoint}")
+        return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """Write a time for people.
+
+    Example:
+        >>> duration(2.5), duration(75), duration(7500)
+        ('2.5 s', '1 min 15 s', '2 h 05 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.3g} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, left = divmod(round(seconds), 60)
+    return f"{minutes} min {left:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class RunClock:
+    """Clock of one run on one rank.
+
+    Attributes:
+        device: where the steps run, once it is known.
+    """
+
+    def __init__(self) -> None:
+        self.device: torch.device | None = None
+        self._began = time.perf_counter()
+        self._loop_began: float | None = None
+        self._rare: dict[str, float] = {"validation": 0.0, "saving": 0.0}
+        self._rare_before_loop = 0.0
+        self._inner = 0.0  # seconds of the region in hand that belong to regions within it
+        self._watched: dict[str, tuple[CellType, Function, Function]] = {}
+        self._burst: dict[str, float] = {}  # seconds of the burst in hand
+        self._first: dict[str, float] | None = None  # the first batch, which compiles and warms up, stands for itself
+        self._bursts: list[tuple[int, dict[str, float]]] = []  # batches that it stands for, and seconds per batch
+        self._pending: list[tuple[int, int, dict[str, float], list[_Timed]]] = []  # bursts that a device still runs
+        self._open_events: list[_Timed] = []
+        self._region: str | None = None
+        self._gap, self._random = _FIRST_GAP, random.Random(0)
+
+    # ---- rare things
+
+    @contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """Time a block that runs rarely; what is timed within it counts there alone."""
+        outer, self._inner = self._inner, 0.0
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self._rare[part] += spent - self._inner
+            self._inner = outer + spent
+
+    def start_loop(self) -> None:
+        """Note that the training loop begins."""
+        self._loop_began, self._rare_before_loop = time.perf_counter(), sum(self._rare.values())
+
+    # ---- parts of a step
+
+    def watch(self, part: str, closure: FunctionType, name: str) -> None:
+        """Offer a function of the step to be timed.
+
+        Args:
+            part: of `STEP_PARTS`.
+            closure: a function that calls it.
+            name: its name there, a variable of the function around.
+        """
+        cell = (closure.__closure__ or ())[closure.__code__.co_freevars.index(name)]
+        function = cell.cell_contents
+        self._watched[f"{closure.__qualname__}.{name}"] = cell, function, self._timed(part, function)
+
+    def sampled(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Give the batches, and time some of them. Between the bursts nothing of Python runs here."""
+        return chain.from_iterable(self._segments(iter(batches)))
+
+    def _segments(self, batches: Iterator[Any]) -> Iterator[Iterable[Any]]:
+        while True:
+            done = 0
+            self._switch(on=True)
+            try:
+                for done in range(1, _BURST + 1):
+                    start = time.perf_counter()
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        done -= 1
+                        return
+                    self._burst["data"] = self._burst.get("data", 0.0) + time.perf_counter() - start
+                    yield (batch,)
+                    if self._first is None:
+                        self._first, self._burst, self._open_events = self._burst, {}, []
+                        done = 0
+                        break
+            finally:
+                self._switch(on=False)
+                gap = int(self._gap * (0.5 + self._random.random())) if done else 0
+                self._end_burst(done, gap)
+            if done:
+                self._gap *= _GROWTH
+                yield islice(batches, gap)
+
+    def _switch(self, on: bool) -> None:
+        for cell, function, timed in self._watched.values():
+            cell.cell_contents = timed if on else function
+
+    def _timed(self, part: str, function: Function) -> Function:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            outer, self._inner = self._inner, 0.0
+            parent, self._region = self._region, part
+            event = self._event()
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent = time.perf_counter() - start
+                self._burst[part] = self._burst.get(part, 0.0) + spent - self._inner
+                self._inner, self._region = outer + spent, parent
+                if event is not None:
+                    self._open_events.append((part, parent, event, self._event()))
+
+        return timed
+
+    def _event(self) -> Any:
+        if self.device is None or self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _end_burst(self, done: int, gap: int) -> None:
+        """Add a burst of so many batches, which stands for those up to the next one too."""
+        if done:
+            per_batch = {part: self._burst.get(part, 0.0) / done for part in STEP_PARTS}
+            self._pending.append((done + gap, done, per_batch, self._open_events))
+        self._burst, self._open_events = {}, []
+        self._take_finished()
+
+    def _take_finished(self) -> None:
+        """Take the bursts that the device has done by now; never wait for it."""
+        while self._pending and all(end.query() for _, _, _, end in self._pending[0][3]):
+            weight, done, per_batch, events = self._pending.pop(0)
+            if events:
+                per_batch |= dict.fromkeys(STEP_PARTS[1:], 0.0)
+            for part, parent, start, end in events:
+                seconds = start.elapsed_time(end) / 1000 / done
+                per_batch[part] += seconds
+                if parent is not None:
+                    per_batch[parent] -= seconds
+            self._bursts.append((weight, per_batch))
+
+    # ---- the result
+
+    def seconds(self, batches: int) -> dict[str, float]:
+        """Return the seconds so far by part.
+
+        Args:
+            batches: training batches done.
+        """
+        self._take_finished()
+        now, rare, first = time.perf_counter(), sum(self._rare.values()), self._first or {}
+        wall = now - self._began
+        loop = 0.0 if self._loop_began is None else now - self._loop_began - (rare - self._rare_before_loop)
+        left = max(0.0, loop - sum(first.values()))
+        rates = {part: self._rate(part) * max(0, batches - 1) for part in STEP_PARTS}
+        computing = sum(rates.values()) - rates["data"]
+        scale = min(1.0, left / computing) if computing else 1.0
+        parts = {part: first.get(part, 0.0) + rates[part] * scale for part in STEP_PARTS}
+        # A device that computes while the host waits for data loses nothing by that.
+        parts["data"] = first.get("data", 0.0) + min(rates["data"], max(0.0, left - computing * scale))
+        parts |= self._rare
+        start = wall if self._loop_began is None else self._loop_began - self._began
+        parts = {"start": max(0.0, start - self._rare_before_loop), **parts}
+        return {**parts, "other": max(0.0, wall - sum(parts.values()))}
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the run began."""
+        return time.perf_counter() - self._began
+
+    def _rate(self, part: str) -> float:
+        """Estimate the seconds per batch: waiting for data comes in lumps, while another part's lumps are chance."""
+        total = sum(weight for weight, _ in self._bursts)
+        if part == "data":
+            return sum(weight * burst[part] for weight, burst in self._bursts) / total if total else 0.0
+        passed = 0.0
+        for seconds, weight in sorted((burst[part], weight) for weight, burst in self._bursts):
+            passed += weight
+            if passed >= total / 2:
+                return max(0.0, seconds)
+        return 0.0

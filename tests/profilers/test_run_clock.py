@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from instep.profilers.run_clock import RunClock
+from tests.trainer.toys import Toy, loader, quiet
+
+
+def test_batches_are_all_given_and_the_functions_are_the_same_between_bursts() -> None:
+    clock, seen = RunClock(), []
+
+    def step(batch: int) -> None:
+        seen.append((batch, forward is plain))
+        forward()
+
+    def plain() -> None:
+        pass
+
+    forward = plain
+    clock.watch("forward", step, "forward")
+    for batch in clock.sampled(range(200)):
+        step(batch)
+    assert [batch for batch, _ in seen] == list(range(200))
+    timed = [batch for batch, is_plain in seen if not is_plain]
+    assert timed[:5] == [0, 1, 2, 3, 4], "the first batch, and the first burst"
+    assert 20 < len(timed) < 100
+    assert forward is plain
+    clock.sampled(iter([1, 2]))  # one that nobody goes through
+    batches = clock.sampled(range(5))
+    next(batches)
+    assert forward is not plain
+    del batches  # the loop is left
+    assert forward is plain
+
+
+def test_what_is_within_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def passes(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = RunClock()
+    passes(2)
+    with clock.within("validation"):
+        passes(3)
+    clock.start_loop()
+
+    def train() -> None:
+        forward()
+        passes(2)
+
+    def forward() -> None:
+        passes(1)
+
+    def step() -> None:
+        train()
+
+    clock.watch("forward", train, "forward")
+    clock.watch("backward", step, "train")
+
+    def data() -> Any:
+        for _ in range(100):
+            passes(0.5)
+            yield None
+
+    for _ in clock.sampled(data()):
+        step()
+        passes(0.25)
+    with clock.within("validation"):
+        passes(1)
+        with clock.within("saving"):
+            passes(4)
+    expected = {"start": 2, "data": 50, "forward": 100, "backward": 200, "optimizer": 0, "validation": 4, "saving": 4}
+    assert clock.seconds(100) == pytest.approx({**expected, "other": 25})
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_fit_says_what_came_of_it(manual: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    class Manual(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    module = Manual() if manual else Toy()
+    module.automatic_optimization = not manual
+    trainer = quiet(max_steps=6)
+    assert trainer.run_summary is None
+    trainer.fit(module, loader(24), loader(4))
+    summary = trainer.run_summary
+    assert summary is not None
+    assert (summary.why, summary.steps, summary.batches) == ("max_steps=6 reached", 6, 6)
+    assert all(summary.time_s[part] > 0 for part in ("start", "data", "forward", "optimizer", "validation"))
+    assert sum(summary.time_s.values()) == pytest.approx(summary.wall_s, rel=0.05)
+    assert "6 steps in" in str(summary)
+    assert "steps in" not in capsys.readouterr().out, "without a progress bar it is not printed"
