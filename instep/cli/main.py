@@ -47,18 +47,27 @@ COMMANDS: dict[Command, str] = {
     ("checkpoint", "show"): "what is inside a checkpoint",
     ("checkpoint", "diff"): "how two checkpoints differ",
     ("checkpoint", "convert"): "to and from safetensors, Lightning and Accelerate",
+    ("runs", "ls"): "runs with their state, how far they came, and why they ended",
+    ("runs", "show"): "what a run is or was doing, what ended it, and how it goes on",
+    ("runs", "compare"): "hyperparameters that differ, and where the metrics ended",
+    ("runs", "plot"): "curves in the terminal, as a picture or as HTML",
     ("replay",): "repeat the steps after a checkpoint, bit for bit",
     ("migrate",): "bring Lightning and Accelerate scripts to instep",
     ("dashboard",): "a live local page of run folders, in a browser",
     ("completion",): "let the shell complete commands and options",
 }
-GROUPS = {"checkpoint": "look into checkpoints, check, compare and convert them"}
+GROUPS = {
+    "checkpoint": "look into checkpoints, check, compare and convert them",
+    "runs": "look at local runs of any logger: state, cause, metrics",
+}
 _EXAMPLES = (
     "  instep fit --config run.yaml --trainer.max_epochs 3",
     "  instep launch --devices 2 train.py --lr 0.1",
     "  instep test --devices 2",
     "  instep checkpoint ls .",
     "  instep checkpoint verify instep_runs/version_0",
+    "  instep runs ls",
+    "  instep runs show instep_runs/version_0",
 )
 _SHARED = {
     **{name: "config" for name in COMMANDS if name[0] == "config"},

@@ -12,13 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from instep.utils.untrusted_files import clean
+
 _LONG_BITS = 256  # of a number that is written in full
 _FEW = 8  # elements of a tensor that are worth printing
 
 
 def say(text: str = "") -> None:
-    """Print one line."""
+    """Print one line, or several; what a terminal would obey becomes an escape."""
     encoding = sys.stdout.encoding or "utf-8"
+    text = clean(text)
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")  # half a surrogate is no text
 
 
@@ -35,7 +38,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable
         rows: the cells; None is an empty one.
         right: the columns that are aligned to the right.
     """
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [["" if cell is None else clean(str(cell), "") for cell in row] for row in rows]
     to_right = [name in set(right) for name in headers]
     if sys.stdout.isatty():
         from rich.console import Console  # late: only a terminal needs it

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from instep.errors import InstepError, UsageError
 from instep.loggers.hparams import NAME as HPARAMS
 from instep.runs.metrics import Metrics, MetricsReader, log_files
 from instep.runs.rows import WandbFile
-from instep.runs.status import STATUS, RunStatus, clean, look, own
+from instep.runs.status import STATUS, RunStatus, look, own
 from instep.utils import plain_yaml
-from instep.utils.untrusted_files import open_regular
+from instep.utils.untrusted_files import clean, open_regular
 
 DEPTH = 6  # runs/<experiment>/instep_runs/version_0, and some more
-_MARKS = (STATUS, HPARAMS, "metrics.jsonl", "metrics.csv", "events.out.tfevents.*", "run-*.wandb")
-_WATCHED = (STATUS, HPARAMS, "progress.json", "failures", "checkpoints")
+_IS_LOG = re.compile(r"metrics\.(jsonl|csv)|events\.out\.tfevents\..*|run-.*\.wandb").fullmatch
+_WATCHED = (STATUS, HPARAMS, "progress.json", "paces.json", "failures", "checkpoints")
 _LOGS = ("*.log", "*/*.log", "*/attempt_*/*/std*.log", "*/*/attempt_*/*/std*.log", "wandb/*/files/output.log")
 _TAIL_BYTES = 2**18
 
@@ -127,7 +126,7 @@ def find_runs(folder: str | os.PathLike[str], before: Iterable[Run] = ()) -> lis
     if not root.is_dir():
         raise UsageError(f"{folder} is no folder: give a run folder, or one that has runs in it")
     known = {run.folder: run for run in before}
-    runs = [_look(path, root, known.get(path)) for path in _below(root, DEPTH)]
+    runs = [_look(path, root, stamp, known.get(path)) for path, stamp in _below(root, DEPTH)]
     return sorted(runs, key=lambda run: (run.updated, run.name), reverse=True)
 
 
@@ -144,32 +143,30 @@ def tail(path: Path, lines: int = 50) -> str:
     return clean("\n".join(shown[-lines - 1 if shown[-1] == "" else -lines :]))
 
 
-def _below(folder: Path, depth: int) -> Iterator[Path]:
+def _below(folder: Path, depth: int) -> Iterator[tuple[Path, Stamp]]:
+    folders: list[str] = []
+    seen: dict[str, os.stat_result] = {}
     try:
         with os.scandir(folder) as entries:
-            files, folders = [], []
             for entry in entries:
-                (folders if entry.is_dir(follow_symlinks=False) else files).append(entry.name)
+                is_folder = entry.is_dir(follow_symlinks=False)
+                if entry.name in _WATCHED or (not is_folder and _IS_LOG(entry.name)):
+                    seen[entry.name] = entry.stat(follow_symlinks=False)
+                if is_folder and not entry.name.startswith("."):
+                    folders.append(entry.name)
     except OSError:  # gone, or not ours to read
         return
-    if any(fnmatch(name, mark) for mark in _MARKS for name in files):
-        yield folder
-    if STATUS in files or "manifest.json" in files or not depth:
-        return  # what is in a run is its own
-    for name in folders:
-        if not name.startswith("."):
+    if STATUS in seen or HPARAMS in seen or any(map(_IS_LOG, seen)):
+        yield folder, tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in seen.items()))
+    if STATUS not in seen and depth:  # what is in a run is its own
+        for name in folders:
             yield from _below(folder / name, depth - 1)
 
 
-def _look(folder: Path, root: Path, before: Run | None) -> Run:
-    stamp = []
-    for path in (*(folder / name for name in _WATCHED), *log_files(folder)):
-        with suppress(OSError):
-            seen = os.stat(path)
-            stamp.append((path.name, seen.st_mtime_ns, seen.st_size))
+def _look(folder: Path, root: Path, stamp: Stamp, before: Run | None) -> Run:
     live = before is not None and before.status.state in ("running", "starting")
-    if before is not None and before.stamp == tuple(stamp) and not live:
+    if before is not None and before.stamp == stamp and not live:
         return before
     name = folder.name if folder == root else str(folder.relative_to(root))
     updated = max((time_ns for _, time_ns, _ in stamp), default=0) / 1e9
-    return Run(clean(name), folder, look(folder), updated, tuple(stamp))
+    return Run(clean(name), folder, look(folder), updated, stamp)

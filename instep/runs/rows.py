@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.utils.imports import require
-from instep.utils.untrusted_files import open_regular
+from instep.utils.untrusted_files import open_regular, parse_json
 
 MOST_LINE_BYTES = 2**20
 MOST_RECORD_BYTES = 2**24  # one with an image may be large; a larger one is passed over
@@ -256,7 +256,8 @@ class WandbFile(LogFile):
 
 
 def _parsed(text: str) -> Any:
+    """Parse a value of W&B; text where it is no JSON, such as a bare NaN."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return text

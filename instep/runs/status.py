@@ -14,7 +14,7 @@ from typing import Any
 from instep.health.run_status import NAME as STATUS
 from instep.health.run_status import read_status
 from instep.utils.process_id import is_gone, state_of
-from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
+from instep.utils.untrusted_files import LEASE_BYTES, clean, parse_object, read_regular
 
 SILENT_S = 60.0  # a lease is renewed every 5 s; clocks of two hosts differ
 MOST_RANKS = 1000
@@ -114,7 +114,11 @@ def _silence(folder: Path, said: dict[str, Any]) -> str:
 
 def own(path: Path, folder: Path) -> bool:
     """Tell whether a path below a run folder is in it: it and the folders between are no links."""
-    return not any(it.is_symlink() for it in (path, *path.parents) if it != folder and folder in it.parents)
+    while path not in (folder, path.parent):
+        if os.path.islink(path):
+            return False
+        path = path.parent
+    return True
 
 
 def _object(path: Path, folder: Path) -> dict[str, Any]:
@@ -141,13 +145,3 @@ def _text(content: dict[str, Any], key: str) -> str:
 def _count(content: dict[str, Any], key: str) -> int | None:
     value = content.get(key)
     return value if type(value) is int and abs(value) < 2**63 else None
-
-
-def clean(text: str) -> str:
-    """Write what a terminal would obey as escapes: a stranger's text must not colour, move or type.
-
-    Example:
-        >>> clean("loss\\x1b[31m")
-        'loss\\\\x1b[31m'
-    """
-    return "".join(it if it.isprintable() or it in "\n\t" else it.encode("unicode_escape").decode() for it in text)

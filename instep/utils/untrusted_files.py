@@ -148,3 +148,19 @@ def _check_depth(value: Any) -> None:
 
 def _too_deep() -> ValueError:
     return ValueError(f"more than {MOST_DEPTH} containers are within each other")
+
+
+def clean(text: str, kept: str = "\n\t") -> str:
+    """Write what a terminal would obey as escapes: a stranger's text must not colour, move or type.
+
+    Args:
+        text: anybody's.
+        kept: characters that stay although they are not printable.
+
+    Example:
+        >>> clean("loss\\x1b[31m")
+        'loss\\\\x1b[31m'
+    """
+    if text.isprintable():
+        return text
+    return "".join(it if it.isprintable() or it in kept else it.encode("unicode_escape").decode() for it in text)

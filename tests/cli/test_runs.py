@@ -1,0 +1,102 @@
+"""`instep runs ...` in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.cli.main import main
+from tests.runs.test_folder import write_run
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: Any, code: int = 0) -> Any:
+    assert main(["runs", *map(str, words)]) == code
+    shown = capsys.readouterr()
+    return json.loads(shown.out) if "--json" in words else shown.out if code == 0 else shown.err
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    first = write_run(tmp_path / "version_0")
+    write_run(tmp_path / "version_1", status="failed", error="ValueError: bad\nmore")
+    (first / "hparams.yaml").write_text("lr: 0.5\nmodel:\n  width: 8\n")
+    (first / "metrics.csv").write_text("step,loss\n1,0.5\n2,1e-5\n3,nan\n")
+    return tmp_path
+
+
+def test_ls_shows_each_run_with_its_state_and_chosen_columns(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header, *rows = said(capsys, "ls", two, "-c", "lr,loss", "--sort", "loss").splitlines()
+    assert header.split() == ["run", "state", "step", "epoch", "lr", "loss", "updated", "why"]
+    assert [row.split()[:6] for row in rows] == [
+        ["version_1", "failed", "12", "1", "0.1", "0.25"],
+        ["version_0", "finished", "12", "1", "0.5", "nan"],
+    ]
+    assert rows[0].endswith("ValueError: bad")
+    [only] = said(capsys, "ls", two, "--state", "failed", "--json")["runs"]
+    assert (only["name"], only["cause"], only["exit_code"]) == ("version_1", "ValueError: bad\nmore", 0)
+    assert "no run is ever 'bad'; the states are starting" in said(capsys, "ls", two, "--state", "bad", code=2)
+    assert "the newest has lr, model/width, loss" in said(capsys, "ls", two, "-c", "los", code=2)
+    (two / "empty").mkdir()
+    assert "there is no run in" in said(capsys, "ls", two / "empty", code=2)
+
+
+def test_compare_shows_what_differs(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("compare", two / "version_0", two / "version_1")
+    answer = said(capsys, *words, "--json")
+    order = [run["name"] for run in answer["runs"]]
+    lr = dict(zip(order, answer["hparams"]["lr"], strict=True))
+    assert lr == {"version_0": 0.5, "version_1": 0.1}
+    assert answer["same"] == {"model/width": 8}
+    loss = dict(zip(order, answer["metrics"]["loss"], strict=True))
+    assert loss["version_0"] == {
+        "last": "nan", "least": 1e-5, "greatest": 0.5, "count": 3, "not_finite": 1, "first_bad": 3.0
+    }  # fmt: skip
+    shown = said(capsys, *words)
+    assert "nan (1e-05 .. 0.5, nan since step 3)" in shown
+    assert "1 hyperparameter the same in all" in shown
+
+
+def test_plot_gives_the_points_and_says_what_is_missing(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = said(capsys, "plot", two, "-m", "loss", "--json")
+    assert answer["metrics"]["loss"]["version_1"] == {"x": [1, 2], "y": [0.5, 0.25]}
+    assert answer["metrics"]["loss"]["version_0"] == {"x": [1, 2], "y": [0.5, 1e-5]}
+    assert "no run has a metric 'los'" in said(capsys, "plot", two, "-m", "los", code=2)
+    assert "its logger keeps no times of loss" in said(capsys, "plot", two, "--x", "time", code=2)
+    assert "its name ends with .png" in said(capsys, "plot", two, "-o", "x.doc", code=2).lower()
+
+
+@pytest.mark.plots
+@pytest.mark.parametrize("ending", ["png", "html", "svg"])
+def test_plot_writes_files_in_which_no_name_is_markup(
+    two: Path, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "</script><script>alert(1)</script><b>$\\frac"
+    (two / "version_0/metrics.csv").write_text(f"step,{evil}\n1,0.5\n2,1e-5\n")
+    out = two / f"out.{ending}"
+    assert "1 metric of 1 run" in said(capsys, "plot", two / "version_0", "-o", out)
+    data = out.read_bytes()
+    assert data.startswith({"png": b"\x89PNG", "html": b"<html>", "svg": b"<?xml"}[ending])
+    assert b"<script>alert" not in data
+
+
+@pytest.mark.plots
+def test_plot_draws_in_a_terminal_and_letters_where_there_is_no_colour(
+    two: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = said(capsys, "plot", two, "-m", "loss")
+    assert "loss by step" in shown
+    assert "\x1b" not in shown
+    assert {"a version_1", "b version_0"} == set(shown.splitlines()[-1].split("  "))
+
+
+def test_a_missing_package_is_named_with_its_pip_command(
+    two: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("plotext", "plotly", "plotly.subplots", "matplotlib"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for words in ((), ("-o", "x.png"), ("-o", "x.html")):
+        assert "pip install 'instep[plots]'" in said(capsys, "plot", two, *words, code=1)
