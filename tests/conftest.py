@@ -59,7 +59,7 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
 
 
 # What `make test` leaves out.
-_EXTRAS = ("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi", "browser", "trackers")
+_EXTRAS = ("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi", "browser", "trackers", "plots")
 
 
 def _missing() -> dict[str, str | None]:
@@ -75,6 +75,7 @@ def _missing() -> dict[str, str | None]:
         "slurm": slurm.missing(),
         "mpi": None if which("mpirun") else "mpirun is not installed (Debian: openmpi-bin)",
         "browser": browser.missing(),
+        "plots": None if all(map(find_spec, ("plotext", "plotly", "matplotlib"))) else "instep[plots] is not installed",
     }
 
 

@@ -173,8 +173,8 @@ class TensorBoardFile(LogFile):
                 return
             (length,) = struct.unpack_from("<Q", held, at)
             end = self._offset + length + 16
-            if end > size:
-                return  # being written, cut off, or no event file
+            if not length or end > size:  # being written, cut off, or no event file
+                return
             if length > MOST_RECORD_BYTES:
                 self._complain(f"a record of {length:,} bytes is passed over")
                 file.seek(end)
@@ -240,6 +240,8 @@ class WandbFile(LogFile):
                     return
                 _, length, kind = struct.unpack("<IHB", head)
                 if not kind and not length:  # the rest of a block is empty
+                    if self._offset <= at - _BLOCK:
+                        return  # no more than that of a whole one, of which a sparse file has billions
                     at += left
                     buffered.seek(at)
                     continue

@@ -38,10 +38,10 @@ def test_ls_shows_each_run_with_its_state_and_chosen_columns(two: Path, capsys: 
     assert rows[0].endswith("ValueError: bad")
     [only] = said(capsys, "ls", two, "--state", "failed", "--json")["runs"]
     assert (only["name"], only["cause"], only["exit_code"]) == ("version_1", "ValueError: bad\nmore", 0)
-    assert "no run is ever 'bad'; the states are starting" in said(capsys, "ls", two, "--state", "bad", code=2)
-    assert "the newest has lr, model/width, loss" in said(capsys, "ls", two, "-c", "los", code=2)
+    assert "no run is ever 'bad'; the states are starting" in said(capsys, "ls", two, "--state", "bad", code=1)
+    assert "the newest has lr, model/width, loss" in said(capsys, "ls", two, "-c", "los", code=1)
     (two / "empty").mkdir()
-    assert "there is no run in" in said(capsys, "ls", two / "empty", code=2)
+    assert "there is no run in" in said(capsys, "ls", two / "empty", code=1)
 
 
 def test_compare_shows_what_differs(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,9 +64,9 @@ def test_plot_gives_the_points_and_says_what_is_missing(two: Path, capsys: pytes
     answer = said(capsys, "plot", two, "-m", "loss", "--json")
     assert answer["metrics"]["loss"]["version_1"] == {"x": [1, 2], "y": [0.5, 0.25]}
     assert answer["metrics"]["loss"]["version_0"] == {"x": [1, 2], "y": [0.5, 1e-5]}
-    assert "no run has a metric 'los'" in said(capsys, "plot", two, "-m", "los", code=2)
-    assert "its logger keeps no times of loss" in said(capsys, "plot", two, "--x", "time", code=2)
-    assert "its name ends with .png" in said(capsys, "plot", two, "-o", "x.doc", code=2).lower()
+    assert "no run has a metric 'los'" in said(capsys, "plot", two, "-m", "los", code=1)
+    assert "its logger keeps no times of loss" in said(capsys, "plot", two, "--x", "time", code=1)
+    assert "its name ends with .png" in said(capsys, "plot", two, "-o", "x.doc", code=1).lower()
 
 
 @pytest.mark.plots
@@ -79,7 +79,7 @@ def test_plot_writes_files_in_which_no_name_is_markup(
     out = two / f"out.{ending}"
     assert "1 metric of 1 run" in said(capsys, "plot", two / "version_0", "-o", out)
     data = out.read_bytes()
-    assert data.startswith({"png": b"\x89PNG", "html": b"<html>", "svg": b"<?xml"}[ending])
+    assert {"png": b"\x89PNG", "html": b"<html>", "svg": b"<?xml"}[ending] in data[:40]
     assert b"<script>alert" not in data
 
 
@@ -90,7 +90,7 @@ def test_plot_draws_in_a_terminal_and_letters_where_there_is_no_colour(
     shown = said(capsys, "plot", two, "-m", "loss")
     assert "loss by step" in shown
     assert "\x1b" not in shown
-    assert {"a version_1", "b version_0"} == set(shown.splitlines()[-1].split("  "))
+    assert {"a version_0", "b version_1"} == set(shown.splitlines()[-1].split("  "))
 
 
 def test_a_missing_package_is_named_with_its_pip_command(

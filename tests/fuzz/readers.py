@@ -20,10 +20,12 @@ from instep.checkpoint.names import MANIFEST
 from instep.checkpoint.reader import folder_problems
 from instep.checkpoint.scan import list_checkpoints
 from instep.cli.main import COMMANDS, load, main, make_parser
+from instep.loggers import CSVLogger, TensorBoardLogger
 from tests.fuzz import corpus
 from tests.fuzz.child import PLANTED_FILES
 from tests.fuzz.mutate import damage, reseal
 from tests.fuzz.values import NUMBERS, TEXTS, drawn_texts
+from tests.runs.test_metrics import write_wandb
 
 Call = Callable[[Path, Random], Any]
 
@@ -77,6 +79,11 @@ def damage_checkpoint(folder: Path, rng: Random) -> str:
 def damage_manifest(folder: Path, rng: Random) -> str:
     """Damage manifests only."""
     return damage(folder, rng, lambda it: it.name == MANIFEST)
+
+
+def damage_runs(folder: Path, rng: Random) -> str:
+    """Damage files of a run that are no checkpoint's."""
+    return damage(folder, rng, lambda it: "checkpoints" not in it.parts or it.name.startswith(".lease-"))
 
 
 def _run_and_sharded(folder: Path) -> None:
@@ -337,6 +344,46 @@ def _write_home(folder: Path) -> None:
     corpus.write_run(folder / "run")
 
 
+def _write_runs(folder: Path) -> None:
+    """Write a run with the files of all loggers, and one of W&B alone."""
+    run = folder / "run"
+    corpus.write_sharded(run / "checkpoints")
+    status = {"status": "failed", "exit_code": 1, "global_step": 7, "epoch": 0, "run_id": "r", "host": "h", "pid": 1}
+    status |= {"command": ["python", "x.py"], "cwd": "/", "error": "rank 1: E: x", "started": 1e9, "checkpoint": None}
+    (run / "status.json").write_text(json.dumps(status))
+    (run / "metrics.jsonl").write_text('{"step": 1, "time": 1e9, "loss": 0.5}\n{"step": 2, "loss": "nan"}\n' * 3)
+    (run / "progress.json").write_text('{"time": 1e9, "phase": "train", "global_step": 7, "batch": 3, "metrics": {}}')
+    (run / "failures").mkdir()
+    failure = {"rank": 1, "how": "exception", "message": "E: x", "traceback": "T\n", "time": 1e9, "cause": True}
+    (run / "failures/rank-1.json").write_text(json.dumps(failure))
+    (run / "hang-1").mkdir()
+    (run / "hang-1/rank-0.txt").write_text("stack\n")
+    (run / "out.log").write_text("line\r\n\x1b[31mred\n")
+    for logger in (CSVLogger(), TensorBoardLogger()):
+        logger.start(run)
+        for step in range(5):
+            logger.log_metrics({"loss": 1 / (step + 1), "acc": 0.5}, step)
+        logger.log_hyperparams({"lr": 0.1, "model": {"width": 8}})
+        logger.finalize()
+    (folder / "wandb/offline-run-1").mkdir(parents=True)
+    write_wandb(folder / "wandb/offline-run-1/run-1.wandb", [{"loss": 0.5, "_step": 1}] * 3, {"lr": 0.5})
+
+
+def _runs(folder: Path, rng: Random) -> int:
+    return main(
+        rng.choice(
+            (
+                ["runs", "ls", ".", "-c", "lr,loss", "--sort", "loss"],
+                ["runs", "ls", ".", "--json"],
+                ["runs", "compare", ".", "--all"],
+                ["runs", "compare", ".", "--json"],
+                ["runs", "plot", ".", "--json", "--points", "10"],
+                ["runs", "plot", ".", "--json", "--x", "time", "-m", "loss", "--log"],
+            )
+        )
+    )
+
+
 READERS: dict[str, Reader] = {
     "weights": Reader(_run_and_sharded, _read_weights, damage_checkpoint, sealed=True),
     "load_from_checkpoint": Reader(_run_and_sharded, _load, damage_checkpoint, sealed=True),
@@ -357,6 +404,7 @@ READERS: dict[str, Reader] = {
     "accelerate": Reader(lambda folder: corpus.write_accelerate(folder / "state"), _foreign),
     "launch-yaml": Reader(_write_yaml(LAUNCH_YAML), _launch_yaml, _damage_yaml, command=True),
     "fit-yaml": Reader(_write_yaml(FIT_YAML), _fit_yaml, _damage_yaml, command=True),
+    "runs": Reader(_write_runs, _runs, damage_runs, command=True),
     "command-line": Reader(_write_home, lambda _, rng: main(_words(rng)), lambda *_: "", command=True, may_start=True),
 }
 
@@ -375,6 +423,9 @@ def warm() -> None:
         "instep.cli.checkpoint.foreign",
         "safetensors.torch",
         "rich.table",
+        "tensorboard.compat.proto.event_pb2",
+        "wandb.proto.wandb_internal_pb2",
+        "instep.runs.checkpoints",
         "torch.distributed.checkpoint.state_dict_loader",
         "instep.strategies.registry",
         "instep.config.spec",
