@@ -13,6 +13,7 @@ from instep.dashboard import chart
 from instep.dashboard.source import Source, in_thread, look_at_machine
 from instep.runs import Run
 from instep.runs.folder import tail
+from instep.runs.ranks import read_paces
 from instep.runs.status import clean
 
 _LOG_LINES, _REPORTS, _TEXT = 200, 20, 2000
@@ -167,19 +168,25 @@ class Ranks(Panel):
             for rank, text in self.run.status.by_rank.items()
         ]
         reports = [(str(path.relative_to(self.run.folder)), tail(path, 400)) for path in self.run.reports()[:_REPORTS]]
-        return failed, reports
+        return failed, reports, read_paces(self.run.folder)
 
     def build(self) -> None:
         self._box = box("stack")
 
     def show(self, data: Any) -> None:
-        failed, reports = data
+        failed, reports, paces = data
         self._box.clear()
         with self._box:
             if not failed and not reports:
                 ui.label("No rank has reported a failure or a hang.").classes("quiet")
             if failed:
                 _fill(_table("Rank", "Host", "Step", "Doing", "Failed with"), failed)
+            if paces.ranks:
+                with box("line"):
+                    ui.label("Time of a step by rank").classes("title")
+                    ui.label(f"measured {ago(paces.time_s)}").classes("quiet")
+                rows = ((*row, "the others wait for it" if row[0] in paces.slow else "") for row in paces.ranks)
+                _fill(_table("Rank", "Host", "Step (s)", "Own work (s)", "Data (s)", ""), rows)
             for name, text in reports:
                 with ui.expansion(clean(name)).classes("report"):
                     ui.label(text).classes("log")

@@ -106,6 +106,7 @@ class Heartbeat:
 
     def _use(self, beats: HeartbeatFile | None, slot: int) -> None:
         self._beats, self._slot = beats, slot
+        self._run_folder: Path | None = None
         self.numbers = memoryview(bytearray(128)).cast("q") if beats is None else beats.numbers(slot)
         self.numbers[BATCH] = -1
         self.numbers[RANK], self.numbers[PID] = PartialState().process_index, self.pid
@@ -166,6 +167,7 @@ class Heartbeat:
             return
         self._name = f"hang-{ranks[0][3]}"
         self.set_folder(folder)
+        self._run_folder = None  # that was the program's
         self.enter("start")
         self.numbers[LIMIT_MS] = max(1, int(1000 * timeout_s))
         assert self._beats is not None
@@ -174,7 +176,8 @@ class Heartbeat:
         with ExitStack() as stack:
             stack.enter_context(closing(Watchdog(self, self._beats, self._slot, timeout_s)))
             if process.control_group is not None:
-                stack.enter_context(closing(PaceWatch(self.numbers, process.control_group, socket.gethostname())))
+                host, folder_now = socket.gethostname(), lambda: self._run_folder
+                stack.enter_context(closing(PaceWatch(self.numbers, process.control_group, host, folder_now)))
             stack.callback(self._leave)
             yield
 
@@ -197,7 +200,8 @@ class Heartbeat:
     def set_folder(self, folder: Path | None) -> None:
         """Tell where the run folder is."""
         if folder is not None and self._beats is not None and hasattr(self, "_name"):
-            self._beats.set_folder(self._slot, str(folder.absolute() / self._name))
+            self._run_folder = folder.absolute()
+            self._beats.set_folder(self._slot, str(self._run_folder / self._name))
 
     def _offer(self, timeout_s: float | None) -> str | None:
         """Make a file for this node's ranks, by the first of them, where there is no agent that made one."""

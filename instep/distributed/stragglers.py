@@ -3,7 +3,8 @@
 Ranks that train together all take the same time for a step, since the fast ones wait. So a thread looks twice a second
 what the training thread is doing: waiting for others (a backward pass, in which gradients are reduced, counts as that),
 for data, or working. Its share times the step's time is what the rank does by itself. Every 30 s each rank leaves that
-in torch's store, and rank 0 reports who was far above the others twice in a row. The training thread takes no part.
+in torch's store, and rank 0 reports who was far above the others twice in a row, and keeps the newest paces in the run
+folder, where `instep dashboard` shows them. The training thread takes no part.
 
 On a GPU the host's thread says nothing of the device, so there only waiting for data counts.
 """
@@ -15,14 +16,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from instep.health.heartbeat_file import PHASE, PHASES, STEP, TURN
+from instep.health.heartbeat_file import PACES_FILE, PHASE, PHASES, STEP, TURN
 from instep.state import PartialState
 from instep.state.rank_records import RankRecords
+from instep.utils.atomic import replace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,6 +37,7 @@ SAMPLES = 60
 APART = 0.25
 """What a straggler works longer than the median rank, as a part of the step's time."""
 
+_KEPT = 256  # ranks: within the bytes that readers take of a small file
 _WAITS = (
     f"{os.sep}torch{os.sep}distributed{os.sep}",
     f"{os.sep}torch{os.sep}autograd{os.sep}graph.py",
@@ -107,10 +112,11 @@ class PaceWatch:
         numbers: this process's slot of the heartbeat file.
         group: the control group.
         host: this machine.
+        folder: gives the run folder, which is made later; None where there is none.
     """
 
-    def __init__(self, numbers: memoryview, group: ProcessGroup, host: str) -> None:
-        self._numbers, self._group, self._host = numbers, group, host
+    def __init__(self, numbers: memoryview, group: ProcessGroup, host: str, folder: Callable[[], Path | None]) -> None:
+        self._numbers, self._group, self._host, self._folder = numbers, group, host, folder
         self._on_cpu = PartialState().device.type == "cpu"
         self._watched = threading.get_ident()
         self._closed = threading.Event()
@@ -137,6 +143,7 @@ class PaceWatch:
                     for rank in slow:
                         if rank in before and rank not in reported:
                             self._say(rank, paces)
+                    self._keep(paces, slow)
                     reported = reported.intersection(slow) | set(before).intersection(slow)
                     before = slow
             except RuntimeError:  # the store is gone with its process
@@ -161,6 +168,17 @@ class PaceWatch:
         step_s = seconds / steps
         work_s = step_s * seen["work"] / samples if self._on_cpu else 0.0
         return Pace(step_s, work_s, step_s * seen["data"] / samples, self._host)
+
+    def _keep(self, paces: Mapping[int, Pace], slow: list[int]) -> None:
+        """Leave the paces of the busiest ranks in the run folder."""
+        folder = self._folder()
+        if folder is None:
+            return
+        busiest = sorted(paces, key=lambda rank: paces[rank].busy_s, reverse=True)[:_KEPT]
+        ranks = [{"rank": rank, **asdict(paces[rank])} for rank in busiest]
+        content = {"time": time.time(), "step": self._numbers[STEP], "slow": slow[:_KEPT], "ranks": ranks}
+        with suppress(OSError):  # training goes on without it
+            replace(folder / PACES_FILE, json.dumps(content).encode())
 
     def _say(self, rank: int, paces: Mapping[int, Pace]) -> None:
         slow = paces[rank]

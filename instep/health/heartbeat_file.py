@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HEARTBEAT_FILE = "INSTEP_HEARTBEAT_FILE"
+PACES_FILE = "paces.json"
+"""Of a run folder: how long each rank works in a step, as it was last measured."""
 SLOW = 10
 """What is no step of a loop may take so many times the limit: starting, loading, saving, compiling, an epoch's end."""
 

@@ -3,6 +3,7 @@
 - `folder`: `find_runs` and `Run`, a light record of a run folder of any logger.
 - `status`: whether a run still goes on, how it ended and why, by rank.
 - `metrics`: curves of a run, downsampled while they are read; `rows`: the files of each logger as rows.
+- `ranks`: which ranks the others wait for.
 - `checkpoints`: the checkpoints of a folder, and whether they are whole.
 
 A run folder is a stranger's: only regular files inside of it are opened, with limits, and what is damaged becomes a

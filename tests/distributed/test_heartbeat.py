@@ -21,6 +21,7 @@ from instep.distributed.heartbeat import BATCH, STEP, Heartbeat, heartbeat
 from instep.distributed.stragglers import Pace, PaceWatch, activity, find_stragglers
 from instep.errors import SettingError
 from instep.health.heartbeat_file import COMPILES, LIMIT_MS, PHASE, PHASES
+from instep.runs.ranks import read_paces
 from instep.state import PartialState
 from tests.helpers.spawn import RanksFailed, run_ranks
 from tests.trainer.toys import quiet
@@ -173,8 +174,10 @@ def _two(folder: Path) -> dict[str, Any]:
     said: list[int] = []
     stragglers.PERIOD_S, stragglers.SAMPLES = 0.01, 25
     PaceWatch._say = lambda self, rank, paces: said.append(rank)  # type: ignore[method-assign]
+    (folder / "run").mkdir(exist_ok=True)
 
     def in_step(model: Model) -> None:
+        heartbeat().set_folder(folder / "run")  # as a run with a folder does
         if rank == 1:
             time.sleep(0.1)  # what is measured: a rank that takes its time
         elif said:
@@ -223,6 +226,10 @@ def test_ranks_of_a_node_share_a_file_and_name_a_straggler(tmp_path: Path, monke
         assert found["threads"] == []
     assert first["node"] == second["node"]
     assert first["said"] == [1]
+    paces = read_paces(tmp_path / "run")
+    assert paces.slow == [1]
+    assert [rank for rank, *_ in paces.ranks] == [1, 0]
+    assert read_paces(tmp_path).ranks == []
 
 
 def test_stragglers_are_ranks_far_above_the_median() -> None:

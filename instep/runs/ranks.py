@@ -1,0 +1,41 @@
+"""How long each rank of a run works in a step, as rank 0 last kept it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from instep.health.heartbeat_file import PACES_FILE
+from instep.runs.status import clean, own
+from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
+
+
+@dataclass(frozen=True)
+class Paces:
+    """Paces of the busiest ranks of a run.
+
+    Args:
+        time_s: when they were measured, seconds since 1970; 0 where there are none.
+        slow: the ranks that the others wait for.
+        ranks: rank, host, and the seconds of a step, of its own work and of waiting for data; the busiest first.
+    """
+
+    time_s: float = 0.0
+    slow: list[int] = field(default_factory=list)
+    ranks: list[tuple[int, str, float, float, float]] = field(default_factory=list)
+
+
+def read_paces(folder: Path) -> Paces:
+    """Read the paces of a run folder; empty where there are none that can be read."""
+    path = folder / PACES_FILE
+    try:
+        if not own(path, folder):
+            return Paces()
+        said = parse_object(read_regular(path, LEASE_BYTES))
+        ranks = [
+            (int(it["rank"]), clean(str(it["host"])), *(float(it[key]) for key in ("step_s", "work_s", "data_s")))
+            for it in said["ranks"]
+        ]
+        return Paces(float(said["time"]), [int(rank) for rank in said["slow"]], ranks)
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return Paces()
