@@ -210,7 +210,7 @@ def test_the_digits_have_the_same_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("meeting", ["static", "c10d"])
 def test_two_machines_train_the_digits_to_the_same_weights(meeting: str, tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "instep", "launch", "--cpu", "--devices=1"]
+    launch = [warm_python(), "-m", "instep", "launch", "--cpu", "--devices=1"]
     port = free_port()
     where = {
         "static": ["--num-nodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"],

@@ -2,7 +2,8 @@
 
     python -m tests.strategies.parity_table      # writes docs/parity.md
 
-`test_parity.py` runs the first table and a part of the second. XLA has torch and an environment of its own
+`test_parity.py` runs the first steps of the first table and a part of the second. XLA has torch and an environment of
+its own
 (`make venv-xla`), in which this file runs a second time, with `--xla`.
 """
 
@@ -122,9 +123,11 @@ def settings(name: str) -> dict[str, Any]:
     return XLA_SETTINGS if name == XLA else CASES[name].settings()
 
 
-def losses_of(names: Iterable[str], folder: str) -> dict[str, list[float]]:
+def losses_of(names: Iterable[str], folder: str, steps: int = STEPS) -> dict[str, list[float]]:
     """The losses of each case, one after the other in the same processes; checkpoints are left in a folder."""
-    return {name: train(callbacks=[Saves(checkpoint(folder, name))], **settings(name)).losses for name in names}
+    return {
+        name: train(steps=steps, callbacks=[Saves(checkpoint(folder, name))], **settings(name)).losses for name in names
+    }
 
 
 def load(names: Iterable[str], sources: Iterable[str], folder: str) -> dict[tuple[str, str], list[float]]:

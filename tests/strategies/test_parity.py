@@ -102,6 +102,7 @@ def test_losses_agree_with_one_process(world_size: int, alone: dict[str, Any]) -
 STRATEGIES = parity_table.CASES
 FEW = [name for name, case in STRATEGIES.items() if case.ranks <= 2 and not case.package]
 MANY = [name for name, case in STRATEGIES.items() if case.ranks > 2 and not case.package]
+FEW_STEPS = 8  # the warm-up and some more; the kept table has 20
 DEEPSPEED = [name for name, case in STRATEGIES.items() if case.package == "deepspeed"]
 groups = pytest.mark.parametrize(
     "names", [pytest.param(FEW, id="torch"), pytest.param(DEEPSPEED, id="deepspeed", marks=pytest.mark.deepspeed)]
@@ -117,7 +118,7 @@ class Runs:
         self.loaded: dict[tuple[str, str], list[float]] = {}
 
     def train(self, names: list[str]) -> None:
-        self.losses |= by_ranks([name for name in names if name not in self.losses], losses_of, self.folder)
+        self.losses |= by_ranks([name for name in names if name not in self.losses], losses_of, self.folder, FEW_STEPS)
 
     def load(self, names: list[str], sources: list[str]) -> None:
         self.loaded |= by_ranks(names, load, sources, self.folder)
@@ -141,7 +142,7 @@ def test_strategies_agree(runs: Runs, names: list[str]) -> None:
     runs.train(["single process", *names])
     print("\n".join(parity_table.parity_rows(runs.losses)))
     assert runs.far() == {}
-    assert all(len(losses) == 20 and losses[-1] < losses[0] - 0.5 for losses in runs.losses.values())
+    assert all(len(losses) == FEW_STEPS and losses[-1] < losses[0] - 0.2 for losses in runs.losses.values())
 
 
 @pytest.mark.dist
