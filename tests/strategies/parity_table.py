@@ -3,8 +3,7 @@
     python -m tests.strategies.parity_table      # writes docs/parity.md
 
 `test_parity.py` runs the first steps of the first table and a part of the second. XLA has torch and an environment of
-its own
-(`make venv-xla`), in which this file runs a second time, with `--xla`.
+its own (`make venv-xla`), in which this file runs a second time, with `--xla`.
 """
 
 from __future__ import annotations
