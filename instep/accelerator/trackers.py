@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from instep import loggers
-from instep.errors import SettingError, UsageError, one_of
+from instep.errors import MissingPackageError, SettingError, UsageError, one_of
 from instep.loggers import Logger
 from instep.types import Word
 from instep.utils.warn import warn_user
 
-NAMES = {"csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "WandbLogger"}
-
 
 class LoggerType(Word):
-    """Names that `Accelerator(log_with=...)` takes; each equals its text."""
+    """Names that `Accelerator(log_with=...)` takes, beside registered ones; each equals its text."""
 
     ALL = "all"
+    AIM = "aim"
+    CLEARML = "clearml"
+    COMETML = "comet_ml"
     CSV = "csv"
+    DVCLIVE = "dvclive"
+    JSONL = "jsonl"
+    MLFLOW = "mlflow"
+    SWANLAB = "swanlab"
     TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
     WANDB = "wandb"
 
 
@@ -98,7 +105,7 @@ def register_tracker_class(tracker_class: type[Any]) -> None:
         if getattr(kind, attribute, None) in (None, ""):
             raise SettingError(f"{kind.__name__} has no `{attribute}`: define it in the class", field=attribute)
     name = str(kind.name)
-    if name in LOGGER_TYPE_TO_CLASS or name in NAMES:
+    if name in LOGGER_TYPE_TO_CLASS or name in loggers.logger_names():
         warn_user(f"a tracker {name!r} is already registered, and {kind.__name__} takes its place")
     LOGGER_TYPE_TO_CLASS[name] = kind
 
@@ -124,13 +131,11 @@ class Trackers:
         alone = isinstance(log_with, (str, Logger, GeneralTracker))
         asked: list[Any] = [] if log_with is None else [log_with] if alone else list(log_with)  # pyright: ignore[reportArgumentType]
         self._asked: dict[str, str | Logger | GeneralTracker] = {}
-        for item in [name for one in asked for name in (NAMES if one == "all" else [one])]:
-            if (
-                not isinstance(item, (Logger, GeneralTracker))
-                and item not in NAMES
-                and item not in LOGGER_TYPE_TO_CLASS
-            ):
-                raise one_of("log_with", item, ("all", *NAMES, *LOGGER_TYPE_TO_CLASS))
+        for item in [name for one in asked for name in (_installed() if one == "all" else [one])]:
+            if not isinstance(item, (Logger, GeneralTracker)) and item not in LOGGER_TYPE_TO_CLASS:
+                if item not in (names := loggers.logger_names()):
+                    raise one_of("log_with", item, ("all", *names, *LOGGER_TYPE_TO_CLASS))
+                loggers.logger_class(str(item)).check_installed()
             kind = LOGGER_TYPE_TO_CLASS.get(item) if isinstance(item, str) else item
             if folder is None and getattr(kind, "requires_logging_directory", False):
                 raise SettingError(
@@ -144,7 +149,6 @@ class Trackers:
             self._asked[f"{name}-{same + 1}" if same else name] = item
         self._is_main = is_main
         self._started: dict[str, Any] = {}
-        self._refused: set[tuple[str, str]] = set()  # texts that a logger cannot take, said once
         self._kept: list[tuple[Any, ...]] = []
         self._step = 0
         self._warned = False
@@ -177,12 +181,12 @@ class Trackers:
                 self._start_tracker(name, item, project_name, config, init_kwargs, folder)
                 continue
             if isinstance(item, str):
-                key = "project" if item == "wandb" else "name"
-                options = {key: project_name, **init_kwargs.get(item, {})}
-                logger: Logger = getattr(loggers, NAMES[item])(**options)
+                kind = loggers.logger_class(item)
+                logger = kind(**{kind.project_argument: project_name, **init_kwargs.get(item, {})})
             else:
                 logger = item
-            place = folder if _name(item) == "wandb" else folder / project_name  # W&B parts projects itself
+            # Others part projects themselves.
+            place = folder / project_name if type(logger).project_argument == "name" else folder
             logger.start(place, is_main=self._is_main)
             self._started[name] = logger
             if config:
@@ -249,12 +253,8 @@ class Trackers:
                 field="log_kwargs",
             )
         texts = {key: value for key, value in values.items() if isinstance(value, str)}
-        if texts and logger.takes_text:
-            logger.log_text(texts, self._step)
-        for key in () if logger.takes_text else texts:
-            if (name, key) not in self._refused:
-                self._refused.add((name, key))
-                warn_user(f"{type(logger).__name__} takes numbers only: the text {key!r} is not written there")
+        if texts:
+            logger.log_text(texts, step=self._step)
         if len(texts) < len(values):
             logger.log_metrics({key: value for key, value in values.items() if key not in texts}, self._step)
 
@@ -303,5 +303,14 @@ def _name(logger: str | Logger | GeneralTracker) -> str:
         return str(getattr(logger, "value", logger))
     if isinstance(logger, GeneralTracker):
         return str(logger.name)
-    kind = type(logger).__name__
-    return next((name for name, known in NAMES.items() if known == kind), kind)
+    return loggers.name_of(type(logger))
+
+
+def _installed() -> list[str]:
+    """List the trackers that can be used here."""
+    found = []
+    for name in loggers.logger_names():
+        with suppress(MissingPackageError):
+            loggers.logger_class(name).check_installed()
+            found.append(name)
+    return found

@@ -1,21 +1,122 @@
-"""Loggers: one file each over `Logger`. A name is loaded when first used; tensorboard and wandb when they start."""
+"""Loggers: one file each over `Logger`. A name loads when first used; a tracker's package when the logger starts."""
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from instep.errors import SettingError, one_of
 from instep.loggers.base import Logger
 from instep.utils.imports import loads
+from instep.utils.warn import warn_user
 
 _HOME = {
     "CSVLogger": "csv",
+    "JSONLinesLogger": "json_lines",
     "TensorBoardLogger": "tensorboard",
     "WandbLogger": "wandb",
 }
 
 if TYPE_CHECKING:
     from instep.loggers.csv import CSVLogger as CSVLogger
+    from instep.loggers.json_lines import JSONLinesLogger as JSONLinesLogger
     from instep.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
     from instep.loggers.wandb import WandbLogger as WandbLogger
 
-__all__ = ["Logger", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["Logger", "make_logger", "register_logger", "that_take", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
-__getattr__, __dir__ = loads(__name__, _HOME)
+_load, __dir__ = loads(__name__, _HOME)
+
+NAMES: dict[str, str | type[Logger]] = {
+    "csv": "CSVLogger",
+    "jsonl": "JSONLinesLogger",
+    "tensorboard": "TensorBoardLogger",
+    "wandb": "WandbLogger",
+}
+"""Names that `Trainer(logger=...)` and `Accelerator(log_with=...)` take, beside those of other packages."""
+
+GROUP = "instep.loggers"
+"""Entry points by which an installed package offers loggers."""
+
+
+def __getattr__(name: str) -> Any:
+    return _load(name)
+
+
+def register_logger(name: str, logger: type[Logger]) -> None:
+    """Give a logger a name by which `Trainer(logger=...)`, `Accelerator(log_with=...)` and YAML find it.
+
+    An installed package does the same without a call, by an entry point of the group `instep.loggers`.
+
+    Args:
+        name: a new one; one that is taken gets the new class, with a warning.
+        logger: the class.
+
+    Raises:
+        SettingError: it is no subclass of `Logger`.
+
+    Example:
+        >>> class ListLogger(Logger):
+        ...     pass
+        >>> register_logger("list", ListLogger)
+        >>> type(make_logger("list")).__name__
+        'ListLogger'
+    """
+    if not (isinstance(logger, type) and issubclass(logger, Logger)):
+        raise SettingError(f"register_logger({name!r}): got {logger!r}, and a subclass of Logger is wanted", got=logger)
+    if name in NAMES and logger_class(name) is not logger:
+        warn_user(f"the logger {name!r} is registered already, and {logger.__name__} takes its place")
+    NAMES[name] = logger
+
+
+def logger_names() -> list[str]:
+    """List the names of loggers, those of other packages too."""
+    from importlib.metadata import entry_points  # late: 10 ms, paid where a logger is named
+
+    return [*NAMES, *(point.name for point in entry_points(group=GROUP) if point.name not in NAMES)]
+
+
+def logger_class(name: str) -> type[Logger]:
+    """Return the class of a name.
+
+    Raises:
+        SettingError: nobody registered it.
+    """
+    known = NAMES.get(name)
+    if known is None:
+        from importlib.metadata import entry_points  # late, as above
+
+        found = next(iter(entry_points(group=GROUP, name=name)), None)
+        if found is None:
+            raise one_of("logger", name, logger_names())
+        known = found.load()
+    return _load(known) if isinstance(known, str) else known
+
+
+def name_of(logger: type[Logger]) -> str:
+    """Return the name that a class is registered under, else its own."""
+    return next((name for name, known in NAMES.items() if known in (logger, logger.__name__)), logger.__name__)
+
+
+def make_logger(name: str, **arguments: Any) -> Logger:
+    """Make a logger of a registered name.
+
+    Args:
+        name: such as "mlflow".
+        **arguments: of its class.
+
+    Raises:
+        SettingError: nobody registered it.
+        MissingPackageError: its package is not installed.
+    """
+    return logger_class(name)(**arguments)
+
+
+def that_take(kind: str) -> list[str]:
+    """List the loggers of this package that have a place for a kind, such as "image"; loads no tracker."""
+    found = []
+    for name, file in _HOME.items():
+        logger: type[Logger] = getattr(import_module(f"{__name__}.{file}"), name)
+        if Logger.takes(logger.__new__(logger), kind):
+            found.append(name)
+    return found

@@ -1,25 +1,37 @@
-"""The base class of loggers: it guards and keeps the books, a subclass writes."""
+"""The base class of loggers: it takes what is logged and keeps the books; a subclass writes, in a thread of its own."""
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from instep.errors import CorruptCheckpointError, InstepError, LogError, SettingError, UsageError
+from instep.errors import CorruptCheckpointError, InstepError, LogError, SettingError, UsageError, one_of
 from instep.loggers.folders import RUNS, folder_name, is_free, make_next, next_version, version_of
 from instep.types import Location, PathLike
-from instep.utils.checks import PATH
+from instep.utils.atomic import replace
+from instep.utils.checks import FLAG, PATH, above_zero
 from instep.utils.hparams import plain_values
+from instep.utils.imports import check_installed
 from instep.utils.paths import local_path, to_path
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from torch.nn import Module
+
+    from instep.loggers.delivery import Delivery, Marks, Record, Row
+    from instep.loggers.kinds import Artifact, Audio, Code, Histogram, Image, Table, Video
+
+_CHECKPOINT_WAIT_S = 1.0  # a checkpoint waits no longer for a slow tracker: what it has not taken is on the disk then
+
+OPTIONS = ("prefix", "x_axis", "log_model", "save_code", "per_rank", "flush_timeout_s")
+"""Arguments of every logger, which a subclass that hands the rest to its package keeps for itself."""
 
 
 class NoExperiment:
@@ -30,15 +42,21 @@ class NoExperiment:
 
 
 class Logger:
-    """Where metrics and hyperparameters of a run go.
+    """Where metrics, hyperparameters, pictures, files and so on of a run go.
 
-    The public methods may be called at any time and on any rank: only the main process writes. What comes before
-    `start` is kept and written at the start, or by `save`, `finalize` and the program's end where no run starts; with a
-    `save_dir`, and before a Trainer has the logger, it is written at once. What comes after `finalize` opens the logger
-    again. A subclass overrides the hooks `_start`, `_log_metrics`,
-    `_log_hyperparams`, `_log_graph`, `_after_save_checkpoint`, `_save` and `_finalize`: they run on the main process
-    only, while the logger is open, with plain numbers. An exception in a hook ends the run with an error that names the
-    logger. A subclass that shows its writer calls `self._opened()` first: outside a run too that opens the logger.
+    The public methods may be called at any time and on any rank: only the main process writes, unless `per_rank`. They
+    put what they get into a queue; a thread of the logger's own calls the hooks of the subclass, in order, so that a
+    slow tracker holds up no step. A hook that raises does not end the run: a warning says so, and the record is tried
+    again after a pause; what does not fit into the memory or has not arrived at the end waits in
+    `<run>/loggers/<logger>.jsonl`, which `instep runs sync` sends. `save`, `finalize` and a checkpoint send what waits.
+
+    What comes before `start` is kept and written at the start, or by `save`, `finalize` and the program's end where no
+    run starts; with a `save_dir`, and before a Trainer has the logger, the logger opens at once. What comes after
+    `finalize` opens it again.
+
+    A subclass overrides hooks: `_start`, `_log_metrics`, `_log_hyperparams`, `_log_text`, `_log_image` and so on, as
+    below. They run while the logger is open, with plain values. What a subclass has no hook for is left out, with one
+    warning.
 
     A logger writes into `log_dir`: the run folder that the Trainer gives to `start`, or, with an explicit `save_dir`,
     `<save_dir>/<name>/<version>`, where the version is the next free `version_N` unless given. The first logger with a
@@ -50,10 +68,18 @@ class Logger:
         save_dir: where run folders go; the first logger that has one decides. None: the run folder.
         name: the run's name; with `save_dir` the folder's name.
         version: an int N for the folder `version_N`, or the folder's name; used with `save_dir` only.
-        prefix: put before every metric's name, joined by "-".
+        prefix: put before every name, joined by "-".
+        x_axis: what metrics are drawn over: "step" (optimizer steps), "epoch", "time" (seconds since the run began) or
+            the name of a metric, such as one of ThroughputMonitor's totals of samples or tokens.
+        log_model: checkpoints that go to the tracker: "all" each one as it is saved, "best" or True the best one at
+            the end, or the last one where nothing is monitored.
+        save_code: record the git commit, what is not committed, and the script's path.
+        per_rank: every rank writes, into a folder `rank-<n>` or a run of its own.
+        flush_timeout_s: seconds that the end of the run waits for a tracker at most.
 
     Raises:
-        SettingError: `save_dir` is a URL.
+        SettingError: `save_dir` is a URL, or another argument is not of its kind.
+        MissingPackageError: the tracker's package is not installed; the text has the `pip install`.
 
     Example:
         >>> class ListLogger(Logger):
@@ -66,6 +92,7 @@ class Logger:
         >>> logger = ListLogger()
         >>> logger.log_metrics({"loss": 0.5}, step=10)
         >>> logger.start(Path("run"), is_main=True)
+        >>> logger.finalize()
         >>> logger.rows
         [(10, {'loss': 0.5})]
     """
@@ -86,11 +113,38 @@ class Logger:
     _claim: Callable[[], Path] | None = None  # the Trainer's, which gives the folder of its next run
     _decides: bool = False  # the Trainer's run folder is this logger's
     _resumed: bool = False
-    _kept: list[tuple[str, tuple[Any, ...]]] | None = None
+    _kept: list[Record] | None = None  # what came before the logger was open
+    _delivery: Delivery | None = None
+    _marks: Marks | None = None
+    _logged: dict[str, int] | None = None  # the last step by name; of a resumed run that of its checkpoint
+    _refused: frozenset[str] = frozenset()  # hooks that the subclass lacks, said once
+    _doubtful: bool = False  # a part of what failed may have arrived
+    _number: int = 0  # among the run's loggers of this class
+    _rank: int = 0  # of a process that writes for itself
+    _began_s: float = 0.0  # when the run began, in seconds since 1970
+    _step: int = 0  # of the record that is being written
+    _now_s: float = 0.0  # when that was made, in seconds since 1970
+    _x: float = 0.0  # the last place on another x-axis than the steps
     _last_step: int = -1
     _prefix: str = ""
     _writers: AbstractSet[str] = frozenset()  # attributes of a subclass that exist while it is open
     _draws_graph: bool = False  # the Trainer calls `log_graph` at the start of fit
+    _x_axis: str = "step"
+    _log_model: bool | str = False
+    _save_code: bool = False
+    _per_rank: bool = False
+    _flush_timeout_s: float = 30.0
+    _start_timeout_s: float = 60.0  # a tracker that takes longer opens while the run goes on
+
+    project_argument: str = "name"
+    """The constructor's argument that takes the project of `accelerator.init_trackers(project)`."""
+    _NEEDS: tuple[str, str | None] | None = None
+    """Package and extra that the subclass needs."""
+    _LOCAL: bool = True
+    """Whether the subclass, on a resume, takes back what it wrote after the checkpoint. False: what was given to the
+    tracker stays there, and a resumed run does not send it a second time."""
+    _SYNC: tuple[str, ...] = ()
+    """Attributes, less the underscore in front, that `instep runs sync` gives to the constructor: no secrets."""
 
     def __init__(
         self,
@@ -98,6 +152,11 @@ class Logger:
         name: str | None = None,
         version: int | str | None = None,
         prefix: str = "",
+        x_axis: str = "step",
+        log_model: bool | Literal["all", "best"] = False,
+        save_code: bool = False,
+        per_rank: bool = False,
+        flush_timeout_s: float = 30.0,
     ) -> None:
         if "://" in str(save_dir):
             raise SettingError(
@@ -106,14 +165,34 @@ class Logger:
                 field="save_dir",
                 got=save_dir,
             )
+        self.check_installed()
         self._save_dir = None if save_dir is None else local_path(PATH("save_dir", save_dir))
         self._name = name
         self._version = self._given_version = version
         self._prefix = f"{prefix}-" if prefix else ""
+        self._x_axis = x_axis
+        if log_model not in (True, False, "all", "best"):
+            raise one_of("log_model", log_model, (True, False, "all", "best"))
+        self._log_model = log_model
+        self._save_code = FLAG("save_code", save_code)
+        self._per_rank = FLAG("per_rank", per_rank)
+        self._flush_timeout_s = above_zero("of seconds above 0")("flush_timeout_s", flush_timeout_s)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is closed: it opens a writer of its own.
-        return {**self.__dict__, "_open": False, **dict.fromkeys(self._writers & self.__dict__.keys())}
+        closed = {"_open": False, "_delivery": None, "_marks": None}
+        return {**self.__dict__, **closed, **dict.fromkeys(self._writers & self.__dict__.keys())}
+
+    @classmethod
+    def check_installed(cls) -> None:
+        """Raise where the tracker's package is missing.
+
+        Raises:
+            MissingPackageError: the text has the `pip install`.
+        """
+        if cls._NEEDS is not None:
+            package, extra = cls._NEEDS
+            check_installed(package, extra=extra, purpose=cls.__name__)
 
     # ---- who and where
 
@@ -169,6 +248,23 @@ class Logger:
         """The run folder's name in `runs_dir` that this logger wrote into last, else `asked_folder`."""
         return None if self._version is None else folder_name(self._version)
 
+    @property
+    def experiment(self) -> Any:
+        """The tracker's real object, for what this class has no method for; opened on first use, before a run too.
+
+        On ranks that do not write, every method of it does nothing.
+        """
+        if not self._opened() or self._delivery is None:
+            return NoExperiment()
+        if self._delivery.is_begun:
+            try:
+                return self._delivery.ask(self._experiment, self._flush_timeout_s)
+            except TimeoutError as error:
+                warn_user(str(error))
+        else:
+            warn_user(f"{type(self).__name__} is not open yet: what `experiment` is given now is lost")
+        return NoExperiment()
+
     # ---- the public methods
 
     def start(self, run_dir: PathLike, is_main: bool = True) -> None:
@@ -179,7 +275,12 @@ class Logger:
 
         Args:
             run_dir: the run folder, used unless the logger has a `save_dir`.
-            is_main: True on the main process; elsewhere the logger stays closed and swallows its records.
+            is_main: True on the main process; elsewhere the logger stays closed and swallows its records, unless
+                `per_rank`.
+
+        Raises:
+            InstepError: the logger cannot be opened with these settings. A tracker that cannot be reached is no error:
+                it is tried again while the run goes on.
         """
         run_dir, early = Path(run_dir), self._early
         self._early = False
@@ -192,19 +293,25 @@ class Logger:
             self.finalize("success")
         self._is_main = is_main
         self._run_dir = run_dir
-        if not is_main:
+        if self._per_rank and not is_main:
+            from instep.state import read_environment  # late: it loads torch, which a logger alone does not need
+
+            self._rank = read_environment().rank
+        self._is_main = is_main or self._per_rank
+        if not self._is_main:
             self._kept = None
             return
         self._reopen()
 
-    def attach(self, claim: Callable[[], Path], decides: bool = False) -> None:
+    def attach(self, claim: Callable[[], Path], decides: bool = False, number: int = 0) -> None:
         """Say where the next run will write, for what is written before it. Called by the Trainer.
 
         Args:
             claim: makes the run folder, if it is not there yet, and returns it.
             decides: the run folder stands in this logger's `runs_dir`.
+            number: among the run's loggers of this class.
         """
-        self._claim, self._decides = claim, decides
+        self._claim, self._decides, self._number = claim, decides, number
 
     def follow(self, folder: str) -> None:
         """Write into this folder of `runs_dir` from the next start on: the run's. Called by the Trainer."""
@@ -225,7 +332,7 @@ class Logger:
         self._kept = None
         if self._early:
             self.finalize("success")
-            self._call("_discard")
+            self._discard()
             self._early, self._run_dir, self._log_dir, self._version = False, None, None, self._given_version
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -247,40 +354,165 @@ class Logger:
         for name, value in metrics.items():
             if type(value) is dict:
                 del plain[name]
-                plain |= {f"{name}/{part}": self._number(f"{name}/{part}", one) for part, one in value.items()}
+                plain |= {f"{name}/{part}": self._number_of(f"{name}/{part}", one) for part, one in value.items()}
             elif type(value) is not float and type(value) is not int:
-                plain[name] = self._number(name, value)
+                plain[name] = self._number_of(name, value)
+        x = step if self._x_axis == "step" else self._place(plain)
         if self._prefix:
             plain = {self._prefix + name: value for name, value in plain.items()}
         if step > self._last_step:
             self._last_step = step
-        if self._open:
-            try:
-                self._log_metrics(plain, step)
-            except Exception as error:
-                raise self._error(f"log_metrics at step {step}", error) from error
-        else:
-            self._later("_log_metrics", plain, step)
+        self._put("_log_metrics", plain, x, step=step)
 
-    @property
-    def takes_text(self) -> bool:
-        """Whether the logger has a place for texts: it overrides `_log_text`."""
-        return type(self)._log_text is not Logger._log_text
-
-    def log_text(self, texts: Mapping[str, str], step: int) -> None:
-        """Record texts by name, such as samples of what a model says.
+    def log(self, kind: str, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Record values of any kind by name; `log_image`, `log_table` and so on call it.
 
         Args:
-            texts: by name.
-            step: the global step.
+            kind: "metrics", "text", "image", "audio", "video", "figure", "histogram" or "table".
+            values: by name, as the method of the kind takes them.
+            step: the global step. None: the last one.
+            **options: of the kind, such as `sample_rate`.
 
         Raises:
-            LogError: the logger has no place for texts.
+            LogError: a value is not of its kind.
         """
-        if not self.takes_text:
-            raise LogError(f"{type(self).__name__} takes numbers only, and got the texts {', '.join(texts)}")
+        if kind == "metrics":
+            self.log_metrics(values, step)
+            return
+        from instep.loggers.kinds import MAKERS  # late: it loads NumPy
+
+        if kind not in MAKERS:
+            raise one_of("kind", kind, ("metrics", *MAKERS))
+        if self._is_main and self._takes(kind):
+            step = max(self._last_step, 0) if step is None else step
+            x = step if self._x_axis == "step" else self._place({})
+            for name, value in values.items():
+                plain = MAKERS[kind](name, value, **options)
+                self._put(_hook(kind), self._prefix + name, plain, x, step=step)
+
+    def takes(self, kind: str) -> bool:
+        """Return whether the logger has a place for a kind, such as "image"."""
+        return getattr(type(self), _hook(kind)) is not getattr(Logger, _hook(kind))
+
+    @property
+    def _takes_rows(self) -> bool:
+        return type(self)._log_rows is not Logger._log_rows
+
+    def _takes(self, kind: str) -> bool:
+        if self.takes(kind):
+            return True
+        if kind not in self._refused:
+            self._refused |= {kind}
+            from instep import loggers  # late: its files load only to see which of them can
+
+            others = ", ".join(loggers.that_take(kind))
+            warn_user(f"{type(self).__name__} has no place for {kind}: it is left out. These have one: {others}")
+        return False
+
+    def log_text(
+        self,
+        key: str | Mapping[str, str],
+        text: str | None = None,
+        step: int | None = None,
+        columns: Sequence[str] | None = None,
+        data: Iterable[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+    ) -> None:
+        """Record texts, such as samples of what a model says.
+
+        Args:
+            key: the text's name, or texts by name.
+            text: the text.
+            step: the global step. None: the last one.
+            columns: column names of a table of texts, as in `log_table`.
+            data: its rows.
+            dataframe: in the place of both.
+        """
+        if columns is not None or data is not None or dataframe is not None:
+            self.log("table", {str(key): None}, step, columns=columns, data=data, dataframe=dataframe)
+        else:
+            self.log("text", key if isinstance(key, Mapping) else {key: text}, step)
+
+    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Record one picture or several under a name.
+
+        Args:
+            key: their name.
+            images: one or a list of: tensors of shape (channels, height, width), floats in 0 to 1 or integers in 0 to
+                255; arrays of that shape or (height, width, channels); PIL images; paths.
+            step: the global step. None: the last one.
+            **kwargs: `caption`, one text or a list of them.
+        """
+        self.log("image", {key: images}, step, **kwargs)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record pictures by name, each as `log_image` takes them."""
+        self.log("image", values, step, **kwargs)
+
+    def log_audio(self, key: str, audios: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Record sounds.
+
+        Args:
+            key: their name.
+            audios: one or a list of: floats in -1 to 1 of shape (samples,), (samples, channels) or (channels, samples).
+            step: the global step. None: the last one.
+            **kwargs: `sample_rate`, 44,100 unless given, and `caption`; one value or a list of them.
+        """
+        self.log("audio", {key: audios}, step, **kwargs)
+
+    def log_video(self, key: str, videos: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Record videos.
+
+        Args:
+            key: their name.
+            videos: one or a list of tensors or arrays of shape (frames, channels, height, width).
+            step: the global step. None: the last one.
+            **kwargs: `fps`, frames a second, 4 unless given, and `caption`; one value or a list of them.
+        """
+        self.log("video", {key: videos}, step, **kwargs)
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None, close: bool = True) -> None:
+        """Record a matplotlib figure as a picture, and close it unless told otherwise."""
+        self.log("figure", {key: figure}, step, close=close)
+
+    def log_histogram(self, key: str, values: Any, step: int | None = None, bins: int = 64) -> None:
+        """Record how the finite values of a tensor or array of any shape are distributed."""
+        self.log("histogram", {key: values}, step, bins=bins)
+
+    def log_table(
+        self,
+        key: str,
+        columns: Sequence[str] | None = None,
+        data: Iterable[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Record a table: column names and rows, or a pandas-like dataframe."""
+        self.log("table", {key: None}, step, columns=columns, data=data, dataframe=dataframe)
+
+    def log_artifact(self, path: PathLike, name: str | None = None, type: str = "file") -> None:
+        """Keep a file or folder with the run; it is read when its turn comes, and must be there still.
+
+        Args:
+            path: of the file or folder.
+            name: None for that of the path.
+            type: such as "model" or "dataset".
+        """
+        if self._is_main and self._takes("artifact"):
+            from instep.loggers.kinds import Artifact  # late: it loads NumPy
+
+            self._put("_log_artifact", Artifact(local_path(path).absolute(), name or Path(path).name, type))
+
+    def log_code(self, folder: PathLike | None = None) -> None:
+        """Record the git commit, what is not committed, and the script's path.
+
+        Args:
+            folder: in the git repository. None: the working directory.
+        """
         if self._is_main:
-            self._do("_log_text", {self._prefix + name: text for name, text in texts.items()}, step)
+            from instep.loggers.kinds import code_state  # late: it loads NumPy
+
+            self._put("_log_code", code_state(None if folder is None else local_path(folder)))
 
     def log_hyperparams(
         self, params: Any = None, metrics: Mapping[str, float] | float | None = None, step: int | None = None
@@ -308,25 +540,54 @@ class Logger:
         numbers = None
         if metrics is not None:
             named = metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}
-            numbers = {name: self._number(name, value) for name, value in named.items()}
+            numbers = {name: self._number_of(name, value) for name, value in named.items()}
+        from instep.loggers.hparams import plain as as_json  # late: not every run has hyperparameters
+
         if step is not None:
             self._last_step = max(self._last_step, step)
-        self._do("_log_hyperparams", plain, numbers)
+        self._put("_log_hyperparams", as_json(plain), numbers, step=max(self._last_step, 0))
 
     def log_graph(self, module: Module, example_input: Any = None) -> None:
-        """Record the model's graph, where the logger has a place for that."""
-        if self._is_main:
-            self._do("_log_graph", module, example_input)
+        """Record the model's graph, where the logger has a place for that; waits for it."""
+        if self._is_main and self._takes("graph"):
+            self._at_once(lambda: self._log_graph(module, example_input))
+
+    def watch(self, module: Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
+        """Let the tracker's own package watch a module while it trains, where it can.
+
+        Args:
+            module: the model.
+            log: "gradients", "parameters", "all" or None.
+            log_freq: backward passes between two records.
+            log_graph: record the graph too.
+        """
+        if self._is_main and self._takes("watch"):
+            self._at_once(lambda: self._log_watch(module, log, log_freq, log_graph))
 
     def after_save_checkpoint(self, path: Location) -> None:
-        """Take note of a checkpoint that was committed at this path."""
+        """Take note of a checkpoint that was committed at this path; with `log_model="all"` send it."""
         if self._is_main:
-            self._do("_after_save_checkpoint", to_path(path))
+            if self._open and type(self)._after_save_checkpoint is not Logger._after_save_checkpoint:
+                self._at_once(lambda: self._after_save_checkpoint(to_path(path)))  # later it may be deleted
+            elif not self._open:
+                self._put("_after_save_checkpoint", to_path(path))
+            if self._log_model == "all":
+                self.log_checkpoint(path)
+
+    def log_checkpoint(self, path: Location, aliases: Sequence[str] = ()) -> None:
+        """Keep a checkpoint with the run.
+
+        Args:
+            path: of the checkpoint's folder or file.
+            aliases: names that it has in the tracker beside its own, such as "best".
+        """
+        if self._is_main and (self.takes("checkpoint") or self._takes("artifact")):
+            self._put("_log_checkpoint", to_path(path), list(aliases))
 
     def save(self) -> None:
-        """Bring everything recorded so far to the disk."""
+        """Bring everything recorded so far to the tracker, or else to the disk."""
         if self._open or (self._waits and self._opened()):
-            self._call("_save")
+            self._flush(self._flush_timeout_s)
 
     def finalize(self, status: str = "success") -> None:
         """Close the logger; a second call does nothing.
@@ -336,9 +597,12 @@ class Logger:
         """
         if self._waits:
             self._opened()
-        if self._open:
+        if self._open and self._delivery is not None:
             self._open = False  # first: a failing close is not tried again
-            self._call("_finalize", status)
+            delivery, self._delivery = self._delivery, None
+            delivery.close(lambda: self._finalize(status), self._flush_timeout_s)
+            if len(delivery.backlog):
+                self._write_note()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to append instead of starting anew: JSON values.
@@ -346,8 +610,13 @@ class Logger:
         Flushes first, so that a checkpoint never knows more than the files do.
         """
         if self._open:
-            self._call("_save")
-        return {"version": self._version, "step": self._last_step}
+            self._flush(_CHECKPOINT_WAIT_S)
+        state: dict[str, Any] = {"version": self._version, "step": self._last_step}
+        if not self._LOCAL:
+            state["logged"] = dict(self._logged or {})
+        if self._x_axis == "time":
+            state["began_s"] = self._began_s
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the run of this state, from the next `start` on; an open logger is closed first.
@@ -374,6 +643,9 @@ class Logger:
                 )
             self._version = version
         self._last_step = max(state_dict.get("step", -1), state_dict.get("global_step", -1))
+        logged = state_dict.get("logged")
+        self._logged = dict(logged) if isinstance(logged, dict) else {}
+        self._began_s = float(state_dict.get("began_s", 0.0))
         self._resumed = True
 
     # ---- the hooks, all optional
@@ -384,14 +656,51 @@ class Logger:
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Write plain numbers."""
 
-    def _log_text(self, texts: dict[str, str], step: int) -> None:
-        """Write texts."""
+    def _log_rows(self, rows: list[Row]) -> None:
+        """Write several rows at once, in the place of `_log_metrics`: all or none of them."""
+
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        """Write a text."""
+
+    def _log_image(self, name: str, images: list[Image], step: int) -> None:
+        """Write pictures, figures among them."""
+
+    def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
+        """Write sounds."""
+
+    def _log_video(self, name: str, videos: list[Video], step: int) -> None:
+        """Write videos."""
+
+    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        """Write a histogram."""
+
+    def _log_table(self, name: str, table: Table, step: int) -> None:
+        """Write a table."""
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
-        """Write hyperparameters."""
+        """Write hyperparameters, which are JSON values."""
 
     def _log_graph(self, module: Module, example_input: Any) -> None:
         """Write the model's graph."""
+
+    def _log_watch(self, module: Module, log: str | None, log_freq: int, log_graph: bool) -> None:
+        """Watch a module."""
+
+    def _log_artifact(self, artifact: Artifact) -> None:
+        """Keep a file or folder."""
+
+    def _log_checkpoint(self, path: Path, aliases: list[str]) -> None:
+        """Keep a checkpoint: by default an artifact of the type "model"."""
+        from instep.loggers.kinds import Artifact  # late: it loads NumPy
+
+        self._log_artifact(Artifact(path, path.name, "model"))
+
+    def _log_code(self, code: Code) -> None:
+        """Keep the state of the program: by default `git.json` and `git.patch` in the folder of logs."""
+        if self._log_dir is not None:
+            from instep.loggers.kinds import write_code  # late: it loads NumPy
+
+            write_code(code, self._log_dir)
 
     def _after_save_checkpoint(self, path: Path) -> None:
         """Take note of a committed checkpoint."""
@@ -401,6 +710,17 @@ class Logger:
 
     def _finalize(self, status: str) -> None:
         """Close what `_start` opened."""
+
+    def _delivered(self) -> Mapping[str, int] | None:
+        """Return the last step that the tracker has of each metric; None where it cannot be asked.
+
+        Called after `_start` of a resumed run and after a failure, of a logger that is not `_LOCAL`.
+        """
+        return None
+
+    def _experiment(self) -> Any:
+        """Return what `experiment` shows."""
+        return self
 
     def _take_along(self, earlier: Path) -> None:
         """Move what was written before the run from `earlier` to `log_dir`; after `_start`."""
@@ -473,38 +793,118 @@ class Logger:
         atexit.unregister(self.finalize)
         atexit.register(self.finalize, "success")  # last: it runs before the end of the package that it writes with
 
-    def _do(self, hook: str, *args: Any) -> None:
-        if self._open:
-            self._call(hook, *args)
-        else:
-            self._later(hook, *args)
+    def _put(self, hook: str, *args: Any, step: int | None = None) -> None:
+        """Send one call of a hook on its way."""
+        from instep.loggers.delivery import Record  # late: a Trainer without loggers does not need it
 
-    def _later(self, hook: str, *args: Any) -> None:
-        if self._run_dir is not None:
-            self._opened()
-            self._call(hook, *args)
-        elif self.runs_dir is not None and self._claim is None and self._opened():
-            self._call(hook, *args)  # used by hand: no Trainer is to say where
+        record = Record(hook, args, step, time.time())
+        if self._logged is not None and step is not None:
+            self._logged.update(dict.fromkeys(record.names(), step))
+        if self._delivery is not None:
+            self._delivery.put(record)
+        elif self._run_dir is not None or (self.runs_dir is not None and self._claim is None):
+            if self._opened() and self._delivery is not None:  # after a run; or by hand: no Trainer is to say where
+                self._delivery.put(record)
         elif self._kept is not None:
-            self._kept.append((hook, args))
+            self._kept.append(record)
         elif self._is_main_here():
-            self._kept = [(hook, args)]
+            self._kept = [record]
             self._close_at_exit()
 
+    def _at_once(self, call: Callable[[], Any]) -> None:
+        """Run what needs live objects after all that waits, and wait for it."""
+        if not self._opened() or self._delivery is None:
+            return
+        if not self._delivery.is_begun:
+            warn_user(f"{type(self).__name__} is not open yet: what needs the model itself is left out")
+            return
+        try:
+            self._delivery.ask(call, self._flush_timeout_s, after_all=True)
+        except InstepError:
+            raise
+        except Exception as error:  # noqa: BLE001  a tracker never ends a run
+            warn_user(f"{type(self).__name__} failed: {type(error).__name__}: {error}")
+
+    def _flush(self, timeout_s: float) -> None:
+        assert self._delivery is not None
+        if self._delivery.flush(timeout_s):
+            try:
+                self._delivery.ask(self._save, timeout_s)
+            except Exception as error:  # noqa: BLE001  a tracker never ends a run
+                warn_user(f"{type(self).__name__} could not flush: {type(error).__name__}: {error}")
+        else:
+            self._write_note()
+
+    def _place(self, metrics: Mapping[str, float]) -> int:
+        """Return the place on an x-axis that is not the step: that of the last record that had one."""
+        if self._x_axis == "time":
+            self._x = time.time() - self._began_s if self._began_s else 0.0
+        else:
+            self._x = metrics.get(self._x_axis, self._x)
+        return int(self._x)
+
     def _reopen(self) -> None:
+        from instep.loggers.delivery import (  # late: a Trainer without loggers needs none
+            Backlog,
+            Delivery,
+            LoggerSide,
+            Marks,
+        )
+
         assert self._run_dir is not None
         self._log_dir = self._choose_log_dir(self._run_dir)
-        self._call("_start")
+        if self._rank:
+            self._log_dir /= f"rank-{self._rank}"
+        self._began_s = self._began_s or time.time()
+        name = type(self).__name__
+        if not self._LOCAL:
+            self._logged = {} if self._logged is None else self._logged
+            if self._version is None and self._resumed:
+                self._version = self._read_note().get("version")
+        self._marks = Marks(dict(self._logged or {}) if self._resumed else None)
+        backlog = Backlog(self._note_path.with_suffix(".jsonl"))
+        self._delivery = Delivery(LoggerSide(self, backlog, self._marks), name, backlog)
+        try:
+            self._delivery.begin(self._start_timeout_s)
+        except BaseException:
+            self._delivery = None
+            raise
         self._open = True
-        self._resumed = False
-        earlier, self._earlier = self._earlier, None
-        if earlier is not None and earlier != self._log_dir:
-            self._call("_take_along", earlier)
-            self._remove_if_empty(earlier)
-            self._remove_if_empty(earlier.parent)
         kept, self._kept = self._kept, None
-        for hook, args in kept or ():
-            self._call(hook, *args)
+        for record in kept or ():
+            self._delivery.put(record)
+        if self._save_code and not self._resumed:
+            self.log_code()
+
+    @property
+    def _note_path(self) -> Path:
+        """The file that says which logger this is and how far it came; the backlog stands beside it."""
+        assert self._run_dir is not None
+        number = f"-{self._number + 1}" if self._number else ""
+        return (
+            self._run_dir / "loggers" / f"{type(self).__name__}{number}{f'-rank-{self._rank}' * (self._rank > 0)}.json"
+        )
+
+    def _read_note(self) -> dict[str, Any]:
+        from instep.loggers.delivery import read_note  # late, as above
+
+        return read_note(self._note_path)
+
+    def _write_note(self) -> None:
+        kind = type(self)
+        arguments = {name: getattr(self, f"_{name}", None) for name in ("name", *self._SYNC)}
+        arguments["save_dir"] = None if self._save_dir is None else str(self._save_dir)
+        note = {
+            "logger": f"{kind.__module__}:{kind.__qualname__}",
+            "arguments": {name: value for name, value in arguments.items() if value is not None},
+            "version": self._version,
+            "sent": {} if self._marks is None else self._marks.sent,
+        }
+        try:
+            self._note_path.parent.mkdir(parents=True, exist_ok=True)
+            replace(self._note_path, json.dumps(note).encode())
+        except OSError as error:
+            warn_user(f"{self._note_path} could not be written: {error}")
 
     def _choose_log_dir(self, run_dir: Path) -> Path:
         parent = self.runs_dir
@@ -517,14 +917,6 @@ class Logger:
             self._version = next_version(parent)
         return parent / folder_name(self._version)
 
-    def _call(self, hook: str, *args: Any) -> None:
-        try:
-            getattr(self, hook)(*args)
-        except InstepError:
-            raise
-        except Exception as error:
-            raise self._error(hook.strip("_"), error) from error
-
     def _error(self, doing: str, error: Exception) -> InstepError:
         if isinstance(error, InstepError):
             return error
@@ -533,7 +925,7 @@ class Logger:
             f"It writes into {self.log_dir!r}. Repair the cause, or leave this logger out of Trainer(logger=...)."
         )
 
-    def _number(self, name: str, value: Any) -> float:
+    def _number_of(self, name: str, value: Any) -> float:
         try:
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -542,3 +934,7 @@ class Logger:
                 f"got {type(value).__name__}: {repr(value)[:80]}. "
                 "Log one scalar per name; texts and settings go to log_hyperparams."
             ) from error
+
+
+def _hook(kind: str) -> str:
+    return f"_log_{'image' if kind == 'figure' else kind}"

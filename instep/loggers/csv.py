@@ -29,6 +29,7 @@ class CSVLogger(Logger):
         prefix: put before every metric's name, joined by "-".
         flush_logs_every_n_steps: rows go to the disk when the step has advanced by this many, and at a checkpoint's
             and a run's end.
+        **options: `x_axis` and the others of `Logger`.
 
     Raises:
         SettingError: `flush_logs_every_n_steps` is not a positive number.
@@ -57,8 +58,9 @@ class CSVLogger(Logger):
         version: int | str | None = None,
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
+        **options: Any,
     ) -> None:
-        super().__init__(save_dir, name, version, prefix)
+        super().__init__(save_dir, name, version, prefix, **options)
         check = at_least(1, "1 flushes at every step")
         self._flush_steps = check("flush_logs_every_n_steps", flush_logs_every_n_steps)
         self._columns: dict[str, None] = {"step": None}
@@ -134,7 +136,7 @@ class CSVLogger(Logger):
         assert self._log_dir is not None
         merge_file(self._log_dir / NAME, params)
         if metrics:
-            self._log_metrics(metrics, max(self._last_step, 0))
+            self._log_metrics(metrics, self._step)
 
     def _save(self) -> None:
         if not self._rows:

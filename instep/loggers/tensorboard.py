@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from instep.loggers.base import Logger, NoExperiment
+from instep.loggers.base import Logger
 from instep.loggers.hparams import NAME, ensure_file, flatten, merge_file, move_file
 from instep.types import PathLike
 from instep.utils.checks import FLAG, above_zero
 from instep.utils.imports import require
 from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.loggers.kinds import Audio, Histogram, Image, Table, Video
 
 _QUEUE_EVENTS = 1000  # the library's 10 would make the training thread wait for a slow disk
 
@@ -37,6 +40,7 @@ class TensorBoardLogger(Logger):
         prefix: put before every metric's name, joined by "-".
         sub_dir: a folder below all that.
         flush_s: seconds after which events are on the disk at the latest.
+        **options: `x_axis` and the others of `Logger`.
 
     Raises:
         SettingError: `flush_s` is not positive.
@@ -66,8 +70,9 @@ class TensorBoardLogger(Logger):
         prefix: str = "",
         sub_dir: str | None = None,
         flush_s: float = 10.0,
+        **options: Any,
     ) -> None:
-        super().__init__(save_dir, name, version, prefix)
+        super().__init__(save_dir, name, version, prefix, **options)
         self._draws_graph = FLAG("log_graph", log_graph)
         self._default_hp_metric = FLAG("default_hp_metric", default_hp_metric)
         self._sub_dir = sub_dir
@@ -79,15 +84,8 @@ class TensorBoardLogger(Logger):
         self._has_hparams = False
         self._has_hp_metric = False
 
-    @property
-    def experiment(self) -> Any:
-        """A `torch.utils.tensorboard.SummaryWriter` on the same folder, for images, texts and histograms.
-
-        It is loaded on first use, before and after a run too, and closed with the logger. On other ranks than the main
-        one every method of it does nothing.
-        """
-        if not self._opened():
-            return NoExperiment()
+    def _experiment(self) -> Any:
+        """Return a `torch.utils.tensorboard.SummaryWriter` on the same folder; it is slow to import."""
         if self._summary_writer is None:
             module = require("torch.utils.tensorboard", extra=None, purpose="TensorBoardLogger.experiment")
             self._summary_writer = module.SummaryWriter(self.log_dir)
@@ -116,16 +114,65 @@ class TensorBoardLogger(Logger):
             self._add(step=self._last_step + 1, session_log=log)
 
     def _add(self, **event: Any) -> None:
-        self._writer.add_event(self._event.Event(wall_time=time.time(), **event))
+        self._writer.add_event(self._event.Event(wall_time=self._now_s or time.time(), **event))
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         value = self._proto.Summary.Value
         values = [value(tag=name, simple_value=number) for name, number in metrics.items()]
         self._add(step=step, summary=self._proto.Summary(value=values))
 
-    def _log_text(self, texts: dict[str, str], step: int) -> None:
-        for name, text in texts.items():
-            self.experiment.add_text(name, text, step)
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        self._experiment().add_text(name, text, step, self._now_s)
+
+    def _log_image(self, name: str, images: list[Image], step: int) -> None:
+        for i, image in enumerate(images):
+            height, width, channels = image.array.shape
+            kind = self._proto.Summary.Image
+            picture = kind(height=height, width=width, colorspace=channels, encoded_image_string=image.png())
+            self._add_value(_numbered(name, i, images), step, image=picture)
+
+    def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
+        for i, audio in enumerate(audios):
+            frames, channels = audio.array.shape
+            sound = self._proto.Summary.Audio(
+                sample_rate=audio.sample_rate,
+                num_channels=channels,
+                length_frames=frames,
+                encoded_audio_string=audio.wav(),
+                content_type="audio/wav",
+            )
+            self._add_value(_numbered(name, i, audios), step, audio=sound)
+
+    def _log_video(self, name: str, videos: list[Video], step: int) -> None:
+        for i, video in enumerate(videos):
+            _, height, width, channels = video.array.shape
+            kind = self._proto.Summary.Image  # TensorBoard shows a GIF among the images
+            moving = kind(height=height, width=width, colorspace=channels, encoded_image_string=video.gif())
+            self._add_value(_numbered(name, i, videos), step, image=moving)
+
+    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        counts, edges = histogram.counts, histogram.edges
+        middles = (edges[1:] + edges[:-1]) / 2
+        total = float(counts.sum())
+        proto = require("tensorboard.compat.proto.summary_pb2", extra=None, purpose="TensorBoardLogger")
+        content = proto.HistogramProto(
+            min=float(edges[0]),
+            max=float(edges[-1]),
+            num=total,
+            sum=float((counts * middles).sum()),
+            sum_squares=float((counts * middles**2).sum()),
+            bucket_limit=edges[1:].tolist(),
+            bucket=counts.astype(float).tolist(),
+        )
+        self._add_value(name, step, histo=content)
+
+    def _log_table(self, name: str, table: Table, step: int) -> None:
+        lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+        text = "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+        self._log_text(name, text, step)
+
+    def _add_value(self, tag: str, step: int, **content: Any) -> None:
+        self._add(step=step, summary=self._proto.Summary(value=[self._proto.Summary.Value(tag=tag, **content)]))
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
         assert self._log_dir is not None
@@ -145,7 +192,7 @@ class TensorBoardLogger(Logger):
             metrics = {"hp_metric": -1.0}
         self._has_hp_metric = True
         if metrics:
-            self._log_metrics(metrics, max(self._last_step, 0))
+            self._log_metrics(metrics, self._step)
 
     def _add_hparams(self, tag: str, content: Any) -> None:
         metadata = require("tensorboard.plugins.hparams.metadata", extra=None, purpose="TensorBoardLogger")
@@ -170,7 +217,7 @@ class TensorBoardLogger(Logger):
         parameter = next(iter(module.parameters()), None)
         if parameter is not None:
             example_input = send_to_device(example_input, parameter.device)
-        self.experiment.add_graph(module, example_input)
+        self._experiment().add_graph(module, example_input)
 
     def _save(self) -> None:
         self._writer.flush()
@@ -198,3 +245,7 @@ class TensorBoardLogger(Logger):
         move_file(earlier / NAME, self._log_dir)
         for file in earlier.glob("events.out.tfevents.*"):
             shutil.move(file, self._log_dir / file.name)
+
+
+def _numbered(name: str, index: int, values: list[Any]) -> str:
+    return name if len(values) == 1 else f"{name}/{index}"

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from shutil import rmtree
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from instep.errors import InstepError, SettingError
-from instep.loggers.base import Logger, NoExperiment
+from instep.loggers.base import OPTIONS, Logger
 from instep.loggers.hparams import plain
 from instep.types import PathLike
 from instep.utils.checks import above_zero, choice
 from instep.utils.imports import require
 from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
 
 _STEP = "trainer/global_step"
 _MODE = choice("online", "offline", "disabled", "shared")
@@ -64,7 +70,8 @@ class WandbLogger(Logger):
         finish_timeout_s: seconds to wait for uploads at the end.
         fall_back_offline: what a server that cannot be reached leads to: True a warning and an offline run, False an
             error.
-        **init: further arguments of `wandb.init`: entity, group, tags, notes, job_type, settings as a dict, ...
+        **init: `x_axis` and the others of `Logger`, and further arguments of `wandb.init`: entity, group, tags, notes,
+            job_type, settings as a dict, ...
 
     Raises:
         SettingError: a mode is unknown, or two settings contradict each other.
@@ -76,6 +83,9 @@ class WandbLogger(Logger):
     """
 
     _writers = frozenset({"_run", "_given"})
+
+    project_argument = "project"
+    _SYNC = ("project", "mode")
 
     def __init__(
         self,
@@ -94,7 +104,9 @@ class WandbLogger(Logger):
         fall_back_offline: bool = True,
         **init: Any,
     ) -> None:
-        super().__init__(save_dir, name, id if id is not None else version, prefix)
+        options = {name: init.pop(name) for name in OPTIONS if name in init}
+        super().__init__(save_dir, name, id if id is not None else version, prefix, **options)
+        self._start_timeout_s = 3 * init_timeout_s + 30
         if mode is not None:
             _MODE("mode", mode)
         if offline and mode not in (None, "offline"):
@@ -113,14 +125,13 @@ class WandbLogger(Logger):
         self._own_dir: Path | None = None  # the run's own folder, of all runs below `<log_dir>/wandb`
         self._config: dict[str, Any] = {}  # of a run that was opened before a resumed one was known
 
-    @property
-    def experiment(self) -> Any:
-        """The `wandb.Run`, for images, tables and artifacts; on other ranks than the main one it does nothing.
+    def _experiment(self) -> Any:
+        """Return the `wandb.Run`.
 
         It is opened on first use, before a run too; a run of the Trainer then goes on with it. Where that is resumed
         under another id, the configuration is taken over.
         """
-        return self._run if self._opened() else NoExperiment()
+        return self._run
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base's state, whose `version` is the run's id, and the project's name."""
@@ -229,8 +240,40 @@ class WandbLogger(Logger):
         # Not `step=`: W&B drops what comes with a smaller step than the last call's.
         self._run.log({**metrics, _STEP: step})
 
-    def _log_text(self, texts: dict[str, str], step: int) -> None:
-        self._run.log({**texts, _STEP: step})
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        self._run.log({name: text, _STEP: step})
+
+    def _log_image(self, name: str, images: list[Image], step: int) -> None:
+        wandb = require("wandb", extra=None, purpose="WandbLogger")
+        made = [wandb.Image(image.array, caption=image.caption) for image in images]
+        self._run.log({name: made, _STEP: step})
+
+    def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
+        wandb = require("wandb", extra=None, purpose="WandbLogger")
+        made = [wandb.Audio(audio.array, sample_rate=audio.sample_rate, caption=audio.caption) for audio in audios]
+        self._run.log({name: made, _STEP: step})
+
+    def _log_video(self, name: str, videos: list[Video], step: int) -> None:
+        wandb = require("wandb", extra=None, purpose="WandbLogger")
+        made = [wandb.Video(io.BytesIO(video.gif()), caption=video.caption, format="gif") for video in videos]
+        self._run.log({name: made, _STEP: step})
+
+    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        wandb = require("wandb", extra=None, purpose="WandbLogger")
+        self._run.log({name: wandb.Histogram(np_histogram=(histogram.counts, histogram.edges)), _STEP: step})
+
+    def _log_table(self, name: str, table: Table, step: int) -> None:
+        wandb = require("wandb", extra=None, purpose="WandbLogger")
+        self._run.log({name: wandb.Table(columns=table.columns, data=table.rows), _STEP: step})
+
+    def _log_artifact(self, artifact: Artifact) -> None:
+        wandb = require("wandb", extra=None, purpose="WandbLogger")
+        made = wandb.Artifact(artifact.name, type=artifact.type)
+        (made.add_dir if artifact.path.is_dir() else made.add_file)(str(artifact.path))
+        self._run.log_artifact(made)
+
+    def _log_watch(self, module: Module, log: str | None, log_freq: int, log_graph: bool) -> None:
+        self._run.watch(module, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
         self._run.config.update(plain(params), allow_val_change=True)

@@ -93,8 +93,9 @@ class RunFolder:
         self._logger = next((logger for logger in loggers if logger.runs_dir is not None), None)
         runs = None if self._logger is None else self._logger.runs_dir
         self.base = self._plain_base if runs is None else runs
-        for logger in loggers:
-            logger.attach(self.claim, logger is self._logger)
+        kinds = [type(logger).__name__ for logger in loggers]
+        for i, logger in enumerate(loggers):
+            logger.attach(self.claim, logger is self._logger, kinds[:i].count(kinds[i]))
 
     def leave_visited(self) -> None:
         """Leave the folder that evaluations alone have written into: a fit looks for a run to go on with first."""

@@ -112,6 +112,12 @@ def _strategy(name: str, value: Any) -> str | Strategy:
 def _logger(name: str, value: Any) -> bool | tuple[Any, ...]:
     if isinstance(value, bool):
         return value or ()
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list | tuple | set):
+        from instep.loggers import make_logger  # late: not every run names its loggers
+
+        value = [make_logger(one) if isinstance(one, str) else one for one in value]
     return _plugins(Logger)(name, value)
 
 

@@ -68,7 +68,7 @@ class Trainer:
             in a plain `python train.py` the first fit, validate, test or predict starts the processes.
         num_nodes: machines; by default as many as the launcher started processes on.
         precision: "32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true", "fp8", or a short form.
-        logger: True for TensorBoard, a logger, a list of them, or False.
+        logger: True for TensorBoard, a logger or its name, such as "mlflow", a list of these, or False.
         callbacks: a callback or a list of them.
         fast_dev_run: True or a number: run so many batches of everything, to see that the code works.
         max_epochs: -1 for no limit; 1000 when neither it, `max_steps` nor `max_time` is given.
@@ -138,7 +138,7 @@ class Trainer:
         devices: int | str | list[int] | None = None,
         num_nodes: int | None = None,
         precision: str | int | None = None,
-        logger: bool | Logger | Iterable[Logger] | None = None,
+        logger: bool | str | Logger | Iterable[str | Logger] | None = None,
         callbacks: Callback | Iterable[Callback] | None = None,
         fast_dev_run: bool | int | None = None,
         max_epochs: int | None = None,
@@ -692,7 +692,7 @@ class Trainer:
         return self._loggers
 
     @loggers.setter
-    def loggers(self, loggers: Iterable[Logger] | None) -> None:
+    def loggers(self, loggers: Iterable[str | Logger] | None) -> None:
         if self._ctx is not None:
             raise UsageError("trainer.loggers: a run goes on with the loggers that it began with; set them before it")
         self._loggers = list(check_value("logger", list(loggers or ())))
@@ -704,7 +704,7 @@ class Trainer:
         return self.loggers[0] if self.loggers else None
 
     @logger.setter
-    def logger(self, logger: Logger | None) -> None:
+    def logger(self, logger: str | Logger | None) -> None:
         self.loggers = [] if logger is None else [logger]
 
     default_root_dir: ReadOnly[str] = ReadOnly(lambda t: str(t.settings.default_root_dir), "Where run folders go.")

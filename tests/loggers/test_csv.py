@@ -71,8 +71,10 @@ def test_flushes_by_steps(tmp_path):
     logger = opened(tmp_path, flush_logs_every_n_steps=100)
     for step in (0, 50):
         logger.log_metrics({"a": 1.0}, step=step)
+    assert logger._delivery.flush(10)
     assert (tmp_path / "metrics.csv").read_text() == ""
     logger.log_metrics({"a": 1.0}, step=100)
+    assert logger._delivery.flush(10)
     assert len(read(tmp_path)) == 3
     logger.log_metrics({"a": 1.0}, step=150)
     logger.save()
@@ -193,6 +195,7 @@ def test_a_checkpoints_version_leads_nowhere_else(version, tmp_path):
 def test_by_hand_it_writes_at_once(name, tmp_path):
     logger = CSVLogger(tmp_path, name)
     logger.log_hyperparams({"a": 1})
+    assert logger._delivery.flush(10)
     folder = tmp_path / (name or "") / "version_0"
     assert [path.name for path in folder.glob("*.yaml")] == ["hparams.yaml"]
     logger.log_metrics({"b": 2.0})

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from instep import Trainer, TrainModule
 from instep.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from instep.loggers import Logger
 from tests.helpers.spawn import RanksFailed, run_ranks
 from tests.trainer.resuming import Plain
 from tests.trainer.toys import Mean
@@ -339,12 +338,6 @@ class Failing(Callback):
         setattr(self, hook, fail)
 
 
-class FailingLogger(Logger):
-    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        if step == 2:
-            raise ValueError("boom in the logger")
-
-
 class FailingState(Callback):
     """Collects its state on one rank only."""
 
@@ -388,10 +381,6 @@ def in_validation() -> tuple[TrainModule, dict[str, Any]]:
     return Counting(), {"callbacks": [Failing("on_validation_batch_end", rank=0)]}
 
 
-def in_logger() -> tuple[TrainModule, dict[str, Any]]:
-    return FailingStep(), {"logger": FailingLogger()}
-
-
 def in_save() -> tuple[TrainModule, dict[str, Any]]:
     saver = ModelCheckpoint(every_n_train_steps=1)
     return Counting(), {"callbacks": [FailingState(), saver], "enable_checkpointing": True}
@@ -406,7 +395,6 @@ FAILURES: dict[str, tuple[Callable[..., Any], int, str]] = {
     "step": (in_step, 1, "boom in the step"),
     "callback": (in_callback, 1, "boom in on_train_batch_end"),
     "validation": (in_validation, 0, "boom in on_validation_batch_end"),
-    "logger": (in_logger, 0, "boom in the logger"),
     "save": (in_save, 1, "boom in the save"),
     "unsavable": (unsavable, 0, "bad"),
 }

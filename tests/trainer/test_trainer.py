@@ -152,8 +152,12 @@ def test_loggers_may_be_set_between_runs(tmp_path: Path):
     assert logger.log_dir == trainer.log_dir
     trainer.loggers = []
     assert trainer.logger is None
+    trainer.loggers = ["csv", "jsonl"]
+    assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger", "JSONLinesLogger"]
+    with pytest.raises(SettingError, match="'cvs' is not known.*'csv'"):
+        trainer.loggers = ["cvs"]
     with pytest.raises(SettingError, match="Logger"):
-        trainer.loggers = ["csv"]  # pyright: ignore[reportAttributeAccessIssue]
+        trainer.loggers = [3]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_arguments_may_be_set_between_runs():

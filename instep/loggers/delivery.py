@@ -1,0 +1,588 @@
+"""The way of what is logged to a tracker: a queue, one thread, and a file for what cannot be sent now.
+
+The training thread only puts records into a `Backlog`: older ones lie in a file, newer ones in memory. A `Delivery`'s
+thread sends them in their order. What the tracker refuses or cannot take now stays where it is and is tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime  # before Python 3.11 another class than TimeoutError
+from contextlib import suppress
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+
+from instep.errors import InstepError
+from instep.loggers.kinds import from_json, size_of, to_json
+from instep.utils.atomic import replace
+from instep.utils.untrusted_files import INDEX_BYTES, open_regular, parse_object, read_regular
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.loggers.base import Logger
+
+_QUEUE_RECORDS = 2_000  # so that writing all of them into the file holds up a step by milliseconds
+_QUEUE_BYTES = 32 * 2**20
+_LOST_BYTES = 16 * _QUEUE_BYTES  # where the disk takes nothing either
+_BATCH = 500
+_PERIOD_S = 0.5  # how long records wait for company
+_LONGEST_PAUSE_S = 60.0
+_TRIES = 3  # of one record, until the next one shows whether the tracker works
+_MOST_LINE_BYTES = 512 * 2**20
+_HOOKS = ("_log_", "_after_save_checkpoint")
+_MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # of settings, not failures of a network
+
+
+class Record(NamedTuple):
+    """One call of a logger's hook that waits; `step` is the global one, None where there is none."""
+
+    hook: str
+    args: tuple[Any, ...]
+    step: int | None
+    time_s: float
+
+    def names(self) -> list[str]:
+        """List what it is of: its metrics, or its kind and name."""
+        if self.hook == "_log_metrics":
+            return list(self.args[0])
+        return [f"{self.hook}:{self.args[0]}"] if self.step is not None and isinstance(self.args[0], str) else []
+
+    def line(self) -> bytes:
+        """Return it as a line of JSON."""
+        return json.dumps([self.hook, to_json(self.args), self.step, self.time_s]).encode() + b"\n"
+
+    @staticmethod
+    def of_line(line: bytes) -> Record:
+        """Read what `line` gave.
+
+        Raises:
+            ValueError: it is no record.
+        """
+        match json.loads(line):
+            case [str(hook), list(args), int() | None as step, float() | int() as time_s] if hook.startswith(_HOOKS):
+                return Record(hook, tuple(map(from_json, args)), step, time_s)
+        raise ValueError(f"{line[:80]!r} is no record of a logger")
+
+
+class Tracker(Protocol):
+    """What a `Delivery` sends to; every method runs in its thread."""
+
+    takes_many: bool
+    """Whether several rows of metrics may be sent at once, all or none of them."""
+
+    def begin(self) -> None:
+        """Open it."""
+        ...
+
+    def send(self, records: list[Record]) -> None:
+        """Write one record, or several rows of metrics."""
+        ...
+
+    def rest(self) -> None:
+        """Note how far it came: nothing waits just now."""
+        ...
+
+
+class Row(NamedTuple):
+    """Metrics of one `log_metrics` call: numbers by name, the place on the x-axis, and seconds since 1970."""
+
+    metrics: dict[str, float]
+    step: int
+    time_s: float
+
+
+class Backlog:
+    """Records that wait, in their order: the older ones in a file, the newer ones in memory. Safe between threads.
+
+    Args:
+        path: of the file, made where it is needed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0
+        """Records that neither the memory nor the disk could take."""
+        self._memory: deque[Record] = deque()
+        self._bytes = 0
+        self._file: BinaryIO | None = None
+        self._in_file = 0
+        self._offset = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._in_file + len(self._memory)
+
+    def append(self, record: Record) -> bool:
+        """Add a record; True where it would be good to send some now."""
+        with self._lock:
+            self._memory.append(record)
+            self._bytes += size_of(record.args)
+            full = len(self._memory) >= _QUEUE_RECORDS or self._bytes >= _QUEUE_BYTES
+            if full:
+                self._spill(sync=False)
+            return full or len(self._memory) == _BATCH
+
+    def peek(self, most: int) -> list[Record]:
+        """Return the first records; a line of the file that is no record is left out."""
+        with self._lock:
+            found: list[Record] = []
+            while self._in_file and not found:
+                found = self._read(most)
+            return found or list(islice(self._memory, most))
+
+    def drop(self, number: int) -> None:
+        """Take the first records away: they have arrived."""
+        with self._lock:
+            if self._in_file:  # also where they were spilled after `peek`
+                self._skip(number)
+            else:
+                for _ in range(number):
+                    self._bytes -= size_of(self._memory.popleft().args)
+
+    def spill(self) -> None:
+        """Bring all of it to the disk."""
+        with self._lock:
+            self._spill(sync=True)
+
+    def take_over(self, keep: Callable[[Record], bool]) -> None:
+        """Put in front what an earlier process left in the file, as far as `keep` says."""
+        with self._lock:
+            kept: list[bytes] = []
+            with suppress(FileNotFoundError), open_regular(self.path) as file:
+                for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""):
+                    with suppress(ValueError, TypeError, RecursionError):  # a process killed while writing leaves half
+                        if keep(Record.of_line(line)):
+                            kept.append(line)
+            if kept or self.path.exists():
+                replace(self.path, b"".join(kept))
+                self._opened()
+                self._in_file, self._offset = len(kept), 0
+
+    def close(self) -> None:
+        """Let go of the file; it is deleted where nothing waits."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+                if not self._in_file:
+                    self.path.unlink(missing_ok=True)
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._file = os.fdopen(descriptor, "r+b")
+            with suppress(ImportError, OSError):  # Windows; a file system without locks
+                import fcntl
+
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return self._file
+
+    def _spill(self, sync: bool) -> None:
+        if not self._memory:
+            return
+        try:
+            file = self._opened()
+            end = file.seek(0, os.SEEK_END)
+            try:
+                file.write(b"".join(record.line() for record in self._memory))
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)
+                raise
+        except OSError as error:
+            self._make_room(error)
+            return
+        self._in_file += len(self._memory)
+        self._memory.clear()
+        self._bytes = 0
+
+    def _make_room(self, error: OSError) -> None:
+        """Keep in memory what the disk does not take, up to a limit."""
+        if self._bytes < _LOST_BYTES and len(self._memory) < 100 * _QUEUE_RECORDS:
+            return
+        if not self.lost:
+            warn_user(f"{self.path} cannot be written ({error}), and the memory for it is full: the oldest are lost")
+        while self._memory and (self._bytes > _LOST_BYTES // 2 or len(self._memory) > 50 * _QUEUE_RECORDS):
+            self._bytes -= size_of(self._memory.popleft().args)
+            self.lost += 1
+
+    def _read(self, most: int) -> list[Record]:
+        found: list[Record] = []
+        file = self._opened()
+        file.seek(self._offset)
+        for _ in range(min(most, self._in_file)):
+            try:
+                found.append(Record.of_line(file.readline(_MOST_LINE_BYTES)))
+            except (ValueError, TypeError, RecursionError):
+                if not found:
+                    self.lost += 1
+                    self._skip(1)
+                break
+        return found
+
+    def _skip(self, number: int) -> None:
+        file = self._opened()
+        file.seek(self._offset)
+        for _ in range(min(number, self._in_file)):
+            file.readline()
+        self._in_file -= min(number, self._in_file)
+        self._offset = file.tell()
+        if not self._in_file:
+            file.truncate(0)
+            self._offset = 0
+
+
+class Delivery:
+    """Thread that brings a backlog to a tracker, and opens and closes the tracker too.
+
+    A failure is said by a warning, and the record is tried again after a pause that doubles up to a minute. A record
+    that fails several times while the next one succeeds is put aside into the file `refused`.
+
+    Args:
+        tracker: the logger's side.
+        name: of the logger, for texts.
+        backlog: what waits.
+    """
+
+    def __init__(self, tracker: Tracker, name: str, backlog: Backlog) -> None:
+        self.backlog = backlog
+        self.error: Exception | None = None
+        """Why nothing could be sent last; None while it works."""
+        self.refused = 0
+        self.is_begun = False
+        self._tracker, self._name = tracker, name
+        self._failures = 0
+        self._singly = 0  # records that are sent one by one, since one of them was refused
+        self._next_try_s = 0.0
+        self._tasks: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
+        self._wake = threading.Event()
+        self._ends = False
+        self._begun: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name=f"instep-{name}", daemon=True)
+        self._thread.start()
+
+    # ---- from any thread
+
+    def begin(self, timeout_s: float) -> None:
+        """Wait until the tracker is open; where that fails or lasts, it goes on in the background.
+
+        Raises:
+            InstepError: the logger's settings are wrong.
+        """
+        self._wake.set()
+        try:
+            error = self._begun.exception(timeout_s)
+        except NotInTime:
+            warn_user(f"{self._name} has not begun after {timeout_s:g} s. Training goes on, and what it logs is kept")
+            return
+        if isinstance(error, InstepError):
+            self._ends = True
+            self._wake.set()
+            raise error
+
+    def put(self, record: Record) -> None:
+        """Send a record when its turn comes."""
+        if self.backlog.append(record):
+            self._wake.set()
+
+    def ask(self, function: Callable[[], Any], timeout_s: float, after_all: bool = False) -> Any:
+        """Run a function in the thread and return its result.
+
+        Args:
+            function: what to run.
+            timeout_s: how long to wait.
+            after_all: run it once all that waits now has been sent, or cannot be.
+
+        Raises:
+            TimeoutError: it did not come to its end in time.
+        """
+        if threading.current_thread() is self._thread:
+            return function()
+        future: Future[Any] = Future()
+        self._tasks.append((function, future, after_all))
+        self._wake.set()
+        try:
+            future.exception(timeout_s)
+        except NotInTime:
+            raise TimeoutError(f"{self._name} did not answer within {timeout_s:g} s") from None
+        return future.result()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Send all that waits; what does not arrive in time is brought to the disk. Returns whether all arrived."""
+        with suppress(TimeoutError):
+            self.ask(lambda: None, timeout_s, after_all=True)
+        if len(self.backlog):
+            self.backlog.spill()
+        return not len(self.backlog)
+
+    def close(self, finalize: Callable[[], None], timeout_s: float) -> None:
+        """Send all that waits, close the tracker and end the thread; say what did not arrive.
+
+        Args:
+            finalize: closes the tracker.
+            timeout_s: how long all of that may last.
+        """
+        end_s = time.monotonic() + timeout_s
+        self._next_try_s = 0.0  # one more try, whatever the pause
+        self.flush(timeout_s)
+        try:
+            if self.is_begun:
+                self.ask(finalize, max(0.1, end_s - time.monotonic()))
+        except TimeoutError:
+            warn_user(f"{self._name} did not close within {timeout_s:g} s")
+        except Exception as error:  # noqa: BLE001  a tracker never ends a run
+            warn_user(f"{self._name} could not be closed: {type(error).__name__}: {error}")
+        self._ends = True
+        self._wake.set()
+        self._thread.join(max(0.1, end_s - time.monotonic()))
+        self.backlog.spill()
+        self._say_left()
+        if not self._thread.is_alive():
+            self.backlog.close()
+
+    def _say_left(self) -> None:
+        left, path = len(self.backlog), self.backlog.path
+        reason = f": {type(self.error).__name__}: {self.error}" if self.error is not None else ""
+        if left:
+            warn_user(
+                f"{self._name} did not take {left} records{reason}. They are kept in {path}; send them by: "
+                f"instep runs sync {path.parent.parent}"
+            )
+        if self.refused:
+            warn_user(f"{self._name} refused {self.refused} records; they are in {self._refused_path}")
+        if self.backlog.lost:
+            warn_user(f"{self._name} lost {self.backlog.lost} records: neither it nor the disk took them")
+
+    @property
+    def _refused_path(self) -> Path:
+        return self.backlog.path.with_suffix(".refused.jsonl")
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        while not self._ends:
+            self._wake.wait(_PERIOD_S)
+            self._wake.clear()
+            if self._ends:
+                break
+            if not self._begun.done() or (time.monotonic() >= self._next_try_s and self._is_due()):
+                self._try()
+            self._run_tasks(with_late=True)
+        while self._tasks:
+            self._tasks.popleft()[1].cancel()
+
+    def _is_due(self) -> bool:
+        return not self.is_begun or len(self.backlog) > 0
+
+    def _try(self) -> None:
+        group: list[Record] = []
+        try:
+            if not self.is_begun:
+                self._tracker.begin()
+                self.is_begun = True
+                if not self._begun.done():
+                    self._begun.set_result(None)
+            while not self._ends and (group := self._next_group()):
+                self._tracker.send(group)
+                self.backlog.drop(len(group))
+                self._failures, self._singly = 0, max(0, self._singly - len(group))
+                self._run_tasks(with_late=False)
+            self.error = None
+            self._tracker.rest()
+        except Exception as error:  # noqa: BLE001  a tracker never ends a run
+            self._singly = self._singly or len(group)
+            self._note(error)
+            if self._failures >= _TRIES and group and self._next_one_goes():
+                self._put_aside(group[0])
+
+    def _next_group(self) -> list[Record]:
+        records = self.backlog.peek(_BATCH if self._tracker.takes_many and not self._singly else 1)
+        if records and records[0].hook != "_log_metrics":
+            return records[:1]
+        return list(takewhile(lambda record: record.hook == "_log_metrics", records))
+
+    def _note(self, error: Exception) -> None:
+        self.error = error
+        self._failures += 1
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (self._failures - 1))
+        self._next_try_s = time.monotonic() + pause_s
+        if not self._begun.done():
+            self._begun.set_exception(error)
+            if isinstance(error, InstepError):
+                return
+        if self._failures & (self._failures - 1) == 0:  # 1, 2, 4, 8 ...
+            self._say(
+                f"{self._name} failed: {type(error).__name__}: {error}. Training goes on; what it was given is kept "
+                f"and sent again in {pause_s:g} s"
+            )
+
+    def _next_one_goes(self) -> bool:
+        self.backlog.spill()  # both in the file, or both in memory
+        first_two = self.backlog.peek(2)
+        if len(first_two) < 2:
+            return False
+        try:
+            self._tracker.send(first_two[1:])
+        except Exception:  # noqa: BLE001  it is the tracker, not the record
+            return False
+        return True
+
+    def _put_aside(self, record: Record) -> None:
+        self.refused += 1
+        self._say(f"{self._name} refuses {', '.join(record.names()) or record.hook}: {self.error}")
+        with suppress(OSError), self._refused_path.open("ab") as file:
+            file.write(record.line())
+        self.backlog.drop(2)  # with the one after it, which has arrived
+        self._failures, self._next_try_s = 0, 0.0
+
+    def _say(self, text: str) -> None:
+        try:
+            warn_user(text)
+        except Warning:  # the user made warnings errors, but this thread cannot end the run
+            print(text, file=sys.stderr)  # noqa: T201
+
+    def _run_tasks(self, with_late: bool) -> None:
+        for _ in range(len(self._tasks)):
+            function, future, late = task = self._tasks.popleft()
+            if late and not with_late:
+                self._tasks.append(task)
+                continue
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001  raised where it was asked
+                future.set_exception(error)
+
+
+class Marks:
+    """How far a tracker got, so that a resumed run sends nothing twice.
+
+    Args:
+        at_checkpoint: the last step by name that had been logged when the checkpoint was saved.
+    """
+
+    def __init__(self, at_checkpoint: Mapping[str, int] | None = None) -> None:
+        self.sent: dict[str, int] = {}
+        """The last step by name that was sent."""
+        self._at_checkpoint = at_checkpoint
+        self._has: Mapping[str, int] = {}
+        self._left_over = 0
+
+    def resume(self, sent: Mapping[str, int], has: Mapping[str, int] | None, left_over: int) -> None:
+        """Take up those of an earlier process.
+
+        Args:
+            sent: what it noted.
+            has: what the tracker says of its metrics; None: it does not say.
+            left_over: records in front that the earlier process could not send.
+        """
+        self.sent = dict(sent)
+        self._has = sent if has is None else {**{name: at for name, at in sent.items() if ":" in name}, **has}
+        self._left_over = left_over
+
+    def belongs(self, record: Record) -> bool:
+        """Return whether a record came before the checkpoint; what came after it is about to come again."""
+        before, step = self._at_checkpoint, record.step
+        return before is None or step is None or all(step <= before.get(name, -1) for name in record.names())
+
+    def doubt(self, has: Mapping[str, int]) -> None:
+        """Take what the tracker says after a failure: a part may have arrived."""
+        self._has, self._at_checkpoint = {**self._has, **has}, {}
+
+    def missing(self, records: list[Record]) -> list[Record]:
+        """Return the parts of the next records that the tracker lacks."""
+        if not self._has:
+            return records
+        parts = [self._missing(record, index < self._left_over) for index, record in enumerate(records)]
+        return [part for part in parts if part is not None]
+
+    def _missing(self, record: Record, left_over: bool) -> Record | None:
+        step = record.step
+        if step is None:
+            return record
+        low = {} if left_over or self._at_checkpoint is None else self._at_checkpoint
+        there = {name for name in record.names() if low.get(name, -1) < step <= self._has.get(name, -1)}
+        if not there or record.hook != "_log_metrics":
+            return None if there else record
+        left = {name: value for name, value in record.args[0].items() if name not in there}
+        return record._replace(args=(left, *record.args[1:])) if left else None
+
+    def note(self, records: list[Record]) -> None:
+        """Note records as sent."""
+        self._left_over = max(0, self._left_over - len(records))
+        for record in records:
+            if record.step is not None:
+                self.sent.update(dict.fromkeys(record.names(), record.step))
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """Read the file that stands beside a logger's backlog; {} where there is none that can be read."""
+    with suppress(OSError, ValueError):
+        return parse_object(read_regular(path, INDEX_BYTES))
+    return {}
+
+
+class LoggerSide:
+    """A logger as its delivery sees it; runs in the delivery's thread."""
+
+    def __init__(self, logger: Logger, backlog: Backlog, marks: Marks) -> None:
+        self._logger, self._backlog, self._marks = logger, backlog, marks
+        self.takes_many = logger._takes_rows
+
+    def begin(self) -> None:
+        logger = self._logger
+        try:
+            logger._start()
+        except Exception as error:
+            if logger._LOCAL or isinstance(error, _MISTAKES):
+                raise logger._error("start", error) from error
+            raise
+        self._backlog.take_over(self._marks.belongs)
+        if not logger._LOCAL and logger._resumed:
+            sent = logger._read_note().get("sent")
+            logger._marks.resume(
+                sent if isinstance(sent, dict) else {}, self._delivered(), len(logger._delivery.backlog)
+            )
+        logger._resumed = False
+        earlier, logger._earlier = logger._earlier, None
+        if earlier is not None and earlier != logger._log_dir:
+            logger._take_along(earlier)
+            logger._remove_if_empty(earlier)
+            logger._remove_if_empty(earlier.parent)
+        self.rest()
+
+    def _delivered(self) -> Mapping[str, int] | None:
+        return self._logger._delivered() if self._logger._x_axis == "step" else None
+
+    def send(self, records: list[Record]) -> None:
+        logger, marks = self._logger, self._marks
+        if logger._doubtful and not logger._LOCAL:
+            has = self._delivered()
+            if has is not None:
+                marks.doubt(has)
+        logger._doubtful = True
+        left = marks.missing(records)
+        if left and self.takes_many and left[0].hook == "_log_metrics":
+            logger._log_rows([Row(record.args[0], record.args[1], record.time_s) for record in left])
+        else:
+            for record in left:
+                logger._now_s = record.time_s
+                logger._step = logger._step if record.step is None else record.step
+                getattr(logger, record.hook)(*record.args)
+        logger._doubtful = False
+        if not logger._LOCAL:
+            marks.note(records)
+
+    def rest(self) -> None:
+        if not self._logger._LOCAL:
+            self._logger._write_note()

@@ -1,0 +1,397 @@
+"""What a logger takes beside numbers, in plain form: it can wait in a queue, be written to a file and be read back.
+
+A value is made plain where it is logged, since the user may change it in the next line.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import subprocess
+import sys
+import wave
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from instep.errors import LogError
+from instep.utils.atomic import replace
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+Cell: TypeAlias = "bool | int | float | str | None"
+
+_CHANNELS = (1, 3, 4)
+_MOST_PATCH_BYTES = 2**20  # of uncommitted changes: more than that is data that nobody meant to commit
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """A picture: uint8 of shape (height, width, channels), with 1, 3 or 4 channels."""
+
+    array: Array
+    caption: str | None = None
+
+    def png(self) -> bytes:
+        """Return the picture as a PNG file."""
+        return _encoded(self._pillow(), "PNG")
+
+    def _pillow(self) -> Any:
+        return _pillow(self.array)
+
+
+@dataclass(frozen=True, eq=False)
+class Audio:
+    """A sound: float32 of shape (samples, channels), in -1 to 1, and its samples a second."""
+
+    array: Array
+    sample_rate: int
+    caption: str | None = None
+
+    def wav(self) -> bytes:
+        """Return the sound as a WAV file of 16 bits."""
+        data = io.BytesIO()
+        with wave.open(data, "wb") as file:
+            file.setnchannels(self.array.shape[1])
+            file.setsampwidth(2)
+            file.setframerate(self.sample_rate)
+            file.writeframes((np.clip(self.array, -1, 1) * 32767).astype("<i2").tobytes())
+        return data.getvalue()
+
+
+@dataclass(frozen=True, eq=False)
+class Video:
+    """Moving pictures: uint8 of shape (frames, height, width, 3), and their frames a second."""
+
+    array: Array
+    fps: int = 4
+    caption: str | None = None
+
+    def gif(self) -> bytes:
+        """Return the frames as an animated GIF file."""
+        first, *rest = [_pillow(frame) for frame in self.array]
+        return _encoded(first, "GIF", save_all=True, append_images=rest, duration=1000 // self.fps, loop=0)
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """Counts of values: int64 of shape (bins,), between edges: float64 of shape (bins + 1,)."""
+
+    counts: Array
+    edges: Array
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of plain cells under column names."""
+
+    columns: list[str]
+    rows: list[list[Cell]]
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file or folder to keep with the run, under a name and a type such as "model" or "dataset"."""
+
+    path: Path
+    name: str
+    type: str = "file"
+
+
+@dataclass(frozen=True)
+class Code:
+    """The state of the program: its git commit, what is not committed as a patch, and the script's path."""
+
+    commit: str | None
+    branch: str | None
+    remote: str | None
+    is_dirty: bool
+    patch: str
+    script: str | None
+
+
+# ---- making them
+
+
+def to_image(name: str, value: Any, caption: str | None = None) -> Image:
+    """Make an image.
+
+    Args:
+        name: for the error's text.
+        value: a tensor of shape (channels, height, width) or (height, width), floats in 0 to 1 or integers in 0 to 255;
+            a NumPy array of the same, or of shape (height, width, channels); a PIL image; a path of a picture.
+        caption: text beside it.
+
+    Raises:
+        LogError: it is none of these.
+    """
+    if isinstance(value, Image):
+        return value
+    channels_first = hasattr(value, "detach")
+    if isinstance(value, str | Path):
+        from PIL import Image as pillow
+
+        value = pillow.open(value).convert("RGBA" if str(value).lower().endswith("png") else "RGB")
+    array = _array(value)
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.ndim == 3 and array.shape[0] in _CHANNELS and (channels_first or array.shape[2] not in _CHANNELS):
+        array = array.transpose(1, 2, 0)
+    if array.ndim != 3 or array.shape[2] not in _CHANNELS or not array.size:
+        raise LogError(
+            f"the image {name!r} has the shape {tuple(array.shape)}: give (channels, height, width) with 1, 3 or 4 "
+            "channels, (height, width), a PIL image or a picture's path"
+        )
+    return Image(_bytes(array), caption)
+
+
+def to_audio(name: str, value: Any, sample_rate: int = 44_100, caption: str | None = None) -> Audio:
+    """Make a sound of floats in -1 to 1, of shape (samples,), (samples, channels) or, from torch, (channels, samples).
+
+    Raises:
+        LogError: it has another shape.
+    """
+    if isinstance(value, Audio):
+        return value
+    array = _array(value).astype(np.float32)
+    if array.ndim == 1:
+        array = array[:, None]
+    if array.ndim == 2 and array.shape[0] < array.shape[1]:
+        array = array.T
+    if array.ndim != 2 or not array.size:
+        raise LogError(f"the audio {name!r} has the shape {tuple(array.shape)}: give (samples,) or (samples, channels)")
+    return Audio(np.ascontiguousarray(array), int(sample_rate), caption)
+
+
+def to_video(name: str, value: Any, fps: int = 4, caption: str | None = None) -> Video:
+    """Make a video of a tensor or array: (frames, channels, height, width) or (frames, height, width, channels).
+
+    Raises:
+        LogError: it has another shape.
+    """
+    if isinstance(value, Video):
+        return value
+    array = _array(value)
+    if array.ndim == 5 and array.shape[0] == 1:  # TensorBoard's form has a batch in front
+        array = array[0]
+    if array.ndim == 4 and array.shape[1] in (1, 3) and array.shape[3] not in (1, 3):
+        array = array.transpose(0, 2, 3, 1)
+    if array.ndim != 4 or array.shape[3] not in (1, 3) or not array.size:
+        raise LogError(f"the video {name!r} has the shape {tuple(array.shape)}: give (frames, channels, height, width)")
+    return Video(np.broadcast_to(_bytes(array), (*array.shape[:3], 3)).copy(), int(fps), caption)
+
+
+def to_histogram(name: str, values: Any, bins: int = 64) -> Histogram:
+    """Count finite values into bins of equal width."""
+    if isinstance(values, Histogram):
+        return values
+    flat = _array(values).reshape(-1).astype(np.float64)
+    counts, edges = np.histogram(flat[np.isfinite(flat)], bins=bins)
+    return Histogram(counts.astype(np.int64), edges.astype(np.float64))
+
+
+def to_table(
+    name: str,
+    table: Table | None = None,
+    columns: Sequence[str] | None = None,
+    data: Iterable[Sequence[Any]] | None = None,
+    dataframe: Any = None,
+) -> Table:
+    """Make a table of column names and rows, or of a pandas-like dataframe.
+
+    Raises:
+        LogError: rows and columns do not fit.
+    """
+    if table is not None:
+        return table
+    if dataframe is not None:
+        columns, data = [str(column) for column in dataframe.columns], dataframe.to_numpy().tolist()
+    rows = [[_cell(cell) for cell in row] for row in data or ()]
+    columns = list(columns) if columns is not None else [f"column {i + 1}" for i in range(len(rows[0]) if rows else 0)]
+    wrong = next((i for i, row in enumerate(rows) if len(row) != len(columns)), None)
+    if wrong is not None:
+        raise LogError(f"the table {name!r} has {len(columns)} columns, and {len(rows[wrong])} cells in row {wrong}")
+    return Table(columns, rows)
+
+
+def to_figure(name: str, figure: Any, close: bool = True) -> Image:
+    """Draw a matplotlib figure.
+
+    Raises:
+        LogError: it is none.
+    """
+    figure = getattr(figure, "figure", figure)  # an Axes has one
+    if not hasattr(figure, "savefig"):
+        raise LogError(
+            f"the figure {name!r} is a {type(figure).__name__}: give a matplotlib figure; of other packages write a "
+            "file, and log that by log_artifact(path)"
+        )
+    data = io.BytesIO()
+    figure.savefig(data, format="png")
+    if close and "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close(figure)
+    from PIL import Image as pillow
+
+    return Image(np.asarray(pillow.open(data).convert("RGBA")))
+
+
+def code_state(folder: Path | None = None) -> Code:
+    """Look at the program and its git repository; without git, or outside of one, only the script is known."""
+
+    def git(*command: str) -> str | None:
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(["git", *command], cwd=folder, capture_output=True, timeout=10, check=True)
+            return done.stdout.decode(errors="replace").strip()
+        return None
+
+    commit = git("rev-parse", "HEAD")
+    patch = (git("diff", "HEAD") or "") if commit else ""
+    remote = git("config", "--get", "remote.origin.url")
+    if remote and "@" in remote and "://" in remote:  # a password may stand there
+        scheme, _, rest = remote.partition("://")
+        remote = f"{scheme}://{rest.rpartition('@')[2]}"
+    branch = git("rev-parse", "--abbrev-ref", "HEAD")
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Code(commit, branch, remote, bool(patch), patch[:_MOST_PATCH_BYTES], main)
+
+
+def write_code(code: Code, folder: Path) -> None:
+    """Write the state of the program as `git.json`, and what is not committed as `git.patch`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {field.name: getattr(code, field.name) for field in fields(code) if field.name != "patch"}
+    replace(folder / "git.json", json.dumps(content, indent=1).encode())
+    if code.patch:
+        replace(folder / "git.patch", code.patch.encode())
+
+
+def _array(value: Any) -> Array:
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()
+    return np.asarray(value)
+
+
+def _bytes(array: Array) -> Array:
+    """Return uint8: floats are in 0 to 1, as torchvision has them."""
+    if array.dtype == np.bool_ or np.issubdtype(array.dtype, np.floating):
+        array = np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255 + 0.5
+    return np.ascontiguousarray(array.clip(0, 255).astype(np.uint8))
+
+
+def _cell(value: Any) -> Cell:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if (hasattr(value, "item") and getattr(value, "size", 1) in (1, ())) or hasattr(value, "numel"):
+        with suppress(ValueError, RuntimeError, TypeError):
+            value = value.item()
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _pillow(array: Array) -> Any:
+    from PIL import Image as pillow
+
+    return pillow.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
+
+
+def _encoded(image: Any, format: str, **options: Any) -> bytes:
+    data = io.BytesIO()
+    image.save(data, format=format, **options)
+    return data.getvalue()
+
+
+def _each(make: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Make a list of values of a kind from one value or several; an option may be one for each."""
+
+    def make_each(name: str, values: Any, **options: Any) -> list[Any]:
+        values = list(values) if isinstance(values, list | tuple) else [values]
+        for option, given in options.items():
+            if isinstance(given, list | tuple) and len(given) != len(values):
+                raise LogError(f"{name!r} has {len(values)} values, and {len(given)} of {option}")
+        return [
+            make(
+                name,
+                value,
+                **{o: given[i] if isinstance(given, list | tuple) else given for o, given in options.items()},
+            )
+            for i, value in enumerate(values)
+        ]
+
+    return make_each
+
+
+def _nth(given: Any, index: int) -> Any:
+    return given[index] if isinstance(given, list | tuple) else given
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "text": lambda name, value: str(value),
+    "image": _each(to_image),
+    "figure": _each(to_figure),
+    "audio": _each(to_audio),
+    "video": _each(to_video),
+    "histogram": to_histogram,
+    "table": to_table,
+}
+"""What makes a plain value of each kind that has a name and a step."""
+
+
+# ---- as JSON, for a file of what waits
+
+_KINDS = {kind.__name__: kind for kind in (Image, Audio, Video, Histogram, Table, Artifact, Code)}
+
+
+def to_json(value: Any) -> Any:
+    """Return a plain value or a kind of this file as JSON values."""
+    if isinstance(value, np.ndarray):
+        data = io.BytesIO()
+        np.save(data, value, allow_pickle=False)
+        return {"array": base64.b64encode(data.getvalue()).decode()}
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    if type(value).__name__ in _KINDS and isinstance(value, _KINDS[type(value).__name__]):
+        parts = [to_json(getattr(value, field.name)) for field in fields(value)]
+        return {"kind": type(value).__name__, "parts": parts}
+    if isinstance(value, dict):
+        return {"dict": {name: to_json(item) for name, item in value.items()}}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    return value
+
+
+def from_json(value: Any) -> Any:
+    """Return what `to_json` was given; tuples come back as lists.
+
+    Raises:
+        ValueError: it is nothing that `to_json` gives.
+    """
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"array": str(data)}:
+            return np.load(io.BytesIO(base64.b64decode(data)), allow_pickle=False)
+        case {"path": str(path)}:
+            return Path(path)
+        case {"kind": str(kind), "parts": list(parts)} if kind in _KINDS and len(parts) == len(fields(_KINDS[kind])):
+            return _KINDS[kind](*map(from_json, parts))
+        case {"dict": dict(items)}:
+            return {name: from_json(item) for name, item in items.items()}
+    raise ValueError(f"{str(value)[:80]} is no record of a logger")
+
+
+def size_of(value: Any) -> int:
+    """Estimate the bytes of memory that a plain value takes."""
+    if isinstance(value, dict):
+        return 100 * len(value)
+    if isinstance(value, list | tuple):
+        return sum(map(size_of, value)) + 50
+    if isinstance(value, Table):
+        return 50 * math.prod((len(value.rows), len(value.columns)))
+    array = getattr(value, "array", None)
+    return 200 + (array.nbytes if isinstance(array, np.ndarray) else len(value) if isinstance(value, str) else 0)
