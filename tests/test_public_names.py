@@ -173,7 +173,14 @@ PUBLIC = {
         "push_run",
         "read_environment",
     ],
-    "instep.loggers": ["CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger"],
+    "instep.loggers": [
+        "CSVLogger",
+        "JSONLinesLogger",
+        "Logger",
+        "TensorBoardLogger",
+        "WandbLogger",
+        "register_logger",
+    ],
     "instep.strategies": [
         "DDPStrategy",
         "DataParallelStrategy",

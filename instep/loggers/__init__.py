@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from instep.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
     from instep.loggers.wandb import WandbLogger as WandbLogger
 
-__all__ = ["Logger", "make_logger", "register_logger", "that_take", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["Logger", "register_logger", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 _load, __dir__ = loads(__name__, _HOME)
 

@@ -358,8 +358,8 @@ class Logger:
             elif type(value) is not float and type(value) is not int:
                 plain[name] = self._number_of(name, value)
         x = step if self._x_axis == "step" else self._place(plain)
-        if self._prefix:
-            plain = {self._prefix + name: value for name, value in plain.items()}
+        if self._prefix or type(self)._sent_name is not Logger._sent_name:
+            plain = {self._sent_name(self._prefix + name): value for name, value in plain.items()}
         if step > self._last_step:
             self._last_step = step
         self._put("_log_metrics", plain, x, step=step)
@@ -388,7 +388,7 @@ class Logger:
             x = step if self._x_axis == "step" else self._place({})
             for name, value in values.items():
                 plain = MAKERS[kind](name, value, **options)
-                self._put(_hook(kind), self._prefix + name, plain, x, step=step)
+                self._put(_hook(kind), self._sent_name(self._prefix + name), plain, x, step=step)
 
     def takes(self, kind: str) -> bool:
         """Return whether the logger has a place for a kind, such as "image"."""
@@ -611,9 +611,7 @@ class Logger:
         """
         if self._open:
             self._flush(_CHECKPOINT_WAIT_S)
-        state: dict[str, Any] = {"version": self._version, "step": self._last_step}
-        if not self._LOCAL:
-            state["logged"] = dict(self._logged or {})
+        state: dict[str, Any] = {"version": self._version, "step": self._last_step, "logged": dict(self._logged or {})}
         if self._x_axis == "time":
             state["began_s"] = self._began_s
         return state
@@ -714,9 +712,14 @@ class Logger:
     def _delivered(self) -> Mapping[str, int] | None:
         """Return the last step that the tracker has of each metric; None where it cannot be asked.
 
-        Called after `_start` of a resumed run and after a failure, of a logger that is not `_LOCAL`.
+        Called after `_start` of a resumed run, and after a failure of a logger that is not `_LOCAL`. One that is says
+        what it has kept of what came after the checkpoint.
         """
         return None
+
+    def _sent_name(self, name: str) -> str:
+        """Return the name that the tracker allows for a name; the same for the same."""
+        return name
 
     def _experiment(self) -> Any:
         """Return what `experiment` shows."""
@@ -857,10 +860,9 @@ class Logger:
             self._log_dir /= f"rank-{self._rank}"
         self._began_s = self._began_s or time.time()
         name = type(self).__name__
-        if not self._LOCAL:
-            self._logged = {} if self._logged is None else self._logged
-            if self._version is None and self._resumed:
-                self._version = self._read_note().get("version")
+        self._logged = {} if self._logged is None else self._logged
+        if self._resumed and self._version is None and not self._LOCAL:
+            self._version = self._read_note().get("version")
         self._marks = Marks(dict(self._logged or {}) if self._resumed else None)
         backlog = Backlog(self._note_path.with_suffix(".jsonl"))
         self._delivery = Delivery(LoggerSide(self, backlog, self._marks), name, backlog)

@@ -68,6 +68,7 @@ class CSVLogger(Logger):
         self._rows: list[dict[str, float]] = []
         self._rows_in_file = 0
         self._rows_to_keep: int | None = None
+        self._has: dict[str, int] = {}  # of what came after the checkpoint
         self._resumed_step = -1  # later rows go on from here; `_last_step` may be of a user's own axis
         self._flushed_step = -1
 
@@ -111,13 +112,18 @@ class CSVLogger(Logger):
         header, rows = table[0], table[1:]
         kept = rows
         if self._rows_to_keep is not None:
-            kept = rows[: self._rows_to_keep]
-            kept += [row for row in rows[self._rows_to_keep :] if float(row[0] or 0) <= self._resumed_step]
+            later = [row for row in rows[self._rows_to_keep :] if float(row[0] or 0) <= self._resumed_step]
+            kept = rows[: self._rows_to_keep] + later
+            for row in later:
+                self._has |= {name: int(float(row[0])) for name, cell in zip(header, row, strict=False) if cell}
         if len(kept) < len(rows) or whole != text:
             _write_table(path, header, kept)
         self._columns = dict.fromkeys(header)
         self._columns_in_file = len(self._columns)
         self._rows_in_file = len(kept)
+
+    def _delivered(self) -> dict[str, int]:
+        return self._has
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         # A metric called "step" wins: logging one is how users of other trainers choose their own x axis.

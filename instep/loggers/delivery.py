@@ -548,11 +548,10 @@ class LoggerSide:
                 raise logger._error("start", error) from error
             raise
         self._backlog.take_over(self._marks.belongs)
-        if not logger._LOCAL and logger._resumed:
-            sent = logger._read_note().get("sent")
-            logger._marks.resume(
-                sent if isinstance(sent, dict) else {}, self._delivered(), len(logger._delivery.backlog)
-            )
+        if logger._resumed:
+            sent = {} if logger._LOCAL else logger._read_note().get("sent")
+            left_over = len(self._backlog)
+            self._marks.resume(sent if isinstance(sent, dict) else {}, self._delivered(), left_over)
         logger._resumed = False
         earlier, logger._earlier = logger._earlier, None
         if earlier is not None and earlier != logger._log_dir:

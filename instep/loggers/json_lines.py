@@ -61,6 +61,7 @@ class JSONLinesLogger(Logger):
         self._file: BinaryIO | None = None
         self._lines = 0
         self._lines_to_keep: int | None = None
+        self._has: dict[str, int] = {}  # of what came after the checkpoint
         self._resumed_step = -1
 
     @property
@@ -96,11 +97,16 @@ class JSONLinesLogger(Logger):
         whole = content[: content.rfind(b"\n") + 1]  # a process killed while writing leaves half a line
         kept = lines = whole.splitlines(keepends=True)
         if self._lines_to_keep is not None:
-            kept = lines[: self._lines_to_keep]
-            kept += [line for line in lines[self._lines_to_keep :] if _step(line) <= self._resumed_step]
+            later = [line for line in lines[self._lines_to_keep :] if _step(line) <= self._resumed_step]
+            kept = lines[: self._lines_to_keep] + later
+            for line in later:
+                self._has |= dict.fromkeys(json.loads(line), int(_step(line)))
         if len(kept) < len(lines) or whole != content:
             replace(path, b"".join(kept))
         self._lines = len(kept)
+
+    def _delivered(self) -> dict[str, int]:
+        return self._has
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         assert self._file is not None

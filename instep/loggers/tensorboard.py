@@ -81,6 +81,7 @@ class TensorBoardLogger(Logger):
         self._summary_writer: Any = None
         self._event: Any = None
         self._proto: Any = None
+        self._has: dict[str, int] = {}
         self._has_hparams = False
         self._has_hp_metric = False
 
@@ -110,8 +111,27 @@ class TensorBoardLogger(Logger):
         )
         self._has_hp_metric = self._has_hp_metric or self._resumed
         if self._resumed and earlier:
+            self._has = self._scalars_up_to(self._last_step)
             log = self._event.SessionLog(status=self._event.SessionLog.START)
             self._add(step=self._last_step + 1, session_log=log)
+
+    def _scalars_up_to(self, last: int) -> dict[str, int]:
+        """Return the last step of each scalar, of those that a resumed run keeps."""
+        reader = require(
+            "tensorboard.backend.event_processing.event_file_loader", extra=None, purpose="TensorBoardLogger"
+        )
+        has: dict[str, int] = {}
+        assert self._log_dir is not None
+        for file in sorted(self._log_dir.glob("events.out.tfevents.*")):
+            for event in reader.LegacyEventFileLoader(str(file)).Load():
+                if event.HasField("session_log"):
+                    has = {name: min(step, event.step - 1) for name, step in has.items()}
+                elif event.step <= last:
+                    has.update(dict.fromkeys((value.tag for value in event.summary.value), event.step))
+        return has
+
+    def _delivered(self) -> dict[str, int]:
+        return self._has
 
     def _add(self, **event: Any) -> None:
         self._writer.add_event(self._event.Event(wall_time=self._now_s or time.time(), **event))

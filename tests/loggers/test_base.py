@@ -192,7 +192,7 @@ def test_a_resumed_logger_returns_to_its_folder_and_flushes_for_a_checkpoint(tmp
     Path(logger.log_dir).mkdir(parents=True)
     logger.log_metrics({"loss": 1.0}, step=12)
     state = logger.state_dict()
-    assert state == {"version": 0, "step": 12}
+    assert state == {"version": 0, "step": 12, "logged": {"loss": 12}}
     resumed = Logger(save_dir=tmp_path)
     resumed.load_state_dict(state)
     resumed.start("run")

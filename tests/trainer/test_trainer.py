@@ -154,7 +154,7 @@ def test_loggers_may_be_set_between_runs(tmp_path: Path):
     assert trainer.logger is None
     trainer.loggers = ["csv", "jsonl"]
     assert [type(logger).__name__ for logger in trainer.loggers] == ["CSVLogger", "JSONLinesLogger"]
-    with pytest.raises(SettingError, match="'cvs' is not known.*'csv'"):
+    with pytest.raises(SettingError, match=r"'cvs' is not known.*'csv'"):
         trainer.loggers = ["cvs"]
     with pytest.raises(SettingError, match="Logger"):
         trainer.loggers = [3]  # pyright: ignore[reportAttributeAccessIssue]
