@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime  # before Python 3.11 another class than TimeoutError
 from contextlib import suppress
@@ -376,9 +376,12 @@ class Delivery:
             self._wake.clear()
             if self._ends:
                 break
+            waited = list(self._tasks)  # what is asked for from here on comes after what is put from here on
             if not self._begun.done() or (time.monotonic() >= self._next_try_s and self._is_due()):
                 self._try()
-            self._run_tasks(with_late=True)
+            self._run_tasks(waited)
+            if self._tasks:
+                self._wake.set()
         while self._tasks:
             self._tasks.popleft()[1].cancel()
 
@@ -397,7 +400,7 @@ class Delivery:
                 self._tracker.send(group)
                 self.backlog.drop(len(group))
                 self._failures, self._singly = 0, max(0, self._singly - len(group))
-                self._run_tasks(with_late=False)
+                self._run_tasks(())
             self.error = None
             self._tracker.rest()
         except Exception as error:  # noqa: BLE001  a tracker never ends a run
@@ -452,10 +455,11 @@ class Delivery:
         except Warning:  # the user made warnings errors, but this thread cannot end the run
             print(text, file=sys.stderr)  # noqa: T201
 
-    def _run_tasks(self, with_late: bool) -> None:
+    def _run_tasks(self, waited: Collection[Any]) -> None:
+        """Run what may run at any time, and what has waited for all that was put before it."""
         for _ in range(len(self._tasks)):
             function, future, late = task = self._tasks.popleft()
-            if late and not with_late:
+            if late and task not in waited:
                 self._tasks.append(task)
                 continue
             try:
