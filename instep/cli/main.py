@@ -50,6 +50,7 @@ COMMANDS: dict[Command, str] = {
     ("runs", "ls"): "runs with their state, how far they came, and why they ended",
     ("runs", "compare"): "hyperparameters that differ, and where the metrics ended",
     ("runs", "plot"): "curves in the terminal, as a picture or as HTML",
+    ("runs", "sync"): "send what trackers did not take",
     ("replay",): "repeat the steps after a checkpoint, bit for bit",
     ("migrate",): "bring Lightning and Accelerate scripts to instep",
     ("dashboard",): "a live local page of run folders, in a browser",

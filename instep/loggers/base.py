@@ -118,6 +118,9 @@ class Logger:
     _marks: Marks | None = None
     _logged: dict[str, int] | None = None  # the last step by name; of a resumed run that of its checkpoint
     _refused: frozenset[str] = frozenset()  # hooks that the subclass lacks, said once
+    _sends_rest: bool = False  # of a run that is over
+    status: str = "interrupted"
+    """How the run ended: "success", "interrupted" or "failed"."""
     _doubtful: bool = False  # a part of what failed may have arrived
     _number: int = 0  # among the run's loggers of this class
     _rank: int = 0  # of a process that writes for itself
@@ -130,7 +133,7 @@ class Logger:
     _writers: AbstractSet[str] = frozenset()  # attributes of a subclass that exist while it is open
     _draws_graph: bool = False  # the Trainer calls `log_graph` at the start of fit
     _x_axis: str = "step"
-    _log_model: bool | str = False
+    log_model: bool | str = False
     _save_code: bool = False
     _per_rank: bool = False
     _flush_timeout_s: float = 30.0
@@ -173,7 +176,7 @@ class Logger:
         self._x_axis = x_axis
         if log_model not in (True, False, "all", "best"):
             raise one_of("log_model", log_model, (True, False, "all", "best"))
-        self._log_model = log_model
+        self.log_model = log_model
         self._save_code = FLAG("save_code", save_code)
         self._per_rank = FLAG("per_rank", per_rank)
         self._flush_timeout_s = above_zero("of seconds above 0")("flush_timeout_s", flush_timeout_s)
@@ -312,6 +315,18 @@ class Logger:
             number: among the run's loggers of this class.
         """
         self._claim, self._decides, self._number = claim, decides, number
+
+    def take_up(self, version: int | str | None, number: int, rank: int, status: str) -> None:
+        """Send what waits of a run that is over, from the next start on. Called by `instep runs sync`.
+
+        Args:
+            version: of the run.
+            number: among the run's loggers of this class.
+            rank: of the process that wrote.
+            status: how the run ended.
+        """
+        self._version, self._number, self._rank, self.status = version, number, rank, status
+        self._resumed = self._sends_rest = True
 
     def follow(self, folder: str) -> None:
         """Write into this folder of `runs_dir` from the next start on: the run's. Called by the Trainer."""
@@ -571,7 +586,7 @@ class Logger:
                 self._at_once(lambda: self._after_save_checkpoint(to_path(path)))  # later it may be deleted
             elif not self._open:
                 self._put("_after_save_checkpoint", to_path(path))
-            if self._log_model == "all":
+            if self.log_model == "all":
                 self.log_checkpoint(path)
 
     def log_checkpoint(self, path: Location, aliases: Sequence[str] = ()) -> None:
@@ -598,7 +613,7 @@ class Logger:
         if self._waits:
             self._opened()
         if self._open and self._delivery is not None:
-            self._open = False  # first: a failing close is not tried again
+            self._open, self.status = False, status  # first: a failing close is not tried again
             delivery, self._delivery = self._delivery, None
             delivery.close(lambda: self._finalize(status), self._flush_timeout_s)
             if len(delivery.backlog):
@@ -863,7 +878,7 @@ class Logger:
         self._logged = {} if self._logged is None else self._logged
         if self._resumed and self._version is None and not self._LOCAL:
             self._version = self._read_note().get("version")
-        self._marks = Marks(dict(self._logged or {}) if self._resumed else None)
+        self._marks = Marks(dict(self._logged) if self._resumed and not self._sends_rest else None)
         backlog = Backlog(self._note_path.with_suffix(".jsonl"))
         self._delivery = Delivery(LoggerSide(self, backlog, self._marks), name, backlog)
         try:
@@ -900,6 +915,7 @@ class Logger:
             "logger": f"{kind.__module__}:{kind.__qualname__}",
             "arguments": {name: value for name, value in arguments.items() if value is not None},
             "version": self._version,
+            "status": self.status,
             "sent": {} if self._marks is None else self._marks.sent,
         }
         try:

@@ -261,6 +261,8 @@ class Delivery:
         """Why nothing could be sent last; None while it works."""
         self.refused = 0
         self.is_begun = False
+        self.begun_with = 0
+        """Records that an earlier process had left."""
         self._tracker, self._name = tracker, name
         self._failures = 0
         self._singly = 0  # records that are sent one by one, since one of them was refused
@@ -393,7 +395,7 @@ class Delivery:
         try:
             if not self.is_begun:
                 self._tracker.begin()
-                self.is_begun = True
+                self.is_begun, self.begun_with = True, len(self.backlog)
                 if not self._begun.done():
                     self._begun.set_result(None)
             while not self._ends and (group := self._next_group()):
@@ -445,7 +447,7 @@ class Delivery:
         self.refused += 1
         self._say(f"{self._name} refuses {', '.join(record.names()) or record.hook}: {self.error}")
         with suppress(OSError), self._refused_path.open("ab") as file:
-            file.write(record.line())
+            file.write(record._replace(step=None).line())  # later steps have arrived, and say nothing of this one
         self.backlog.drop(2)  # with the one after it, which has arrived
         self._failures, self._next_try_s = 0, 0.0
 

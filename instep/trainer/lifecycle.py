@@ -202,6 +202,8 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
     first = error
 
     def finalize(logger: Logger) -> None:
+        if ctx.fn == "fit" and logger.log_model in (True, "best") and (best := _best_checkpoint(ctx)):
+            logger.log_checkpoint(best, ["best"])
         logger.finalize("success" if first is None else _status(first))
 
     if error is not None:
@@ -231,6 +233,11 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
                     print_exception(another)
     if first is not None and error is None:
         raise first
+
+
+def _best_checkpoint(ctx: RunContext) -> str:
+    saver = ctx.trainer.checkpoint_callback
+    return "" if saver is None else saver.best_model_path or saver.last_model_path
 
 
 def _abandon(ctx: RunContext, error: BaseException) -> None:

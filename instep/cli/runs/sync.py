@@ -1,0 +1,52 @@
+"""Send what the trackers of a run did not take: they were unreachable, or the run was killed.
+
+It waits in `RUN/loggers/`, one file for each tracker, and is sent in the order it was logged; what a tracker has
+already is left out. Nothing is sent for a run that is still going on: it does that itself.
+
+Exit codes: 0 all has arrived; 1 something waits still, or an error; 2 wrong arguments.
+
+Examples:
+  instep runs sync instep_runs/version_3
+  instep runs sync instep_runs/version_3 --import my_project.loggers
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from instep.cli import output
+from instep.errors import UsageError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("path", metavar="RUN", help="the run folder")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for one tracker (default: 600)"
+    )
+    parser.add_argument("--import", dest="module", metavar="MODULE", help="a module that registers loggers of your own")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Send it."""
+    from instep.loggers.sync import sync
+
+    folder = Path(args.path)
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder; give that of a run, such as instep_runs/version_0")
+    if args.module:
+        sys.path.insert(0, "")
+        import_module(args.module)
+    done = list(sync(folder, args.timeout))
+    if args.json:
+        output.say_json({"run": str(folder), "loggers": [one._asdict() for one in done]})
+    elif not done:
+        output.say(f"nothing waits in {folder}")
+    else:
+        rows = [(one.logger, one.waited, one.waited - one.left, one.left, one.reason) for one in done]
+        output.table(("logger", "waited", "sent", "left", "why"), rows, right=("waited", "sent", "left"))
+    return 1 if any(one.left for one in done) else 0
