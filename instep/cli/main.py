@@ -48,6 +48,7 @@ COMMANDS: dict[Command, str] = {
     ("checkpoint", "diff"): "how two checkpoints differ",
     ("checkpoint", "convert"): "to and from safetensors, Lightning and Accelerate",
     ("runs", "ls"): "runs with their state, how far they came, and why they ended",
+    ("runs", "show"): "what a run is or was doing, what ended it, and how it goes on",
     ("runs", "compare"): "hyperparameters that differ, and where the metrics ended",
     ("runs", "plot"): "curves in the terminal, as a picture or as HTML",
     ("runs", "sync"): "send what trackers did not take",
@@ -67,6 +68,7 @@ _EXAMPLES = (
     "  instep checkpoint ls .",
     "  instep checkpoint verify instep_runs/version_0",
     "  instep runs ls",
+    "  instep runs show instep_runs/version_0",
 )
 _SHARED = {
     **{name: "config" for name in COMMANDS if name[0] == "config"},

@@ -200,6 +200,8 @@ class MetricsReader:
                         line.forget(row.step)
                     continue
                 step, time_s, values = row
+                if not math.isfinite(step):
+                    continue
                 for name, value in values:
                     line = lines.get(name)
                     if line is None:

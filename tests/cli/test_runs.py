@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from instep.checkpoint import CheckpointStore
 from instep.cli.main import main
+from tests.cli.checkpoint.conftest import writes
 from tests.runs.test_folder import write_run
 
 
@@ -100,3 +102,50 @@ def test_a_missing_package_is_named_with_its_pip_command(
         monkeypatch.setitem(sys.modules, package, None)
     for words in ((), ("-o", "x.png"), ("-o", "x.html")):
         assert "pip install 'instep[plots]'" in said(capsys, "plot", two, *words, code=1)
+
+
+def test_show_of_a_crash_says_what_it_did_the_cause_by_rank_and_how_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["python", "train.py", "--name", "a b", "--key", "***"]
+    cause = "rank 1 (host n2, step 40) ended with SIGKILL"
+    end = {"status": "failed", "error": cause, "command": command, "cwd": "/work", "resumes": True}
+    run = write_run(tmp_path / "version_0", **end, summary={"time_s": {"data": 3.0, "forward": 1.0}})
+    progress = {"stage": "train", "phase": "save", "epoch": 2, "max_epochs": 5, "batch": 7, "batches": 9, "time": 1e9}
+    (run / "progress.json").write_text(json.dumps({**progress, "global_step": 41, "max_steps": -1}))
+    (run / "failures").mkdir()
+    for rank, more in ((0, {"remote": True, "how": "exception"}), (1, {"cause": True, "how": "SIGKILL"})):
+        report = {"rank": rank, "host": f"n{rank}", "step": 40, "traceback": f"  in f\nE{rank}\x1b[2J", **more}
+        (run / f"failures/rank-{rank}.json").write_text(json.dumps(report))
+    (run / "train.log").write_text("last words\n")
+    shown = said(capsys, "show", tmp_path)
+    assert shown.startswith(f"{run}: failed\nwhy: {cause}\n")
+    assert "was doing: train, phase save, epoch 2 of 5, batch 7 of 9, step 41, " in shown
+    assert [line.split()[0] for line in shown.splitlines() if " n0 " in line or " n1 " in line] == ["1", "0"]
+    assert "traceback of rank 1\n    in f\n  E1\\x1b[2J\n" in shown
+    assert "time: 4 seconds: data 75%, forward 25%" in shown
+    assert "end of train.log\nlast words\n" in shown
+    ends = "it goes on with\n  cd /work\n  python train.py --name 'a b' --key '***'\n"
+    assert shown.endswith(f"{ends}  (*** stands for secrets, which are not kept)\n")
+    answer = said(capsys, "show", tmp_path, "--json")
+    assert answer["go_on"] == "python train.py --name 'a b' --key '***'"
+    assert (answer["metrics"]["loss"]["last"], answer["step"], answer["hparams"]["lr"]) == (0.25, 41, 0.1)
+
+
+def test_show_verifies_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "version_0")
+    path = CheckpointStore(run / "checkpoints").save(10, writes(1.0, 10))
+    assert "  complete" in said(capsys, "show", run)
+    assert "  verified" in said(capsys, "show", run, "--verify")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    assert "broken: model.safetensors differs from what was written" in said(capsys, "show", run, "--verify")
+
+
+@pytest.mark.plots
+def test_values_at_the_ends_of_float_are_drawn(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (two / "version_0/metrics.csv").write_text(
+        "step,a,b,c,d\n1,1e308,5e-324,nan,1\n2,-1e308,1,nan,1\n1e300,1,2,inf,1\n"
+    )
+    for words in ((), ("--log",), ("-o", two / "x.png"), ("-o", two / "x.html")):
+        said(capsys, "plot", two / "version_0", "-m", "a,b,c,d", *words)

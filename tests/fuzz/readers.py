@@ -375,6 +375,9 @@ def _runs(folder: Path, rng: Random) -> int:
             (
                 ["runs", "ls", ".", "-c", "lr,loss", "--sort", "loss"],
                 ["runs", "ls", ".", "--json"],
+                ["runs", "show", "run"],
+                ["runs", "show", "run", "--verify", "--log", "5"],
+                ["runs", "show", ".", "--json"],
                 ["runs", "compare", ".", "--all"],
                 ["runs", "compare", ".", "--json"],
                 ["runs", "plot", ".", "--json", "--points", "10"],

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from instep.utils.imports import require
 from instep.utils.untrusted_files import clean
 
 _FEW = 4  # metrics that are drawn where none are named
+_MOST = 1e100  # of what is drawn: a difference of two larger ones may be infinite
 _PICTURES = (".png", ".svg", ".pdf")
 
 Line = tuple[str, list[float], list[float]]  # a run's title, x, y
@@ -83,7 +85,9 @@ def _plots(runs: Sequence[Run], args: argparse.Namespace) -> dict[str, list[Line
             if name in metrics.curves:
                 x, y = _axis(metrics.curves[name], args.x, runs[0].name)
                 if args.log:
-                    x, y = [a for a, b in zip(x, y, strict=True) if b > 0], [b for b in y if b > 0]
+                    x, y = [a for a, b in zip(x, y, strict=True) if b > 1 / _MOST], [b for b in y if b > 1 / _MOST]
+                if not args.json:
+                    x, y = ([max(-_MOST, min(_MOST, value)) for value in axis] for axis in (x, y))
                 if x:
                     plots[name].append((clean(title), x, y))
     return {clean(name): lines for name, lines in plots.items()}
@@ -109,12 +113,11 @@ def _draw_in_terminal(name: str, lines: list[Line], args: argparse.Namespace) ->
     figure = plotext.figure
     figure.clear()
     figure.plot_size(min(shutil.get_terminal_size((100, 24)).columns, 160), 18)
-    figure.title(f"{name} by {_label(args)}")
-    if args.log:
-        figure.ruler("y").scale("log")
+    figure.title(f"{'log10 of ' * args.log}{name} by {_label(args)}")
     marks = "abcdefghijklmnopqrstuvwxyz"
     for number, (title, x, y) in enumerate(lines):
         marker = {} if colours or len(lines) == 1 else {"marker": marks[number % len(marks)]}
+        y = [math.log10(value) for value in y] if args.log else y  # its own scale fails on a flat curve
         signal = figure.signal(x, y, **marker).lines()
         figure.draw(signal.label(title) if colours and len(lines) > 1 else signal)
     drawn = figure.build().string()
