@@ -59,7 +59,10 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
 
 
 # What `make test` leaves out.
-_EXTRAS = ("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi", "browser", "trackers", "plots")
+_EXTRAS = (
+    *("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi"),
+    *("browser", "notebook", "trackers", "plots"),
+)
 
 
 def _missing() -> dict[str, str | None]:
@@ -76,6 +79,7 @@ def _missing() -> dict[str, str | None]:
         "mpi": None if which("mpirun") else "mpirun is not installed (Debian: openmpi-bin)",
         "browser": browser.missing(),
         "plots": None if all(map(find_spec, ("plotext", "plotly", "matplotlib"))) else "instep[plots] is not installed",
+        "notebook": None if all(map(find_spec, ("nbclient", "ipykernel"))) else "instep[docs] is not installed",
     }
 
 

@@ -1,34 +1,39 @@
-"""A table of the model's parts and their sizes."""
+"""A table of the model's parts: parameters, sizes, and floating-point operations."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from instep.callbacks.base import Callback
-from instep.distributed import send_to_device
+from instep.distributed import find_batch_size, send_to_device
 from instep.distributed.nested import map_leaves
 from instep.utils.checks import at_least
+from instep.utils.flops import FlopCounter
 from instep.utils.seed import isolate_rng
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 UNKNOWN_SIZE = "?"
+LEFTOVER_PARAMS_NAME = "other params"
 _MB = 1_000_000
 _DEPTH = at_least(-1, "-1 for all, 0 for totals only")
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One module: its dotted name, class, parameters (elements), those that are trained, its mode, and its sizes.
+    """One module: its dotted name, class, parameters (elements), those that are trained, its mode, and what it does.
 
-    The sizes are those of its first input and output where the whole module has an `example_input_array`: shapes,
-    nested as the data are; None where unknown.
+    Sizes and operations are known where the whole module has an `example_input_array`: the shapes of its first input
+    and output, nested as the data are, and the floating-point operations of its forward pass; None where unknown.
     """
 
     name: str
@@ -38,13 +43,15 @@ class SummaryRow:
     mode: str
     in_size: Any = None
     out_size: Any = None
+    flops: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary:
     """Sizes of a module and its parts, as `summarize` counts them; `str` gives the table as plain text.
 
-    Tied parameters count once in the totals. Parameters of lazy modules count 0 until they have a shape.
+    Tied parameters count once in the totals. Parameters of lazy modules count 0 until they have a shape. The object has
+    the names of Lightning's `ModelSummary` too: `total_parameters`, `layer_names`, `in_sizes`, `total_flops` and so on.
     """
 
     rows: tuple[SummaryRow, ...]
@@ -55,6 +62,16 @@ class Summary:
     has_lazy: bool
     has_absent: bool
     """Whether some of the module's parts are on other ranks; they have no rows."""
+    total_training_modes: Mapping[str, int] = field(default_factory=dict)
+    """Modules in "train" and in "eval" mode, without the whole."""
+    total_flops: int = 0
+    """Floating-point operations of a forward pass of the `example_input_array`; 0 where there is none."""
+    flops_per_sample: float | None = None
+    """The same for one sample of it; None where unknown."""
+    flop_counts: Mapping[str, Mapping[Any, int]] = field(default_factory=dict)
+    """Operations of each row's forward pass, by kind of operation."""
+    leftover: SummaryRow | None = None
+    """Parameters that no row has: those of the module itself, and of modules that are left out."""
 
     @property
     def frozen_params(self) -> int:
@@ -74,12 +91,14 @@ class Summary:
     layer_names = property(lambda self: [row.name for row in self.rows])
     layer_types = property(lambda self: [row.type for row in self.rows])
     param_nums = property(lambda self: [row.params for row in self.rows])
+    total_layer_params = property(lambda self: sum(row.params for row in self.rows))
+    training_modes = property(lambda self: [row.mode == "train" for row in self.rows])
     in_sizes = property(lambda self: [row.in_size or UNKNOWN_SIZE for row in self.rows])
     out_sizes = property(lambda self: [row.out_size or UNKNOWN_SIZE for row in self.rows])
 
     def columns(self) -> list[tuple[str, bool, list[str]]]:
         """Return the table's columns: title, whether it is of numbers, and a text for each row."""
-        rows = self.rows
+        rows = self.rows if self.leftover is None else (*self.rows, self.leftover)
         columns = [
             ("", False, [str(number) for number in range(len(rows))]),
             ("Name", False, [row.name for row in rows]),
@@ -89,8 +108,11 @@ class Summary:
             ("Mode", False, [row.mode for row in rows]),
         ]
         if any(row.in_size is not None for row in rows):
-            columns += [("In sizes", False, [str(size) for size in self.in_sizes])]
-            columns += [("Out sizes", False, [str(size) for size in self.out_sizes])]
+            columns += [
+                ("FLOPs", True, ["" if row.flops is None else count(row.flops) for row in rows]),
+                ("In sizes", False, [str(row.in_size or UNKNOWN_SIZE) for row in rows]),
+                ("Out sizes", False, [str(row.out_size or UNKNOWN_SIZE) for row in rows]),
+            ]
         return columns
 
     def totals(self) -> list[str]:
@@ -99,6 +121,11 @@ class Summary:
             f"{count(self.total_params)} parameters, {count(self.trainable_params)} trainable, "
             f"{count(self.frozen_params)} frozen; {self.size_mb:,.3f} MB"
         ]
+        if self.total_flops:
+            sample = "" if self.flops_per_sample is None else f", {count(round(self.flops_per_sample))} a sample"
+            lines.append(
+                f"{count(self.total_flops)} floating-point operations in a forward pass of the example{sample}"
+            )
         if self.has_lazy:
             lines.append("Some parameters have no shape before the first batch and are not counted.")
         if self.has_absent:
@@ -115,14 +142,19 @@ class Summary:
         text.insert(1, "-" * max(map(len, text)))
         return "\n".join([*(text if self.rows else []), *self.totals()])
 
+    __repr__ = __str__
+
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
-    """Count a module's parameters.
+    """Count a module's parameters, and measure a forward pass of its example.
+
+    The forward pass leaves no trace: modes, buffers, attributes of the modules and random streams are as before.
 
     Args:
         module: any module; parameters may be on the meta device, or sharded (the whole is counted). With an
             `example_input_array` (a tensor, the list of `forward`'s arguments, or a dict of them) it runs once, in
-            eval mode, for the sizes of inputs and outputs.
+            eval mode and without gradients, for the sizes of inputs and outputs and the number of operations. Without
+            one no forward pass is made.
         max_depth: rows for the modules down to this depth: 1 the children, 0 none, -1 all.
 
     Returns:
@@ -144,7 +176,11 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
         if name and child not in absent and (max_depth == -1 or name.count(".") < max_depth)
     }
     lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
-    sizes = {} if absent or lazy else _sizes(module, shown)
+    example = None if absent or lazy else getattr(module, "example_input_array", None)
+    sizes, flops, total_flops = ({}, {}, 0) if example is None else _measure(module, shown, example)
+    modes = [child.training for child in module.modules()][1:]
+    in_rows = {id(parameter) for child in shown.values() for parameter in child.parameters()}
+    others = [parameter for parameter in module.parameters() if id(parameter) not in in_rows] if shown else []
     for name, child in shown.items():
         params = [(parameter, _elements(parameter)) for parameter in child.parameters()]
         rows.append(
@@ -156,6 +192,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
                 mode="train" if child.training else "eval",
                 in_size=sizes.get(name, (None, None))[0],
                 out_size=sizes.get(name, (None, None))[1],
+                flops=sum(flops[name].values()) if name in flops else None,
             )
         )
     params = [(parameter, _elements(parameter)) for parameter in module.parameters()]
@@ -167,44 +204,82 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
         buffers_bytes=sum(_bytes(buffer) for buffer in module.buffers()),
         has_lazy=lazy,
         has_absent=bool(absent),
+        total_training_modes={"train": modes.count(True), "eval": modes.count(False)},
+        total_flops=total_flops,
+        flops_per_sample=total_flops / samples if total_flops and (samples := find_batch_size(example)) else None,
+        flop_counts=flops,
+        leftover=_leftover(others) if others else None,
     )
 
 
-def _sizes(module: nn.Module, shown: dict[str, nn.Module]) -> dict[str, tuple[Any, Any]]:
-    """Return the sizes of what goes in and out of each module when the whole runs on its example; none without one."""
-    example = getattr(module, "example_input_array", None)
-    if example is None:
-        return {}
+def _leftover(parameters: list[nn.Parameter]) -> SummaryRow:
+    trained = sum(_elements(parameter) for parameter in parameters if parameter.requires_grad)
+    return SummaryRow(LEFTOVER_PARAMS_NAME, "", sum(map(_elements, parameters)), trained, "")
+
+
+def _measure(
+    module: nn.Module, shown: dict[str, nn.Module], example: Any
+) -> tuple[dict[str, tuple[Any, Any]], dict[str, dict[Any, int]], int]:
+    """Run the module on its example.
+
+    Returns:
+        What goes in and out of each shown module, as shapes; the operations of each, by kind; the number of all.
+    """
     sizes: dict[str, tuple[Any, Any]] = {}
-    hooks = []
-    for name, child in shown.items():
-
-        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, name: str = name) -> None:
-            given = (*args, *kwargs.values())
-            sizes.setdefault(name, (_shape(given[0] if len(given) == 1 else given), _shape(output)))
-
-        if not isinstance(child, torch.jit.ScriptModule):  # those take no such hooks
-            hooks.append(child.register_forward_hook(note, with_kwargs=True))
+    flops = {name: Counter[Any]() for name in shown}
     first = next((p for p in module.parameters() if p.is_floating_point()), None)
     if first is not None:
         example = send_to_device(example, first.device)
         if first.dtype in (torch.float16, torch.bfloat16):
             example = map_leaves(lambda leaf: _as(leaf, first.dtype), example)
-    modes = {part: part.training for part in module.modules()}
+    counter = FlopCounter()
     run = module._call_impl  # compiled or not: the compiler would need its time for this one run
-    try:
+    with ExitStack() as stack:
+        for name, child in shown.items():
+
+            def begin(_: Any, args: Any, name: str = name) -> None:
+                flops[name].subtract(counter.counts)
+
+            def end(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, name: str = name) -> None:
+                flops[name].update(counter.counts)
+                given = (*args, *kwargs.values())
+                sizes.setdefault(name, (_shape(given[0] if len(given) == 1 else given), _shape(output)))
+
+            if not isinstance(child, torch.jit.ScriptModule):  # those take no such hooks
+                stack.callback(child.register_forward_pre_hook(begin).remove)
+                stack.callback(child.register_forward_hook(end, with_kwargs=True).remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(isolate_rng())  # a run with a summary is the run without one
+        stack.enter_context(_kept(module))
         module.eval()
-        with torch.no_grad(), isolate_rng():  # a run with a summary is the run without one
-            if isinstance(example, dict):
-                run(**example)
-            else:
-                run(*(example if isinstance(example, list | tuple) else (example,)))
+        stack.enter_context(counter)
+        if isinstance(example, dict):
+            run(**example)
+        else:
+            run(*(example if isinstance(example, list | tuple) else (example,)))
+    return sizes, {name: dict(+flops[name]) for name in sizes}, counter.total
+
+
+@contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Give all modules their attributes, modes and buffers back afterwards."""
+    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    before = [(part, dict(vars(part)), dict(part._buffers)) for part in parts]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
     finally:
-        for part, training in modes.items():
+        for part, attributes, buffers in before:
+            for name in vars(part).keys() - attributes.keys():
+                del vars(part)[name]
+            vars(part).update(attributes)
+            part._buffers.clear()
+            part._buffers.update(buffers)
+        for buffer, value in values:
+            buffer.copy_(value)
+        for part, training in modes:
             part.training = training
-        for hook in hooks:
-            hook.remove()
-    return sizes
 
 
 def _as(leaf: Any, dtype: torch.dtype) -> Any:
@@ -281,8 +356,9 @@ def count(number: int) -> str:
 
 
 def _elements(tensor: torch.Tensor) -> int:
-    return 0 if nn.parameter.is_lazy(tensor) else tensor.numel()
+    # DeepSpeed's stage 3 leaves an empty tensor in a parameter's place, with the number of the whole.
+    return 0 if nn.parameter.is_lazy(tensor) else getattr(tensor, "ds_numel", tensor.numel())
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return 0 if nn.parameter.is_lazy(tensor) else tensor.numel() * tensor.element_size()
+    return _elements(tensor) and _elements(tensor) * tensor.element_size()

@@ -122,7 +122,7 @@ def test_an_example_gives_the_sizes(kind: Any, dtype: torch.dtype, monkeypatch: 
     monkeypatch.setattr(net, "_compiled_call_impl", lambda *args, **kwargs: pytest.fail("compiled for one run"))
     summary = summarize(net)
     assert (summary.in_sizes, summary.out_sizes) == ([[4, 3], [4, 2], "?"], [[4, 2], [4, 2], "?"])
-    assert str(summary).splitlines()[0].endswith("In sizes  Out sizes")
+    assert str(summary).splitlines()[0].endswith("FLOPs  In sizes  Out sizes")
     assert torch.equal(torch.get_rng_state(), random_state)
     assert [part.training for part in (net, net.left, net.drop)] == [True, True, False]
     assert not net.left._forward_hooks
@@ -132,3 +132,48 @@ def test_an_example_gives_the_sizes(kind: Any, dtype: torch.dtype, monkeypatch: 
         [8, 0, 2],
     )
     assert (summary.total_parameters, summary.trainable_parameters, summary.model_size) == (10, 10, summary.size_mb)
+    left = 2 * 4 * 3 * 2
+    assert (summary.total_flops, summary.flops_per_sample, [row.flops for row in summary.rows]) == (
+        left,
+        left / 4,
+        [left, 0, None],
+    )
+    assert [sum(kinds.values()) for kinds in summary.flop_counts.values()] == [left, 0]
+    assert summary.total_training_modes == {"train": 2, "eval": 1}
+    assert summary.training_modes == [True, False, True]
+
+
+class Remembering(nn.Module):
+    """Its forward pass changes what it has: a buffer in place, one anew, and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.own = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("anew", torch.zeros(2))
+        self.steps = 0
+        self.example_input_array = torch.zeros(4, 2)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.anew = self.anew + torch.rand(2)
+        self.steps += 1
+        self.cache = given
+        return self.inner(given)
+
+
+def test_the_forward_pass_leaves_no_trace():
+    net = Remembering()
+    anew, attributes = net.anew, dict(vars(net))
+    summary = summarize(net)
+    assert summary.total_flops == 2 * 4 * 2 * 2
+    assert vars(net) == attributes
+    assert net.anew is anew
+    assert (net.calls.item(), net.anew.sum().item(), net.steps) == (0.0, 0.0, 0)
+    assert summary.leftover is not None
+    assert (summary.leftover.params, summary.leftover.trainable, summary.total_layer_params) == (3, 0, 6)
+    lines = str(summary).splitlines()
+    assert lines[3].split()[:4] == ["1", "other", "params", "3"]
+    assert lines[-1] == "32 floating-point operations in a forward pass of the example, 8 a sample"
+    assert repr(summary) == str(summary)

@@ -340,12 +340,15 @@ def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
     if speed and size:
         facts.append(f"{amount(speed * size * trainer.strategy.data_world_size)} samples/s")
     for callback in trainer.callbacks:
-        latest = getattr(callback, "latest", None)  # plain floats by name, of a ThroughputMonitor
-        for name, value in latest.items() if isinstance(latest, dict) else ():
-            if name.endswith("tokens_per_sec"):
-                facts.append(f"{amount(value)} tokens/s")
-            elif name.endswith("mfu"):
-                facts.append(f"MFU {value:.1%}")
+        metrics = getattr(callback, "metrics", None)  # of a ThroughputMonitor: plain floats by name
+        items = (
+            {name: value for name, value in metrics.items() if value and name.startswith("train")}
+            if isinstance(metrics, dict)
+            else {}
+        )
+        tokens = sorted((name for name in items if name.endswith("items_per_sec")), key=lambda name: "device" in name)
+        facts += [f"{amount(items[name])} tokens/s" for name in tokens[:1]]  # of all processes, where there are several
+        facts += [f"MFU {value:.1%}" for name, value in items.items() if name.endswith("mfu")]
     return facts
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = 100  # of a notebook's cell
 _PRE = (
-    '<pre style="white-space: pre; overflow-x: auto; line-height: 1.3; margin: 0; '
+    '<pre style="white-space: pre; overflow-x: auto; font-size: 13px; line-height: 1.3; margin: 0; '
     "font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace\">{code}</pre>"
 )
 
@@ -114,22 +114,21 @@ class Notebook(Lines):
     live = True
 
     def __init__(self, shell: Any) -> None:
-        from IPython.display import HTML, display  # the notebook has it loaded
+        from IPython.display import display  # the notebook has it loaded
 
         super().__init__()
         if getattr(shell.display_pub, "session", None) is not None:
             # The kernel's session refuses to send from a fork until a stream of the fork has been flushed, by which
             # ipykernel says that its way out is safe there.
             shell.display_pub.session.pid = os.getpid()
-        self._html = HTML
-        self._shown = ""
-        self._handle: Any = display(HTML(""), display_id=True)
+        self._shown = {"text/plain": "", "text/html": ""}
+        self._handle: Any = display(self._shown, raw=True, display_id=True)
 
     def show(self, view: View) -> None:
-        text = html(view)
-        if text != self._shown:
-            self._shown = text
-            self._handle.update(self._html(text))
+        shown = {"text/plain": view.plain(), "text/html": html(view)}
+        if shown != self._shown:
+            self._shown = shown
+            self._handle.update(shown, raw=True)
 
 
 def html(view: View, columns: int = _COLUMNS) -> str:

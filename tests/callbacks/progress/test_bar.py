@@ -465,7 +465,7 @@ def test_facts_of_a_run(monkeypatch, tmp_path):
     pipe = no_terminal(monkeypatch)
 
     class Monitor(Callback):
-        latest = {"device/tokens_per_sec": 81234.0, "device/mfu": 0.341}
+        metrics = {"train/device/items_per_sec": 40617.0, "train/device/mfu": 0.341, "train/items_per_sec": 81234.0}
 
     class Watched(ProgressBar):
         def on_validation_end(self, trainer, module):
