@@ -9,8 +9,9 @@ from instep.runs import Curve
 from instep.runs.status import clean
 
 COLOURS = ("#3b7ddd", "#e07b39", "#2e9e6b", "#c2477f", "#8a63d2", "#b08d1e", "#1fa3b5", "#d6455d")
-_INK, _LINE = "#8590a2", "rgba(133, 144, 162, .18)"  # readable on light and on dark
-_HEIGHT, _TOP, _GAP = 190, 34, 44
+_LABEL = {"color": "#8590a2", "fontSize": 11}  # readable on light and on dark
+_LINE = {"lineStyle": {"color": "rgba(133, 144, 162, .18)"}}
+_PLOT, _TOP, _EACH = 170, 34, 234  # pixels: of a metric's plot, above the first one, of each with its labels
 
 
 def options(
@@ -24,49 +25,16 @@ def options(
         by_time: over the time of day instead of steps, for curves that have it.
     """
     grids, titles, across, up, series = [], [], [], [], []
-    label = {"color": _INK, "fontSize": 11}
     for index, (metric, lines) in enumerate(curves.items()):
-        top = _TOP + index * (_HEIGHT + _GAP)
-        grids.append({"left": 58, "right": 14, "top": top, "height": _HEIGHT - 20})
-        titles.append({"text": clean(metric)[:80], "left": 8, "top": top - 26, "textStyle": {**label, "fontSize": 13}})
-        across.append(
-            {
-                "type": "time" if by_time else "value",
-                "gridIndex": index,
-                "min": "dataMin",
-                "max": "dataMax",
-                "axisLabel": {**label, "hideOverlap": True},
-                "axisLine": {"lineStyle": {"color": _LINE}},
-                "splitLine": {"show": False},
-            }
-        )
-        up.append(
-            {
-                "type": "log" if log else "value",
-                "gridIndex": index,
-                "scale": True,
-                "axisLabel": {**label, "hideOverlap": True},
-                "splitLine": {"lineStyle": {"color": _LINE}},
-            }
-        )
-        for name, colour, curve in lines:
-            colour = COLOURS[colour % len(COLOURS)]
-            series.append(
-                {
-                    "type": "line",
-                    "name": clean(name)[-60:],
-                    "xAxisIndex": index,
-                    "yAxisIndex": index,
-                    "showSymbol": len(curve.steps) < 3,
-                    "color": colour,
-                    "lineStyle": {"width": 1.6, "color": colour},
-                    "emphasis": {"focus": "series"},
-                    "data": _points(curve, log, by_time),
-                }
-            )
+        top = _TOP + index * _EACH
+        grids.append({"left": 58, "right": 14, "top": top, "height": _PLOT})
+        titles.append({"text": clean(metric)[:80], "left": 8, "top": top - 26, "textStyle": {**_LABEL, "fontSize": 13}})
+        wide = {"min": "dataMin", "max": "dataMax", "splitLine": {"show": False}, "axisLine": _LINE}
+        across.append(_axis("time" if by_time else "value", index, **wide))
+        up.append(_axis("log" if log else "value", index, scale=True, splitLine=_LINE))
+        series += [_line(name, colour, index, _points(curve, log, by_time)) for name, colour, curve in lines]
     return {
         "animation": False,
-        "backgroundColor": "transparent",
         "grid": grids,
         "title": titles,
         "xAxis": across,
@@ -75,10 +43,10 @@ def options(
         "legend": {
             "type": "scroll",
             "bottom": 0,
-            "icon": "roundRect",
             "itemWidth": 14,
             "itemHeight": 8,
-            "textStyle": label,
+            "icon": "rect",
+            "textStyle": _LABEL,
         },
         "tooltip": {"trigger": "axis", "renderMode": "richText", "confine": True},
         "axisPointer": {"link": [{"xAxisIndex": "all"}]},
@@ -87,10 +55,21 @@ def options(
 
 def draw(plot: Any, drawn: dict[str, Any], count: int) -> None:
     """Put options into NiceGUI's element, high enough for so many metrics."""
-    plot.style(f"height: {max(count, 1) * (_HEIGHT + _GAP) + 22}px")
+    plot.style(f"height: {max(count, 1) * _EACH + 22}px")
     plot.options.clear()
     plot.options.update(drawn)
     plot.update()
+
+
+def _axis(kind: str, index: int, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "gridIndex": index, "axisLabel": {**_LABEL, "hideOverlap": True}, **more}
+
+
+def _line(name: str, colour: int, index: int, points: list[tuple[float, float]]) -> dict[str, Any]:
+    ink = COLOURS[colour % len(COLOURS)]
+    at = {"xAxisIndex": index, "yAxisIndex": index, "showSymbol": len(points) < 3, "emphasis": {"focus": "series"}}
+    drawn = {"color": ink, "lineStyle": {"width": 1.6, "color": ink}}
+    return {"type": "line", "name": clean(name)[-60:], "data": points, **at, **drawn}
 
 
 def _points(curve: Curve, log: bool, by_time: bool) -> list[tuple[float, float]]:

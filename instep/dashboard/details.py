@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from nicegui import ui
@@ -16,7 +17,8 @@ from instep.runs.folder import tail
 from instep.runs.ranks import read_paces
 from instep.runs.status import clean
 
-_LOG_LINES, _REPORTS, _TEXT = 200, 20, 2000
+_LOG_LINES, _REPORTS, _ROWS, _TEXT = 200, 10, 2000, 2000  # at most: a stranger may have left more
+_DEVICE = ("DeviceStatsMonitor.", "ThroughputMonitor.", "system/")
 _HARDWARE = 6  # plots of what a run logged of its hardware; a GPU has a hundred numbers
 
 
@@ -66,6 +68,13 @@ class Panel:
 _FORMAT = {":format": "value => typeof value === 'number' ? value.toLocaleString('en') : value"}
 
 
+_SAID = ("exit_code", "signal", "world_size", "strategy", "device", "host", "pid", "cwd", "checkpoint")
+
+
+def _title(key: str) -> str:
+    return key.replace("_", " ").capitalize()
+
+
 def _table(*columns: str) -> ui.table:
     """Make a table of texts, the first column of it wide."""
     fields: Any = [
@@ -77,7 +86,10 @@ def _table(*columns: str) -> ui.table:
 
 
 def _fill(table: ui.table, rows: Iterable[Sequence[Any]]) -> None:
-    found = [{"row": number, **{str(i): _text(cell) for i, cell in enumerate(row)}} for number, row in enumerate(rows)]
+    found = [
+        {"row": number, **{str(i): _text(cell) for i, cell in enumerate(row)}}
+        for number, row in enumerate(islice(rows, _ROWS))
+    ]
     table.props(remove="hide-pagination") if len(found) > 20 else table.props("hide-pagination")
     table.update_rows(found)
 
@@ -92,33 +104,21 @@ class Overview(Panel):
     """How the run is, why it ended, and its last metrics."""
 
     def read(self) -> Any:
-        status, values = self.run.status, self.source.last_values(self.run)
+        status, metrics = self.run.status, self.source.metrics(self.run)
         said, now = status.said, status.progress if status.state == "running" else {}
         command = said.get("command")
         facts = {
             "Cause": status.cause,
             "Step": status.step,
             "Epoch": status.epoch,
-            "Now": " ".join(str(now[key]) for key in ("stage", "phase") if key in now),
-            "Batch": f"{now['batch']} of {now.get('batches')}" if "batch" in now else None,
-            "Steps per second": now.get("steps_per_s"),
-            "Exit code": said.get("exit_code"),
-            "Signal": said.get("signal"),
-            "Processes": said.get("world_size"),
-            "Strategy": said.get("strategy"),
-            "Host": said.get("host"),
-            "Process": said.get("pid"),
+            **{_title(key): now.get(key) for key in ("stage", "phase", "batch", "batches", "steps_per_s")},
+            **{_title(key): said.get(key) for key in _SAID},
             "Command": shlex.join(map(str, command)) if isinstance(command, list) else command,
-            "Go on from": said.get("checkpoint"),
             "Folder": str(self.run.folder),
-            "Cannot be read": "\n".join(self.source.problems(self.run)),
+            "Cannot be read": "\n".join([*self.run.problems, *metrics.problems]),
         }
-        shown = [
-            (name, f"{value:,}" if type(value) is int and name != "Process" else str(_text(value)))
-            for name, value in facts.items()
-            if value not in (None, "")
-        ]
-        return shown, [(name, str(_text(last)), count) for name, (count, last) in values.items()]
+        shown = [(name, str(_text(value))) for name, value in facts.items() if value not in (None, "")]
+        return shown, [(name, str(_text(curve.last)), curve.count) for name, curve in metrics.curves.items()]
 
     def build(self) -> None:
         self._facts = box("facts", "dl")
@@ -196,8 +196,9 @@ class Hardware(Panel):
     """The machine of this page now, and what the run logged of its own."""
 
     def read(self) -> Any:
-        names = frozenset(self.source.device_names(self.run)[:_HARDWARE])
-        return look_at_machine(self.run.folder), self.source.curves(self.run, names)
+        curves = self.source.metrics(self.run).curves
+        names = [name for name in curves if name.startswith(_DEVICE)][:_HARDWARE]
+        return look_at_machine(self.run.folder), {name: curves[name] for name in names}
 
     def build(self) -> None:
         ui.label("This machine, now").classes("title")
@@ -205,6 +206,8 @@ class Hardware(Panel):
         ui.label("Logged by the run").classes("title")
         self._nothing = ui.label("Nothing yet: Trainer(callbacks=[DeviceStatsMonitor()]) logs it.").classes("quiet")
         self._chart = ui.echart({}).classes("plot")
+        self._chart.set_visibility(False)
+        self._drawn: Any = {}
 
     def show(self, data: Any) -> None:
         now, curves = data
@@ -215,6 +218,9 @@ class Hardware(Panel):
                     ui.label(name).classes("name")
                     ui.linear_progress(min(1.0, part), show_value=False).props("rounded size=6px")
                     ui.label(text).classes("quiet")
+        if curves == self._drawn:
+            return
+        self._drawn = curves
         self._nothing.set_visibility(not curves)
         self._chart.set_visibility(bool(curves))
         drawn = {name.rpartition("/")[2]: [(self.run.name, 0, curve)] for name, curve in curves.items()}

@@ -205,7 +205,9 @@ class View:
             with box("open-run", "button").on("click", lambda: self._select(run)):
                 ui.label(run.name).classes("name")
                 status = run.status
-                ui.label(status.cause or f"step {status.step or 0:,}, epoch {status.epoch or 0:,}").classes("cause")
+                ui.label(status.cause[:200] or f"step {status.step or 0:,}, epoch {status.epoch or 0:,}").classes(
+                    "cause"
+                )
             with box("right"):
                 ui.label(status.state).classes(f"chip {_class(status.state)}")
                 ui.label(age).classes("quiet")
@@ -239,18 +241,17 @@ class View:
     async def _show_plot(self) -> None:
         colours, log, by_time = self._picked or {}, bool(self._log.value), bool(self._by_time.value)
         picked = [run for run in self._runs if run.folder in colours]
-        names: dict[str, None] = {}
-        for run in picked:
-            names |= dict.fromkeys(await in_thread(self._source.last_values, run))
+        curves = [(run, (await in_thread(self._source.metrics, run)).curves) for run in picked]
+        names = dict.fromkeys(name for _, found in curves for name in found)
         if self._metrics is None and names:
             self._metrics = sorted(names, key=lambda name: ("loss" not in name.lower(), name.startswith("epoch")))[:1]
         chosen = [name for name in self._metrics or () if name in names]
         if self._changed("names", (list(names), chosen)):
             self._chosen.set_options({name: clean(name) for name in names}, value=chosen)
-        drawn: dict[str, list[Any]] = {name: [] for name in chosen}
-        for run in picked:
-            for name, curve in (await in_thread(self._source.curves, run, frozenset(chosen))).items():
-                drawn[name].append((run.name, colours[run.folder], curve))
+        drawn = {
+            name: [(run.name, colours[run.folder], found[name]) for run, found in curves if name in found]
+            for name in chosen
+        }
         if self._changed("plot", (drawn, log, by_time)):
             self._plot.set_visibility(bool(chosen))
             self._no_plot.set_visibility(not chosen)

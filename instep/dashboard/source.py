@@ -9,10 +9,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from instep.runs import MetricsReader, Run, find_runs
+from instep.runs import Metrics, MetricsReader, Run, find_runs
 from instep.utils.imports import require
 
 Result = TypeVar("Result")
@@ -20,8 +21,17 @@ FRESH_S = 1.5
 """How old the list of runs may be: pages that are open at the same time read the folders once."""
 POINTS = 600
 """Of a curve: as many as a plot has pixels."""
-_READERS = 64
-_DEVICE = ("DeviceStatsMonitor.", "ThroughputMonitor.", "system/")
+_CURVES = 2000  # that are kept in memory, of the runs that were looked at last: at most 0.2 GB
+
+
+@dataclass
+class _Kept:
+    """Reader of a run's curves, and what it has read."""
+
+    reader: MetricsReader
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stamp: Any = None
+    metrics: Metrics = field(default_factory=Metrics)
 
 
 class Source:
@@ -36,8 +46,8 @@ class Source:
         self._runs: list[Run] = []
         self._searched = -FRESH_S
         self._lock = threading.Lock()
-        self._readers: OrderedDict[Any, tuple[threading.Lock, MetricsReader]] = OrderedDict()
-        self._verified: OrderedDict[Any, list[dict[str, Any]]] = OrderedDict()
+        self._kept: OrderedDict[Path, _Kept] = OrderedDict()
+        self._verified: dict[Path, tuple[Any, list[dict[str, Any]]]] = {}
 
     def runs(self) -> list[Run]:
         """List the runs, the newest first."""
@@ -47,39 +57,26 @@ class Source:
                 self._searched = time.monotonic()
             return self._runs
 
-    def last_values(self, run: Run) -> dict[str, tuple[int, float]]:
-        """Read how many points each metric of a run has, and its last value; no curve is kept."""
-        metrics = self._read(run, None, 2)
-        return {name: (curve.count, curve.last) for name, curve in metrics.curves.items()}
-
-    def curves(self, run: Run, names: frozenset[str]) -> dict[str, Any]:
-        """Read some curves of a run, with as many points as are shown."""
-        return self._read(run, names, POINTS).curves if names else {}
-
-    def problems(self, run: Run) -> list[str]:
-        """List what of a run cannot be read."""
-        return [*run.problems, *self._read(run, None, 2).problems]
-
-    def device_names(self, run: Run) -> list[str]:
-        """List the metrics of the hardware that a run logged."""
-        return [name for name in self.last_values(run) if name.startswith(_DEVICE)]
+    def metrics(self, run: Run) -> Metrics:
+        """Read the curves of a run, each with as many points as are shown; of one that grows, what was added."""
+        with self._lock:
+            kept = self._kept.setdefault(run.folder, _Kept(MetricsReader(run.folder, None, POINTS)))
+            self._kept.move_to_end(run.folder)
+            while len(self._kept) > 1 and sum(len(each.metrics.curves) for each in self._kept.values()) > _CURVES:
+                self._kept.popitem(last=False)
+        with kept.lock:
+            if kept.stamp != run.stamp:
+                kept.metrics, kept.stamp = kept.reader.read(), run.stamp
+            return kept.metrics
 
     def checkpoints(self, run: Run) -> list[dict[str, Any]]:
-        """List the checkpoints of a run, with what `verify` found for those that are the same since."""
-        return self._verified.get((run.folder, run.stamp)) or run.checkpoints()
+        """List the checkpoints of a run, with what `verify` found where they are the same since."""
+        stamp, found = self._verified.get(run.folder, (None, []))
+        return found if stamp == run.stamp else run.checkpoints()
 
     def verify(self, run: Run) -> None:
         """Hold every byte of a run's checkpoints against its checksum."""
-        _keep(self._verified, (run.folder, run.stamp), lambda: run.checkpoints(verify=True))
-
-    def _read(self, run: Run, names: frozenset[str] | None, points: int) -> Any:
-        def make() -> tuple[threading.Lock, MetricsReader]:
-            return threading.Lock(), MetricsReader(run.folder, None if names is None else sorted(names), points)
-
-        with self._lock:
-            lock, reader = _keep(self._readers, (run.folder, names), make)
-        with lock:
-            return reader.read()
+        self._verified[run.folder] = run.stamp, run.checkpoints(verify=True)
 
 
 async def in_thread(work: Callable[..., Result], *args: Any) -> Result:
@@ -94,16 +91,6 @@ async def in_thread(work: Callable[..., Result], *args: Any) -> Result:
 
     threading.Thread(target=run, name="instep-dashboard", daemon=True).start()
     return await asyncio.wrap_future(future)
-
-
-def _keep(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Return what is kept, or make it; the oldest one goes where there are many."""
-    if key not in kept:
-        kept[key] = make()
-        while len(kept) > _READERS:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key]
 
 
 def look_at_machine(folder: Path) -> list[tuple[str, float, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from instep.health.heartbeat_file import PACES_FILE
 from instep.runs.status import clean, own
@@ -22,7 +23,7 @@ class Paces:
 
     time_s: float = 0.0
     slow: list[int] = field(default_factory=list)
-    ranks: list[tuple[int, str, float, float, float]] = field(default_factory=list)
+    ranks: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 def read_paces(folder: Path) -> Paces:
