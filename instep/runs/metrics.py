@@ -14,10 +14,11 @@ from instep.runs.rows import CSVFile, Forget, JSONLinesFile, LogFile, TensorBoar
 from instep.runs.status import own
 
 MOST_NAMES = 2000  # of a run where no names are asked for
+_OF_RANK = re.compile(r"rank-\d+").fullmatch
 _Point = tuple[float, float, float | None]  # step, value, time
 _KINDS: tuple[tuple[str, type[LogFile], tuple[str, ...]], ...] = (  # the exact ones first: TensorBoard keeps float32
-    ("jsonl", JSONLinesFile, ("metrics.jsonl",)),
-    ("csv", CSVFile, ("metrics.csv",)),
+    ("jsonl", JSONLinesFile, ("metrics.jsonl", "rank-*/metrics.jsonl")),
+    ("csv", CSVFile, ("metrics.csv", "rank-*/metrics.csv")),
     ("wandb", WandbFile, ("run-*.wandb", "wandb/*/run-*.wandb")),
     ("tensorboard", TensorBoardFile, tuple(f"{below}events.out.tfevents.*" for below in ("", "*/", "*/*/"))),
 )
@@ -158,7 +159,7 @@ class MetricsReader:
 
     Args:
         folder: the run folder.
-        names: the metrics; None for all that the first logger with rows has.
+        names: the metrics; None for all that the first logger with rows has. Those of other ranks are "rank-1/loss".
         max_points: of a curve.
     """
 
@@ -194,15 +195,18 @@ class MetricsReader:
             files.update({path: make(path) for path in files})
         lines, names = self._curves[kind], self._names
         for path in sorted(files, key=_age):
+            prefix = f"{path.parent.name}/" if _OF_RANK(path.parent.name) else ""  # of a logger with per_rank=True
             for row in files[path].read():
                 if isinstance(row, Forget):
-                    for line in lines.values():
-                        line.forget(row.step)
+                    for name, line in lines.items():
+                        if name.startswith(prefix) and (prefix or not _OF_RANK(name.partition("/")[0])):
+                            line.forget(row.step)
                     continue
                 step, time_s, values = row
                 if not math.isfinite(step):
                     continue
                 for name, value in values:
+                    name = prefix + name if prefix else name
                     line = lines.get(name)
                     if line is None:
                         if (names is not None and name not in names) or len(lines) >= MOST_NAMES:

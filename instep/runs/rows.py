@@ -79,16 +79,21 @@ class LogFile:
 
     def _lines(self, file: FileIO) -> Iterator[str]:
         """Yield whole lines; what comes after the last one is being written, or was cut off."""
-        rest = b""
+        rest, passed = b"", 0  # bytes of a line that is too long
         while piece := file.read(_PIECE):
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
-                self._offset += len(line) + 1
+                self._offset += passed + len(line) + 1
                 self._row += 1
-                if len(line) <= MOST_LINE_BYTES:
+                if passed + len(line) > MOST_LINE_BYTES:
+                    self._complain(f"line {self._row} of {passed + len(line):,} bytes is passed over")
+                else:
                     yield line.decode("utf-8", "replace")
-            if len(rest) > MOST_LINE_BYTES:
-                self._complain(f"line {self._row + 1} is longer than {MOST_LINE_BYTES:,} bytes; it ends the reading")
+                passed = 0
+            if passed + len(rest) > MOST_LINE_BYTES:
+                rest, passed = b"", passed + len(rest)
+            if passed > MOST_RECORD_BYTES:
+                self._complain(f"line {self._row + 1} has no end")
                 return
 
 
@@ -122,6 +127,8 @@ class JSONLinesFile(LogFile):
                     raise ValueError("it is no object")
             except (ValueError, RecursionError) as error:
                 self._complain(f"line {self._row}: {error!s:.200}")
+                continue
+            if isinstance(row.get("kind"), str):  # a text, a table, the files of a picture
                 continue
             step, time_s = _number(row.pop("step", None)), _number(row.pop("time", None))
             pairs = [(name, number) for name, value in row.items() if (number := _number(value)) is not None]
@@ -165,26 +172,22 @@ class TensorBoardFile(LogFile):
                 yield float(event.step), event.wall_time, pairs
 
     def _records(self, file: FileIO) -> Iterator[bytes]:
-        size, held, at = os.fstat(file.fileno()).st_size, b"", 0
-        while True:
-            if len(held) - at < _PIECE // 4:
-                held, at = held[at:] + (file.read(_PIECE) or b""), 0
-            if len(held) - at < 16:
-                return
-            (length,) = struct.unpack_from("<Q", held, at)
-            end = self._offset + length + 16
-            if not length or end > size:  # being written, cut off, or no event file
-                return
-            if length > MOST_RECORD_BYTES:
-                self._complain(f"a record of {length:,} bytes is passed over")
-                file.seek(end)
-                self._offset, held, at = end, b"", 0
-                continue
-            if at + length + 16 > len(held):
-                held, at = held[at:] + (file.read(length + 16) or b""), 0
-            data = held[at + 12 : at + 12 + length]
-            self._offset, at = end, at + length + 16
-            yield data
+        size = os.fstat(file.fileno()).st_size
+        with BufferedReader(file, _PIECE) as buffered:
+            buffered.seek(self._offset)
+            while len(head := buffered.read(12)) == 12:
+                (length,) = struct.unpack_from("<Q", head)
+                end = self._offset + length + 16
+                if not length or end > size:  # being written, cut off, or no event file
+                    return
+                if length > MOST_RECORD_BYTES:
+                    self._complain(f"a record of {length:,} bytes is passed over")
+                    buffered.seek(end)
+                    self._offset = end
+                    continue
+                data = buffered.read(length + 4)[:length]
+                self._offset = end
+                yield data
 
 
 class WandbFile(LogFile):

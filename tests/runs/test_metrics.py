@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from instep.loggers import CSVLogger, Logger, TensorBoardLogger
+from instep.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from instep.runs import MetricsReader
 from instep.runs.metrics import _Buckets
 
@@ -55,11 +55,9 @@ def write(kind: str, folder: Path, steps: range) -> None:
     if kind == "wandb":
         rows = [{"loss": value(step), "trainer/global_step": step} for step in steps]
         write_wandb(folder / "run-1.wandb", rows, {"lr": 0.5})
-    elif kind == "jsonl":
-        rows = [json.dumps({"step": step, "time": 1.0, "loss": value(step)}) + "\n" for step in steps]
-        (folder / "metrics.jsonl").write_text("".join(rows))
     else:
-        logger: Logger = CSVLogger() if kind == "csv" else TensorBoardLogger()
+        kinds = {"csv": CSVLogger, "jsonl": JSONLinesLogger, "tensorboard": TensorBoardLogger}
+        logger: Logger = kinds[kind]()
         logger.start(folder)
         for step in steps:
             logger.log_metrics({"loss": value(step)}, step)
@@ -113,6 +111,16 @@ def test_steps_that_a_resumed_run_wrote_again_count_once(tmp_path: Path) -> None
     assert MetricsReader(tmp_path).read().curves["loss"].steps == [*range(100)]
 
 
+@pytest.mark.parametrize("kind", ["csv", "tensorboard"])
+def test_each_rank_has_curves_of_its_own(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "status.json").write_text("{}")
+    for number, folder in enumerate((tmp_path, tmp_path / "rank-1")):
+        folder.mkdir(exist_ok=True)
+        write(kind, folder, range(2 + number))
+    curves = MetricsReader(tmp_path).read().curves
+    assert {name: line.count for name, line in curves.items()} == {"loss": 2, "rank-1/loss": 3}
+
+
 def test_a_forgotten_tail_is_dropped_from_buckets() -> None:
     buckets = _Buckets(22)
     for step in range(1000):
@@ -132,6 +140,16 @@ def test_a_name_that_the_first_logger_lacks_comes_from_the_next(tmp_path: Path) 
     metrics = MetricsReader(tmp_path, ["loss", "acc"]).read()
     assert (list(metrics.curves), metrics.source) == (["acc", "loss"], "jsonl+csv")
     assert "metrics.jsonl: line 2" in metrics.problems[0]
+
+
+def test_lines_of_other_kinds_and_too_long_ones_are_passed_over(tmp_path: Path) -> None:
+    lines = ('{"step": 1, "loss": 1}', '{"step": 2, "kind": "text", "name": "x", "value": "nan"}')
+    long = '{"step": 3, "kind": "table", "value": "' + "x" * 3 * 2**20 + '"}'
+    (tmp_path / "metrics.jsonl").write_text("\n".join((*lines, long, '{"step": 4, "loss": 2}', "")))
+    metrics = MetricsReader(tmp_path).read()
+    assert list(metrics.curves) == ["loss"]
+    assert metrics.curves["loss"].steps == [1, 4]
+    assert metrics.problems == [f"metrics.jsonl: line 3 of {len(long):,} bytes is passed over"]
 
 
 def test_records_that_lie_about_their_length_end_the_reading(tmp_path: Path) -> None:
