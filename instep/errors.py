@@ -8,6 +8,7 @@
     ├── LogError (ValueError)                 `self.log` got a wrong value, or contradicts an earlier call
     ├── DataError (ValueError)                a loader or a batch cannot be used
     ├── NonFiniteError (FloatingPointError)   the loss or a gradient is nan or inf, and the run was to stop then
+    ├── TrainingSpikeError (RuntimeError)     SpikeDetection found a jump of the loss
     ├── MissingPackageError (ImportError)     an optional package is missing or too old
     ├── CheckpointError (RuntimeError)        a checkpoint could not be written or read
     │   ├── CheckpointNotFoundError (FileNotFoundError)
@@ -105,6 +106,36 @@ class NonFiniteError(InstepError, FloatingPointError):
         self.batches = batches
         self.ranks = ranks
         self.parameters = parameters
+        self.sample_indices = sample_indices
+
+
+class TrainingSpikeError(InstepError, RuntimeError):
+    """The loss jumped, and the callback SpikeDetection ended the run.
+
+    Args:
+        message: the loss, where, and what to do next.
+        global_step: the optimizer step of the batch.
+        epoch: from 0.
+        batches: number in the epoch of the batch before and of the batch itself, from 0.
+        ranks: where the loss jumped.
+        sample_indices: by rank: the data set's indices of each of the batches; None where unknown.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        global_step: int,
+        epoch: int,
+        batches: range,
+        ranks: list[int],
+        sample_indices: list[dict[int, list[Any] | None]],
+    ) -> None:
+        super().__init__(message)
+        self.global_step = global_step
+        self.epoch = epoch
+        self.batches = batches
+        self.ranks = ranks
         self.sample_indices = sample_indices
 
 

@@ -61,6 +61,12 @@ class Callback:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave. Not called if the checkpoint has no state for this key."""
 
+    def before_save(self, trainer: Trainer) -> None:
+        """Before a checkpoint's state is collected, on all ranks: reduce over them here what `state_dict` returns.
+
+        An error raised on all ranks refuses the save.
+        """
+
     # ---- logging
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -224,6 +230,11 @@ HOOKS: tuple[str, ...] = tuple(
     name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_")
 )
 """The names of all hooks, in the order above."""
+
+
+def logs_here(trainer: Trainer) -> bool:
+    """Return whether this process writes what it gives to the loggers: the main one, or all where a logger asks so."""
+    return trainer.is_global_zero or any(getattr(logger, "_per_rank", False) for logger in trainer.loggers)
 
 
 def acts_now(trainer: Trainer, at_epoch_end: bool | None, after_validation: bool) -> bool:

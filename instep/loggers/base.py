@@ -491,7 +491,7 @@ class Logger:
         self.log("figure", {key: figure}, step, close=close)
 
     def log_histogram(self, key: str, values: Any, step: int | None = None, bins: int = 64) -> None:
-        """Record how the finite values of a tensor or array of any shape are distributed."""
+        """Record how the finite values of a tensor or array are distributed; or a pair of counts and edges."""
         self.log("histogram", {key: values}, step, bins=bins)
 
     def log_table(

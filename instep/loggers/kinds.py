@@ -187,9 +187,12 @@ def to_video(name: str, value: Any, fps: int = 4, caption: str | None = None) ->
 
 
 def to_histogram(name: str, values: Any, bins: int = 64) -> Histogram:
-    """Count finite values into bins of equal width."""
+    """Count finite values into bins of equal width; a pair of counts and edges is counted already."""
     if isinstance(values, Histogram):
         return values
+    if isinstance(values, tuple):
+        counts, edges = values
+        return Histogram(_array(counts).astype(np.int64), _array(edges).astype(np.float64))
     flat = _array(values).reshape(-1).astype(np.float64)
     counts, edges = np.histogram(flat[np.isfinite(flat)], bins=bins)
     return Histogram(counts.astype(np.int64), edges.astype(np.float64))

@@ -102,6 +102,53 @@ def total_norm(
     return total if norm_type == inf else total ** (1.0 / norm_type)
 
 
+def each_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Compute the norm of each parameter's gradient, whole over the ranks that it is sharded over. Collective.
+
+    Args:
+        parameters: each has a gradient; every rank passes its part of the same list, in the same order.
+        norm_type: 2.0, `inf`, or another p.
+
+    Returns:
+        One float32 norm per parameter, on the device; no host waits for it.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> each_norm([weight])
+        tensor([5.])
+    """
+    gradients = [local_part(gradient) for p in parameters if (gradient := gradient_of(p)) is not None]
+    device = _collective_device(parameters[0])
+    filled = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]  # an empty shard
+    norms = [norm.to(device, torch.float32) for norm in torch._foreach_norm(filled, norm_type)]
+    return reduce_shards(torch.stack(norms), parameters, norm_type)
+
+
+def reduce_shards(values: Tensor, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Combine a row of values per parameter over the ranks that it is sharded over, as parts of a norm. Collective.
+
+    Args:
+        values: a row, or one value, for each parameter; with `norm_type` 1.0 they are added up.
+        parameters: which say who has the other parts.
+        norm_type: as in `each_norm`.
+    """
+    spreads: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for place, parameter in enumerate(parameters):
+        spreads.setdefault(_groups_of(parameter), []).append(place)
+    op: Any = dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM
+    for spread, places in spreads.items():
+        if spread:
+            chosen = torch.stack([values[place] for place in places])  # no index: a list would be copied to the device
+            part = chosen if norm_type in (inf, 1.0) else chosen**norm_type
+            for group in spread:
+                dist.all_reduce(part, op=op, group=group)
+            part = part if norm_type in (inf, 1.0) else part ** (1.0 / norm_type)
+            for place, value in zip(places, part.unbind(), strict=True):
+                values[place].copy_(value)
+    return values
+
+
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """Return a parameter's gradient, cut as the parameter is: tensor parallelism leaves partial sums. Collective."""
     gradient = parameter.grad

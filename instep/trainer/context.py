@@ -239,7 +239,7 @@ class RunContext:
         optimizers, wrapped_optimizers, schedulers: of fit; wrapped ones are what `self.optimizers()` returns.
         guard: watches for values that are not finite, with `Trainer(nonfinite=...)`.
         position: place in the training; the Trainer's, so that a second fit goes on from it.
-        source: training data of fit; unset before it is prepared.
+        source: training data of fit, in predict the loader in hand; unset before it is prepared.
         log: open sums and step values of training.
         validation: when fit validates.
         deferred: triggers that were agreed on within an evaluation, to be acted on after it.

@@ -210,6 +210,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
             for loader_idx, source in enumerate(sources):
                 kept: list[Any] = []
                 results.append(kept)
+                ctx.source = source
                 progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, source.num_batches
                 source.set_epoch(0)
                 for batch_idx, batch in enumerate(ctx.loaders.on_device(source, loader_idx, "predict")):

@@ -227,6 +227,8 @@ def _prepare(ctx: RunContext, store: CheckpointStore, weights_only: bool) -> Non
         ctx.guard.read_flags()
     if ctx.restore_rest is not None:
         ctx.restore_rest()
+    for callback in ctx.callbacks:
+        callback.before_save(ctx.trainer)
     at = ctx.position
     if at.batch != at.window_batch and not weights_only and ctx.rank == 0:
         warn_user(

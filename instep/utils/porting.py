@@ -54,8 +54,9 @@ MOVED = {
         **{
             name: f"instep.callbacks.{name}"
             for name in (
-                "Callback", "EarlyStopping", "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint",
-                "EarlyStoppingReason", "ModelSummary", "ProgressBar", "Timer", "summarize",
+                "BasePredictionWriter", "Callback", "DeviceStatsMonitor", "EarlyStopping", "EarlyStoppingReason",
+                "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint", "ModelSummary", "ProgressBar",
+                "SpikeDetection", "ThroughputMonitor", "Timer", "summarize",
             )
         },
         "RichModelSummary": "instep.callbacks.ModelSummary",
@@ -69,6 +70,7 @@ MOVED = {
         "ParallelStrategy": "instep.strategies.Strategy",
         "CombinedLoader": "instep.data.CombinedLoader",
         "AttributeDict": "instep.utils.AttributeDict",
+        "TrainingSpikeException": "instep.errors.TrainingSpikeError",
         "grad_norm": "instep.utils.grads.grad_norm",
         "isolate_rng": "instep.utils.seed.isolate_rng",
         "LightningCLI": "instep.cli.TrainerCLI",
@@ -92,6 +94,7 @@ MOVED = {
         "get_torchvision_model": "torchvision.models.get_model",
     },
     "fabric": {
+        "TrainingSpikeException": "instep.errors.TrainingSpikeError",
         "AttributeDict": "instep.utils.AttributeDict",
         "seed_everything": "instep.seed_everything",
         "move_data_to_device": "instep.distributed.send_to_device",
@@ -160,6 +163,7 @@ _AVERAGING = f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}"
 _OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger with `_log_metrics`"
 
 ADVICE = {
+    "measure_flops": "instep.callbacks.ThroughputMonitor counts; torch.utils.flop_counter.FlopCounterMode does by hand",
     "Tuner": "try learning rates in a loop of short fits; global_batch_size=... keeps the meaning of a batch",
     **dict.fromkeys(("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "SWA", "EMA"), _AVERAGING),
     "OnExceptionCheckpoint": "use ModelCheckpoint(save_on_exception=True)",
@@ -182,9 +186,8 @@ ADVICE = {
     **dict.fromkeys(("MLFlowLogger", "CometLogger", "NeptuneLogger", "LitLogger"), _OWN_LOGGER),
     **dict.fromkeys(
         (
-            "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "BatchSizeFinder", "DeviceStatsMonitor",
-            "GradientAccumulationScheduler", "LearningRateFinder", "ModelPruning", "SpikeDetection",
-            "ThroughputMonitor",
+            "BackboneFinetuning", "BaseFinetuning", "BatchSizeFinder", "GradientAccumulationScheduler",
+            "LearningRateFinder", "ModelPruning",
         ),
         _OWN_CALLBACK,
     ),

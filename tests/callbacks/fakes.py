@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from instep.loggers import Logger
 from instep.trainer.context import TrainerFn, TrainerState
 
 
@@ -78,3 +79,18 @@ class FakeTrainer:
 
     def print(self, *values: object) -> None:
         self.printed.append(" ".join(map(str, values)))
+
+
+class RecordingLogger(Logger):
+    """A logger whose rows are in a list, by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append((step, metrics))
+
+    def of(self, name: str) -> dict[int, float]:
+        """The values of one name, by step."""
+        return {step: metrics[name] for step, metrics in self.rows if name in metrics}

@@ -1,0 +1,187 @@
+"""Log norms of gradients, by parameter or layer, and their histograms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from instep.callbacks.base import Callback, logs_here
+from instep.errors import SettingError
+from instep.strategies.clipping import each_norm, gradient_of, local_part, reduce_shards
+from instep.strategies.gradients import parameters_of
+from instep.utils.checks import at_least
+from instep.utils.optimizer_state import names_of
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from instep.callbacks.base import Trainer, TrainModule
+
+_BINS = 64
+
+
+class _Row(NamedTuple):
+    """Values of one step on their way to the host."""
+
+    step: int
+    values: Tensor  # a row per parameter: its norm, then its largest element and the counts of its histogram
+    ready: Callable[[], bool]
+    wait: Callable[[], None]
+    names: list[str]
+    suffix: str
+
+
+class GradientMonitor(Callback):
+    """Log the norm of every parameter's gradient, and of all together, every `log_every_n_steps` optimizer steps.
+
+    Names are those of Lightning's `grad_norm`: `grad_2.0_norm/layer.weight` and `grad_2.0_norm_total`. The gradients
+    are complete then: of the whole accumulation window, reduced over ranks, without the gradient scaler's factor, and
+    not clipped yet. Of sharded ones (FSDP, tensor parallelism) the norm is the whole one's; of a pipeline each process
+    has its own stage. The values come to the host beside the training and are logged under their own step.
+
+    Args:
+        norm_type: the order of the norm; "inf" for the largest element.
+        depth: norms by layer: of all parameters whose names begin with the same so many parts, such as `encoder.0`
+            with 2; 0 for the total alone. None: of each parameter.
+        histograms: log a histogram of each gradient too, by `logger.log_histogram`, as `gradients/layer.weight`.
+        group_separator: stands in the names between what the value is and the parameter's name.
+
+    Raises:
+        SettingError: an argument is wrong, or there is no logger.
+
+    Example:
+        >>> GradientMonitor(depth=1).depth
+        1
+    """
+
+    def __init__(
+        self,
+        norm_type: float | str = 2.0,
+        depth: int | None = None,
+        histograms: bool = False,
+        group_separator: str = "/",
+    ) -> None:
+        self.norm_type = float(norm_type)
+        if not self.norm_type > 0:
+            raise SettingError(
+                f"norm_type={norm_type!r}: expected a number above 0, or 'inf'", field="norm_type", got=norm_type
+            )
+        self.depth = None if depth is None else at_least(0)("depth", depth)
+        self.histograms = histograms
+        self.group_separator = group_separator
+        self._every = 0
+        self._writes = True
+        self._names: dict[Tensor, str] = {}
+        self._waiting: list[_Row] = []
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.loggers and not trainer.fast_dev_run:
+            raise SettingError(
+                "GradientMonitor needs a logger: give Trainer(logger=...) one, or leave the callback out."
+            )
+        self._every = trainer.log_every_n_steps if trainer.loggers else 0
+        self._writes = logs_here(trainer)
+        self._names, self._waiting = {}, []
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+        step = trainer.global_step + 1  # that of the values which the loop hands over after this one
+        if self._every and step % self._every == 0:
+            self._deliver(trainer, only_ready=True)
+            self._look(trainer, module, optimizer, step)
+
+    def before_save(self, trainer: Trainer) -> None:
+        self._deliver(trainer)  # a run that resumes from here does not come by these steps again
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._deliver(trainer)
+
+    @torch.no_grad()
+    def _look(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer, step: int) -> None:
+        if not self._names:
+            self._names = names_of(module, trainer.optimizers)
+        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+        if not parameters:
+            warn_user(
+                f"GradientMonitor finds no gradients at step {step}: the strategy keeps them to itself, or the loss "
+                "depends on no parameter"
+            )
+            return
+        if not self._writes and not any(isinstance(p, DTensor) for p in parameters):
+            return
+        values = each_norm(parameters, self.norm_type)[:, None]
+        if self.histograms:
+            values = torch.cat([values, _histograms(parameters)], dim=1)
+        if not self._writes:
+            return
+        index = trainer.optimizers.index(optimizer) if len(trainer.optimizers) > 1 else None
+        suffix = "" if index is None else f"{self.group_separator}{index}"
+        self._waiting.append(_on_its_way(step, values, [self._names[p] for p in parameters], suffix))
+        self._deliver(trainer, only_ready=True)
+
+    def _deliver(self, trainer: Trainer, only_ready: bool = False) -> None:
+        """Log what has arrived, in its order; without `only_ready` wait for all of it."""
+        while self._waiting and (not only_ready or self._waiting[0].ready()):
+            row = self._waiting.pop(0)
+            row.wait()
+            table = row.values.double().numpy()
+            norms = self._norms(row.names, table[:, 0], row.suffix)
+            for logger in trainer.loggers:
+                logger.log_metrics(norms, step=row.step)
+            if self.histograms:
+                self._log_histograms(trainer, row, table[:, 1:])
+
+    def _norms(self, names: list[str], each: np.ndarray, suffix: str) -> dict[str, float]:
+        groups: dict[str, list[float]] = {}
+        for name, norm in zip(names, each.tolist(), strict=True):
+            label = name if self.depth is None else ".".join(name.split(".")[: self.depth])
+            groups.setdefault(label, []).append(norm)
+        prefix = f"grad_{self.norm_type}_norm"
+        norms = {
+            f"{prefix}{self.group_separator}{label}": float(np.linalg.norm(of_group, self.norm_type))
+            for label, of_group in groups.items()
+            if label
+        }
+        norms[f"{prefix}_total{suffix}"] = float(np.linalg.norm(each, self.norm_type))
+        return norms
+
+    def _log_histograms(self, trainer: Trainer, row: _Row, table: np.ndarray) -> None:
+        for name, (largest, *counts) in zip(row.names, table.tolist(), strict=True):
+            if not np.isfinite(largest):
+                continue  # there are no bins
+            edges = np.linspace(-1.0, 1.0, _BINS + 1) * (largest or 1.0)
+            for logger in trainer.loggers:
+                logger.log_histogram(
+                    f"gradients{self.group_separator}{name}", (np.asarray(counts), edges), step=row.step
+                )
+
+
+def _histograms(parameters: list[Tensor]) -> Tensor:
+    """Count each gradient's elements in bins up to its largest one: a row of that and the counts. Collective."""
+    largest = each_norm(parameters, inf)
+    rows: list[Tensor] = []
+    for parameter, most in zip(parameters, largest.unbind(), strict=True):
+        gradient = gradient_of(parameter)
+        assert gradient is not None
+        values = local_part(gradient)
+        scaled = values.float() / torch.where(most > 0, most, 1.0).to(values.device, non_blocking=True)
+        # With given ends: without, the device is asked for the least and the largest.
+        rows.append(torch.histc(scaled, _BINS, -1.0, 1.0).to(most.device, non_blocking=True))
+    counts = reduce_shards(torch.stack(rows).double(), parameters, 1.0)
+    return torch.cat([largest[:, None].double(), counts], dim=1)
+
+
+def _on_its_way(step: int, values: Tensor, names: list[str], suffix: str) -> _Row:
+    """Begin the copy to the host; on a GPU nothing waits for it."""
+    if values.device.type != "cuda":
+        return _Row(step, values.cpu(), lambda: True, lambda: None, names, suffix)
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(values.device))
+    return _Row(step, copy, event.query, event.synchronize, names, suffix)

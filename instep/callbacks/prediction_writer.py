@@ -1,0 +1,414 @@
+"""Write predictions to the disk: a base class with two hooks, and a class that writes files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.callbacks.base import Callback
+from instep.distributed.nested import map_leaves
+from instep.distributed.objects import gather_object, raise_together, wait_for_everyone
+from instep.errors import DataError, DistributedError, SettingError
+from instep.types import PathLike
+from instep.utils.atomic import replacing
+from instep.utils.checks import choice
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+INTERVALS = ("batch", "epoch", "batch_and_epoch")
+_ROWS = 4096  # copied at once when files are joined
+
+
+class BasePredictionWriter(Callback):
+    """A callback that is given predictions to write: override `write_on_batch_end`, `write_on_epoch_end` or both.
+
+    The hooks run on every rank with that rank's own predictions. A batch that a rank replays to keep step with the
+    others is left out.
+
+    Args:
+        write_interval: "batch", "epoch" or "batch_and_epoch": which of the two hooks are called. With "epoch" all
+            predictions of this rank are kept until then, on the CPU.
+
+    Raises:
+        SettingError: `write_interval` is none of these.
+
+    Example:
+        >>> class SaveEach(BasePredictionWriter):
+        ...     def write_on_batch_end(
+        ...         self, trainer, module, prediction, batch_indices, batch, batch_idx, dataloader_idx
+        ...     ):
+        ...         torch.save(prediction, f"{dataloader_idx}-{trainer.global_rank}-{batch_idx}.pt")
+        >>> SaveEach("batch").interval
+        'batch'
+    """
+
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        if write_interval not in INTERVALS:
+            raise SettingError(
+                f"`write_interval` should be one of {list(INTERVALS)}, got {write_interval!r}",
+                field="write_interval",
+                got=write_interval,
+            )
+        self.interval = write_interval
+        self._predictions: list[list[Any]] = []
+        self._indices: list[list[list[Any] | None]] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        prediction: Any,
+        batch_indices: Sequence[Any] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write one batch.
+
+        Args:
+            trainer: the Trainer.
+            module: the module.
+            prediction: what `predict_step` returned.
+            batch_indices: the data set's indices of this rank's batch; None where they are not known.
+            batch: the batch.
+            batch_idx: its number on this rank.
+            dataloader_idx: its loader's.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has interval={self.interval!r}: it needs write_on_batch_end")
+
+    def write_on_epoch_end(
+        self, trainer: Trainer, module: TrainModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        """Write all batches of this rank.
+
+        Args:
+            trainer: the Trainer.
+            module: the module.
+            predictions: by batch what `predict_step` returned; with several loaders a list of such lists.
+            batch_indices: for each loader, by batch, the data set's indices.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has interval={self.interval!r}: it needs write_on_epoch_end")
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._predictions, self._indices = [], []
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        indices = trainer._run.source.sample_indices(batch_idx)
+        if self.interval != "epoch":
+            self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
+        if self.interval != "batch":
+            while len(self._predictions) <= dataloader_idx:
+                self._predictions.append([])
+                self._indices.append([])
+            self._predictions[dataloader_idx].append(map_leaves(_to_cpu, outputs))
+            self._indices[dataloader_idx].append(indices)
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.interval == "batch":
+            return
+        predictions, indices = self._predictions, self._indices
+        self._predictions, self._indices = [], []
+        only = predictions[0] if len(predictions) == 1 else predictions
+        self.write_on_epoch_end(trainer, module, only, indices)
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Write predictions as safetensors or JSON lines: a file for each batch, or one file in the data's order.
+
+    Each batch is written when it is done, so memory holds one batch, whatever the interval. With "epoch" the main
+    process joins the files at the end into `predictions.safetensors` (or `.jsonl`), sorted by the samples' indices in
+    the data set, and deletes them; where indices are not known, in the order of batches and ranks. Every sample is
+    there once, at any number of processes. A file appears when it is complete, and replaces one of an earlier run.
+    With several loaders there are `predictions-0`, `predictions-1` and so on.
+
+    Each output of `predict_step` must have a row per sample. A tensor is written as `predictions`; of dicts and tuples
+    each entry under its key or number; in JSON lines lists of texts or other values may stand among them. The samples'
+    indices in the data set are `index`.
+
+    Args:
+        output_dir: the folder. With several machines and "epoch", one that all see.
+        write_interval: "batch": the files `predictions/<batch>-<rank>.<format>`; "epoch": the joined file;
+            "batch_and_epoch": both.
+        file_format: "safetensors", or "jsonl" with one sample a line.
+
+    Raises:
+        SettingError: an argument is wrong.
+        DataError: an output has not a row per sample, or cannot be written in this format.
+        DistributedError: the main process does not see the other ranks' files.
+
+    Example:
+        >>> writer = PredictionWriter("out", write_interval="epoch", file_format="jsonl")
+        >>> writer.output_dir
+        PosixPath('out')
+    """
+
+    def __init__(
+        self,
+        output_dir: PathLike,
+        write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "epoch",
+        file_format: Literal["safetensors", "jsonl"] = "safetensors",
+    ) -> None:
+        super().__init__(write_interval)
+        self.output_dir = Path(output_dir)
+        self.file_format = choice("safetensors", "jsonl")("file_format", file_format)
+        self._written: dict[int, list[str]] = {}  # by loader, the names of this rank's files
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._written = {}
+        if trainer.is_global_zero:
+            for folder in self.output_dir.glob("predictions*"):  # parts of a prediction that was cut short, or longer
+                if folder.is_dir():
+                    rmtree(folder)
+        wait_for_everyone()
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if not trainer.strategy.contributes:
+            return  # another rank has the same data
+        indices = trainer._run.source.sample_indices(batch_idx)
+        columns = _columns(map_leaves(_to_cpu, outputs), None if indices is None else len(indices))
+        if indices is not None:
+            columns = {"index": _as_column(indices), **columns}
+        folder = self._folder(dataloader_idx, len(trainer._run.loaders.evaluation("predict")))
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{batch_idx:08d}-{trainer.global_rank:05d}.{self.file_format}"
+        with replacing(folder / name, sync=False) as path:
+            _WRITE[self.file_format](path, columns)
+        self._written.setdefault(dataloader_idx, []).append(name)
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.interval == "batch":
+            return
+        error: BaseException | None = None
+        everyone: list[dict[int, list[str]]] = gather_object(self._written)
+        loaders = len(trainer._run.loaders.evaluation("predict"))
+        if trainer.is_global_zero:
+            try:
+                for loader in range(loaders):
+                    names = sorted(name for written in everyone for name in written.get(loader, ()))
+                    self._join(self._folder(loader, loaders), names)
+            except Exception as caught:  # noqa: BLE001  raised below, on all ranks
+                error = caught
+        raise_together(error, "joining the files of predictions")
+
+    def _folder(self, loader: int, loaders: int) -> Path:
+        return self.output_dir / (f"predictions-{loader}" if loaders > 1 else "predictions")
+
+    def _join(self, folder: Path, names: list[str]) -> None:
+        missing = [name for name in names if not (folder / name).exists()]
+        if missing:
+            raise DistributedError(
+                f"the main process does not see {len(missing)} of {len(names)} files of predictions, such as "
+                f"{folder / missing[0]}. Give PredictionWriter an output_dir that all machines share, or "
+                "write_interval='batch' and read each machine's files."
+            )
+        if names:
+            with replacing(folder.with_name(f"{folder.name}.{self.file_format}")) as path:
+                _JOIN[self.file_format](path, [folder / name for name in names])
+        if self.interval == "epoch" and folder.exists():
+            rmtree(folder)
+
+
+# ---- columns
+
+
+def _to_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+
+def _columns(outputs: Any, rows: int | None, prefix: str = "") -> dict[str, Any]:
+    """Flatten a batch's outputs into columns by name, and check that each has a row per sample."""
+    if isinstance(outputs, Mapping):
+        parts = [(str(key), value) for key, value in outputs.items()]
+    elif isinstance(outputs, tuple) or _are_columns(outputs, rows):
+        parts = [(str(number), value) for number, value in enumerate(outputs)]
+    else:
+        name = prefix or "predictions"
+        length = len(outputs) if hasattr(outputs, "__len__") and getattr(outputs, "ndim", 1) else None
+        if length is None or isinstance(outputs, str) or (rows is not None and length != rows):
+            raise DataError(
+                f"PredictionWriter writes a row per sample, and {name!r} of what predict_step returned is "
+                f"{_described(outputs)}, where the batch has {'some' if rows is None else rows} samples. Return "
+                "tensors or lists whose first dimension is the sample, or write them by a BasePredictionWriter."
+            )
+        return {name: outputs}
+    columns: dict[str, Any] = {}
+    for key, value in parts:
+        columns |= _columns(value, rows, f"{prefix}/{key}" if prefix else key)
+    return columns
+
+
+def _are_columns(outputs: Any, rows: int | None) -> bool:
+    """Return whether a list holds tensors with a row per sample, not a value per sample."""
+    if not isinstance(outputs, list) or not outputs:
+        return False
+    return all(isinstance(value, Tensor) and value.ndim and len(value) == (rows or len(value)) for value in outputs)
+
+
+def _described(value: Any) -> str:
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    return f"a {type(value).__name__}{shape}"
+
+
+def _as_column(indices: list[Any]) -> Any:
+    plain = all(type(index) is int for index in indices)
+    return torch.tensor(indices, dtype=torch.int64) if plain else [repr(index) for index in indices]
+
+
+def _order(indices: list[Any]) -> np.ndarray | None:
+    """Return the places of rows in the data's order; None where they stand in it, or it is not known."""
+    if not all(isinstance(part, np.ndarray) for part in indices):
+        return None
+    joined = np.concatenate(indices)
+    return None if np.all(joined[1:] >= joined[:-1]) else np.argsort(joined, kind="stable")
+
+
+# ---- safetensors
+
+
+def _write_tensors(path: Path, columns: dict[str, Any]) -> None:
+    from safetensors.torch import save_file  # late: of no use to who only trains
+
+    wrong = next((name for name, column in columns.items() if not isinstance(column, Tensor)), None)
+    if wrong == "index":
+        columns = {name: column for name, column in columns.items() if name != "index"}  # keys that are no numbers
+    elif wrong is not None:
+        raise DataError(
+            f"safetensors hold tensors only, and {wrong!r} of what predict_step returned is "
+            f"{_described(columns[wrong])}: use PredictionWriter(file_format='jsonl')"
+        )
+    save_file({name: column.contiguous() for name, column in columns.items()}, path)
+
+
+def _join_tensors(path: Path, parts: list[Path]) -> None:
+    """Join files into one, with a few thousand rows in memory at a time."""
+    from safetensors import safe_open  # late: as above
+
+    shapes: dict[str, tuple[str, list[int]]] = {}  # by column: dtype and the shape of a row
+    counts: list[int] = []
+    indices: list[Any] = []
+    for part in parts:
+        with safe_open(part, "pt") as file:
+            rows = 0
+            for name in file.keys():  # noqa: SIM118  it is no dict
+                view = file.get_slice(name)
+                rows, *row = view.get_shape()
+                known = shapes.setdefault(name, (view.get_dtype(), row))
+                if known != (view.get_dtype(), row):
+                    raise DataError(
+                        f"{name!r} has rows of {known[0]} {known[1]} in {parts[0].name} and of {view.get_dtype()} "
+                        f"{row} in {part.name}: one file cannot hold both. Use file_format='jsonl', or "
+                        "write_interval='batch'."
+                    )
+            counts.append(rows)
+            indices.append(file.get_tensor("index").numpy() if "index" in shapes else None)
+    order = _order(indices)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    place = np.empty(starts[-1], np.int64)
+    place[np.arange(starts[-1]) if order is None else order] = np.arange(starts[-1])
+    aligned = sorted(shapes.items(), key=lambda item: -_ITEM_BYTES[item[1][0]])
+    offsets = _write_header(path, {name: (dtype, [int(starts[-1]), *row]) for name, (dtype, row) in aligned})
+    for number, part in enumerate(parts):
+        with safe_open(part, "pt") as file, open(path, "r+b") as joined:
+            for name, (begin, row_bytes) in offsets.items():
+                data = file.get_tensor(name).contiguous().view(counts[number], -1).view(torch.uint8).numpy()
+                for first, last, at in _runs(place[starts[number] : starts[number + 1]]):
+                    joined.seek(begin + at * row_bytes)
+                    joined.write(data[first:last].tobytes())
+
+
+def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Give stretches of rows that stay together: first row, the one after the last, and the place of the first."""
+    cuts: list[int] = (np.flatnonzero(np.diff(places) != 1) + 1).tolist()
+    for first, last in zip([0, *cuts], [*cuts, len(places)], strict=True):
+        for begin in range(first, last, _ROWS):
+            yield begin, min(begin + _ROWS, last), int(places[begin])
+
+
+def _write_header(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> dict[str, tuple[int, int]]:
+    """Write a safetensors file without its data; return where each tensor begins, and the bytes of its rows."""
+    header: dict[str, Any] = {}
+    rows: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * _ITEM_BYTES[dtype]
+        begin, end = end, end + shape[0] * row_bytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        rows[name] = begin, row_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return {name: (8 + len(text) + begin, row_bytes) for name, (begin, row_bytes) in rows.items()}
+
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+
+
+# ---- JSON lines
+
+
+def _write_lines(path: Path, columns: dict[str, Any]) -> None:
+    lists = {name: column.tolist() if hasattr(column, "tolist") else column for name, column in columns.items()}
+    with open(path, "w", encoding="utf-8") as file:
+        for row in zip(*lists.values(), strict=True):
+            try:
+                line = json.dumps(dict(zip(lists, row, strict=True)), default=_plain, ensure_ascii=False)
+            except TypeError as error:
+                raise DataError(f"PredictionWriter(file_format='jsonl') cannot write a row: {error}") from None
+            file.write(line + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON value. Return tensors, numbers, texts, lists and dicts.")
+
+
+def _join_lines(path: Path, parts: list[Path]) -> None:
+    """Join files into one line by line; of each line only its place is kept."""
+    places: list[tuple[int, int]] = []
+    indices: list[Any] = []
+    for number, part in enumerate(parts):
+        with open(part, "rb") as file:
+            begin, found = 0, []
+            for line in file:
+                places.append((number, begin))
+                begin += len(line)
+                found.append(json.loads(line).get("index"))
+        known = all(type(index) is int for index in found)
+        indices.append(np.asarray(found, np.int64) if known else None)
+    order = _order(indices)
+    with open(path, "wb") as joined:
+        opened = -1, open(parts[0], "rb")  # noqa: SIM115  one at a time is open
+        try:
+            for at in range(len(places)) if order is None else order.tolist():
+                number, begin = places[at]
+                if number != opened[0]:
+                    opened[1].close()
+                    opened = number, open(parts[number], "rb")  # noqa: SIM115
+                opened[1].seek(begin)
+                joined.write(opened[1].readline())
+        finally:
+            opened[1].close()
+
+
+_WRITE: dict[str, Any] = {"safetensors": _write_tensors, "jsonl": _write_lines}
+_JOIN: dict[str, Any] = {"safetensors": _join_tensors, "jsonl": _join_lines}

@@ -1,0 +1,249 @@
+"""Stop training when the loss jumps, and name the batches."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from instep.callbacks.base import Callback
+from instep.distributed import gather_object
+from instep.errors import HookError, TrainingSpikeError
+from instep.utils.atomic import replace
+from instep.utils.checks import at_least, choice
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+_INDICES = 16  # how many of them a message lists
+
+
+class _Batch(NamedTuple):
+    """One batch whose loss is not judged yet; the loss is on the device."""
+
+    number: int
+    step: int
+    loss: Tensor | None  # None: the rank replayed the batch, or skipped it
+
+
+class SpikeDetection(Callback):
+    """Stop training on all ranks when the loss of a batch jumps, with an error that names batches and samples.
+
+    Each rank's loss is held against the running mean of the last `window` batches, over all ranks. A batch is a spike
+    where its loss on any rank is worse than the last mean, and away from the running mean by both `atol` and `rtol`.
+    That batch and the one before it (whose update may be the cause) are written to a file, and no checkpoint is made
+    after them.
+
+    Losses are judged in their order whenever that does not wait: on one CPU at each batch, elsewhere every
+    `log_every_n_steps` steps, then for the steps up to the time before, and always before a save, and at an epoch's
+    end. So the run may stop later than the spike, but always with the same batches.
+
+    With `Trainer(nonfinite=...)` a loss that is nan or inf is that guard's, and nothing here.
+
+    Args:
+        mode: "min" where a lower loss is better, "max" where a higher is.
+        window: batches in the running mean.
+        warmup: batches before any is judged.
+        atol: least distance to the running mean; None: none is asked for.
+        rtol: least distance, as a multiple of the running mean; None: none is asked for.
+        exclude_batches_path: the file to write, or a folder for `skip_batches.json`. None: in the run folder.
+        finite_only: a loss that is nan or inf is a spike. False: nan is passed over, inf is judged as a number.
+
+    Attributes:
+        bad_batches: what the file has: for each batch its "epoch" and "batch", and "samples" by rank (the data set's
+            indices; null where unknown).
+
+    Raises:
+        SettingError: an argument is wrong.
+        TrainingSpikeError: on all ranks, when there is a spike.
+
+    Example:
+        >>> SpikeDetection(window=50, warmup=100, rtol=3.0).rtol
+        3.0
+
+    Source: Lightning's `SpikeDetection`, where each rank has a mean of its own; the file's form is ours.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["min", "max"] = "min",
+        window: int = 10,
+        warmup: int = 1,
+        atol: float | None = None,
+        rtol: float | None = 2.0,
+        exclude_batches_path: str | Path | None = None,
+        finite_only: bool = True,
+    ) -> None:
+        self.mode = choice("min", "max")("mode", mode)
+        self.window = at_least(1)("window", window)
+        self.warmup = at_least(0)("warmup", warmup)
+        self.atol = atol
+        self.rtol = rtol
+        self.exclude_batches_path = exclude_batches_path
+        self.finite_only = finite_only
+        self.bad_batches: list[dict[str, Any]] = []
+        self._means: deque[float] = deque(maxlen=window)
+        self._judged = 0
+        self._waiting: list[_Batch] = []
+        self._older = 0  # of the waiting ones, those that were there at the last look
+        self._last_look = 0
+        self._at_once = False
+        self._every = 50
+        self._error: TrainingSpikeError | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known of the batches judged so far: `before_save` has judged all."""
+        return {"means": list(self._means), "judged": self._judged}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the same running mean."""
+        self._means = deque(state_dict["means"], maxlen=self.window)
+        self._judged = state_dict["judged"]
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._waiting, self._older, self._error = [], 0, None
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._at_once = trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu"
+        self._every = trainer.log_every_n_steps or 50
+        self._last_look = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = _loss_of(outputs, module)
+        replayed = trainer._log is not None and trainer._log.weight == 0
+        step = trainer.global_step
+        if self._at_once:
+            self._judge(trainer, _Batch(batch_idx, step, None), [None if loss is None else loss.item()])
+            return
+        # A copy: a captured graph writes its next loss into the same place.
+        kept = None if loss is None or replayed else loss.detach().clone()
+        self._waiting.append(_Batch(batch_idx, step, kept))
+        if step % self._every == 0 and step != self._last_look:
+            self._last_look = step
+            self._judge_waiting(trainer, self._older)  # the device is past these: reading them is no waiting
+            self._older = len(self._waiting)
+
+    def before_save(self, trainer: Trainer) -> None:
+        try:
+            self._judge_waiting(trainer, len(self._waiting))
+        except TrainingSpikeError as error:
+            self._error = error  # ModelCheckpoint(on_error="warn") takes it for a failed save: it is raised again
+            raise
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._judge_waiting(trainer, len(self._waiting))  # the next epoch's samples are others
+
+    def _judge_waiting(self, trainer: Trainer, count: int) -> None:
+        """Judge the first `count` batches that wait. Collective."""
+        if self._error is not None:
+            raise self._error
+        batches, self._waiting, self._older = self._waiting[:count], self._waiting[count:], 0
+        if not batches:
+            return
+        for batch, losses in zip(batches, _over_ranks(trainer, batches), strict=True):
+            self._judge(trainer, batch, losses)
+
+    def _judge(self, trainer: Trainer, batch: _Batch, losses: list[float | None]) -> None:
+        ranks = self._spikes(trainer, losses)
+        self._judged += 1
+        if ranks:
+            raise self._report(trainer, batch, losses, ranks)
+        finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+        if finite:
+            self._means.append(math.fsum(finite) / len(finite))
+
+    def _spikes(self, trainer: Trainer, losses: list[float | None]) -> list[int]:
+        """Return the ranks whose loss is a spike."""
+        if self._judged < self.warmup or not self._means:
+            return []
+        mean, last = math.fsum(self._means) / len(self._means), self._means[-1]
+        sign = 1 if self.mode == "min" else -1
+
+        def is_spike(loss: float | None) -> bool:
+            if loss is None:
+                return False
+            if not math.isfinite(loss) and (self.finite_only or trainer.settings.nonfinite is not None):
+                return trainer.settings.nonfinite is None
+            if not sign * (loss - last) > 0:
+                return False
+            away = abs(loss - mean)
+            return (self.atol is None or away >= abs(self.atol)) and (
+                self.rtol is None or away >= abs(self.rtol * mean)
+            )
+
+        return [rank for rank, loss in enumerate(losses) if is_spike(loss)]
+
+    def _report(
+        self, trainer: Trainer, batch: _Batch, losses: list[float | None], ranks: list[int]
+    ) -> TrainingSpikeError:
+        """Write the file and make the error. Collective."""
+        epoch, source = trainer.position.epoch, trainer._run.source
+        indices = range(max(0, batch.number - 1), batch.number + 1)
+        # Of a batch before this pass, which a resumed run began later in, the source knows nothing.
+        mine = tuple(source.sample_indices(index) if index >= source.first_batch else None for index in indices)
+        everyone: list[Any] = gather_object(mine)
+        for place, index in enumerate(indices):
+            samples = {str(rank): of_rank[place] for rank, of_rank in enumerate(everyone)}
+            self.bad_batches.append({"epoch": epoch, "batch": index, "samples": samples})
+        path = self._path(trainer)
+        if trainer.is_global_zero:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace(path, json.dumps(self.bad_batches, indent=2, default=str).encode())
+        mean = math.fsum(self._means) / len(self._means)
+        found = ", ".join(f"{losses[rank]:.6g}" for rank in ranks)
+        on = f" on rank {', '.join(map(str, ranks))}" if len(losses) > 1 else ""
+        listed = ", ".join(
+            (f"rank {rank}: " if len(losses) > 1 else "") + "; ".join(_listed(samples) for samples in everyone[rank])
+            for rank in ranks
+        )
+        last = getattr(trainer.checkpoint_callback, "last_model_path", "")
+        return TrainingSpikeError(
+            f"global_step {batch.step} (epoch {epoch}, batch_idx {batch.number}): the loss is {found}{on}, where the "
+            f"mean of the last {len(self._means)} batches is {mean:.6g} (SpikeDetection: mode={self.mode!r}, "
+            f"atol={self.atol}, rtol={self.rtol}). Samples of batch_idx {' and '.join(map(str, indices))}: {listed}; "
+            f"those of all ranks are in {path}. To find the cause: `instep replay {last or '<checkpoint>'}` repeats "
+            "the steps after a checkpoint. To go on, leave these samples out of the data set and begin from a "
+            "checkpoint's weights, or raise atol or rtol.",
+            global_step=batch.step,
+            epoch=epoch,
+            batches=indices,
+            ranks=ranks,
+            sample_indices=[dict(zip(indices, of_rank, strict=True)) for of_rank in everyone],
+        )
+
+    def _path(self, trainer: Trainer) -> Path:
+        path = Path(self.exclude_batches_path or trainer.log_dir or trainer.default_root_dir)
+        return path if path.suffix == ".json" else path / "skip_batches.json"
+
+
+def _loss_of(outputs: Any, module: TrainModule) -> Tensor | None:
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if isinstance(loss, Tensor) or (loss is None and module.automatic_optimization):
+        return loss
+    raise HookError(
+        f"SpikeDetection needs the loss, and training_step returned {type(outputs).__name__}. With manual "
+        "optimization too, return the loss or a dict that has it under 'loss'."
+    )
+
+
+def _over_ranks(trainer: Trainer, batches: list[_Batch]) -> list[list[float | None]]:
+    """Return each batch's losses by rank. Collective."""
+    tensors = [batch.loss.reshape(()).float() for batch in batches if batch.loss is not None]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())
+    mine = tuple(None if batch.loss is None else next(values) for batch in batches)
+    everyone = gather_object(mine) if trainer.world_size > 1 else [mine]
+    return [list(losses) for losses in zip(*everyone, strict=True)]
+
+
+def _listed(indices: list[Any] | None) -> str:
+    if indices is None:
+        return "unknown"
+    more = f" and {len(indices) - _INDICES} more" if len(indices) > _INDICES else ""
+    return f"{indices[:_INDICES]}{more}"

@@ -1,0 +1,332 @@
+"""Log how much a run does in a second: batches, samples, tokens, floating-point operations and MFU."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from instep.callbacks.base import Callback
+from instep.distributed import find_batch_size
+from instep.distributed.collectives import all_reduce_
+from instep.errors import SettingError
+from instep.utils.checks import at_least
+from instep.utils.peak_flops import peak_flops
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+_EVALUATIONS = ("validate", "test", "predict")
+
+
+class Totals(NamedTuple):
+    """Counts up to a moment: this rank's, or those of all ranks."""
+
+    time_s: float = 0.0
+    batches: int = 0
+    samples: int = 0
+    lengths: int = 0
+    flops: float = 0.0
+
+    def minus(self, other: Totals) -> Totals:
+        """Return what came since an earlier moment."""
+        return Totals(
+            self.time_s - other.time_s,
+            self.batches - other.batches,
+            self.samples - other.samples,
+            self.lengths - other.lengths,
+            self.flops - other.flops,
+        )
+
+
+class ThroughputMonitor(Callback):
+    """Log batches, samples, items and floating-point operations per second to the loggers, and their totals.
+
+    Every `log_every_n_steps` steps, with `train/` before each name:
+
+    - `time` (seconds of training, without validation), `batches` (of each process), `samples` and `lengths` (of all
+      processes): totals since the run began, in earlier processes too. The last two are logged as `samples` and
+      `tokens` as well, for loggers with `x_axis="samples"` or `x_axis="tokens"`.
+    - `device/batches_per_sec`, `device/samples_per_sec`, `device/items_per_sec`, `device/flops_per_sec`, `device/mfu`:
+      rates of this process over the last `window_size` batches, once there are so many.
+    - `batches_per_sec`, `samples_per_sec`, `items_per_sec`, `flops_per_sec`: of all processes together, where there are
+      several. They are added up over the ranks, not multiplied, and a replayed batch counts nothing.
+
+    Validation, test and prediction log the same without operations, once at their end, under `validate/`, `test/` and
+    `predict/`. Times are the host's clock: nothing waits for the device. A host that runs ahead of it does so at both
+    ends of the window.
+
+    Operations are the module's `flops_per_batch` (an attribute or property; of one process and one batch, forward and
+    backward) where it has one. Else those of the first training batch are counted by torch's formulas while it runs,
+    and scaled by samples; what activation checkpointing computes twice counts twice. A compiled module cannot be
+    counted: give it `flops_per_batch`.
+
+    Args:
+        batch_size_fn: number of samples of a batch. None: as the loop knows it.
+        length_fn: number of items, such as tokens, of a batch.
+        window_size: batches that a rate is taken over.
+        separator: stands between the parts of a name.
+        available_flops: peak operations per second of one device, for MFU. None: from the table of
+            `instep.utils.peak_flops`, by the device's name and the precision.
+        using_sparse_model: the device's kernels for structured sparsity are used, which raise its peak.
+        sparse_cuda_acceleration_factor: by how much they do.
+
+    Attributes:
+        metrics: the values that were logged last, by name.
+
+    Raises:
+        SettingError: an argument is wrong, or the number of samples cannot be told.
+
+    Example:
+        >>> monitor = ThroughputMonitor(length_fn=lambda batch: batch["tokens"].numel(), window_size=20)
+        >>> monitor.window_size
+        20
+
+    Source: the names are those of Lightning's `ThroughputMonitor`; MFU is Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], int] | None = None,
+        window_size: int = 100,
+        separator: str = "/",
+        available_flops: float | None = None,
+        using_sparse_model: bool = False,
+        sparse_cuda_acceleration_factor: float = 2.0,
+    ) -> None:
+        self.batch_size_fn = batch_size_fn
+        self.length_fn = length_fn
+        self.window_size = at_least(2)("window_size", window_size)
+        self.separator = separator
+        self.available_flops = available_flops
+        self._faster = sparse_cuda_acceleration_factor if using_sparse_model else 1.0
+        self.metrics: dict[str, float] = {}
+        self._peak: float | None = None
+        self._module_tells = False
+        self._counter: _FlopCounter | None = None
+        self._window: deque[Totals] = deque(maxlen=window_size)
+        self._every = 0
+        self._logged_step = -1
+        self._evaluation: Totals | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._before = Totals()  # of all ranks, in earlier processes
+        self._mine = Totals()  # of this rank, since
+        self._saved = Totals()
+        self._flops_per_sample: float | None = None
+        self._clock = 0.0
+
+    # ---- state
+
+    def before_save(self, trainer: Trainer) -> None:
+        self._saved, _ = self._over_ranks(trainer, Totals())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals over all ranks at the last `before_save`."""
+        return {**self._saved._asdict(), "flops_per_sample": self._flops_per_sample}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the totals; a new window begins."""
+        self._before = self._saved = Totals(*(state_dict[name] for name in Totals._fields))
+        self._flops_per_sample = state_dict["flops_per_sample"]
+        self._mine = Totals()
+
+    # ---- training
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._every = trainer.log_every_n_steps
+        if stage != "fit":
+            return
+        if trainer.global_step == 0:
+            self._reset()  # the object may have served another Trainer
+        self._module_tells = hasattr(module, "flops_per_batch")
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._clock = time.perf_counter() - self._mine.time_s
+        self._logged_step = trainer.global_step
+        self._window.clear()
+        if self._peak is None:
+            device = trainer.strategy.root_device
+            peak = self.available_flops or peak_flops(device, trainer.precision)
+            self._peak = None if peak is None else peak * self._faster
+            if peak is None and device.type != "cpu" and trainer.is_global_zero:
+                warn_user(
+                    f"ThroughputMonitor logs no MFU: the peak of this {device.type} device at precision="
+                    f"{trainer.precision!r} is in no table. Give ThroughputMonitor(available_flops=...), in "
+                    "floating-point operations a second"
+                )
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        counts = not self._module_tells and not any(m._compiled_call_impl is not None for m in module.modules())
+        # Of this object, not of the class, and only where it is used: others have no call at every step.
+        self.on_train_batch_start = self._count_flops if counts else None  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _count_flops(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        if self._flops_per_sample is None and self._counter is None:
+            self._counter = _FlopCounter()
+            self._counter.__enter__()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        samples, lengths = self._size(trainer, batch)
+        if self._counter is not None:
+            self._stop_counting(samples)
+        now, mine = time.perf_counter(), self._mine
+        if self._module_tells:
+            flops: float = module.flops_per_batch  # pyright: ignore[reportAssignmentType]
+        else:
+            flops = (self._flops_per_sample or 0.0) * samples
+        self._mine = mine = Totals(
+            now - self._clock, mine.batches + 1, mine.samples + samples, mine.lengths + lengths, mine.flops + flops
+        )
+        self._window.append(mine)
+        step = trainer.global_step
+        if self._every and step % self._every == 0 and step != self._logged_step:
+            self._logged_step = step
+            window = self._window
+            is_full = len(window) == self.window_size
+            total, every_rank = self._over_ranks(trainer, mine.minus(window[0]) if is_full else Totals())
+            self._log(trainer, "train", total, mine.minus(window[0]) if is_full else None, every_rank)
+
+    def _stop_counting(self, samples: int) -> None:
+        counter, self._counter = self._counter, None
+        assert counter is not None
+        counter.__exit__(None, None, None)
+        if samples:
+            self._flops_per_sample = counter.flops / samples
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        counter, self._counter = self._counter, None
+        if counter is not None:  # the step raised
+            counter.__exit__(None, None, None)
+
+    # ---- evaluation
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._evaluation = Totals(time.perf_counter())
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        done = self._evaluation
+        if done is not None:
+            samples, lengths = self._size(trainer, batch)
+            self._evaluation = Totals(done.time_s, done.batches + 1, done.samples + samples, done.lengths + lengths)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        done, self._evaluation = self._evaluation, None
+        if done is None:
+            return
+        took_s = time.perf_counter() - done.time_s
+        self._clock += took_s  # no time of training
+        stage = trainer.state.stage
+        if self._every and stage in _EVALUATIONS and took_s > 0:
+            mine = done._replace(time_s=took_s)
+            _, every_rank = self._over_ranks(trainer, mine)
+            self._log(trainer, str(stage.value), every_rank, mine, every_rank)
+
+    on_test_end = on_predict_end = on_validation_end
+
+    # ---- both
+
+    def _size(self, trainer: Trainer, batch: Any) -> tuple[int, int]:
+        """Return the samples and items of a batch that count: none of one that is replayed to keep ranks in step."""
+        log = trainer._log
+        known = None if log is None else log.weight
+        if known == 0:
+            return 0, 0
+        if self.batch_size_fn is not None:
+            samples: int | None = self.batch_size_fn(batch)
+        else:
+            samples = find_batch_size(batch) if known is None else int(known)
+        if samples is None:
+            raise SettingError(
+                f"ThroughputMonitor cannot tell how many samples a batch has (a {type(batch).__name__} without "
+                "tensors). Give ThroughputMonitor(batch_size_fn=...).",
+                field="batch_size_fn",
+            )
+        return samples, 0 if self.length_fn is None else self.length_fn(batch)
+
+    def _over_ranks(self, trainer: Trainer, part: Totals) -> tuple[Totals, Totals]:
+        """Add up the run's totals, and those of a part of it, over all ranks. Collective."""
+        mine = self._mine
+        counts = trainer.strategy.contributes  # of ranks with the same data one does
+        sums = torch.tensor(
+            [*(mine[2:4] if counts else (0, 0)), mine.flops, *(part[2:4] if counts else (0, 0)), part.flops],
+            dtype=torch.float64,
+        )
+        samples, lengths, flops, *of_part = all_reduce_(sums).tolist()
+        before = self._before
+        total = Totals(
+            before.time_s + mine.time_s,
+            before.batches + mine.batches,
+            before.samples + int(samples),
+            before.lengths + int(lengths),
+            before.flops + flops,
+        )
+        return total, Totals(part.time_s, part.batches, int(of_part[0]), int(of_part[1]), of_part[2])
+
+    def _log(self, trainer: Trainer, stage: str, total: Totals, mine: Totals | None, every_rank: Totals) -> None:
+        values: dict[str, float] = {"time": total.time_s, "batches": total.batches, "samples": total.samples}
+        if self.length_fn is not None:
+            values["lengths"] = total.lengths
+        if mine is not None and mine.time_s > 0:
+            values |= self._rates(mine, f"device{self.separator}")
+            if self._peak and mine.flops:
+                values[f"device{self.separator}mfu"] = mine.flops / mine.time_s / self._peak
+            if trainer.world_size > 1:
+                world = every_rank._replace(batches=mine.batches * trainer.world_size)
+                values |= self._rates(world, "")
+        named = {f"{stage}{self.separator}{name}": value for name, value in values.items()}
+        if stage == "train":
+            named["samples"] = total.samples
+            if self.length_fn is not None:
+                named["tokens"] = total.lengths
+        self.metrics |= named
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=trainer.global_step)
+
+    def _rates(self, done: Totals, prefix: str) -> dict[str, float]:
+        names = {"batches": done.batches, "samples": done.samples}
+        if self.length_fn is not None:
+            names["items"] = done.lengths
+        if done.flops:
+            names["flops"] = done.flops  # pyright: ignore[reportArgumentType]
+        return {f"{prefix}{name}_per_sec": count / done.time_s for name, count in names.items()}
+
+
+class _FlopCounter(TorchDispatchMode):
+    """Count floating-point operations inside, by the formulas of torch's `FlopCounterMode`.
+
+    That class takes composite operations apart and hooks into every module: what runs in it may differ in the last bit
+    from what runs without, and a run's first step must not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.utils.flop_counter import flop_registry  # late: it loads much, for one step
+
+        self.flops = 0.0
+        self._formulas = flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
+        if formula is not None:
+            spread = next((arg for arg in args if isinstance(arg, DTensor)), None)
+            ranks = 1 if spread is None else spread.device_mesh.size()  # of a DTensor the whole is counted
+            self.flops += formula(*args, **(kwargs or {}), out_val=result) / ranks
+        return result

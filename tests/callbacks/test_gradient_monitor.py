@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from instep.callbacks import GradientMonitor, ModelCheckpoint
+from instep.errors import SettingError
+from instep.utils.grads import grad_norm
+from tests.callbacks.fakes import RecordingLogger
+from tests.trainer.toys import Toy, loader, quiet
+
+
+class Deep(Toy):
+    """Notes the gradients that its optimizer is stepped with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        self.norms: dict[int, dict[str, float]] = {}
+        self.order: float = 2.0
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = grad_norm(self, self.order)
+        self.norms[self.global_step + 1] = {name: norm.item() for name, norm in norms.items()}
+
+
+def fit(monitor: GradientMonitor, module: Deep, **settings: Any) -> RecordingLogger:
+    logger = RecordingLogger()
+    quiet(logger=logger, callbacks=monitor, **{"max_steps": 4, "log_every_n_steps": 2, **settings}).fit(
+        module, loader()
+    )
+    return logger
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_norms_of_the_whole_window_before_clipping(order: float) -> None:
+    module = Deep()
+    module.order = order
+    logger = fit(GradientMonitor(order), module, accumulate_grad_batches=2, gradient_clip_val=1e-3)
+    rows = [(step, row) for step, row in logger.rows if any("grad" in name for name in row)]
+    assert [step for step, _ in rows] == [2, 4]
+    for step, row in rows:
+        assert row == pytest.approx(module.norms[step], rel=1e-6)
+
+
+def test_by_layer_and_in_total() -> None:
+    module = Deep()
+    logger = fit(GradientMonitor(depth=2), module)
+    assert {name for _, row in logger.rows for name in row} == {
+        "grad_2.0_norm/layer.0", "grad_2.0_norm/layer.1", "grad_2.0_norm_total"
+    }  # fmt: skip
+    norms = module.norms[4]
+    squares = sum(norms[f"grad_2.0_norm/layer.0.{part}"] ** 2 for part in ("weight", "bias"))
+    assert logger.of("grad_2.0_norm/layer.0")[4] == pytest.approx(squares**0.5)
+    logger = fit(GradientMonitor(depth=0), Deep())
+    assert {name for _, row in logger.rows for name in row} == {"grad_2.0_norm_total"}
+
+
+def test_each_of_several_optimizers_has_its_parameters() -> None:
+    class Two(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), 0.1) for part in self.layer]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+    logger = fit(GradientMonitor(depth=2), Two())
+    assert set(logger.of("grad_2.0_norm_total/0")) == set(logger.of("grad_2.0_norm_total/1")) == {2, 4}
+    assert logger.of("grad_2.0_norm/layer.0") == pytest.approx(logger.of("grad_2.0_norm_total/0"))
+    assert logger.of("grad_2.0_norm/layer.1") == pytest.approx(logger.of("grad_2.0_norm_total/1"))
+
+
+def test_values_that_are_on_their_way_are_logged_before_a_save(tmp_path: Path) -> None:
+    monitor, logger = GradientMonitor(depth=0), RecordingLogger()
+    deliver, arrived = monitor._deliver, []
+
+    def late(trainer: Any, only_ready: bool = False) -> None:
+        if not only_ready:
+            arrived.append(trainer.global_step)
+            deliver(trainer)
+
+    monitor._deliver = late  # type: ignore[method-assign]
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3)
+    trainer = quiet(
+        logger=logger, callbacks=[monitor, saver], enable_checkpointing=True, max_steps=4, log_every_n_steps=1
+    )
+    trainer.fit(Deep(), loader())
+    assert arrived[:1] == [3]
+    assert list(logger.of("grad_2.0_norm_total")) == [1, 2, 3, 4]
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(SettingError, match="norm_type=0"):
+        GradientMonitor(0)
+    with pytest.raises(SettingError, match="GradientMonitor needs a logger"):
+        quiet(callbacks=GradientMonitor(), max_steps=1).fit(Toy(), loader())
+
+
+def test_histograms_count_every_element() -> None:
+    class Kept(RecordingLogger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.histograms: list[tuple[str, int, Any]] = []
+
+        def _log_histogram(self, name: str, histogram: Any, step: int) -> None:
+            self.histograms.append((name, step, histogram))
+
+    class Noting(Deep):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.gradients = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+
+    module, logger = Noting(), Kept()
+    trainer = quiet(logger=logger, callbacks=GradientMonitor(histograms=True), max_steps=2, log_every_n_steps=2)
+    trainer.fit(module, loader())
+    assert [(name, step) for name, step, _ in logger.histograms] == [
+        (f"gradients/{name}", 2) for name in module.gradients
+    ]
+    for (_, _, found), gradient in zip(logger.histograms, module.gradients.values(), strict=True):
+        edge = gradient.abs().max().item()
+        assert (found.edges[0], found.edges[-1], len(found.edges)) == (-edge, edge, 65)
+        assert found.counts.sum() == gradient.numel()
+        plain, _ = np.histogram(gradient.double().numpy(), found.edges)
+        assert np.abs(np.cumsum(plain - found.counts)).max() <= 1  # one that stands on an edge
