@@ -26,7 +26,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 RESULTS = Path(__file__).with_name("results")
-PACKAGES = ("torch", "instep", "lightning", "accelerate", "pytorch-ignite", "numpy", "rich", "tqdm", "tensorboard")
+PACKAGES = (
+    "torch",
+    "instep",
+    "lightning",
+    "accelerate",
+    "pytorch-ignite",
+    "numpy",
+    "rich",
+    "tqdm",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+)
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ROWS, COLUMNS = 40, 120  # of the pseudo-terminal
 
@@ -129,7 +141,13 @@ def run_child(script: str, request: dict[str, Any]) -> dict[str, Any]:
     return Child(script, request).result()
 
 
-def take_turns(script: str, base: dict[str, Any], own: dict[str, Any], turns: int) -> list[dict[str, Any]]:
+def take_turns(
+    script: str,
+    base: dict[str, Any],
+    own: dict[str, Any],
+    turns: int,
+    before: Callable[[int], object] = lambda turn: None,
+) -> list[dict[str, Any]]:
     """Run two children in turns on one CPU: base, own, base, own, ..., base.
 
     Both stop themselves (SIGSTOP: all threads) at the start and at the end of each turn, and note the times while they
@@ -141,6 +159,7 @@ def take_turns(script: str, base: dict[str, Any], own: dict[str, Any], turns: in
         base: the request of the first, which gets one turn more.
         own: that of the second.
         turns: of the second.
+        before: called before each turn of the second, with its number.
 
     Returns:
         The results of both.
@@ -150,6 +169,8 @@ def take_turns(script: str, base: dict[str, Any], own: dict[str, Any], turns: in
         for child in children:
             child.until_stopped()
         for turn in range(2 * turns + 1):
+            if turn % 2:
+                before(turn // 2)
             children[turn % 2].go_on()
             children[turn % 2].until_stopped()
         results = []
