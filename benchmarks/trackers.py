@@ -225,7 +225,7 @@ def pair(case: Case, turn: int, turns: int, paths: tuple[list[str], list[str]], 
                 request["server"] = server.url
                 disturb = _disturb(server) if case.disturbed else _do_nothing
             requests.append(request)
-        base, own = harness.take_turns(__file__, *requests, turns, disturb)
+        base, own = harness.take_turns(__file__, requests[0], requests[1], turns, disturb)
     around = [(before + after) / 2 for before, after in pairwise(base["turns_us"])]
     ratios = [mine / theirs for mine, theirs in zip(own["turns_us"], around, strict=True)]
     return {"ratios": ratios, "base_us": around, "own_us": own["turns_us"], "end_s": own["end_s"]}
@@ -279,14 +279,14 @@ def main() -> int:
     """Run all cases, print the table, write the JSON; status 1 where a case adds more than its limit."""
     args = parse_arguments()
     results: dict[str, dict[str, Any]] = {}
-    names = [name for name in args.cases if name != "before" or args.before is not None]
+    names = [name for name in args.cases if name != "before" or args.before]
     progress = harness.Progress(len(names))
     for name in names:
         case = CASES[name]
         if find_spec(case.package) is None:
             progress.step(f"{name}: left out, {case.package!r} is not installed (pip install 'instep[{case.package}]')")
             continue
-        paths: tuple[list[str], list[str]] = ([str(args.before.resolve())] if name == "before" else [], [])
+        paths: tuple[list[str], list[str]] = (args.before if name == "before" else [], [])
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             results[name] = summary(case, pair(case, args.turn, args.turns, paths, Path(folder)))
         progress.step(f"{name}: {results[name]['added']['median']:+.3f}")
@@ -302,7 +302,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--turn", type=int, default=TURN, help=f"steps of a turn (default: {TURN})")
     parser.add_argument("--turns", type=int, default=TURNS, help=f"of each run (default: {TURNS})")
-    parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout of this repository")
+    parser.add_argument(
+        "--before", nargs=1, type=os.path.abspath, default=[], metavar="DIR", help="another checkout of this repository"
+    )
     harness.add_out(parser)
     return parser.parse_args()
 
