@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Size, Tensor
 
 from instep.checkpoint.edge import Kind, check, reading, taking_up
-from instep.checkpoint.resume import ResumeReport, compare
 from instep.distributed.rank_zero import together
 from instep.utils.optimizer_state import check_trees, clean_name
 from instep.utils.optimizers import checked_schedule, follow_schedule
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from instep.checkpoint.background import BackgroundSaver, Recorder
     from instep.checkpoint.reader import Reader
+    from instep.checkpoint.resume import ResumeReport
     from instep.checkpoint.store import CheckpointStore
     from instep.checkpoint.tensors import Shard
     from instep.checkpoint.writer import BaseWriter
@@ -252,6 +252,8 @@ def load_model_state(
         report: gets what was and was not loaded.
         prefix: what names in the report begin with.
     """
+    from instep.checkpoint.resume import compare  # late: only who loads pays for it
+
     own = {clean_name(name): name for name in shapes}
     fits = compare(report, state, {clean_name(name): shape for name, shape in shapes.items()}, prefix)
     load({own.get(name, name): value for name, value in (state if strict else fits).items()}, strict=strict)

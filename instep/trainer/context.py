@@ -22,7 +22,6 @@ from instep.data import BatchSource, DataModule
 from instep.distributed import Trigger, Triggers
 from instep.distributed.heartbeat import Heartbeat
 from instep.distributed.signals import SignalGuard
-from instep.profilers.run_clock import RunClock
 from instep.state.runs import GradientRecord
 from instep.strategies import Precision, Strategy
 from instep.trainer.hooks import HookTable
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.lease import Lease
     from instep.checkpoint.resume import Resume, ResumeReport
     from instep.checkpoint.run_state import SavedRun
+    from instep.profilers.run_clock import RunClock
     from instep.trainer.nonfinite import NonFiniteGuard
 
 
@@ -216,6 +216,12 @@ class ValidationPlan:
     next_time_s: float = math.inf
 
 
+def _run_clock() -> RunClock:
+    from instep.profilers.run_clock import RunClock  # late: only a run pays for it
+
+    return RunClock()
+
+
 @dataclass(eq=False, repr=False)
 class RunContext:
     """Values that the functions of one run share.
@@ -275,7 +281,7 @@ class RunContext:
     resumes: bool = field(init=False)
     settings: Settings = field(init=False)
     strategy: Strategy = field(init=False)
-    clock: RunClock = field(default_factory=RunClock)
+    clock: RunClock = field(default_factory=_run_clock)
     undo: ExitStack = field(default_factory=ExitStack)
     rank: int = field(init=False)
     world_size: int = field(init=False)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from instep import profilers  # its names load when used
 from instep.data import DataModule
 from instep.distributed import Triggers, broadcast_object
 from instep.distributed.heartbeat import heartbeat
@@ -25,7 +26,6 @@ from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
 from instep.health.error_report import tell_trainer
 from instep.health.progress_file import plain_metrics
 from instep.health.run_status import in_short
-from instep.profilers.run_clock import RunSummary
 from instep.state import PartialState, Run, pop_run, push_run, read_environment
 from instep.strategies import Precision
 from instep.strategies.base import sync_batchnorm
@@ -284,13 +284,13 @@ def _note_status(ctx: RunContext, error: BaseException | None) -> None:
             ctx.trainer.print(ctx.trainer.run_summary)
 
 
-def _summarize(ctx: RunContext, error: BaseException | None) -> RunSummary:
+def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSummary:
     """Sum up a fit: why it ended, its best checkpoint, and where its time went."""
     trainer, at, saver = ctx.trainer, ctx.position, ctx.trainer.checkpoint_callback
     why = ctx.why if error is None else trainer.stop_reason if isinstance(error, Preempted) else ""
     batches = max(0, at.earlier_batches + at.batch - ctx.batches_at_start)
     score = getattr(saver, "best_model_score", None)
-    return RunSummary(
+    return profilers.RunSummary(
         why=why or ("" if error is None else in_short(f"{type(error).__name__}: {error}")),
         wall_s=ctx.clock.wall_s,
         steps=max(0, at.global_step - ctx.steps_at_start),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from instep import __version__, checkpoint  # whose names load when used
 from instep.checkpoint.edge import taking_up
-from instep.checkpoint.resume import Resume, ResumeReport
 from instep.checkpoint.run_state import RunState, SavedRun, clean_names, clean_once, record
 from instep.distributed import gather_object
 from instep.distributed.rank_zero import RankGroup, together
@@ -30,6 +29,7 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from instep.checkpoint import CheckpointStore
     from instep.checkpoint.background import PendingSave
+    from instep.checkpoint.resume import Resume
     from instep.data import DataModule
     from instep.loggers.base import Logger
 
@@ -266,7 +266,7 @@ def dry_run(ctx: RunContext) -> None:
 
 def check_resume(resume: Any, ckpt_path: Any) -> None:
     """Refuse `fit(resume=...)` that is of the wrong kind, or has nothing to take up."""
-    if not isinstance(resume, Resume):
+    if not isinstance(resume, checkpoint.Resume):
         raise SettingError(f"resume={resume!r}: an instep.Resume, such as Resume.weights()", field="resume", got=resume)
     if ckpt_path is None:
         raise SettingError(
@@ -289,10 +289,10 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
     """
     asked, saved, trainer = ctx.parts, ctx.resumed, ctx.trainer
     if ctx.fn != "fit":
-        ctx.parts, ctx.report = Resume.weights(), ResumeReport(path, ("weights",))
+        ctx.parts, ctx.report = checkpoint.Resume.weights(), checkpoint.ResumeReport(path, ("weights",))
         return
     kind = "weights" if saved is None else saved.reader.manifest.info.get("kind")
-    parts = asked or Resume()
+    parts = asked or checkpoint.Resume()
     if kind == "weights" and not parts.weights_only:
         what = "is a file, of which the weights alone are taken" if saved is None else "holds weights only"
         raise CheckpointError(
@@ -304,8 +304,8 @@ def begin(ctx: RunContext, path: Path, folder_before: Path | None) -> None:
     if asked is not None:
         ctx.resumed_with = asked.record()
         if ctx.ckpt_path in ("auto", "last") and state.get("resumed_with") == ctx.resumed_with:
-            parts = Resume(strict=asked.strict)  # the same command again: what was asked for was done then
-    ctx.parts, ctx.report = parts, ResumeReport(path, parts.parts)
+            parts = checkpoint.Resume(strict=asked.strict)  # the same command again: what was asked for was done then
+    ctx.parts, ctx.report = parts, checkpoint.ResumeReport(path, parts.parts)
     if saved is not None and not parts.weights_only:
         check_full(saved)
     if parts.position:

@@ -27,7 +27,6 @@ from instep.checkpoint.edge import (
     taking_up,
     text,
 )
-from instep.checkpoint.resume import ResumeReport
 from instep.checkpoint.run_state import SavedRun, load_model_state
 from instep.errors import CheckpointError, SettingError
 from instep.strategies.base import shapes_of
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from instep.checkpoint import Reader
+    from instep.checkpoint.resume import ResumeReport
     from instep.trainer.module import TrainModule
 
 M = TypeVar("M", bound="TrainModule")
@@ -213,7 +213,7 @@ def load_module(
         module.configure_model()
     if is_overridden(module, "on_load_checkpoint", ModuleHooks):
         module.on_load_checkpoint(view)
-    report = ResumeReport(folder, ("weights",))
+    report = checkpoint.ResumeReport(folder, ("weights",))
     load_into(
         module.load_state_dict,
         module,
