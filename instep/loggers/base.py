@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from instep.errors import CorruptCheckpointError, InstepError, LogError, SettingError, UsageError, one_of
 from instep.loggers.folders import RUNS, folder_name, is_free, make_next, next_version, version_of
 from instep.types import Location, PathLike
-from instep.utils.atomic import replace
 from instep.utils.checks import FLAG, PATH, above_zero
 from instep.utils.hparams import plain_values
 from instep.utils.imports import check_installed
@@ -25,7 +23,8 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from instep.loggers.delivery import Delivery, Marks, Record, Row
+    from instep.loggers.backlog import Record, Row
+    from instep.loggers.delivery import Delivery
     from instep.loggers.kinds import Artifact, Audio, Code, Histogram, Image, Table, Video
 
 _CHECKPOINT_WAIT_S = 1.0  # a checkpoint waits no longer for a slow tracker: what it has not taken is on the disk then
@@ -115,7 +114,6 @@ class Logger:
     _resumed: bool = False
     _kept: list[Record] | None = None  # what came before the logger was open
     _delivery: Delivery | None = None
-    _marks: Marks | None = None
     _logged: dict[str, int] | None = None  # the last step by name; of a resumed run that of its checkpoint
     _refused: frozenset[str] = frozenset()  # hooks that the subclass lacks, said once
     _sends_rest: bool = False  # of a run that is over
@@ -183,7 +181,7 @@ class Logger:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is closed: it opens a writer of its own.
-        closed = {"_open": False, "_delivery": None, "_marks": None}
+        closed = {"_open": False, "_delivery": None}
         return {**self.__dict__, **closed, **dict.fromkeys(self._writers & self.__dict__.keys())}
 
     @classmethod
@@ -616,8 +614,6 @@ class Logger:
             self._open, self.status = False, status  # first: a failing close is not tried again
             delivery, self._delivery = self._delivery, None
             delivery.close(lambda: self._finalize(status), self._flush_timeout_s)
-            if len(delivery.backlog):
-                self._write_note()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to append instead of starting anew: JSON values.
@@ -813,7 +809,7 @@ class Logger:
 
     def _put(self, hook: str, *args: Any, step: int | None = None) -> None:
         """Send one call of a hook on its way."""
-        from instep.loggers.delivery import Record  # late: a Trainer without loggers does not need it
+        from instep.loggers.backlog import Record  # late: a Trainer without loggers does not need it
 
         record = Record(hook, args, step, time.time())
         if self._logged is not None and step is not None:
@@ -850,8 +846,6 @@ class Logger:
                 self._delivery.ask(self._save, timeout_s)
             except Exception as error:  # noqa: BLE001  a tracker never ends a run
                 warn_user(f"{type(self).__name__} could not flush: {type(error).__name__}: {error}")
-        else:
-            self._write_note()
 
     def _place(self, metrics: Mapping[str, float]) -> int:
         """Return the place on an x-axis that is not the step: that of the last record that had one."""
@@ -862,25 +856,21 @@ class Logger:
         return int(self._x)
 
     def _reopen(self) -> None:
-        from instep.loggers.delivery import (  # late: a Trainer without loggers needs none
-            Backlog,
-            Delivery,
-            LoggerSide,
-            Marks,
-        )
+        # Late: a Trainer without loggers does not need them.
+        from instep.loggers.backlog import Backlog
+        from instep.loggers.delivery import Delivery, LoggerSide, Marks
 
         assert self._run_dir is not None
         self._log_dir = self._choose_log_dir(self._run_dir)
         if self._rank:
             self._log_dir /= f"rank-{self._rank}"
         self._began_s = self._began_s or time.time()
-        name = type(self).__name__
         self._logged = {} if self._logged is None else self._logged
-        if self._resumed and self._version is None and not self._LOCAL:
-            self._version = self._read_note().get("version")
-        self._marks = Marks(dict(self._logged) if self._resumed and not self._sends_rest else None)
-        backlog = Backlog(self._note_path.with_suffix(".jsonl"))
-        self._delivery = Delivery(LoggerSide(self, backlog, self._marks), name, backlog)
+        is_new = not self._resumed
+        marks = Marks(dict(self._logged) if self._resumed and not self._sends_rest else None)
+        number, rank = (f"-{self._number + 1}" * (self._number > 0), f"-rank-{self._rank}" * (self._rank > 0))
+        backlog = Backlog(self._run_dir / "loggers" / f"{type(self).__name__}{number}{rank}.jsonl")
+        self._delivery = Delivery(LoggerSide(self, backlog, marks), type(self).__name__, backlog)
         try:
             self._delivery.begin(self._start_timeout_s)
         except BaseException:
@@ -890,39 +880,8 @@ class Logger:
         kept, self._kept = self._kept, None
         for record in kept or ():
             self._delivery.put(record)
-        if self._save_code and not self._resumed:
+        if self._save_code and is_new:
             self.log_code()
-
-    @property
-    def _note_path(self) -> Path:
-        """The file that says which logger this is and how far it came; the backlog stands beside it."""
-        assert self._run_dir is not None
-        number = f"-{self._number + 1}" if self._number else ""
-        return (
-            self._run_dir / "loggers" / f"{type(self).__name__}{number}{f'-rank-{self._rank}' * (self._rank > 0)}.json"
-        )
-
-    def _read_note(self) -> dict[str, Any]:
-        from instep.loggers.delivery import read_note  # late, as above
-
-        return read_note(self._note_path)
-
-    def _write_note(self) -> None:
-        kind = type(self)
-        arguments = {name: getattr(self, f"_{name}", None) for name in ("name", *self._SYNC)}
-        arguments["save_dir"] = None if self._save_dir is None else str(self._save_dir)
-        note = {
-            "logger": f"{kind.__module__}:{kind.__qualname__}",
-            "arguments": {name: value for name, value in arguments.items() if value is not None},
-            "version": self._version,
-            "status": self.status,
-            "sent": {} if self._marks is None else self._marks.sent,
-        }
-        try:
-            self._note_path.parent.mkdir(parents=True, exist_ok=True)
-            replace(self._note_path, json.dumps(note).encode())
-        except OSError as error:
-            warn_user(f"{self._note_path} could not be written: {error}")
 
     def _choose_log_dir(self, run_dir: Path) -> Path:
         parent = self.runs_dir

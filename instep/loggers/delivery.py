@@ -1,13 +1,12 @@
-"""The way of what is logged to a tracker: a queue, one thread, and a file for what cannot be sent now.
+"""The way of what is logged to a tracker: one thread sends what waits in a backlog, in its order.
 
-The training thread only puts records into a `Backlog`: older ones lie in a file, newer ones in memory. A `Delivery`'s
-thread sends them in their order. What the tracker refuses or cannot take now stays where it is and is tried again.
+What the tracker refuses or cannot take now stays where it is and is tried again. The training thread never waits for
+it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -16,60 +15,22 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime  # before Python 3.11 another class than TimeoutError
 from contextlib import suppress
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from instep.errors import InstepError
-from instep.loggers.kinds import from_json, size_of, to_json
+from instep.loggers.backlog import BATCH, Backlog, Record, Row, read_note
 from instep.utils.atomic import replace
-from instep.utils.untrusted_files import INDEX_BYTES, open_regular, parse_object, read_regular
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.loggers.base import Logger
 
-_QUEUE_RECORDS = 2_000  # so that writing all of them into the file holds up a step by milliseconds
-_QUEUE_BYTES = 32 * 2**20
-_LOST_BYTES = 16 * _QUEUE_BYTES  # where the disk takes nothing either
-_BATCH = 500
 _PERIOD_S = 0.5  # how long records wait for company
 _LONGEST_PAUSE_S = 60.0
 _TRIES = 3  # of one record, until the next one shows whether the tracker works
-_MOST_LINE_BYTES = 512 * 2**20
-_HOOKS = ("_log_", "_after_save_checkpoint")
 _MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # of settings, not failures of a network
-
-
-class Record(NamedTuple):
-    """One call of a logger's hook that waits; `step` is the global one, None where there is none."""
-
-    hook: str
-    args: tuple[Any, ...]
-    step: int | None
-    time_s: float
-
-    def names(self) -> list[str]:
-        """List what it is of: its metrics, or its kind and name."""
-        if self.hook == "_log_metrics":
-            return list(self.args[0])
-        return [f"{self.hook}:{self.args[0]}"] if self.step is not None and isinstance(self.args[0], str) else []
-
-    def line(self) -> bytes:
-        """Return it as a line of JSON."""
-        return json.dumps([self.hook, to_json(self.args), self.step, self.time_s]).encode() + b"\n"
-
-    @staticmethod
-    def of_line(line: bytes) -> Record:
-        """Read what `line` gave.
-
-        Raises:
-            ValueError: it is no record.
-        """
-        match json.loads(line):
-            case [str(hook), list(args), int() | None as step, float() | int() as time_s] if hook.startswith(_HOOKS):
-                return Record(hook, tuple(map(from_json, args)), step, time_s)
-        raise ValueError(f"{line[:80]!r} is no record of a logger")
 
 
 class Tracker(Protocol):
@@ -87,160 +48,12 @@ class Tracker(Protocol):
         ...
 
     def rest(self) -> None:
-        """Note how far it came: nothing waits just now."""
+        """Nothing waits just now."""
         ...
 
-
-class Row(NamedTuple):
-    """Metrics of one `log_metrics` call: numbers by name, the place on the x-axis, and seconds since 1970."""
-
-    metrics: dict[str, float]
-    step: int
-    time_s: float
-
-
-class Backlog:
-    """Records that wait, in their order: the older ones in a file, the newer ones in memory. Safe between threads.
-
-    Args:
-        path: of the file, made where it is needed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lost = 0
-        """Records that neither the memory nor the disk could take."""
-        self._memory: deque[Record] = deque()
-        self._bytes = 0
-        self._file: BinaryIO | None = None
-        self._in_file = 0
-        self._offset = 0
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return self._in_file + len(self._memory)
-
-    def append(self, record: Record) -> bool:
-        """Add a record; True where it would be good to send some now."""
-        with self._lock:
-            self._memory.append(record)
-            self._bytes += size_of(record.args)
-            full = len(self._memory) >= _QUEUE_RECORDS or self._bytes >= _QUEUE_BYTES
-            if full:
-                self._spill(sync=False)
-            return full or len(self._memory) == _BATCH
-
-    def peek(self, most: int) -> list[Record]:
-        """Return the first records; a line of the file that is no record is left out."""
-        with self._lock:
-            found: list[Record] = []
-            while self._in_file and not found:
-                found = self._read(most)
-            return found or list(islice(self._memory, most))
-
-    def drop(self, number: int) -> None:
-        """Take the first records away: they have arrived."""
-        with self._lock:
-            if self._in_file:  # also where they were spilled after `peek`
-                self._skip(number)
-            else:
-                for _ in range(number):
-                    self._bytes -= size_of(self._memory.popleft().args)
-
-    def spill(self) -> None:
-        """Bring all of it to the disk."""
-        with self._lock:
-            self._spill(sync=True)
-
-    def take_over(self, keep: Callable[[Record], bool]) -> None:
-        """Put in front what an earlier process left in the file, as far as `keep` says."""
-        with self._lock:
-            kept: list[bytes] = []
-            with suppress(FileNotFoundError), open_regular(self.path) as file:
-                for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""):
-                    with suppress(ValueError, TypeError, RecursionError):  # a process killed while writing leaves half
-                        if keep(Record.of_line(line)):
-                            kept.append(line)
-            if kept or self.path.exists():
-                replace(self.path, b"".join(kept))
-                self._opened()
-                self._in_file, self._offset = len(kept), 0
-
-    def close(self) -> None:
-        """Let go of the file; it is deleted where nothing waits."""
-        with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
-                if not self._in_file:
-                    self.path.unlink(missing_ok=True)
-
-    def _opened(self) -> BinaryIO:
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            self._file = os.fdopen(descriptor, "r+b")
-            with suppress(ImportError, OSError):  # Windows; a file system without locks
-                import fcntl
-
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return self._file
-
-    def _spill(self, sync: bool) -> None:
-        if not self._memory:
-            return
-        try:
-            file = self._opened()
-            end = file.seek(0, os.SEEK_END)
-            try:
-                file.write(b"".join(record.line() for record in self._memory))
-                file.flush()
-                if sync:
-                    os.fsync(file.fileno())
-            except OSError:
-                file.truncate(end)
-                raise
-        except OSError as error:
-            self._make_room(error)
-            return
-        self._in_file += len(self._memory)
-        self._memory.clear()
-        self._bytes = 0
-
-    def _make_room(self, error: OSError) -> None:
-        """Keep in memory what the disk does not take, up to a limit."""
-        if self._bytes < _LOST_BYTES and len(self._memory) < 100 * _QUEUE_RECORDS:
-            return
-        if not self.lost:
-            warn_user(f"{self.path} cannot be written ({error}), and the memory for it is full: the oldest are lost")
-        while self._memory and (self._bytes > _LOST_BYTES // 2 or len(self._memory) > 50 * _QUEUE_RECORDS):
-            self._bytes -= size_of(self._memory.popleft().args)
-            self.lost += 1
-
-    def _read(self, most: int) -> list[Record]:
-        found: list[Record] = []
-        file = self._opened()
-        file.seek(self._offset)
-        for _ in range(min(most, self._in_file)):
-            try:
-                found.append(Record.of_line(file.readline(_MOST_LINE_BYTES)))
-            except (ValueError, TypeError, RecursionError):
-                if not found:
-                    self.lost += 1
-                    self._skip(1)
-                break
-        return found
-
-    def _skip(self, number: int) -> None:
-        file = self._opened()
-        file.seek(self._offset)
-        for _ in range(min(number, self._in_file)):
-            file.readline()
-        self._in_file -= min(number, self._in_file)
-        self._offset = file.tell()
-        if not self._in_file:
-            file.truncate(0)
-            self._offset = 0
+    def write_note(self) -> None:
+        """Write who it is and how far it came, beside what waits."""
+        ...
 
 
 class Delivery:
@@ -326,6 +139,7 @@ class Delivery:
             self.ask(lambda: None, timeout_s, after_all=True)
         if len(self.backlog):
             self.backlog.spill()
+            self._tracker.write_note()
         return not len(self.backlog)
 
     def close(self, finalize: Callable[[], None], timeout_s: float) -> None:
@@ -357,6 +171,7 @@ class Delivery:
         left, path = len(self.backlog), self.backlog.path
         reason = f": {type(self.error).__name__}: {self.error}" if self.error is not None else ""
         if left:
+            self._tracker.write_note()
             warn_user(
                 f"{self._name} did not take {left} records{reason}. They are kept in {path}; send them by: "
                 f"instep runs sync {path.parent.parent}"
@@ -412,7 +227,7 @@ class Delivery:
                 self._put_aside(group[0])
 
     def _next_group(self) -> list[Record]:
-        records = self.backlog.peek(_BATCH if self._tracker.takes_many and not self._singly else 1)
+        records = self.backlog.peek(BATCH if self._tracker.takes_many and not self._singly else 1)
         if records and records[0].hook != "_log_metrics":
             return records[:1]
         return list(takewhile(lambda record: record.hook == "_log_metrics", records))
@@ -531,22 +346,18 @@ class Marks:
                 self.sent.update(dict.fromkeys(record.names(), record.step))
 
 
-def read_note(path: Path) -> dict[str, Any]:
-    """Read the file that stands beside a logger's backlog; {} where there is none that can be read."""
-    with suppress(OSError, ValueError):
-        return parse_object(read_regular(path, INDEX_BYTES))
-    return {}
-
-
 class LoggerSide:
     """A logger as its delivery sees it; runs in the delivery's thread."""
 
     def __init__(self, logger: Logger, backlog: Backlog, marks: Marks) -> None:
         self._logger, self._backlog, self._marks = logger, backlog, marks
+        self.note_path = backlog.path.with_suffix(".json")
         self.takes_many = logger._takes_rows
 
     def begin(self) -> None:
         logger = self._logger
+        if logger._resumed and logger._version is None and not logger._LOCAL:
+            logger._version = read_note(self.note_path).get("version")
         try:
             logger._start()
         except Exception as error:
@@ -555,7 +366,7 @@ class LoggerSide:
             raise
         self._backlog.take_over(self._marks.belongs)
         if logger._resumed:
-            sent = {} if logger._LOCAL else logger._read_note().get("sent")
+            sent = {} if logger._LOCAL else read_note(self.note_path).get("sent")
             left_over = len(self._backlog)
             self._marks.resume(sent if isinstance(sent, dict) else {}, self._delivered(), left_over)
         logger._resumed = False
@@ -590,4 +401,22 @@ class LoggerSide:
 
     def rest(self) -> None:
         if not self._logger._LOCAL:
-            self._logger._write_note()
+            self.write_note()
+
+    def write_note(self) -> None:
+        """Write which logger this is, and how far it came, beside the backlog."""
+        logger, kind = self._logger, type(self._logger)
+        arguments = {name: getattr(logger, f"_{name}", None) for name in ("name", *logger._SYNC)}
+        arguments["save_dir"] = None if logger._save_dir is None else str(logger._save_dir)
+        note = {
+            "logger": f"{kind.__module__}:{kind.__qualname__}",
+            "arguments": {name: value for name, value in arguments.items() if value is not None},
+            "version": logger._version,
+            "status": logger.status,
+            "sent": self._marks.sent,
+        }
+        try:
+            self.note_path.parent.mkdir(parents=True, exist_ok=True)
+            replace(self.note_path, json.dumps(note).encode())
+        except OSError as error:
+            warn_user(f"{self.note_path} could not be written: {error}")

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from instep.errors import InstepError, SettingError
 from instep.loggers import logger_class, logger_names
+from instep.loggers.backlog import read_note
 from instep.loggers.base import Logger
-from instep.loggers.delivery import read_note
 from instep.utils.untrusted_files import open_regular
 
 _STEM = re.compile(r"[A-Za-z_][A-Za-z0-9_]*?(?:-(?P<number>[0-9]{1,4}))?(?:-rank-(?P<rank>[0-9]{1,6}))?")

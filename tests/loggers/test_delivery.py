@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from instep.errors import InstepError
-from instep.loggers import JSONLinesLogger, Logger, delivery, kinds
-from instep.loggers.delivery import Backlog, Record
+from instep.loggers import JSONLinesLogger, Logger, backlog, delivery, kinds
+from instep.loggers.backlog import Backlog, Record
 
 
 class Remote(Logger):
@@ -91,7 +91,7 @@ def test_a_tracker_that_is_down_holds_up_nothing_and_loses_nothing(tmp_path):
 
 
 def test_a_full_queue_goes_to_the_disk_while_the_tracker_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr(delivery, "_QUEUE_RECORDS", 50)
+    monkeypatch.setattr(backlog, "QUEUE_RECORDS", 50)
     go_on = threading.Event()
 
     class Hangs(Remote):
@@ -226,13 +226,13 @@ def test_every_kind_survives_the_disk_and_nothing_else_is_read(tmp_path):
         kinds.to_table("a", columns=["x", "y"], data=[[1, "b"], [None, torch.tensor(0.5)]]),
         kinds.Artifact(tmp_path / "f", "f"), kinds.code_state(tmp_path), {"deep": [1, {"er": float("inf")}]},
     ]  # fmt: skip
-    backlog = Backlog(tmp_path / "b" / "backlog.jsonl")
+    waits = Backlog(tmp_path / "b" / "backlog.jsonl")
     for value in values:
-        backlog.append(Record("_log_any", ("name", value), 3, 1.5))
-    backlog.spill()
+        waits.append(Record("_log_any", ("name", value), 3, 1.5))
+    waits.spill()
     with (tmp_path / "b" / "backlog.jsonl").open("ab") as file:
         file.write(b'["_start", [], 1, 2.0]\n{"x": \n["_log_a", [], 1')
-    backlog.close()
+    waits.close()
     after = Backlog(tmp_path / "b" / "backlog.jsonl")
     after.take_over(lambda record: True)
     read = after.peek(100)

@@ -1,0 +1,215 @@
+"""Records of a logger that wait to be sent: the older ones in a file, the newer ones in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from instep.loggers.kinds import from_json, size_of, to_json
+from instep.utils.atomic import replace
+from instep.utils.untrusted_files import INDEX_BYTES, open_regular, parse_object, read_regular
+from instep.utils.warn import warn_user
+
+QUEUE_RECORDS = 2_000  # so that writing all of them into the file holds up a step by milliseconds
+BATCH = 500
+_QUEUE_BYTES = 32 * 2**20
+_LOST_BYTES = 16 * _QUEUE_BYTES  # where the disk takes nothing either
+_MOST_LINE_BYTES = 512 * 2**20
+_HOOKS = ("_log_", "_after_save_checkpoint")
+
+
+class Record(NamedTuple):
+    """One call of a logger's hook that waits; `step` is the global one, None where there is none."""
+
+    hook: str
+    args: tuple[Any, ...]
+    step: int | None
+    time_s: float
+
+    def names(self) -> list[str]:
+        """List what it is of: its metrics, or its kind and name."""
+        if self.hook == "_log_metrics":
+            return list(self.args[0])
+        return [f"{self.hook}:{self.args[0]}"] if self.step is not None and isinstance(self.args[0], str) else []
+
+    def line(self) -> bytes:
+        """Return it as a line of JSON."""
+        return json.dumps([self.hook, to_json(self.args), self.step, self.time_s]).encode() + b"\n"
+
+    @staticmethod
+    def of_line(line: bytes) -> Record:
+        """Read what `line` gave.
+
+        Raises:
+            ValueError: it is no record.
+        """
+        match json.loads(line):
+            case [str(hook), list(args), int() | None as step, float() | int() as time_s] if hook.startswith(_HOOKS):
+                return Record(hook, tuple(map(from_json, args)), step, time_s)
+        raise ValueError(f"{line[:80]!r} is no record of a logger")
+
+
+class Row(NamedTuple):
+    """Metrics of one `log_metrics` call: numbers by name, the place on the x-axis, and seconds since 1970."""
+
+    metrics: dict[str, float]
+    step: int
+    time_s: float
+
+
+class Backlog:
+    """Records that wait, in their order: the older ones in a file, the newer ones in memory. Safe between threads.
+
+    Args:
+        path: of the file, made where it is needed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0
+        """Records that neither the memory nor the disk could take."""
+        self._memory: deque[Record] = deque()
+        self._bytes = 0
+        self._file: BinaryIO | None = None
+        self._in_file = 0
+        self._offset = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._in_file + len(self._memory)
+
+    def append(self, record: Record) -> bool:
+        """Add a record; True where it would be good to send some now."""
+        with self._lock:
+            self._memory.append(record)
+            self._bytes += size_of(record.args)
+            full = len(self._memory) >= QUEUE_RECORDS or self._bytes >= _QUEUE_BYTES
+            if full:
+                self._spill(sync=False)
+            return full or len(self._memory) == BATCH
+
+    def peek(self, most: int) -> list[Record]:
+        """Return the first records; a line of the file that is no record is left out."""
+        with self._lock:
+            found: list[Record] = []
+            while self._in_file and not found:
+                found = self._read(most)
+            return found or list(islice(self._memory, most))
+
+    def drop(self, number: int) -> None:
+        """Take the first records away: they have arrived."""
+        with self._lock:
+            if self._in_file:  # also where they were spilled after `peek`
+                self._skip(number)
+            else:
+                for _ in range(number):
+                    self._bytes -= size_of(self._memory.popleft().args)
+
+    def spill(self) -> None:
+        """Bring all of it to the disk."""
+        with self._lock:
+            self._spill(sync=True)
+
+    def take_over(self, keep: Callable[[Record], bool]) -> None:
+        """Put in front what an earlier process left in the file, as far as `keep` says."""
+        with self._lock:
+            kept: list[bytes] = []
+            with suppress(FileNotFoundError), open_regular(self.path) as file:
+                for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""):
+                    with suppress(ValueError, TypeError, RecursionError):  # a process killed while writing leaves half
+                        if keep(Record.of_line(line)):
+                            kept.append(line)
+            if kept or self.path.exists():
+                replace(self.path, b"".join(kept))
+                self._opened()
+                self._in_file, self._offset = len(kept), 0
+
+    def close(self) -> None:
+        """Let go of the file; it is deleted where nothing waits."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+                if not self._in_file:
+                    self.path.unlink(missing_ok=True)
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._file = os.fdopen(descriptor, "r+b")
+            with suppress(ImportError, OSError):  # Windows; a file system without locks
+                import fcntl
+
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return self._file
+
+    def _spill(self, sync: bool) -> None:
+        if not self._memory:
+            return
+        try:
+            file = self._opened()
+            end = file.seek(0, os.SEEK_END)
+            try:
+                file.write(b"".join(record.line() for record in self._memory))
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)
+                raise
+        except OSError as error:
+            self._make_room(error)
+            return
+        self._in_file += len(self._memory)
+        self._memory.clear()
+        self._bytes = 0
+
+    def _make_room(self, error: OSError) -> None:
+        """Keep in memory what the disk does not take, up to a limit."""
+        if self._bytes < _LOST_BYTES and len(self._memory) < 100 * QUEUE_RECORDS:
+            return
+        if not self.lost:
+            warn_user(f"{self.path} cannot be written ({error}), and the memory for it is full: the oldest are lost")
+        while self._memory and (self._bytes > _LOST_BYTES // 2 or len(self._memory) > 50 * QUEUE_RECORDS):
+            self._bytes -= size_of(self._memory.popleft().args)
+            self.lost += 1
+
+    def _read(self, most: int) -> list[Record]:
+        found: list[Record] = []
+        file = self._opened()
+        file.seek(self._offset)
+        for _ in range(min(most, self._in_file)):
+            try:
+                found.append(Record.of_line(file.readline(_MOST_LINE_BYTES)))
+            except (ValueError, TypeError, RecursionError):
+                if not found:
+                    self.lost += 1
+                    self._skip(1)
+                break
+        return found
+
+    def _skip(self, number: int) -> None:
+        file = self._opened()
+        file.seek(self._offset)
+        for _ in range(min(number, self._in_file)):
+            file.readline()
+        self._in_file -= min(number, self._in_file)
+        self._offset = file.tell()
+        if not self._in_file:
+            file.truncate(0)
+            self._offset = 0
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """Read the file that stands beside a logger's backlog; {} where there is none that can be read."""
+    with suppress(OSError, ValueError):
+        return parse_object(read_regular(path, INDEX_BYTES))
+    return {}
