@@ -163,7 +163,14 @@ PUBLIC = {
         "slice_tensors",
         "wait_for_everyone",
     ],
-    "instep.profilers": ["RunSummary"],
+    "instep.profilers": [
+        "AdvancedProfiler",
+        "PassThroughProfiler",
+        "Profiler",
+        "PyTorchProfiler",
+        "RunSummary",
+        "SimpleProfiler",
+    ],
     "instep.state": [
         "AcceleratorState",
         "DEVICE_KINDS",

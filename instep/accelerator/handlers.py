@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
 from instep.errors import SettingError
+from instep.profilers.traces import TraceReady, chrome_traces, recorder
 from instep.state.device import KINDS
 from instep.strategies import resolve_strategy
 from instep.types import PathLike, Word
@@ -364,48 +364,13 @@ def profile(handler: ProfileKwargs | None = None, process_index: int = 0) -> Ite
     """
     options = (handler or ProfileKwargs()).options()
     folder, schedule = options.pop("output_trace_dir", None), options.pop("schedule_option", None)
-    activities, ready = options.pop("activities", None), options.pop("on_trace_ready", None)
-    ready = _Ready(None if folder is None else local_path(folder), process_index, ready)
-    with torch.profiler.profile(
-        activities=None if activities is None else [_activity(name) for name in activities],
-        schedule=None if schedule is None else torch.profiler.schedule(**schedule),
-        on_trace_ready=ready,
-        **options,
-    ) as profiler:
+    write = None if folder is None else chrome_traces(local_path(folder), process_index)
+    ready = TraceReady(write, options.pop("on_trace_ready", None))
+    with recorder(ready, schedule=schedule, **options) as profiler:
         yield profiler
-    if ready.error is not None:
-        raise ready.error
+    ready.check()
     if folder is not None and ready.calls == 0:
         warn_user(
             f"nothing was recorded, so there is no trace in {folder}: the schedule {dict(schedule or {})} counts calls "
             "of the profiler's step(), and its first active one was not reached"
         )
-
-
-class _Ready:
-    """Called whenever a recording is complete: writes the trace, then calls the user's function.
-
-    An error waits for the end of the block: one that leaves a callback makes torch's profiler end the process.
-    """
-
-    def __init__(self, folder: Path | None, rank: int, then: Callable[[Any], Any] | None) -> None:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be made is found out before training
-        self.folder, self.rank, self.then = folder, rank, then
-        self.calls = 0
-        self.error: Exception | None = None
-
-    def __call__(self, profiler: Profiler) -> None:
-        self.calls += 1
-        try:
-            if self.folder is not None:
-                cycle = "" if self.calls == 1 else f"_{self.calls}"
-                profiler.export_chrome_trace(str(self.folder / f"profile_{self.rank}{cycle}.json"))
-            if self.then is not None:
-                self.then(profiler)
-        except Exception as error:  # noqa: BLE001  raised at the end of the block
-            self.error = self.error or error
-
-
-def _activity(name: str) -> Any:
-    return getattr(torch.profiler.ProfilerActivity, name.upper())

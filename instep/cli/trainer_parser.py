@@ -22,7 +22,7 @@ from jsonargparse import ArgumentParser, Namespace, class_from_function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from instep import callbacks, loggers, strategies
+from instep import callbacks, loggers, profilers, strategies
 from instep.callbacks import Callback
 from instep.cli.main import EXIT_USAGE
 from instep.config.file import repeated_keys
@@ -36,7 +36,7 @@ from instep.utils.porting import hint_for
 from instep.utils.warn import warn_user
 
 AUTOMATIC = "AUTOMATIC"
-ROOMS: tuple[ModuleType, ...] = (callbacks, loggers, strategies)
+ROOMS: tuple[ModuleType, ...] = (callbacks, loggers, profilers, strategies)
 _FILES = (".yaml", ".yml", ".json")
 _LONG = 200
 # Lines of jsonargparse's errors that say nothing of the value.
@@ -384,7 +384,7 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 
 def import_named(args: Any, env_prefix: str) -> None:
-    """Import the callbacks, loggers and strategies that are named without their package.
+    """Import the callbacks, loggers, profilers and strategies that are named without their package.
 
     jsonargparse finds a class by its bare name when it is imported, and importing all of them takes seconds.
 

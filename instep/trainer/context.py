@@ -7,7 +7,7 @@ holds values: the loop, the step, evaluation and saving are functions that take 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -335,6 +335,16 @@ class RunContext:
             self.trainer.strategy,
             self.trainer.position,
         )
+
+    def profiled(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose calls the profiler measures; itself where there is none."""
+        profiler = self.trainer.profiler
+        return function if profiler.off else profiler.wrap(action, function)
+
+    def profiled_batches(self, action: str, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return batches for which the profiler measures the waiting; themselves where there is none."""
+        profiler = self.trainer.profiler
+        return batches if profiler.off else profiler.batches(action, batches)
 
     def lease_folder(self, folder: Path) -> None:
         """Take a folder of checkpoints until the run ends. Collective.

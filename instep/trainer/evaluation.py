@@ -127,7 +127,9 @@ def _batch_loop(
             source.set_epoch(ctx.position.epoch)
             gradient.dataloader_references.append(source)
             gradient.active_dataloader = source
-            for batch_idx, batch in enumerate(islice(ctx.loaders.on_device(source, loader_idx, name), limit)):
+            batches = islice(ctx.loaders.on_device(source, loader_idx, name), limit)
+            batches = ctx.profiled_batches(f"[EvaluationLoop].{name}_dataloader_next", batches)
+            for batch_idx, batch in enumerate(batches):
                 gradient.end_of_dataloader = source.share.last
                 log.batch, log.weight = batch, source.share.mine
                 with uncounted(module) if log.weight == 0 else nullcontext():
@@ -213,7 +215,9 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                 ctx.source = source
                 progress.dataloader_idx, progress.eval_batch, progress.eval_total = loader_idx, 0, source.num_batches
                 source.set_epoch(0)
-                for batch_idx, batch in enumerate(ctx.loaders.on_device(source, loader_idx, "predict")):
+                batches = ctx.loaders.on_device(source, loader_idx, "predict")
+                batches = ctx.profiled_batches("[PredictionLoop].predict_dataloader_next", batches)
+                for batch_idx, batch in enumerate(batches):
                     replayed = source.share.mine == 0
                     for hook in () if replayed else batch_start:
                         hook(batch, batch_idx, loader_idx)

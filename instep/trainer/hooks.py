@@ -258,13 +258,14 @@ class HookTable:
     def of_callbacks(self, name: str, only: Callable[[Callback], bool] = lambda _: True) -> tuple[Hook, ...]:
         """The callbacks' overridden hooks, for those callbacks that `only` accepts."""
         chosen = [c for c in self._callbacks if only(c) and is_overridden(c, name, Callback)]
-        return tuple(self._logged(name, partial(getattr(c, name), self._trainer, self._module)) for c in chosen)
+        called = ((c, partial(getattr(c, name), self._trainer, self._module)) for c in chosen)
+        return tuple(self._logged(name, hook, f"[Callback]{c.state_key}.{name}") for c, hook in called)
 
     def of_module(self, name: str) -> tuple[Hook, ...]:
         """The module's overridden hook, or nothing."""
         if not is_overridden(self._module, name, ModuleHooks):
             return ()
-        return (self._logged(name, getattr(self._module, name)),)
+        return (self._logged(name, getattr(self._module, name), f"[TrainModule]{type(self._module).__name__}.{name}"),)
 
     def __getitem__(self, name: str) -> tuple[Hook, ...]:
         if not name.endswith("_end"):
@@ -278,8 +279,8 @@ class HookTable:
         for hook in self[name]:
             hook(*args)
 
-    def _logged(self, name: str, hook: Hook) -> Hook:
-        """Wrap a hook, so that the log knows where a `self.log` is made and collects what the hook logged."""
+    def _logged(self, name: str, hook: Hook, action: str) -> Hook:
+        """Wrap a hook, so that the log knows where a `self.log` is made and collects what it logged; profile it."""
 
         def logged(*args: Any) -> Any:
             log: MetricLog | None = self._trainer._log
@@ -292,4 +293,5 @@ class HookTable:
                 log.leave(before)
 
         logged.__wrapped__ = hook  # type: ignore[attr-defined]  whose signature it has
-        return logged
+        profiler = self._trainer.profiler
+        return logged if profiler.off else profiler.wrap(action, logged)

@@ -24,7 +24,6 @@ from instep.distributed.heartbeat import heartbeat
 from instep.distributed.signals import SignalGuard
 from instep.errors import EXIT_FAILED, EXIT_PREEMPTED, InstepError, Preempted
 from instep.health.error_report import tell_trainer
-from instep.health.progress_file import plain_metrics
 from instep.health.run_status import in_short
 from instep.state import PartialState, Run, pop_run, push_run, read_environment
 from instep.strategies import Precision
@@ -144,7 +143,7 @@ def _set_up(ctx: RunContext) -> None:
             lease.run_id = trainer.run_id  # that of the run that is resumed
     _prepare_data(ctx)
     if ctx.datamodule is not None:
-        ctx.datamodule.setup(ctx.fn)
+        ctx.profiled(f"[DataModule]{type(ctx.datamodule).__name__}.setup", ctx.datamodule.setup)(ctx.fn)
     ctx.hooks.call("setup", ctx.fn)
     if ctx.resumed is not None and ctx.fn == "fit":
         run_state.resume_plugins(ctx, ctx.resumed)
@@ -153,6 +152,8 @@ def _set_up(ctx: RunContext) -> None:
     start_loggers(ctx, module, ctx.datamodule)
     _lease_folders(ctx)  # the run folder's, which is chosen now
     heartbeat.set_folder(trainer.run_folder.path)
+    trainer.profiler.attach(trainer, module)
+    trainer.profiler.setup(ctx.fn, ctx.rank, trainer.log_dir)
     if ctx.fn == "fit":
         trainer.run_folder.say_running(ctx)
     if is_overridden(module, "configure_model", ModuleHooks):
@@ -212,6 +213,8 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         lambda: _close_saver(ctx, error),
         *([] if error is None else [lambda: _call_on_exception(ctx, error)]),
         lambda: _call_teardown(ctx),
+        ctx.trainer.profiler.describe,
+        lambda: ctx.trainer.profiler.teardown(ctx.fn),
         *[partial(finalize, logger) for logger in ctx.trainer.loggers],
         lambda: _note_status(ctx, first),
         lambda: _close_loaders(ctx),
@@ -286,6 +289,8 @@ def _note_status(ctx: RunContext, error: BaseException | None) -> None:
 
 def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSummary:
     """Sum up a fit: why it ended, its best checkpoint, and where its time went."""
+    from instep.health.progress_file import plain_metrics  # late: only a run needs it
+
     trainer, at, saver = ctx.trainer, ctx.position, ctx.trainer.checkpoint_callback
     why = ctx.why if error is None else trainer.stop_reason if isinstance(error, Preempted) else ""
     batches = max(0, at.earlier_batches + at.batch - ctx.batches_at_start)

@@ -243,7 +243,8 @@ def rest_of_epoch(ctx: RunContext) -> Iterator[Any]:
     """Give the rest of the epoch's batches, on the device."""
     if ctx.position.skipped_rest:
         return iter(())  # resumed after on_train_batch_start had left them out
-    return ctx.clock.sampled(ctx.loaders.on_device(ctx.source))
+    batches = ctx.profiled_batches("[TrainingLoop].train_dataloader_next", ctx.loaders.on_device(ctx.source))
+    return ctx.clock.sampled(batches)
 
 
 def skips_rest(ctx: RunContext, hooks: tuple[Hook, ...], batch: Any, batch_idx: int) -> bool:

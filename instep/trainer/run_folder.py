@@ -31,7 +31,6 @@ from instep.errors import (
     Preempted,
 )
 from instep.health.error_report import is_remote, start_command, tell_run_folder
-from instep.health.progress_file import ProgressFile, plain_metrics
 from instep.health.run_status import (
     NAME,
     begin_status,
@@ -396,6 +395,8 @@ class RunFolder:
             on_rank_zero(lambda: begin_status(folder, content), f"writing {folder / NAME}")
             self._said = content
             if ctx.rank == 0:
+                from instep.health.progress_file import ProgressFile  # late: only a run needs it
+
                 tell_run_folder(folder)
                 ctx.undo.push(ProgressFile(folder, partial(self._progress, ctx)).close)
 
@@ -456,6 +457,8 @@ class RunFolder:
 
     def _progress(self, ctx: RunContext) -> dict[str, Any]:
         """Say how far the run is; called in a thread, so that only values on the host are read."""
+        from instep.health.progress_file import plain_metrics  # late: only a run needs it
+
         trainer, progress = ctx.trainer, ctx.trainer.progress
         return {
             "stage": None if trainer.state.stage is None else str(trainer.state.stage.value),

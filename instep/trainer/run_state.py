@@ -156,7 +156,7 @@ def save(
         weights_only: leave out all that only a resumed run needs.
         info: what the manifest says beside: monitor, mode, score; or another kind.
     """
-    with ctx.clock.within("saving"), ctx.heartbeat.within("save"):
+    with ctx.trainer.profiler.profile("save_checkpoint"), ctx.clock.within("saving"), ctx.heartbeat.within("save"):
         _prepare(ctx, store, weights_only)
         with together(_COLLECTING):
             state = _collect(ctx, weights_only)
@@ -191,7 +191,7 @@ def save_later(
         info: what the manifest says beside.
     """
     saver = ctx.saver = ctx.saver or checkpoint.BackgroundSaver()
-    with ctx.clock.within("saving"), ctx.heartbeat.within("save"):
+    with ctx.trainer.profiler.profile("save_checkpoint"), ctx.clock.within("saving"), ctx.heartbeat.within("save"):
         _prepare(ctx, store, weights_only)
         recorder = record(saver, lambda writer: _collect(ctx, weights_only).write(writer), _COLLECTING)
     pending = saver.start(
@@ -216,7 +216,7 @@ def finish(ctx: RunContext, pending: PendingSave) -> Path:
     Raises:
         BaseException: the save's error, on all ranks.
     """
-    with ctx.clock.within("saving"), ctx.heartbeat.within("save"):
+    with ctx.trainer.profiler.profile("save_checkpoint"), ctx.clock.within("saving"), ctx.heartbeat.within("save"):
         path = pending.outcome(RankGroup())
         _tell(ctx, path, pending.weights_only)
     return path

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 
@@ -17,6 +17,7 @@ from instep.data.base import UNEVEN
 from instep.data.config import LIMIT
 from instep.errors import SettingError
 from instep.loggers.base import Logger
+from instep.profilers.base import Profiler, ProfilerName
 from instep.state.device import KINDS, find_device_kind
 from instep.strategies import Strategy
 from instep.strategies.precision import check_device, check_tf32, precision_name
@@ -121,6 +122,14 @@ def _logger(name: str, value: Any) -> bool | tuple[Any, ...]:
     return _plugins(Logger)(name, value)
 
 
+def _profiler(name: str, value: Any) -> str | Profiler:
+    if isinstance(value, Profiler):
+        return value
+    if isinstance(value, type):
+        raise wrong(name, value, f"an object, not the class: write {constructor_call(value)}")
+    return choice(*get_args(ProfilerName))(name, value.lower() if isinstance(value, str) else value)
+
+
 def _fast_dev_run(name: str, value: Any) -> bool | int:
     return value if isinstance(value, bool) else at_least(0, "a number of batches")(name, value)
 
@@ -135,6 +144,7 @@ class Settings:
     num_nodes: Annotated[int, at_least(1)] = 1
     precision: Annotated[str, precision_name] = "32-true"
     logger: Annotated[bool | tuple[Logger, ...], _logger] = True
+    profiler: Annotated[str | Profiler | None, _profiler] = None
     callbacks: Annotated[tuple[Callback, ...], _plugins(Callback)] = ()
     fast_dev_run: Annotated[bool | int, _fast_dev_run] = False
     max_epochs: Annotated[int, at_least(-1, "-1 for no limit")] = DEFAULT_MAX_EPOCHS
@@ -222,7 +232,7 @@ _FIXED = frozenset(
         "strategy", "sync_batchnorm",
     }
 )  # fmt: skip
-ATTRIBUTES = frozenset(field.name for field in fields(Settings)) - {"strategy", "logger", "callbacks"}
+ATTRIBUTES = frozenset(field.name for field in fields(Settings)) - {"strategy", "logger", "callbacks", "profiler"}
 """Arguments that `trainer.<name> = ...` sets by `change`."""
 
 
@@ -342,6 +352,7 @@ def _bare(s: Settings, given: Mapping[str, Any]) -> Settings:
         "num_sanity_val_steps": 0,
         "fast_dev_run": False,
         "detect_anomaly": False,
+        "profiler": None,
     }
     contradicting = [f"{name}={given[name]!r}" for name in off if name in given and given[name] != off[name]]
     if contradicting:

@@ -31,7 +31,8 @@ Step = Callable[..., Any]
 
 def make_step(ctx: RunContext) -> Step:
     """Make the function that trains on one batch: `step(batch, batch_idx) -> what training_step returned`."""
-    return automatic_step(ctx) if ctx.module.automatic_optimization else manual_step(ctx)
+    step = automatic_step(ctx) if ctx.module.automatic_optimization else manual_step(ctx)
+    return ctx.profiled("run_training_batch", step)
 
 
 # ---- automatic optimization
@@ -100,7 +101,8 @@ def forward_backward(ctx: RunContext) -> Step:
     own_zero_grad = is_overridden(module, "optimizer_zero_grad", TrainModule)
     own_backward = module.backward if is_overridden(module, "backward", TrainModule) else None
     backward = strategy.backward if own_backward is None else lambda loss: own_backward(strategy.gradients.scale(loss))
-    plain = own_backward is None and strategy.precision.scaler is None
+    backward = ctx.profiled(f"[Strategy]{type(strategy).__name__}.backward", backward)
+    plain = own_backward is None and strategy.precision.scaler is None and ctx.trainer.profiler.off
     plain = plain and not is_overridden(strategy, "backward", Strategy)
     full_batches, weight_of_full = source.plan.full_batches(accumulate), 1.0 / accumulate
     strategy.loss_weight = lambda: window_scale(source, at.batch, accumulate)
@@ -156,6 +158,7 @@ def finish_window(ctx: RunContext) -> tuple[Callable[[], None], Callable[[], boo
     hooks, clip = ctx.hooks["on_before_optimizer_step"], _clip_function(ctx, optimizer)
     step_optimizer = optimizer_step(ctx)
     plain = scaler is None and guard is None and not is_overridden(strategy.gradients, "step", Gradients)
+    plain = plain and ctx.trainer.profiler.off
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and not source.plan.exact))
 
     def prepare() -> None:
@@ -215,7 +218,8 @@ def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None], op
 
 def optimizer_step(ctx: RunContext) -> Callable[..., Any]:
     """Choose the function that steps an optimizer: the strategy's, or the guard's, which checks values first."""
-    return ctx.strategy.gradients.step if ctx.guard is None else ctx.guard.optimizer_step
+    step = ctx.strategy.gradients.step if ctx.guard is None else ctx.guard.optimizer_step
+    return ctx.profiled(f"[Strategy]{type(ctx.strategy).__name__}.optimizer_step", step)
 
 
 def _clip_function(ctx: RunContext, optimizer: Optimizer) -> Callable[[], object] | None:
@@ -314,7 +318,7 @@ def resolve_step(ctx: RunContext, name: str, *offered: str, needed_only: int = 0
         offered, needed_only: as in `accepted_arguments`.
     """
     count = accepted_arguments(getattr(ctx.module, name), offered, needed_only)
-    step = ctx.strategy.step_function(name)
+    step = ctx.profiled(f"[Strategy]{type(ctx.strategy).__name__}.{name}", ctx.strategy.step_function(name))
     accepted = step if count == len(offered) else lambda *args: step(*args[:count])
     return within(ctx.precision.context(), accepted)
 

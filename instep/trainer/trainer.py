@@ -21,6 +21,7 @@ from instep.data.plan import rank_weight
 from instep.distributed import broadcast_object, control_group
 from instep.errors import UsageError
 from instep.loggers.base import Logger
+from instep.profilers.base import Profiler, ProfilerName, make_profiler
 from instep.state import PartialState, find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
 from instep.strategies.base import check_sync_batchnorm
@@ -69,6 +70,7 @@ class Trainer:
         num_nodes: machines; by default as many as the launcher started processes on.
         precision: "32-true", "bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true", "fp8", or a short form.
         logger: True for TensorBoard, a logger or its name, such as "mlflow", a list of these, or False.
+        profiler: "simple", "advanced", "pytorch" (or "torch"), or a profiler of `instep.profilers`.
         callbacks: a callback or a list of them.
         fast_dev_run: True or a number: run so many batches of everything, to see that the code works.
         max_epochs: -1 for no limit; 1000 when neither it, `max_steps` nor `max_time` is given.
@@ -139,6 +141,7 @@ class Trainer:
         num_nodes: int | None = None,
         precision: str | int | None = None,
         logger: bool | str | Logger | Iterable[str | Logger] | None = None,
+        profiler: ProfilerName | Profiler | None = None,
         callbacks: Callback | Iterable[Callback] | None = None,
         fast_dev_run: bool | int | None = None,
         max_epochs: int | None = None,
@@ -192,6 +195,7 @@ class Trainer:
         if self.settings.sync_batchnorm and world_size > 1:
             check_sync_batchnorm(kind)
         self.callbacks = default_callbacks(self.settings, enable_checkpointing)
+        self.profiler = make_profiler(self.settings.profiler)
         self._loggers: list[Logger] | None = None
         self.position = Position()
         self.progress = Progress(self.position)

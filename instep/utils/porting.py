@@ -40,6 +40,7 @@ MODULES = {
     "lightning": "instep",
     "lightning.callbacks": "instep.callbacks",
     "lightning.loggers": "instep.loggers",
+    "lightning.profilers": "instep.profilers",
     "lightning.strategies": "instep.strategies",
     "accelerate": "instep",
 }
@@ -63,6 +64,10 @@ MOVED = {
         "TQDMProgressBar": "instep.callbacks.ProgressBar",
         "RichProgressBar": "instep.callbacks.ProgressBar",
         **{name: f"instep.loggers.{name}" for name in ("CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger")},
+        **{
+            name: f"instep.profilers.{name}"
+            for name in ("AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler")
+        },
         **{
             name: f"instep.strategies.{name}"
             for name in ("DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "Strategy", "XLAStrategy")
@@ -191,7 +196,7 @@ ADVICE = {
         ),
         _OWN_CALLBACK,
     ),
-    **dict.fromkeys(("SimpleProfiler", "AdvancedProfiler", "PyTorchProfiler"), "use torch.profiler around fit"),
+    "XLAProfiler": 'use Trainer(profiler="simple"), or torch_xla.debug.profiler around fit',
     **dict.fromkeys(
         (
             "init_empty_weights", "init_on_device", "infer_auto_device_map", "load_checkpoint_and_dispatch",
@@ -325,7 +330,6 @@ _MESH = (
 INSTEAD: dict[str, dict[str, str]] = {
     "Trainer": {
         "plugins": "use precision=... and strategy=...; torchrun's environment is read by itself",
-        "profiler": "torch.profiler around fit, or in a callback's hooks",
         "model_registry": "upload the checkpoint folder, or export plain safetensors from it",
         "resume_from_checkpoint": "use trainer.fit(..., ckpt_path=...)",
         "checkpoint_callback": "use enable_checkpointing=... or callbacks=[ModelCheckpoint(...)]",

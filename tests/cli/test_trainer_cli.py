@@ -592,10 +592,21 @@ def test_default_callbacks_may_be_described(several: bool) -> None:
     assert [getattr(c, "mark", None) for c in found] == ([None, 1, 4] if several else [None])
 
 
+@pytest.mark.parametrize("given", ["simple", {"class_path": "SimpleProfiler", "init_args": {"extended": False}}])
+def test_a_profiler_is_asked_for_by_name_or_described(given: Any) -> None:
+    from instep.profilers import SimpleProfiler
+
+    profiler = cli(
+        *ANY, f"--trainer.profiler={json.dumps(given) if isinstance(given, dict) else given}"
+    ).trainer.profiler
+    assert isinstance(profiler, SimpleProfiler)
+    assert profiler.extended == isinstance(given, str)
+
+
 @pytest.mark.parametrize(
     ("defaults", "said"),
     [
-        ({"profiler": "simple"}, r"profiler: not an argument of instep's Trainer; torch\.profiler around fit"),
+        ({"plugins": "simple"}, r"plugins: not an argument of instep's Trainer; use precision="),
         ({"max_epoch": 3}, r"max_epoch: unknown \(did you mean max_epochs\?\)"),
         ({"callbacks": {"class_path": "no.such.Callback"}}, r"class_path='no\.such\.Callback' cannot be imported"),
     ],

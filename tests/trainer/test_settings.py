@@ -319,8 +319,8 @@ def test_unknown_arguments_are_named_with_the_nearest_or_the_replacement():
     with pytest.raises(SettingError, match=r"max_epoch: unknown \(did you mean max_epochs\?\)"):
         resolve(max_epoch=3)
     with pytest.raises(SettingError) as caught:
-        reject_unknown({"profiler": None, "zebra": 1, "max_steps": 2, "epochs": 3, "swa": True})
-    assert str(instead_of("Trainer", "profiler")) in str(caught.value)
+        reject_unknown({"plugins": None, "zebra": 1, "max_steps": 2, "epochs": 3, "swa": True})
+    assert str(instead_of("Trainer", "plugins")) in str(caught.value)
     assert "zebra: unknown." in str(caught.value)
     assert "use max_epochs=" in str(caught.value)
     assert "torch.optim.swa_utils" in str(caught.value)

@@ -1,0 +1,86 @@
+"""The profiler that measures every Python function, by action."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+from typing import Any
+
+from instep.errors import UsageError
+from instep.profilers.base import Profiler
+from instep.types import PathLike
+
+
+class AdvancedProfiler(Profiler):
+    """Measures every function that is called within an action, by Python's cProfile. It slows Python code down much.
+
+    cProfile makes one recording at a time: what runs in an action within another one counts in the inner one alone.
+
+    Args:
+        dirpath: as in `Profiler`.
+        filename: as in `Profiler`.
+        line_count_restriction: how many functions of an action are reported: a number (int), or a fraction (float).
+        dump_stats: write each action's recording as `.prof`, too, for `python -m pstats` or snakeviz.
+
+    Raises:
+        UsageError: an action is stopped without a start.
+    """
+
+    _kind = "advanced"
+
+    def __init__(
+        self,
+        dirpath: PathLike | None = None,
+        filename: str | None = None,
+        line_count_restriction: float = 1.0,
+        dump_stats: bool = False,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
+        self.profiled_actions: dict[str, cProfile.Profile] = {}
+        self._open: list[str] = []
+
+    def start(self, action_name: str) -> None:
+        """Record into this action, in place of the one around."""
+        if self._open:
+            self.profiled_actions[self._open[-1]].disable()
+        self._open.append(action_name)
+        self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
+
+    def stop(self, action_name: str) -> None:
+        """Record into the action around again."""
+        if action_name not in self._open:
+            raise UsageError(f"the action {action_name!r} was stopped, but never started")
+        self.profiled_actions[self._open[-1]].disable()
+        self._open.reverse()
+        self._open.remove(action_name)
+        self._open.reverse()
+        if self._open:
+            self.profiled_actions[self._open[-1]].enable()
+
+    def summary(self) -> str:
+        """Return a table of functions for each action, those with the most time first."""
+        for name in reversed(self._open):
+            self.profiled_actions[name].disable()
+        texts = [self._title()]
+        for name, recording in self.profiled_actions.items():
+            out = io.StringIO()
+            pstats.Stats(recording, stream=out).strip_dirs().sort_stats("cumulative").print_stats(
+                self.line_count_restriction
+            )
+            texts.append(f"Profile stats for: {name}\n{out.getvalue().strip()}\n")
+            if self.dump_stats and self._folder is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                recording.dump_stats(self._folder / self._prepare_filename(name, ".prof"))
+        return "\n".join(texts) if self.profiled_actions else ""
+
+    def teardown(self, stage: str | None) -> None:
+        """End a run, and forget what was recorded."""
+        for name in reversed(self._open):
+            self.profiled_actions[name].disable()
+        self._open.clear()
+        self.profiled_actions.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "profiled_actions": {}, "_open": []}  # cProfile's objects cannot be copied

@@ -1,0 +1,194 @@
+"""The base class of profilers, and the one that is there when nobody profiles."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from instep.types import PathLike
+from instep.utils.paths import local_path
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+_UNSAFE = re.compile(r"[\\/:*?\"<>|\s]+")
+
+
+class Profiler(ABC):
+    """What measures the actions of a run: hooks, steps, waiting for data, saves, and what user code names itself.
+
+    `Trainer(profiler=...)` takes one. A subclass says what happens when an action starts and stops, and what its report
+    is. Every rank writes its report into the run folder, and the main process prints its own.
+
+    Args:
+        dirpath: folder of reports and traces; by default `profiler/` in the run folder, or, with a `filename`, that
+            folder itself.
+        filename: reports go to `<stage>-<filename>-<rank>.txt`, and are not printed.
+
+    Example:
+        >>> class Counts(Profiler):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.calls = {}
+        ...
+        ...     def start(self, action_name):
+        ...         self.calls[action_name] = self.calls.get(action_name, 0) + 1
+        ...
+        ...     def stop(self, action_name): ...
+        ...
+        ...     def summary(self):
+        ...         return f"{self.calls}"
+        >>> profiler = Counts()
+        >>> with profiler.profile("reading"):
+        ...     pass
+        >>> profiler.summary()
+        "{'reading': 1}"
+    """
+
+    off: bool = False
+    """True: nothing is measured, and the loop runs as without a profiler."""
+    _kind = "profile"
+
+    def __init__(self, dirpath: PathLike | None = None, filename: str | None = None) -> None:
+        self.dirpath = None if dirpath is None else local_path(dirpath)
+        self.filename = filename
+        self._local_rank: int | None = None
+        self._stage: str | None = None
+        self._log_dir: Path | None = None
+
+    @abstractmethod
+    def start(self, action_name: str) -> None:
+        """Start to measure an action."""
+
+    @abstractmethod
+    def stop(self, action_name: str) -> None:
+        """Stop to measure an action."""
+
+    def summary(self) -> str:
+        """Return the report; empty for none."""
+        return ""
+
+    # ---- measuring
+
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+        """Measure a block: `with self.trainer.profiler.profile("reading"):`."""
+        return self._measured(action_name)
+
+    @contextmanager
+    def _measured(self, action_name: str) -> Iterator[str]:
+        self.start(action_name)
+        try:
+            yield action_name
+        finally:
+            self.stop(action_name)
+
+    def wrap(self, action_name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose calls are measured."""
+
+        @wraps(function)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            self.start(action_name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.stop(action_name)
+
+        return measured
+
+    def batches(self, action_name: str, batches: Iterable[Any]) -> Iterator[Any]:
+        """Give the batches, and measure the waiting for each."""
+        rest, end = iter(batches), object()
+        while True:
+            with self.profile(action_name):
+                batch = next(rest, end)
+            if batch is end:
+                return
+            yield batch
+
+    # ---- the run
+
+    def attach(self, trainer: Trainer, module: TrainModule) -> None:  # noqa: B027  most need neither
+        """Learn what runs, before `setup`."""
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: PathLike | None = None) -> None:
+        """Begin a run.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+            local_rank: the rank, of all of the job.
+            log_dir: the run folder; None where there is none.
+        """
+        self._stage, self._local_rank = stage, local_rank
+        self._log_dir = None if log_dir is None else Path(log_dir)
+
+    def describe(self) -> None:
+        """Write the report into the folder, if there is one; without a `filename` the main process prints it, too."""
+        text = self.summary()
+        folder = self._folder
+        if text and folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / self._prepare_filename(), "a", encoding="utf-8") as file:  # a resumed run adds its own
+                file.write(f"{text}\n")
+        if text and self._local_rank in (None, 0) and (self.filename is None or folder is None):
+            print(text)  # noqa: T201  the report that was asked for
+
+    def teardown(self, stage: str | None) -> None:  # noqa: B027  most hold nothing
+        """End a run, after an error too. May be called twice."""
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process."""
+        return self._local_rank or 0
+
+    @property
+    def _folder(self) -> Path | None:
+        """Where files go; None for nowhere."""
+        if self.dirpath is not None or self._log_dir is None:
+            return self.dirpath
+        return self._log_dir / "profiler" if self.filename is None else self._log_dir
+
+    def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
+        rank = None if self._local_rank is None else str(self._local_rank)
+        parts = (self._stage, self.filename or self._kind, rank, action_name)
+        return _UNSAFE.sub("_", "-".join(part for part in parts if part)) + extension
+
+    def _title(self) -> str:
+        rank = "" if self._local_rank is None else f", rank {self._local_rank}"
+        return f"{'' if self._stage is None else f'{self._stage.upper()} '}Profiler Report{rank}"
+
+
+class PassThroughProfiler(Profiler):
+    """The profiler of a Trainer that has none: it measures nothing."""
+
+    off = True
+    _nothing = nullcontext()
+
+    def start(self, action_name: str) -> None:
+        """Do nothing."""
+
+    def stop(self, action_name: str) -> None:
+        """Do nothing."""
+
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+        """Return a context that does nothing."""
+        return self._nothing
+
+
+ProfilerName = Literal["simple", "advanced", "torch", "pytorch"]
+
+
+def make_profiler(profiler: str | Profiler | None) -> Profiler:
+    """Return the profiler that a Trainer's argument means, a new one for a name."""
+    if isinstance(profiler, Profiler):
+        return profiler
+    if profiler is None:
+        return PassThroughProfiler()
+    from instep import profilers  # late: its names load when used
+
+    names = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler"}
+    return getattr(profilers, names.get(profiler, "PyTorchProfiler"))()

@@ -1,0 +1,78 @@
+"""The profiler that measures how long each action takes."""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+
+from instep.errors import UsageError
+from instep.profilers.base import Profiler
+from instep.types import PathLike
+
+
+class SimpleProfiler(Profiler):
+    """Measures how long each action takes, by the host's clock, and reports its mean and total.
+
+    An action counts with all that happens within it. On a GPU it lasts until the work is queued, not until it is done:
+    `PyTorchProfiler` knows the device's times.
+
+    Args:
+        dirpath: as in `Profiler`.
+        filename: as in `Profiler`.
+        extended: report the number of calls and the share of the run's time, too.
+
+    Attributes:
+        recorded_durations: the seconds of all calls by action.
+
+    Raises:
+        UsageError: an action is started within itself, or stopped without a start.
+    """
+
+    _kind = "simple"
+
+    def __init__(self, dirpath: PathLike | None = None, filename: str | None = None, extended: bool = True) -> None:
+        super().__init__(dirpath, filename)
+        self.extended = extended
+        self.current_actions: dict[str, float] = {}
+        self.recorded_durations: dict[str, array[float]] = {}
+        self.start_time = time.perf_counter()
+
+    def start(self, action_name: str) -> None:
+        """Note the time."""
+        if action_name in self.current_actions:
+            raise UsageError(f"the action {action_name!r} has already started: give the inner one another name")
+        self.current_actions[action_name] = time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        """Add the seconds since the start."""
+        end = time.perf_counter()
+        start = self.current_actions.pop(action_name, None)
+        if start is None:
+            raise UsageError(f"the action {action_name!r} was stopped, but never started")
+        self.recorded_durations.setdefault(action_name, array("d")).append(end - start)
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: PathLike | None = None) -> None:
+        """Begin a run: what the last one measured is forgotten."""
+        if self._stage is not None:
+            self.recorded_durations, self.start_time = {}, time.perf_counter()
+        super().setup(stage, local_rank, log_dir)
+
+    def teardown(self, stage: str | None) -> None:
+        """End a run: an error may have left actions open."""
+        self.current_actions.clear()
+
+    def summary(self) -> str:
+        """Return a table of all actions, the longest first."""
+        total = time.perf_counter() - self.start_time
+        times = sorted(((math.fsum(d), len(d), name) for name, d in self.recorded_durations.items()), reverse=True)
+        rows = [("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")]
+        rows.append(("Total", "-", f"{sum(calls for _, calls, _ in times)}", f"{total:.5}", "100 %"))
+        for seconds, calls, name in times:
+            rows.append((name, f"{seconds / calls:.5}", f"{calls}", f"{seconds:.5}", f"{100 * seconds / total:.5}"))
+        if not self.extended:
+            rows = [(name, mean, seconds) for name, mean, _, seconds, _ in rows if name != "Total"]
+        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "-" * max(len(line) for line in lines))
+        return "\n".join([self._title(), *lines, ""])

@@ -1,0 +1,84 @@
+"""Recordings of torch's profiler: what `PyTorchProfiler` and `accelerator.profile()` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.profiler import profile as Recorder
+
+Write = Callable[["Recorder", int], None]
+
+
+class TraceReady:
+    """Called whenever a recording is complete: writes it, then calls the user's function.
+
+    An error waits for the end of the block: one that leaves a callback makes torch's profiler end the process.
+
+    Args:
+        write: takes torch's profiler and the number of the recording, from 1; None writes nothing.
+        then: the user's function.
+
+    Attributes:
+        calls: recordings so far.
+        error: the first error.
+    """
+
+    def __init__(self, write: Write | None, then: Callable[[Any], Any] | None = None) -> None:
+        self._write, self._then = write, then
+        self.calls = 0
+        self.error: Exception | None = None
+
+    def __call__(self, profiler: Recorder) -> None:
+        self.calls += 1
+        try:
+            if self._write is not None:
+                self._write(profiler, self.calls)
+            if self._then is not None:
+                self._then(profiler)
+        except Exception as error:  # noqa: BLE001  raised by `check`
+            self.error = self.error or error
+
+    def check(self) -> None:
+        """Raise the first error."""
+        if self.error is not None:
+            raise self.error
+
+
+def chrome_traces(folder: Path, rank: int) -> Write:
+    """Return what writes `profile_<rank>.json`, and `profile_<rank>_<number>.json` from the second recording on."""
+    folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be made is found out before training
+
+    def write(profiler: Recorder, number: int) -> None:
+        suffix = "" if number == 1 else f"_{number}"
+        profiler.export_chrome_trace(str(folder / f"profile_{rank}{suffix}.json"))
+
+    return write
+
+
+def recorder(
+    ready: TraceReady,
+    activities: Iterable[Any] | None = None,
+    schedule: Callable[[int], Any] | Mapping[str, int] | None = None,
+    **options: Any,
+) -> Recorder:
+    """Make torch's profiler.
+
+    Args:
+        ready: called with each recording.
+        activities: names such as "cpu", or torch's own; None for all of this machine.
+        schedule: torch's, or its arguments; None records everything.
+        options: further arguments of `torch.profiler.profile`.
+    """
+    chosen = None if activities is None else [_activity(name) for name in activities]
+    if isinstance(schedule, Mapping):
+        schedule = torch.profiler.schedule(**schedule)
+    return torch.profiler.profile(activities=chosen, schedule=schedule, on_trace_ready=ready, **options)
+
+
+def _activity(name: Any) -> Any:
+    return getattr(torch.profiler.ProfilerActivity, name.upper()) if isinstance(name, str) else name
