@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import InstepError, UsageError
+from instep.health.heartbeat_file import PACES_FILE
+from instep.health.run_status import FAILURES, PROGRESS
 from instep.loggers.hparams import NAME as HPARAMS
 from instep.runs.metrics import Metrics, MetricsReader, log_files
 from instep.runs.rows import WandbFile
@@ -20,7 +22,7 @@ from instep.utils.untrusted_files import clean, open_regular
 
 DEPTH = 6  # runs/<experiment>/instep_runs/version_0, and some more
 _IS_LOG = re.compile(r"metrics\.(jsonl|csv)|events\.out\.tfevents\..*|run-.*\.wandb").fullmatch
-_WATCHED = (STATUS, HPARAMS, "progress.json", "paces.json", "failures", "checkpoints")
+_WATCHED = (STATUS, HPARAMS, PROGRESS, FAILURES, PACES_FILE, "checkpoints")
 _LOGS = ("*.log", "*/*.log", "*/attempt_*/*/std*.log", "*/*/attempt_*/*/std*.log", "wandb/*/files/output.log")
 _TAIL_BYTES = 2**18
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from instep.health.run_status import FAILURES, PROGRESS, read_status
 from instep.health.run_status import NAME as STATUS
-from instep.health.run_status import read_status
 from instep.utils.process_id import is_gone, state_of
 from instep.utils.untrusted_files import LEASE_BYTES, clean, parse_object, read_regular
 
@@ -57,11 +57,11 @@ def look(folder: Path) -> RunStatus:
     content = read_status(folder) if own(folder / STATUS, folder) else None
     if content is None:
         return RunStatus(cause="status.json cannot be read" if os.path.lexists(folder / STATUS) else "")
-    content, progress, failures = _tidy(content), _tidy(_object(folder / "progress.json", folder)), _failures(folder)
+    content, progress, failures = _tidy(content), _tidy(_object(folder / PROGRESS, folder)), _failures(folder)
     state, cause = _STATES.get(str(content.get("status")), "unknown"), _text(content, "error") or _text(content, "why")
     if state in ("running", "starting") and (silent := _silence(folder, content)):
         state, cause = "dead", silent
-    by_rank = {failure["rank"]: f"{_text(failure, 'how')}: {_text(failure, 'message')}" for failure in failures}
+    by_rank = {it["rank"]: ": ".join(filter(None, (_text(it, "how"), _text(it, "message")))) for it in failures}
     found = _BY_RANK.fullmatch(cause)
     if not by_rank and found:
         by_rank[int(found[1])] = found[2]
@@ -75,13 +75,12 @@ def look(folder: Path) -> RunStatus:
 def _failures(folder: Path) -> list[dict[str, Any]]:
     """Read the reports of ranks that failed, the cause first, then those of their own before mere consequences."""
     try:
-        names = sorted(os.listdir(folder / "failures"))[:MOST_RANKS]
+        names = sorted(os.listdir(folder / FAILURES))[:MOST_RANKS]
     except OSError:
         return []
-    found = [_tidy(_object(folder / "failures" / name, folder)) for name in names if name.endswith(".json")]
+    found = [_tidy(_object(folder / FAILURES / name, folder)) for name in names if name.endswith(".json")]
     found = [failure for failure in found if _count(failure, "rank") is not None]
-    order = lambda it: (it.get("cause") is not True, it.get("remote") is True, it["rank"])  # noqa: E731
-    return sorted(found, key=order)
+    return sorted(found, key=lambda it: (it.get("cause") is not True, it.get("remote") is True, it["rank"]))
 
 
 def _lease(folder: Path) -> tuple[dict[str, Any], float]:
@@ -105,7 +104,7 @@ def _silence(folder: Path, said: dict[str, Any]) -> str:
     if gone:
         return f"its main process (host {host}, pid {pid}) is gone: killed, out of memory, or the machine went down"
     with suppress(OSError):
-        beat = max(beat if lease else 0.0, (folder / "progress.json").stat().st_mtime)
+        beat = max(beat if lease else 0.0, (folder / PROGRESS).stat().st_mtime)
     silent_s = time.time() - beat
     if gone is None and beat and silent_s > SILENT_S:
         return f"no sign of life from host {host}, pid {pid} for {silent_s:,.0f} s"

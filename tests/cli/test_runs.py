@@ -149,3 +149,23 @@ def test_values_at_the_ends_of_float_are_drawn(two: Path, capsys: pytest.Capture
     )
     for words in ((), ("--log",), ("-o", two / "x.png"), ("-o", two / "x.html")):
         said(capsys, "plot", two / "version_0", "-m", "a,b,c,d", *words)
+
+
+@pytest.mark.plots
+@pytest.mark.browser
+@pytest.mark.parametrize("phone", [False, True])
+def test_the_page_shows_the_curves_without_a_network(
+    two: Path, phone: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.helpers.browser import browse
+
+    out = two / "out.html"
+    said(capsys, "plot", two, "-m", "loss", "-o", out)
+    with browse() as browser:
+        page = browser.open(out.as_uri(), phone=phone)
+        for text in ("version_0", "version_1", "loss"):
+            page.get_by_text(text, exact=True).first.wait_for()
+        assert page.locator(".scatterlayer path.js-line").count() == 2
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert browser.errors == []
+        assert set(browser.asked) == {out.as_uri()}

@@ -76,6 +76,7 @@ def _plots(runs: Sequence[Run], args: argparse.Namespace) -> dict[str, list[Line
         raise UsageError(f"no run has a metric {absent[0]!r}; those of {runs[0].name} are: {known}")
     if not there:
         raise UsageError(f"there are no metrics in {', '.join(args.paths)}")
+    there = [name for name in there if name != "epoch" or args.metrics] or there
     shown = args.metrics or there[:_FEW]
     if len(there) > len(shown):
         sys.stderr.write(f"instep: {len(there) - len(shown)} more: -m {','.join(map(clean, there[_FEW : _FEW + 8]))}\n")
@@ -167,11 +168,19 @@ def _draw_page(plots: dict[str, list[Line]], args: argparse.Namespace) -> None:
                 row=row,
                 col=1,
             )
-    figure.update_layout(height=120 + 320 * len(plots), template="plotly_white", hovermode="x unified")
+    figure.update_layout(
+        height=140 + 320 * len(plots) + 22 * len(titles_seen),
+        template="plotly_white",
+        hovermode="x unified",
+        legend={"orientation": "h", "y": 0.0, "yref": "container", "yanchor": "bottom"},
+        margin={"l": 60, "r": 20, "b": 80 + 22 * len(titles_seen)},
+    )
     figure.update_xaxes(title_text=_label(args))
     if args.log:
         figure.update_yaxes(type="log")
-    figure.write_html(args.out, include_plotlyjs=True, config={"responsive": True})
+    page = figure.to_html(include_plotlyjs=True, config={"responsive": True})
+    phone = '<head><meta name="viewport" content="width=device-width, initial-scale=1">'
+    Path(args.out).write_text(page.replace("<head>", phone, 1), encoding="utf-8")
 
 
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
