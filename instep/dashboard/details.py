@@ -12,6 +12,7 @@ from nicegui import ui
 
 from instep.dashboard import chart
 from instep.dashboard.source import Source, in_thread, look_at_machine
+from instep.health.run_status import how_to_go_on
 from instep.runs import Run
 from instep.runs.folder import tail
 from instep.runs.ranks import read_paces
@@ -113,6 +114,7 @@ class Overview(Panel):
             "Epoch": status.epoch,
             **{_title(key): now.get(key) for key in ("stage", "phase", "batch", "batches", "steps_per_s")},
             **{_title(key): said.get(key) for key in _SAID},
+            "Goes on with": how_to_go_on(said) if status.state not in ("running", "finished") else None,
             "Command": shlex.join(map(str, command)) if isinstance(command, list) else command,
             "Folder": str(self.run.folder),
             "Cannot be read": "\n".join([*self.run.problems, *metrics.problems]),

@@ -20,7 +20,10 @@ from instep.checkpoint.names import MANIFEST
 from instep.checkpoint.reader import folder_problems
 from instep.checkpoint.scan import list_checkpoints
 from instep.cli.main import COMMANDS, load, main, make_parser
+from instep.dashboard.chart import options
+from instep.dashboard.source import Source
 from instep.loggers import CSVLogger, TensorBoardLogger
+from instep.runs.ranks import read_paces
 from tests.fuzz import corpus
 from tests.fuzz.child import PLANTED_FILES
 from tests.fuzz.mutate import damage, reseal
@@ -356,6 +359,8 @@ def _write_runs(folder: Path) -> None:
     (run / "failures").mkdir()
     failure = {"rank": 1, "how": "exception", "message": "E: x", "traceback": "T\n", "time": 1e9, "cause": True}
     (run / "failures/rank-1.json").write_text(json.dumps(failure))
+    pace = {"rank": 1, "host": "h", "step_s": 0.4, "work_s": 0.3, "data_s": 0.0}
+    (run / "paces.json").write_text(json.dumps({"time": 1e9, "step": 7, "slow": [1], "ranks": [pace]}))
     (run / "hang-1").mkdir()
     (run / "hang-1/rank-0.txt").write_text("stack\n")
     (run / "out.log").write_text("line\r\n\x1b[31mred\n")
@@ -387,6 +392,14 @@ def _runs(folder: Path, rng: Random) -> int:
     )
 
 
+def _dashboard(folder: Path, _: Random) -> None:
+    """What the page reads of all runs, as JSON that a browser gets."""
+    source = Source(folder)
+    for run in source.runs():
+        lines = {name: [(run.name, 0, curve)] for name, curve in source.metrics(run).curves.items()}
+        json.dumps([options(lines, log=True), source.checkpoints(run), str(read_paces(run.folder))]).encode()
+
+
 READERS: dict[str, Reader] = {
     "weights": Reader(_run_and_sharded, _read_weights, damage_checkpoint, sealed=True),
     "load_from_checkpoint": Reader(_run_and_sharded, _load, damage_checkpoint, sealed=True),
@@ -408,6 +421,7 @@ READERS: dict[str, Reader] = {
     "launch-yaml": Reader(_write_yaml(LAUNCH_YAML), _launch_yaml, _damage_yaml, command=True),
     "fit-yaml": Reader(_write_yaml(FIT_YAML), _fit_yaml, _damage_yaml, command=True),
     "runs": Reader(_write_runs, _runs, damage_runs, command=True),
+    "dashboard": Reader(_write_runs, _dashboard, damage_runs),
     "command-line": Reader(_write_home, lambda _, rng: main(_words(rng)), lambda *_: "", command=True, may_start=True),
 }
 
