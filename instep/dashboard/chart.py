@@ -53,9 +53,12 @@ def options(
     }
 
 
-def draw(plot: Any, drawn: dict[str, Any], count: int) -> None:
-    """Put options into NiceGUI's element, high enough for so many metrics."""
-    plot.style(f"height: {max(count, 1) * _EACH + 22}px")
+def draw(plot: Any, instead: Any, drawn: dict[str, Any]) -> None:
+    """Put options into NiceGUI's element, as high as they need; without a metric show another element instead."""
+    count = len(drawn["grid"])
+    plot.set_visibility(count > 0)
+    instead.set_visibility(not count)
+    plot.style(f"height: {count * _EACH + 22}px")
     plot.options.clear()
     plot.options.update(drawn)
     plot.update()

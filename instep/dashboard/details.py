@@ -55,15 +55,12 @@ class Panel:
 
     def read(self) -> Any:
         """Read what is shown, in a thread; plain values, so that a change is seen."""
-        raise NotImplementedError
 
     def build(self) -> None:
         """Make the elements."""
-        raise NotImplementedError
 
     def show(self, data: Any) -> None:
         """Put what was read into the elements."""
-        raise NotImplementedError
 
 
 _FORMAT = {":format": "value => typeof value === 'number' ? value.toLocaleString('en') : value"}
@@ -200,7 +197,7 @@ class Hardware(Panel):
     def read(self) -> Any:
         curves = self.source.metrics(self.run).curves
         names = [name for name in curves if name.startswith(_DEVICE)][:_HARDWARE]
-        return look_at_machine(self.run.folder), {name: curves[name] for name in names}
+        return look_at_machine(self.source.folder), {name: curves[name] for name in names}
 
     def build(self) -> None:
         ui.label("This machine, now").classes("title")
@@ -208,8 +205,7 @@ class Hardware(Panel):
         ui.label("Logged by the run").classes("title")
         self._nothing = ui.label("Nothing yet: Trainer(callbacks=[DeviceStatsMonitor()]) logs it.").classes("quiet")
         self._chart = ui.echart({}).classes("plot")
-        self._chart.set_visibility(False)
-        self._drawn: Any = {}
+        self._drawn: Any = None
 
     def show(self, data: Any) -> None:
         now, curves = data
@@ -220,13 +216,13 @@ class Hardware(Panel):
                     ui.label(name).classes("name")
                     ui.linear_progress(min(1.0, part), show_value=False).props("rounded size=6px")
                     ui.label(text).classes("quiet")
-        if curves == self._drawn:
-            return
-        self._drawn = curves
-        self._nothing.set_visibility(not curves)
-        self._chart.set_visibility(bool(curves))
-        drawn = {name.rpartition("/")[2]: [(self.run.name, 0, curve)] for name, curve in curves.items()}
-        chart.draw(self._chart, chart.options(drawn), len(curves))
+        if curves != self._drawn:
+            self._drawn = curves
+            drawn = {name.rpartition("/")[2]: [(self.run.name, 0, curve)] for name, curve in curves.items()}
+            chart.draw(self._chart, self._nothing, chart.options(drawn))
+
+
+_NO_LOG = "No log in the run folder. `instep launch --log-dir DIR` keeps what the ranks print."
 
 
 class Log(Panel):
@@ -242,9 +238,6 @@ class Log(Panel):
         self._chosen = 0
         self._select = ui.select([], on_change=self._choose).props("dense options-dense borderless").classes("wide")
         self._output = ui.label().classes("log tall")
-        self._nothing = ui.label(
-            "No log in the run folder. `instep launch --log-dir DIR` keeps what the ranks print."
-        ).classes("quiet")
 
     async def _choose(self, event: Any) -> None:
         if event.value is not None and event.value != self._chosen:
@@ -254,10 +247,8 @@ class Log(Panel):
     def show(self, data: Any) -> None:
         names, text = data
         self._select.set_options({index: clean(name) for index, name in enumerate(names)}, value=self._chosen)
-        self._output.set_text(text)
-        for element in (self._select, self._output):
-            element.set_visibility(bool(names))
-        self._nothing.set_visibility(not names)
+        self._select.set_visibility(bool(names))
+        self._output.set_text(text if names else _NO_LOG)
 
 
 class Hyperparameters(Panel):

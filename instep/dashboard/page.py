@@ -58,21 +58,20 @@ class View:
         """Make the elements; what they show comes with the first refresh."""
         ui.add_css(_STYLE)
         ui.colors(primary=chart.COLOURS[0])
-        dark = ui.dark_mode(None)
+        ui.dark_mode(None)
         with box("top", "header"):
             ui.label("instep").classes("brand")
             ui.label(clean(str(self._source.folder))).classes("where")
             self._counts = ui.label().classes("quiet")
             ui.button("TensorBoard", on_click=self._tell_tensorboard().open).props("flat dense no-caps")
-            ui.button(icon="contrast", on_click=lambda: dark.set_value(not dark.value)).props(
-                "flat dense round aria-label='light or dark'"
-            )
+            dark = ui.button(icon="contrast", on_click=lambda: ui.run_javascript("Quasar.Dark.toggle()"))
+            dark.props("flat dense round aria-label='light or dark'")
         with box("sheet", "main"):
             with box("card side", "section"):
                 self._build_list()
             with box("card", "section"):
                 self._build_plot()
-            with box("card", "section"):
+            with box("card", "section") as self._card:
                 self._build_details()
         ui.timer(PERIOD_S, self.refresh)
 
@@ -182,7 +181,8 @@ class View:
         found = [run for run in self._runs if text in run.name.lower() and state in ("all", run.status.state)]
         self._page.max = max(1, -(-len(found) // _ROWS))
         start = (min(self._page.value or 1, self._page.max) - 1) * _ROWS
-        rows = [(run, ago(run.updated), run == self._open) for run in found[start : start + _ROWS]]
+        opened = self._open and self._open.folder
+        rows = [(run, ago(run.updated), run.folder == opened) for run in found[start : start + _ROWS]]
         running = sum(run.status.state == "running" for run in self._runs)
         self._counts.set_text(f"{len(self._runs):,} runs, {running:,} running")
         self._page.set_visibility(self._page.max > 1)
@@ -214,10 +214,8 @@ class View:
 
     async def _show_details(self) -> None:
         run, tab = self._open, self._tabs.value
-        self._chip.set_visibility(run is not None)
-        self._tabs.set_visibility(run is not None)
+        self._card.set_visibility(run is not None)
         if run is None:
-            self._name.set_text("")
             return
         self._name.set_text(run.name)
         self._chip.set_text(run.status.state)
@@ -253,10 +251,8 @@ class View:
             for name in chosen
         }
         if self._changed("plot", (drawn, log, by_time)):
-            self._plot.set_visibility(bool(chosen))
-            self._no_plot.set_visibility(not chosen)
             self._no_plot.set_text("Pick runs in the list, and metrics above.")
-            chart.draw(self._plot, chart.options(drawn, log, by_time), len(chosen))
+            chart.draw(self._plot, self._no_plot, chart.options(drawn, log, by_time))
 
 
 def _class(state: str) -> str:

@@ -77,7 +77,6 @@ def serve(folder: Path, address: Address, opens: bool = True, tensorboard: str =
     from instep.dashboard.source import Source  # late, as all below: other commands do not pay for it
 
     source = Source(folder)
-    source.runs()  # a wrong folder is an error before anything is served
     with address.bind() as bound:
         port = bound.getsockname()[1]
         token = secrets.token_urlsafe(32) if address.is_public() or address.wants_token else None

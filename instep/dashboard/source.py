@@ -9,10 +9,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from instep.errors import UsageError
 from instep.runs import Metrics, MetricsReader, Run, find_runs
 from instep.utils.imports import require
 
@@ -39,21 +41,25 @@ class Source:
 
     Args:
         folder: a run, or a folder that has runs in it.
+
+    Raises:
+        UsageError: there is no such folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
-        self._runs: list[Run] = []
-        self._searched = -FRESH_S
+        self._runs = find_runs(folder)
+        self._searched = time.monotonic()
         self._lock = threading.Lock()
         self._kept: OrderedDict[Path, _Kept] = OrderedDict()
-        self._verified: dict[Path, tuple[Any, list[dict[str, Any]]]] = {}
+        self._verified: dict[tuple[Any, ...], dict[str, str]] = {}
 
     def runs(self) -> list[Run]:
         """List the runs, the newest first."""
         with self._lock:
             if time.monotonic() - self._searched >= FRESH_S:
-                self._runs = find_runs(self.folder, self._runs)
+                with suppress(UsageError):  # the folder has gone: its runs stay as they were
+                    self._runs = find_runs(self.folder, self._runs)
                 self._searched = time.monotonic()
             return self._runs
 
@@ -70,13 +76,19 @@ class Source:
             return kept.metrics
 
     def checkpoints(self, run: Run) -> list[dict[str, Any]]:
-        """List the checkpoints of a run, with what `verify` found where they are the same since."""
-        stamp, found = self._verified.get(run.folder, (None, []))
-        return found if stamp == run.stamp else run.checkpoints()
+        """List the checkpoints of a run, with what `verify` found."""
+        found = run.checkpoints()
+        return [one | self._verified.get(_mark(run, one), {}) if one["state"] == "complete" else one for one in found]
 
     def verify(self, run: Run) -> None:
         """Hold every byte of a run's checkpoints against its checksum."""
-        self._verified[run.folder] = run.stamp, run.checkpoints(verify=True)
+        for one in run.checkpoints(verify=True):
+            said = one["note"] or time.strftime("at %H:%M:%S")
+            self._verified[_mark(run, one)] = {"state": one["state"], "note": said}
+
+
+def _mark(run: Run, one: dict[str, Any]) -> tuple[Any, ...]:
+    return run.folder, one["name"], one.get("created"), one["bytes"]
 
 
 async def in_thread(work: Callable[..., Result], *args: Any) -> Result:
@@ -94,13 +106,13 @@ async def in_thread(work: Callable[..., Result], *args: Any) -> Result:
 
 
 def look_at_machine(folder: Path) -> list[tuple[str, float, str]]:
-    """Measure the machine now.
+    """Measure the machine now, with the disk that a folder is on.
 
     Returns:
         A name, the part in use from 0 to 1, and the numbers as text: processor, memory, disk, then each GPU.
     """
     psutil: Any = require("psutil", extra="dashboard", purpose="instep dashboard")
-    memory, disk = psutil.virtual_memory(), shutil.disk_usage(folder)
+    memory, disk = psutil.virtual_memory(), shutil.disk_usage(folder if folder.exists() else "/")
     load = psutil.cpu_percent() / 100
     return [
         ("Processor", load, f"{load:.0%} of {psutil.cpu_count()} cores"),
