@@ -1,4 +1,4 @@
-"""The monitors on two ranks, in one pair of processes."""
+"""The monitors together: over a resume, and on two ranks, in one pair of processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from instep.callbacks import GradientMonitor, PredictionWriter, SpikeDetection, ThroughputMonitor
+from instep.callbacks import (
+    DeviceStatsMonitor,
+    GradientMonitor,
+    PredictionWriter,
+    SpikeDetection,
+    ThroughputMonitor,
+)
 from instep.errors import TrainingSpikeError
 from instep.state import PartialState
+from instep.strategies import MeshStrategy
 from tests.callbacks.fakes import RecordingLogger
 from tests.helpers.spawn import run_ranks
+from tests.strategies.tiny_gpt import TinyGPT
+from tests.strategies.tiny_gpt import loader as gpt_loader
 from tests.trainer.toys import Toy, loader, quiet
-
-pytestmark = pytest.mark.dist
 
 
 class Deep(Toy):
@@ -25,6 +32,40 @@ class Deep(Toy):
         super().__init__()
         torch.manual_seed(5)
         self.layer = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))  # type: ignore[assignment]
+
+
+def _whole_or_resumed(folder: Path, parts: list[int]) -> tuple[Tensor, dict[str, dict[int, float]]]:
+    """Train to each step of `parts` in turn, resumed each time; return the weights and what was logged."""
+    torch.manual_seed(2)
+    rows: dict[str, dict[int, float]] = {}
+    module, path = Deep(), None
+    for number, steps in enumerate(parts):
+        logger, module = RecordingLogger(), Deep()
+        callbacks = [
+            DeviceStatsMonitor(),
+            ThroughputMonitor(length_fn=lambda batch: batch[0].numel(), window_size=2),
+            GradientMonitor(histograms=True),
+            SpikeDetection(rtol=50.0, exclude_batches_path=folder),
+        ]
+        settings = {"max_steps": steps, "log_every_n_steps": 2, "accumulate_grad_batches": 2}
+        trainer = quiet(logger=logger, callbacks=callbacks, **settings)
+        with pytest.warns(UserWarning, match="RecordingLogger has no place for histogram"):
+            trainer.fit(module, loader(17, shuffle=True), loader(3), ckpt_path=path)
+        path = folder / f"{len(parts)}-{number}"
+        trainer.save_checkpoint(path)
+        for step, values in logger.rows:
+            for name, value in values.items():
+                assert rows.setdefault(name, {}).setdefault(step, value) == value  # nothing comes twice
+    exact = ("grad", "samples", "tokens", "train/batches", "train/lengths")
+    return module.layer[0].weight, {name: of for name, of in rows.items() if name.startswith(exact)}
+
+
+def test_a_resumed_run_logs_and_trains_the_same(tmp_path: Path) -> None:
+    weight, rows = _whole_or_resumed(tmp_path, [7])
+    again, pieces = _whole_or_resumed(tmp_path, [2, 5, 7])
+    assert torch.equal(weight, again)
+    assert rows == pieces
+    assert rows["samples"] == {2: 12, 4: 23, 6: 34}  # three windows an epoch: two batches of three; the last has five
 
 
 class Spiking(Toy):
@@ -64,9 +105,19 @@ def _spike(folder: Path) -> tuple[Any, ...]:
     return ()
 
 
+def _gpt(**settings: Any) -> tuple[float | None, dict[str, dict[int, float]]]:
+    torch.manual_seed(1)
+    monitor, logger = ThroughputMonitor(), RecordingLogger()
+    callbacks = [monitor, GradientMonitor(depth=1)]
+    trainer = quiet(logger=logger, callbacks=callbacks, max_steps=1, log_every_n_steps=1, **settings)
+    trainer.fit(TinyGPT(layers=1), gpt_loader())
+    return monitor._flops_per_sample, {name: logger.of(name) for name in ("samples", "grad_2.0_norm_total")}
+
+
 def _ranks(folder: Path) -> dict[str, Any]:
     PartialState(cpu=True)
     found: dict[str, Any] = {"throughput": _throughput(folder), "spike": _spike(folder)}
+    found["tp"] = _gpt(devices=2, strategy=MeshStrategy(tp=2))
     for strategy in ("ddp", "fsdp"):
         _, logger = _fit(GradientMonitor(), strategy=strategy, accumulate_grad_batches=2)
         found[strategy] = logger.rows
@@ -78,6 +129,7 @@ def _ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.dist
 def test_two_ranks(tmp_path: Path) -> None:
     main, other = run_ranks(_ranks, 2, tmp_path)
     throughput = main["throughput"]
@@ -102,6 +154,10 @@ def test_two_ranks(tmp_path: Path) -> None:
         for (_, plain), (_, sharded) in zip(ddp, fsdp, strict=True):
             assert sharded == pytest.approx(plain, rel=1e-5)
             assert len(plain) == (1 if name else 5)
+
+    flops, values = _gpt()
+    assert flops
+    assert main["tp"] == (flops / 2, {name: pytest.approx(of, rel=1e-5) for name, of in values.items()})
 
     found = load_file(tmp_path / "out" / "predictions.safetensors")
     assert found["index"].tolist() == list(range(13))
