@@ -11,15 +11,25 @@ from instep.utils.imports import loads
 from instep.utils.warn import warn_user
 
 _HOME = {
+    "AimLogger": "aim",
+    "ClearMLLogger": "clearml",
+    "CometLogger": "comet",
     "CSVLogger": "csv",
+    "DVCLiveLogger": "dvclive",
     "JSONLinesLogger": "json_lines",
+    "SwanLabLogger": "swanlab",
     "TensorBoardLogger": "tensorboard",
     "WandbLogger": "wandb",
 }
 
 if TYPE_CHECKING:
+    from instep.loggers.aim import AimLogger as AimLogger
+    from instep.loggers.clearml import ClearMLLogger as ClearMLLogger
+    from instep.loggers.comet import CometLogger as CometLogger
     from instep.loggers.csv import CSVLogger as CSVLogger
+    from instep.loggers.dvclive import DVCLiveLogger as DVCLiveLogger
     from instep.loggers.json_lines import JSONLinesLogger as JSONLinesLogger
+    from instep.loggers.swanlab import SwanLabLogger as SwanLabLogger
     from instep.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
     from instep.loggers.wandb import WandbLogger as WandbLogger
 
@@ -28,8 +38,13 @@ __all__ = ["Logger", "register_logger", *_HOME]  # pyright: ignore[reportUnsuppo
 _load, __dir__ = loads(__name__, _HOME)
 
 NAMES: dict[str, str | type[Logger]] = {
+    "aim": "AimLogger",
+    "clearml": "ClearMLLogger",
+    "comet_ml": "CometLogger",
     "csv": "CSVLogger",
+    "dvclive": "DVCLiveLogger",
     "jsonl": "JSONLinesLogger",
+    "swanlab": "SwanLabLogger",
     "tensorboard": "TensorBoardLogger",
     "wandb": "WandbLogger",
 }

@@ -54,4 +54,20 @@ def test_every_value_is_there_once_after_a_stop_and_a_resume(
     found = row.read(tmp_path)
     for name, values in expected.items():
         there = found[name] if row.ordered else sorted(found[name])
-        assert there == [(at, row.kept(value)) for at, value in values], name
+        kept = [(at, row.kept(value)) for at, value in values]
+        assert there == (list(dict.fromkeys(kept)) if row.once else kept), name
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_a_logger_goes_on_after_its_end(tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = TRACKERS[tracker]
+    if find_spec(row.module) is None:
+        pytest.skip(f"{row.module} is not installed")
+    for name, value in row.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    logger = row.logger(tmp_path)
+    for step in (1, 2):
+        logger.start(tmp_path / "run")
+        logger.log_metrics({"loss": step / 3}, step=step)
+        logger.finalize()
+    assert sorted(row.read(tmp_path)["loss"]) == [(step, row.kept(step / 3)) for step in (1, 2)]

@@ -25,6 +25,7 @@ class Tracker:
             that was written twice comes twice.
         keeps: the type that the tracker stores.
         ordered: whether the reader gives the values in the order of their steps.
+        once: whether it keeps one value of a metric at a step, where the run logs the same one twice.
         env: variables of the processes that write, besides those of the tests; `{root}` is the folder.
     """
 
@@ -33,6 +34,7 @@ class Tracker:
     read: Callable[[Path], Series]
     keeps: type[np.floating[Any]] = np.float64
     ordered: bool = True
+    once: bool = False
     env: dict[str, str] = field(default_factory=dict)
 
     def environment(self, root: Path) -> dict[str, str]:
@@ -105,8 +107,113 @@ def _read_wandb(root: Path) -> Series:
     return found
 
 
+def _aim(root: Path) -> Any:
+    from instep.loggers import AimLogger
+
+    return AimLogger(root / "repo", "digits", system_tracking_interval=None, capture_terminal_logs=False)
+
+
+def _read_aim(root: Path) -> Series:
+    import aim
+    from aim.sdk.index_manager import RepoIndexManager
+
+    repo = aim.Repo.from_path(str(root / "repo"))
+    (key,) = repo.list_all_runs()
+    RepoIndexManager.get_index_manager(repo).index(key)  # as `aim up` does
+    found: Series = {}
+    for metric in aim.Run(key, repo=repo, read_only=True).metrics():
+        steps, (values, *_) = metric.data.items_list()
+        subset = metric.context.to_dict().get("subset")
+        found[f"{subset}_{metric.name}" if subset else metric.name] = list(zip(steps, values, strict=True))
+    return found
+
+
+def _swanlab(root: Path) -> Any:
+    from instep.loggers import SwanLabLogger
+
+    return SwanLabLogger(project="digits", mode="offline")
+
+
+def _read_swanlab(root: Path) -> Series:
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    found: Series = {}
+    for path in sorted(root.rglob("swanlog/run-*/*.swanlab")):
+        reader = DataStoreReader()
+        reader.open(path)
+        for scalar in (Record.FromString(data).scalar for data in reader):
+            if scalar.key:
+                found.setdefault(scalar.key, []).append((scalar.step, scalar.value.number))
+        reader.close()
+    return found
+
+
+def _dvclive(root: Path) -> Any:
+    from instep.loggers import DVCLiveLogger
+
+    return DVCLiveLogger(save_dvc_exp=False)
+
+
+def _read_dvclive(root: Path) -> Series:
+    from dvclive import Live
+    from dvclive.utils import parse_metrics
+
+    (folder,) = root.rglob("dvclive")
+    tables, _ = parse_metrics(Live(str(folder), resume=True, save_dvc_exp=False, dvcyaml=None))
+    return {
+        Path(path).stem: [(int(row["step"]), float(row[Path(path).stem])) for row in rows]
+        for path, rows in tables.items()
+    }
+
+
+def _comet(root: Path) -> Any:
+    from instep.loggers import CometLogger
+
+    return CometLogger(project="digits", online=False, log_code=False)
+
+
+def _read_comet(root: Path) -> Series:
+    import json
+    from zipfile import ZipFile
+
+    found: Series = {}
+    archives = [ZipFile(path) for path in root.rglob("comet/*.zip")]
+    assert len({json.loads(archive.read("experiment.json"))["offline_id"] for archive in archives}) == 1
+    for archive in archives:
+        for message in map(json.loads, archive.read("messages.json").splitlines()):
+            if message["type"] == "metric_msg":
+                metric = message["payload"]["metric"]
+                found.setdefault(metric["metricName"], []).append((metric["step"], metric["metricValue"]))
+    return found
+
+
+def _clearml(root: Path) -> Any:
+    from instep.loggers import ClearMLLogger
+
+    return ClearMLLogger("digits", offline=True)
+
+
+def _read_clearml(root: Path) -> Series:
+    import json
+
+    found: Series = {}
+    for path in root.rglob("clearml/*/offline/offline-*/metrics.jsonl"):
+        for event in (event for line in path.read_text().splitlines() for event in json.loads(line)):
+            if event["type"] == "training_stats_scalar":
+                title, series = event["metric"], event["variant"]
+                name = title if title == series else f"{series}_{title}"
+                found.setdefault(name, []).append((event["iter"], event["value"]))
+    return found
+
+
 TRACKERS: dict[str, Tracker] = {
     "csv": Tracker("instep", _csv, _read_csv),
     "tensorboard": Tracker("tensorboard", _tensorboard, _read_tensorboard, keeps=np.float32),
     "wandb": Tracker("wandb", _wandb, _read_wandb),
+    "aim": Tracker("aim", _aim, _read_aim, ordered=False, once=True),
+    "swanlab": Tracker("swanlab", _swanlab, _read_swanlab, once=True),
+    "dvclive": Tracker("dvclive", _dvclive, _read_dvclive, env={"DVC_NO_ANALYTICS": "true"}),
+    "comet_ml": Tracker("comet_ml", _comet, _read_comet, ordered=False),
+    "clearml": Tracker("clearml", _clearml, _read_clearml, ordered=False),
 }

@@ -1,0 +1,158 @@
+"""Aim: runs in a repository of this machine, or on an Aim server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from instep.errors import InstepError
+from instep.loggers.base import Logger
+from instep.types import PathLike
+from instep.utils.imports import require
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.loggers.kinds import Artifact, Audio, Histogram, Image
+
+_SUBSETS = {"subset": {"train": "train_", "val": "val_", "test": "test_"}}
+
+
+class AimLogger(Logger):
+    """Writes a run into an Aim repository; `aim up --repo <repo>` shows it.
+
+    Each value is on the disk at once, by its name and step: one that comes again takes the place of the one there, so
+    a resumed run has every step once. The run's hash travels in `state_dict`: a resumed run continues the same Aim run.
+
+    Args:
+        repo: the repository's folder, or `aim://host:port`. None: `save_dir`, else the one that Aim finds from the
+            working directory on, or makes there.
+        experiment: the experiment's name. None: "default".
+        system_tracking_interval: seconds between records of CPU, GPU and memory. None: no records.
+        log_system_params: whether packages, environment variables (without secrets), git state and command are stored.
+        capture_terminal_logs: whether what the program prints is stored.
+        run_name: the run's name.
+        run_hash: the hash of a run to continue.
+        context_prefixes: contexts by how names begin, which are shown without that: by default "train_loss" is "loss"
+            in the context `subset: "train"`; the same for "val_" and "test_". {}: none.
+        context_postfixes: contexts by how names end.
+        **options: `save_dir`, `prefix` and the others of `Logger`.
+
+    Example:
+        >>> logger = AimLogger(repo="runs", experiment="digits")  # doctest: +SKIP
+    """
+
+    _NEEDS = ("aim", "aim")
+    _LOCAL = False
+    _SYNC = ("repo",)
+
+    def __init__(
+        self,
+        repo: PathLike | None = None,
+        experiment: str | None = None,
+        system_tracking_interval: int | None = 10,
+        log_system_params: bool = True,
+        capture_terminal_logs: bool = True,
+        run_name: str | None = None,
+        run_hash: str | None = None,
+        context_prefixes: Mapping[str, Mapping[str, str]] | None = None,
+        context_postfixes: Mapping[str, Mapping[str, str]] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**{"name": run_name, "version": run_hash, **options})
+        self._repo = None if repo is None else str(repo)
+        self._experiment_name = experiment
+        self._contexts = (
+            (_SUBSETS if context_prefixes is None else context_prefixes, str.removeprefix),
+            (context_postfixes or {}, str.removesuffix),
+        )
+        self._extras: dict[str, Any] = {
+            "system_tracking_interval": system_tracking_interval,
+            "log_system_params": log_system_params,
+            "capture_terminal_logs": capture_terminal_logs,
+        }
+        self._run: Any = None
+
+    @property
+    def runs_dir(self) -> None:
+        """None: all runs of a repository share its folder."""
+        return None
+
+    def _start(self) -> None:
+        self._aim = require("aim", extra="aim", purpose="AimLogger")
+        if self._extras["log_system_params"] and find_spec("pkg_resources") is None:
+            self._extras["log_system_params"] = False
+            warn_user(
+                "Aim's log_system_params needs pkg_resources, and is left out: pip install 'setuptools<81' has it"
+            )
+        repo = self._repo or self._save_dir
+        if repo is not None and "://" not in str(repo):
+            Path(repo).mkdir(parents=True, exist_ok=True)
+        self._run = self._open_run(self._version, repo=repo, experiment=self._experiment_name, **self._extras)
+        self._version = self._run.hash
+        self._run.name = self._name or self._run.name
+
+    def _open_run(self, run_hash: Any, **arguments: Any) -> Any:
+        errors = require("aim.sdk.errors", extra="aim", purpose="AimLogger")
+        try:
+            return self._aim.Run(run_hash, **arguments)
+        except errors.MissingRunError as error:
+            raise InstepError(f"AimLogger: {error} Give the `repo` with that run, or leave out `run_hash`.") from error
+        except (
+            errors.RunLockingError,
+            TimeoutError,
+        ):  # filelock's is one too: left by a process that was killed, on another machine or with our id
+            return self._aim.Run(run_hash, force_resume=True, **arguments)
+
+    def _delivered(self) -> dict[str, int]:
+        return {}  # all may be sent again: it takes the place of what is there
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        epoch = None if "epoch" not in metrics else int(metrics["epoch"])
+        for name, value in metrics.items():
+            self._track(float(value), name, step, epoch)
+
+    def _track(self, value: Any, name: str, step: int, epoch: int | None = None) -> None:
+        context: dict[str, str] = {}
+        for contexts, cut in self._contexts:
+            for key, categories in contexts.items():
+                for category, part in categories.items():
+                    if key not in context and cut(name, part) != name:
+                        name, context[key] = cut(name, part), category
+        self._run.track(value, name=name, step=step, epoch=epoch, context=context)
+
+    def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        for name, values in (("hparams", params), ("hparams_metrics", metrics or {})):
+            for key, value in values.items():
+                self._run.set((name, key), value, strict=False)
+
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        self._track(self._aim.Text(text), name, step)
+
+    def _log_image(self, name: str, images: list[Image], step: int) -> None:
+        from PIL import Image as pillow  # late: it comes with Aim
+
+        opened = [(pillow.open(BytesIO(one.png())), one.caption or "") for one in images]
+        self._track([self._aim.Image(*one) for one in opened], name, step)
+
+    def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
+        self._track([self._aim.Audio(one.wav(), "wav", one.caption or "") for one in audios], name, step)
+
+    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        ends = (float(histogram.edges[0]), float(histogram.edges[-1]))  # Aim's bins have one width
+        self._track(self._aim.Distribution.from_histogram(histogram.counts, ends), name, step)
+
+    def _log_artifact(self, artifact: Artifact) -> None:
+        if self._run.artifacts_uri is None:
+            self._run.set_artifacts_uri((Path(self._run.repo.root_path) / "aim_artifacts").absolute().as_uri())
+        log = "log_artifacts" if artifact.path.is_dir() else "log_artifact"
+        getattr(self._run, log)(str(artifact.path), name=artifact.name, block=True)
+
+    def _finalize(self, status: str) -> None:
+        run, self._run = self._run, None
+        run.close()
+
+    def _experiment(self) -> Any:
+        return self._run

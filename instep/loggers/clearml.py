@@ -1,0 +1,157 @@
+"""ClearML, online and offline."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+from uuid import uuid4
+
+from instep.loggers.base import OPTIONS, Logger
+from instep.utils.imports import require
+
+if TYPE_CHECKING:
+    from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
+
+_OPTIONS = ("save_dir", "name", "version", *OPTIONS)
+_SERIES = ("train", "val", "eval", "test")
+
+
+class ClearMLLogger(Logger):
+    """Writes a ClearML task: to its server, or offline below `<run folder>/clearml` for `Task.import_offline_session`.
+
+    "train_loss" is the series "train" of the plot "loss"; the same for "val_", "eval_" and "test_". A resumed run
+    continues the same task; offline it is a further session in the same folder, and what the sessions have is not
+    written again. ClearML reports in a thread, not in a process that it would fork from training. A task that the
+    script made by `Task.init` is used as it is, and left open.
+
+    Args:
+        project_name: the project. None: CLEARML_PROJECT, else "instep".
+        task_name: the task's name. None: CLEARML_TASK, else "run".
+        offline: whether it is written into a folder. None: as CLEARML_OFFLINE_MODE says.
+        auto_connect_frameworks: whether ClearML records what other loggers write too, and each `torch.save`.
+        **kwargs: `save_dir`, `version` (the id of a task to continue) and the others of `Logger`, and further arguments
+            of `Task.init`: task_type, tags, output_uri, ...
+
+    Example:
+        >>> logger = ClearMLLogger(project_name="digits", offline=True)  # doctest: +SKIP
+    """
+
+    project_argument = "project_name"
+    _NEEDS = ("clearml", "clearml")
+    _LOCAL = False
+    _SYNC = ("project_name", "offline")
+
+    def __init__(
+        self,
+        project_name: str | None = None,
+        task_name: str | None = None,
+        offline: bool | None = None,
+        auto_connect_frameworks: bool | dict[str, Any] = False,
+        **kwargs: Any,
+    ) -> None:
+        options = {option: kwargs.pop(option) for option in _OPTIONS if option in kwargs}
+        super().__init__(**{"name": task_name or os.environ.get("CLEARML_TASK", "run"), **options})
+        self._project_name = project_name or os.environ.get("CLEARML_PROJECT", "instep")
+        self._offline = offline
+        self._given = {"auto_connect_frameworks": auto_connect_frameworks, "reuse_last_task_id": False, **kwargs}
+        self._task: Any = None
+        self._ours = False
+
+    @property
+    def runs_dir(self) -> None:
+        """None: the task's id is no folder."""
+        return None
+
+    def _start(self) -> None:
+        Task = require("clearml", extra="clearml", purpose="ClearMLLogger").Task
+        self._task = Task.current_task()
+        self._ours = self._task is None
+        if not self._ours:
+            return
+        Task._report_subprocess_enabled = False  # as `sdk.development.report_use_subprocess: false` does
+        if self._offline is not None:
+            Task.set_offline(self._offline)
+        if Task._offline_mode:
+            self._version = self._version or f"offline-{uuid4().hex}"
+            folder = (self._save_dir or self._log_dir or Path()) / "clearml" / str(self._version)
+            with patch.dict(os.environ, {"CLEARML_CACHE_DIR": str(folder)}):  # ClearML has no argument for it
+                self._task = Task.init(self._project_name, self._name, **self._given)
+                self._task.get_offline_mode_folder()  # from now on it knows the folder by itself
+            return
+        again = {} if self._version is None else {"continue_last_task": self._version}
+        self._task = Task.init(self._project_name, self._name, **{**self._given, **again})
+        self._task.set_initial_iteration(0)  # steps are those of the run, not of this process
+        self._version = self._task.id
+
+    def _delivered(self) -> dict[str, int]:
+        last: dict[str, int] = {}
+        for title, series, step in self._points():
+            name = title if series == title else f"{series}_{title}"
+            last[name] = max(step, last.get(name, step))
+        return last
+
+    def _points(self) -> Iterator[tuple[str, str, int]]:
+        if not self._task._offline_mode:
+            for title, lines in self._task.get_all_reported_scalars().items():
+                for series, line in lines.items():
+                    yield from ((title, series, int(step)) for step in line["x"])
+            return
+        for file in self._task.get_offline_mode_folder().parent.glob("offline-*/metrics.jsonl"):
+            for line in file.read_text(encoding="utf-8").splitlines():
+                scalars = [event for event in json.loads(line) if event["type"] == "training_stats_scalar"]
+                yield from ((event["metric"], event["variant"], event["iter"]) for event in scalars)
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            series, _, title = name.partition("_")
+            place = (title, series) if title and series in _SERIES else (name, name)
+            self._task.get_logger().report_scalar(*place, value=value, iteration=step)
+
+    def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        self._task.connect(dict(params), name="hparams")
+        for name, value in (metrics or {}).items():
+            self._task.get_logger().report_single_value(name, value)
+
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        self._task.get_logger().report_text(f"{name} at step {step}: {text}", print_console=False)
+
+    def _log_image(self, name: str, images: list[Image], step: int) -> None:
+        self._report_media(name, step, "png", [(image.caption, image.png()) for image in images])
+
+    def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
+        self._report_media(name, step, "wav", [(audio.caption, audio.wav()) for audio in audios])
+
+    def _log_video(self, name: str, videos: list[Video], step: int) -> None:
+        self._report_media(name, step, "gif", [(video.caption, video.gif()) for video in videos])
+
+    def _report_media(self, name: str, step: int, ending: str, media: list[tuple[str | None, bytes]]) -> None:
+        for i, (caption, data) in enumerate(media):
+            series, stream = caption or str(i), BytesIO(data)
+            self._task.get_logger().report_media(name, series, step, stream=stream, file_extension=ending)
+
+    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        labels = [f"{edge:.4g}" for edge in histogram.edges[:-1]]
+        self._task.get_logger().report_histogram(name, name, histogram.counts, step, xlabels=labels)
+
+    def _log_table(self, name: str, table: Table, step: int) -> None:
+        self._task.get_logger().report_table(name, name, step, table_plot=[table.columns, *table.rows])
+
+    def _log_artifact(self, artifact: Artifact) -> None:
+        self._task.upload_artifact(artifact.name, artifact.path, metadata={"type": artifact.type}, wait_on_upload=True)
+
+    def _save(self) -> None:
+        self._task.flush(wait_for_uploads=True)
+
+    def _finalize(self, status: str) -> None:
+        if self._ours:
+            if status != "success" and not self._task._offline_mode:
+                (self._task.mark_failed if status == "failed" else self._task.mark_stopped)()
+            self._task.close()
+
+    def _experiment(self) -> Any:
+        return self._task

@@ -1,0 +1,193 @@
+"""Comet, online and offline."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from io import BytesIO
+from logging import getLogger
+from pathlib import Path
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
+from zipfile import ZipFile, is_zipfile
+
+from instep.loggers.base import OPTIONS, Logger
+from instep.utils.imports import require
+
+if TYPE_CHECKING:
+    from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
+
+
+_OPTIONS = ("save_dir", "name", "version", *OPTIONS)
+
+
+class CometLogger(Logger):
+    """Writes a Comet experiment: to its service, or offline into `<run folder>/comet` for a later `comet upload`.
+
+    The experiment's key travels in `state_dict`: a resumed run continues the same experiment. Offline each process
+    makes one archive `<key>*.zip` at its end; for one that was killed the resumed run makes it. What the archives have
+    is not written again.
+
+    Args:
+        api_key: the key. None: COMET_API_KEY or Comet's configuration.
+        workspace: the workspace. None: COMET_WORKSPACE, else the user's own.
+        project: the project. None: COMET_PROJECT_NAME, else "Uncategorized".
+        experiment_key: the key of an experiment to continue, 32 to 50 letters and digits.
+        mode: "get_or_create", "get" or "create".
+        online: False writes into a folder. None: COMET_START_ONLINE, else online.
+        prefix: put before every name, joined by "-".
+        **kwargs: `save_dir`, `name` and the others of `Logger`, and arguments of `comet_ml.ExperimentConfig`: tags, ...
+
+    Example:
+        >>> logger = CometLogger(project="digits", online=False)  # doctest: +SKIP
+    """
+
+    project_argument = "project"
+    _NEEDS = ("comet_ml", "comet")
+    _LOCAL = False
+    _SYNC = ("workspace", "project", "online")
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        workspace: str | None = None,
+        project: str | None = None,
+        experiment_key: str | None = None,
+        mode: Literal["get_or_create", "get", "create"] | None = None,
+        online: bool | None = None,
+        prefix: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        options = {option: kwargs.pop(option) for option in _OPTIONS if option in kwargs}
+        super().__init__(**{"version": experiment_key, "prefix": prefix or "", **options})
+        self._api_key, self._workspace, self._project = api_key, workspace, project
+        self._mode, self._online, self._config = mode, online, kwargs
+        self._comet: Any = None
+
+    @property
+    def runs_dir(self) -> None:
+        """None: the experiment's key is no folder."""
+        return None
+
+    def _start(self) -> None:
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # before its import, which patches torch otherwise
+        comet = require("comet_ml", extra="comet", purpose="CometLogger")
+        offline = not comet.get_config().get_bool(self._online, "comet.start.online", default=True)
+        key = self._version or (comet.generate_guid() if offline else None)
+        folder = ((self._save_dir or self._log_dir or Path()) / "comet").absolute()
+        self._archives = Path(self._config.get("offline_directory") or folder)
+        config = {"name": self._name, **self._config, "offline_directory": str(self._archives)}
+        with self._unfinished(str(key), folder) if offline else nullcontext():
+            self._comet = comet.start(
+                api_key=self._api_key,
+                workspace=self._workspace,
+                project=self._project,
+                experiment_key=key,
+                mode="get_or_create" if self._version else self._mode,
+                online=not offline,
+                experiment_config=comet.ExperimentConfig(**config),
+            )
+        if not self._comet.alive:
+            raise ConnectionError("Comet's server cannot be reached")
+        self._version = self._comet.get_key()
+
+    @contextmanager
+    def _unfinished(self, key: str, folder: Path) -> Iterator[None]:
+        """Have Comet write into a folder that the next process finds, and make archives of what is left there."""
+        utils = require("comet_ml.offline_utils", extra="comet", purpose="CometLogger")
+        self._archives.mkdir(parents=True, exist_ok=True)
+        records = folder / f"{key}-unfinished"
+        records.mkdir(parents=True, exist_ok=True)
+        left = list(records.glob("*/messages.json"))
+        texts = {b"", *(messages.read_bytes() for messages in left)}
+        for archive in self._archives.glob(f"{key}*.zip"):
+            if _messages(archive) in texts:
+                archive.unlink()  # Comet makes it empty, fills it at the end and removes the record then
+        for messages in left:
+            record, time_ms = str(messages.parent), int(messages.stat().st_mtime * 1000)
+            about = (self._workspace, self._project, time_ms, time_ms, [], "get_or_create", False, None, True, True)
+            utils.write_experiment_meta_file(record, key, *about)
+            name = f"{key}-{messages.parent.name}.zip"
+            utils.create_experiment_archive(str(self._archives), name, record, getLogger("comet_ml"))
+            rmtree(record)
+        elsewhere, tempfile.tempdir = tempfile.tempdir, str(records)  # Comet asks nothing else where to write
+        drawn = random.getstate()
+        random.seed()  # the archive's name is drawn: with the same seed a resumed run writes over the first one's
+        try:
+            yield
+        finally:
+            tempfile.tempdir = elsewhere
+            random.setstate(drawn)
+
+    def _delivered(self) -> dict[str, int] | None:
+        last: dict[str, int] = {}
+        if not hasattr(self._comet, "offline_directory"):
+            return None  # Comet's service is not asked: it shows what it gets with a delay
+        for archive in self._archives.glob(f"{self._version}*.zip"):
+            for line in _messages(archive).splitlines():
+                with suppress(ValueError):  # the half line of a machine that went down
+                    metric = json.loads(line)["payload"].get("metric") or {}
+                    if metric.get("step") is not None:
+                        last[metric["metricName"]] = max(metric["step"], last.get(metric["metricName"], -1))
+        return last
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self._comet.log_metrics(metrics, step=step, epoch=int(metrics["epoch"]) if "epoch" in metrics else None)
+
+    def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        self._comet.log_parameters(params)
+        self._comet.log_others(metrics or {})
+
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        self._comet.log_text(text, step=step, metadata={"name": name})
+
+    def _log_image(self, name: str, images: list[Image], step: int) -> None:
+        for image in images:
+            self._comet.log_image(BytesIO(image.png()), name=image.caption or name, step=step)
+
+    def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
+        for audio in audios:
+            path = Path(self._comet.tmpdir) / f"{uuid4().hex}.wav"  # a path: Comet needs SciPy for arrays
+            path.write_bytes(audio.wav())
+            self._comet.log_audio(str(path), file_name=f"{audio.caption or name}.wav", step=step)
+
+    def _log_video(self, name: str, videos: list[Video], step: int) -> None:
+        for video in videos:
+            self._comet.log_video(BytesIO(video.gif()), name=video.caption or name, format="gif", step=step)
+
+    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        kinds = require("comet_ml.data_structure", extra="comet", purpose="CometLogger")
+        counted, edges = kinds.Histogram(), histogram.edges
+        counted.add((edges[:-1] + edges[1:]) / 2, counts=histogram.counts)
+        self._comet.log_histogram_3d(counted, name=name, step=step)
+
+    def _log_table(self, name: str, table: Table, step: int) -> None:
+        self._comet.log_table(f"{name}-{step}.csv", table.rows, headers=table.columns)
+
+    def _log_artifact(self, artifact: Artifact) -> None:
+        self._comet.log_model(artifact.name, str(artifact.path), metadata={"type": artifact.type})
+
+    def _save(self) -> None:
+        if not self._comet.flush():
+            raise TimeoutError("Comet has not written or sent all of it in time")
+
+    def _finalize(self, status: str) -> None:
+        self._comet.log_other("status", status)
+        self._comet.end()
+
+    def _experiment(self) -> Any:
+        return self._comet
+
+
+def _messages(archive: Path) -> bytes:
+    """Return what was logged in an archive; nothing of one that is not finished."""
+    if not is_zipfile(archive):
+        return b""
+    with ZipFile(archive) as record:
+        return record.read("messages.json") if "messages.json" in record.namelist() else b""

@@ -1,0 +1,147 @@
+"""DVCLive: tables and images in a folder that DVC, its VS Code extension and DVC Studio show."""
+
+from __future__ import annotations
+
+import shutil
+from os import fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from instep.loggers.base import Logger
+from instep.types import PathLike
+from instep.utils.imports import require
+
+if TYPE_CHECKING:
+    from instep.loggers.kinds import Artifact, Histogram, Image
+
+
+class DVCLiveLogger(Logger):
+    """Writes metrics by DVCLive: a table `plots/metrics/<name>.tsv` per metric, `metrics.json` and `params.yaml`.
+
+    Each row is in its file at once. A resumed run goes on below the last whole row of each table. `metrics.json`, the
+    report and `dvc.yaml` are written anew at checkpoints and at the end, not at every step.
+
+    Args:
+        run_name: the name of the DVC experiment; the same as `name`.
+        experiment: a `dvclive.Live`, used as it is and left open.
+        dir: the folder. None: `dvclive` in the run folder.
+        resume: whether a first run too goes on with what is in `dir`, instead of removing it.
+        report: "html", "md" or "notebook".
+        save_dvc_exp: whether the run is saved as a DVC experiment at its end, which needs a git repository.
+        dvcyaml: the path of `dvc.yaml`, or None or False for no such file. "dvc.yaml" stands in the folder itself.
+        cache_images: whether DVC stores the images outside git.
+        exp_name: the same as `run_name`.
+        exp_message: the message of the DVC experiment.
+        monitor_system: whether CPU, GPU, memory and disk are recorded.
+        save_dir: the run folder; see `Logger`.
+        name: the name of the DVC experiment.
+        version: the run's folder in `save_dir`.
+        **options: those of every `Logger`.
+
+    Example:
+        >>> logger = DVCLiveLogger(report="html", save_dvc_exp=False)  # doctest: +SKIP
+    """
+
+    _NEEDS = ("dvclive", "dvclive")
+    _LOCAL = False
+    _SYNC = ("dir",)
+
+    def __init__(
+        self,
+        run_name: str | None = None,
+        experiment: Any = None,
+        dir: PathLike | None = None,
+        resume: bool = False,
+        report: Literal["html", "md", "notebook"] | None = None,
+        save_dvc_exp: bool = True,
+        dvcyaml: PathLike | bool | None = "dvc.yaml",
+        cache_images: bool = False,
+        exp_name: str | None = None,
+        exp_message: str | None = None,
+        monitor_system: bool = False,
+        *,
+        save_dir: PathLike | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(save_dir, run_name or exp_name or name, version, **options)
+        self._dir = None if dir is None else fspath(dir)
+        self._resume = resume
+        self._dvcyaml = dvcyaml
+        self._settings: dict[str, Any] = {
+            "report": report,
+            "save_dvc_exp": save_dvc_exp,
+            "cache_images": cache_images,
+            "exp_message": exp_message,
+            "monitor_system": monitor_system,
+        }
+        self._given = self._live = experiment
+
+    def _start(self) -> None:
+        dvclive = require("dvclive", extra="dvclive", purpose="DVCLiveLogger")
+        if self._given is not None:
+            return
+        assert self._log_dir is not None
+        folder = Path(self._log_dir / "dvclive" if self._dir is None else self._dir)
+        resume, self._resume = self._resume or self._resumed, True  # what comes after the end goes on too
+        if resume:
+            for table in folder.glob("plots/metrics/**/*.tsv"):
+                text = table.read_bytes()
+                if not text.endswith(b"\n"):  # of a machine that went down
+                    table.write_bytes(text[: text.rfind(b"\n") + 1])
+        dvcyaml = fspath(folder / "dvc.yaml") if self._dvcyaml == "dvc.yaml" else self._dvcyaml
+        self._live = dvclive.Live(fspath(folder), resume=resume, dvcyaml=dvcyaml, exp_name=self._name, **self._settings)
+
+    def _delivered(self) -> dict[str, int]:
+        folder, last = Path(self._live.plots_dir) / "metrics", dict[str, int]()
+        for table in folder.rglob("*.tsv"):
+            rows = table.read_text(encoding="utf-8").splitlines()[1:]
+            if rows:
+                last[table.relative_to(folder).with_suffix("").as_posix()] = int(rows[-1].split("\t")[0])
+        return last
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self._live.step = step
+        for name, value in metrics.items():
+            self._live.log_metric(name, value)
+
+    def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        self._live.log_params(params)
+        if metrics:
+            self._live.summary.update(metrics)
+
+    def _log_image(self, name: str, images: list[Image], step: int) -> None:
+        from PIL import Image as pillow  # late: DVCLive needs it for images
+
+        for number, image in enumerate(images):
+            file = f"{name}/{step}.png" if len(images) == 1 else f"{name}/{step}_{number}.png"
+            self._live.log_image(file, pillow.fromarray(image.array.squeeze()))
+
+    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        starts, counts = histogram.edges[:-1].tolist(), histogram.counts.tolist()
+        points = [{"from": start, "count": count} for start, count in zip(starts, counts, strict=True)]
+        self._live.log_plot(name, points, x="from", y="count", title=f"{name} at step {step}")
+
+    def _log_artifact(self, artifact: Artifact) -> None:
+        copy = Path(self._live.artifacts_dir) / artifact.name  # in the folder, where there is no DVC repository too
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if artifact.path.is_dir():
+            shutil.copytree(artifact.path, copy, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(artifact.path, copy)
+        if self._live._dvc_repo is not None:
+            self._live.log_artifact(copy, type=artifact.type, name=artifact.name)
+
+    def _save(self) -> None:
+        self._live.make_summary()
+        if self._dvcyaml:
+            self._live.make_dvcyaml()
+        self._live.make_report()
+
+    def _finalize(self, status: str) -> None:
+        if self._given is None:
+            self._live.end()
+
+    def _experiment(self) -> Any:
+        return self._live

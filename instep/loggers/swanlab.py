@@ -1,0 +1,174 @@
+"""SwanLab, online and offline."""
+
+from __future__ import annotations
+
+import os
+from io import BytesIO
+from pathlib import Path
+from threading import Condition
+from typing import TYPE_CHECKING, Any, Literal
+
+from instep.errors import InstepError
+from instep.loggers.base import OPTIONS, Logger
+from instep.types import PathLike
+from instep.utils.imports import require
+
+if TYPE_CHECKING:
+    from instep.loggers.kinds import Artifact, Audio, Image, Video
+
+_OPTIONS = ("save_dir", "name", "version", *OPTIONS)
+_GATHER_S = 0.05  # SwanLab's thread waits for more to write, 0.5 s by default: a checkpoint would wait for it
+_WRITE_S = 10.0
+
+
+class SwanLabLogger(Logger):
+    """Writes metrics to SwanLab: online, or offline into `<run folder>/swanlog` for a later `swanlab sync`.
+
+    The run's id travels in `state_dict`: a resumed run continues the same SwanLab run, offline in a further folder of
+    that id, and what those folders have is not written again. A checkpoint waits until SwanLab's own thread has what
+    came before it in its file. SwanLab takes a value of a metric only at a later step than the last one.
+
+    Args:
+        project: the project. None: SWANLAB_PROJ_NAME, else the working directory's name.
+        workspace: the user or organisation.
+        experiment_name: the run's name.
+        description: a text about the run.
+        log_dir: where SwanLab makes its folders. None: `swanlog` in the run folder.
+        mode: "online", "offline", "local" or "disabled". None: SWANLAB_MODE, else online.
+        tags: labels of the run.
+        id: the id of a run to continue.
+        **kwargs: `save_dir`, `prefix` and the others of `Logger`, and further arguments of `swanlab.init`.
+
+    Example:
+        >>> logger = SwanLabLogger(project="digits", mode="offline")  # doctest: +SKIP
+    """
+
+    project_argument = "project"
+    _NEEDS = ("swanlab", "swanlab")
+    _LOCAL = False
+    _SYNC = ("project", "workspace", "mode")
+
+    def __init__(
+        self,
+        project: str | None = None,
+        workspace: str | None = None,
+        experiment_name: str | None = None,
+        description: str | None = None,
+        log_dir: PathLike | None = None,
+        mode: Literal["online", "offline", "local", "disabled"] | None = None,
+        tags: list[str] | None = None,
+        id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        options = {option: kwargs.pop(option) for option in _OPTIONS if option in kwargs}
+        super().__init__(**{"name": experiment_name, "version": id, **options})
+        self._project, self._workspace, self._mode = project, workspace, mode
+        self._given = {"description": description, "tags": tags, **kwargs}
+        self._folder = log_dir
+        self._run: Any = None
+        self._ours = False
+        self._sent: dict[str, int] = {}  # the last step of each metric,
+        self._written: dict[str, int] = {}  # and that which SwanLab's thread has written
+        self._writes = Condition()
+
+    @property
+    def runs_dir(self) -> None:
+        """None: the run's id is no folder."""
+        return None
+
+    def _start(self) -> None:
+        self._swanlab = require("swanlab", extra="swanlab", purpose="SwanLabLogger")
+        self._ours = not self._swanlab.has_run()
+        self._run = self._init() if self._ours else self._swanlab.get_run()
+        self._version = self._run.id
+        self._sent, self._written = {}, {}
+        self._run._callbacker.merge_callbacks(self._listener())
+        self._run._components.consumer._flush_timeout = _GATHER_S
+
+    def _init(self) -> Any:
+        folder = self._folder or (self._save_dir or self._log_dir or Path()) / "swanlog"
+        given = {"settings": self._swanlab.Settings(interactive=False), **self._given}  # nobody answers in a thread
+        try:
+            return self._swanlab.init(
+                project=self._project,
+                workspace=self._workspace,
+                name=self._name,
+                log_dir=os.fspath(folder),
+                mode=self._mode,
+                id=self._version,
+                resume=None if self._version is None else "allow",
+                **given,
+            )
+        except RuntimeError as error:
+            if "no API key" not in str(error):
+                raise
+            raise InstepError(
+                "SwanLabLogger has no API key. Run `swanlab login`, set SWANLAB_API_KEY, or write into a folder: "
+                'SwanLabLogger(mode="offline").'
+            ) from error
+
+    def _listener(self) -> Any:
+        logger = self
+
+        class Written(self._swanlab.Callback):
+            name = f"instep-{id(logger)}"
+
+            def on_scalar_flush(self, scalar_records: Any, *args: Any, **kwargs: Any) -> None:
+                with logger._writes:
+                    logger._written.update((record.key, record.step) for record in scalar_records)
+                    logger._writes.notify_all()
+
+        return Written()
+
+    def _delivered(self) -> dict[str, int]:
+        proto = require("swanlab.proto.swanlab.record.v1.record_pb2", extra="swanlab", purpose="SwanLabLogger")
+        store = require("swanlab.sdk.internal.core_python.store", extra="swanlab", purpose="SwanLabLogger")
+        last: dict[str, int] = {}  # none of a run online: the service takes no step twice
+        for file in sorted(self._run.dir.parent.glob("run-*/*.swanlab")) if self._run.mode == "offline" else ():
+            if file.stem == f"run-{self._version}" and file.parent != self._run.dir and file.stat().st_size:
+                reader = store.DataStoreReader()
+                reader.open(file)
+                records = [proto.Record.FromString(data).scalar for data in reader]
+                last.update({record.key: record.step for record in records if record.key})
+                reader.close()
+        return last
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self._run.log(metrics, step=step)
+        self._sent.update(dict.fromkeys(metrics, step))
+
+    def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        self._run.config.update({**params, "metrics": metrics} if metrics else params)
+
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        self._run.log({name: self._swanlab.Text(text)}, step=step)
+
+    def _log_image(self, name: str, images: list[Image], step: int) -> None:
+        made = [self._swanlab.Image(image.array.squeeze(), caption=image.caption) for image in images]
+        self._run.log({name: made}, step=step)
+
+    def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
+        made = [self._swanlab.Audio(audio.array.T, audio.sample_rate, audio.caption) for audio in audios]
+        self._run.log({name: made}, step=step)
+
+    def _log_video(self, name: str, videos: list[Video], step: int) -> None:
+        self._run.log({name: [self._swanlab.Video(BytesIO(video.gif()), video.caption) for video in videos]}, step=step)
+
+    def _log_artifact(self, artifact: Artifact) -> None:
+        path = artifact.path.absolute()
+        self._run.save(f"{path}/**/*" if path.is_dir() else str(path), base_path=path.parent, policy="now")
+
+    def _save(self) -> None:
+        if self._run.mode != "disabled":
+            with self._writes:
+                if not self._writes.wait_for(lambda: self._sent.items() <= self._written.items(), _WRITE_S):
+                    raise TimeoutError(f"SwanLab has not written the last steps within {_WRITE_S:g} s")
+            self._run._core._store.ensure_flushed()
+
+    def _finalize(self, status: str) -> None:
+        if self._ours and self._run.alive:  # its own hook ends it where the program fails
+            state = {"success": "success", "interrupted": "aborted"}.get(status, "crashed")
+            self._run.finish(state, error=None if status == "success" else status)
+
+    def _experiment(self) -> Any:
+        return self._run
