@@ -65,6 +65,7 @@ def test_a_logger_goes_on_after_its_end(tracker: str, tmp_path: Path, monkeypatc
         pytest.skip(f"{row.module} is not installed")
     for name, value in row.environment(tmp_path).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
     logger = row.logger(tmp_path)
     for step in (1, 2):
         logger.start(tmp_path / "run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,6 +153,7 @@ def _read_swanlab(root: Path) -> Series:
 def _dvclive(root: Path) -> Any:
     from instep.loggers import DVCLiveLogger
 
+    os.chdir(root)  # in a git repository DVCLive makes a DVC repository
     return DVCLiveLogger(save_dvc_exp=False)
 
 
