@@ -58,7 +58,7 @@ def test_compare_shows_what_differs(two: Path, capsys: pytest.CaptureFixture[str
         "last": "nan", "least": 1e-5, "greatest": 0.5, "count": 3, "not_finite": 1, "first_bad": 3.0
     }  # fmt: skip
     shown = said(capsys, *words)
-    assert "nan (1e-05 .. 0.5, nan since step 3)" in shown
+    assert "nan (1e-05 .. 0.5, first nan at step 3)" in shown
     assert "1 hyperparameter the same in all" in shown
 
 

@@ -67,5 +67,5 @@ def _ends(curve: Any) -> dict[str, Any] | None:
 def _cell(curve: Any) -> str:
     if curve is None:
         return ""
-    bad = f", nan since step {curve.first_bad:.0f}" if curve.first_bad is not None else ""
+    bad = f", first nan at step {curve.first_bad:.0f}" if curve.first_bad is not None else ""
     return f"{number(curve.last)} ({number(finite(curve.least))} .. {number(finite(curve.greatest))}{bad})"

@@ -150,7 +150,7 @@ def _print_metrics(one: Run, metrics: Metrics) -> None:
     rows = []
     for name, curve in list(metrics.curves.items())[:_FEW]:
         step = f"{curve.steps[-1]:.0f}" if curve.steps else ""
-        bad = "" if curve.first_bad is None else f"nan since step {curve.first_bad:.0f}"
+        bad = "" if curve.first_bad is None else f"first nan at step {curve.first_bad:.0f}"
         ends = [number(finite(value)) for value in (curve.least, curve.greatest)]
         rows.append((name, number(curve.last), step, *ends, f"{curve.count:,}", bad))
     output.table(
