@@ -140,7 +140,7 @@ class Trainer:
         devices: int | str | list[int] | None = None,
         num_nodes: int | None = None,
         precision: str | int | None = None,
-        logger: bool | str | Logger | Iterable[str | Logger] | None = None,
+        logger: bool | Logger | str | Iterable[Logger | str] | None = None,
         profiler: ProfilerName | Profiler | None = None,
         callbacks: Callback | Iterable[Callback] | None = None,
         fast_dev_run: bool | int | None = None,

@@ -110,6 +110,8 @@ def test_callbacks_loggers_and_strategies_by_class_name() -> None:
     assert (stop.monitor, [c.mark for c in marks]) == ("val_loss", [3, 1])
     assert type(built.trainer.loggers[0]).__name__ == "CSVLogger"
     assert type(built.trainer.strategy).__name__ == "DDPStrategy"
+    named = cli(*ANY, "--trainer.logger=[csv,jsonl]").trainer.loggers
+    assert [type(logger).__name__ for logger in named] == ["CSVLogger", "JSONLinesLogger"]
     listed = {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"save_top_k": 1}}]}
     config = written("c.yaml", {"trainer": {**listed, "enable_checkpointing": True}})
     assert isinstance(cli(*ANY, "-c", config).trainer.checkpoint_callback, ModelCheckpoint)
