@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep.callbacks.base import Callback
 from instep.distributed import find_batch_size
 from instep.distributed.collectives import all_reduce_
 from instep.errors import SettingError
 from instep.utils.checks import at_least
+from instep.utils.flops import FlopCounter
 from instep.utils.peak_flops import peak_flops
 from instep.utils.warn import warn_user
 
@@ -110,7 +109,7 @@ class ThroughputMonitor(Callback):
         self.metrics: dict[str, float] = {}
         self._peak: float | None = None
         self._module_tells = False
-        self._counter: _FlopCounter | None = None
+        self._counter: FlopCounter | None = None
         self._window: deque[Totals] = deque(maxlen=window_size)
         self._every = 0
         self._logged_step = -1
@@ -171,7 +170,7 @@ class ThroughputMonitor(Callback):
 
     def _count_flops(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         if self._flops_per_sample is None and self._counter is None:
-            self._counter = _FlopCounter()
+            self._counter = FlopCounter()
             self._counter.__enter__()
 
     def on_train_batch_end(
@@ -202,7 +201,7 @@ class ThroughputMonitor(Callback):
         assert counter is not None
         counter.__exit__(None, None, None)
         if samples:
-            self._flops_per_sample = counter.flops / samples
+            self._flops_per_sample = counter.total / samples
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         counter, self._counter = self._counter, None
@@ -306,27 +305,3 @@ class ThroughputMonitor(Callback):
         if done.flops:
             names["flops"] = done.flops  # pyright: ignore[reportArgumentType]
         return {f"{prefix}{name}_per_sec": count / done.time_s for name, count in names.items()}
-
-
-class _FlopCounter(TorchDispatchMode):
-    """Count floating-point operations inside, by the formulas of torch's `FlopCounterMode`.
-
-    That class takes composite operations apart and hooks into every module: what runs in it may differ in the last bit
-    from what runs without, and a run's first step must not.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        from torch.utils.flop_counter import flop_registry  # late: it loads much, for one step
-
-        self.flops = 0.0
-        self._formulas = flop_registry
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
-        if formula is not None:
-            spread = next((arg for arg in args if isinstance(arg, DTensor)), None)
-            ranks = 1 if spread is None else spread.device_mesh.size()  # of a DTensor the whole is counted
-            self.flops += formula(*args, **(kwargs or {}), out_val=result) / ranks
-        return result
