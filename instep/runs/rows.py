@@ -10,6 +10,7 @@ import csv
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ MOST_LINE_BYTES = 2**20
 MOST_RECORD_BYTES = 2**24  # one with an image may be large; a larger one is passed over
 _BLOCK = 2**15  # of a W&B file
 _PIECE = 2**18
+_IS_NUMBER = re.compile(r"-?[0-9]{1,300}(\.[0-9]*)?([eE][-+]?[0-9]{1,9})?").fullmatch
 
 
 @dataclass(frozen=True)
@@ -218,14 +220,15 @@ class WandbFile(LogFile):
             elif kind == "exit":
                 self.exit_code = record.exit.exit_code
             elif kind == "history":
-                row = {"/".join(item.nested_key) or item.key: _parsed(item.value_json) for item in record.history.item}
-                step = _number(row.get("trainer/global_step", row.get("_step", record.history.step.num)))
-                pairs = [
-                    (name, number)
-                    for name, value in row.items()
-                    if not name.startswith(("_", "trainer/global_step")) and (number := _number(value)) is not None
-                ]
-                yield step or 0.0, _number(row.get("_timestamp")), pairs
+                row: dict[str, float] = {}
+                for item in record.history.item:
+                    text = item.value_json
+                    number = float(text) if _IS_NUMBER(text) else _number(text.strip('"'))  # nan is a text of JSON
+                    if number is not None:
+                        row["/".join(item.nested_key) or item.key] = number
+                step = row.get("trainer/global_step", row.get("_step", float(record.history.step.num)))
+                pairs = [pair for pair in row.items() if not pair[0].startswith(("_", "trainer/global_step"))]
+                yield step, row.get("_timestamp"), pairs
 
     def _records(self, file: FileIO) -> Iterator[bytes]:
         if not self._offset:
