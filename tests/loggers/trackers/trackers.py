@@ -158,11 +158,12 @@ def _dvclive(root: Path) -> Any:
 
 
 def _read_dvclive(root: Path) -> Series:
-    from dvclive import Live
+    from types import SimpleNamespace
+
     from dvclive.utils import parse_metrics
 
     (folder,) = root.rglob("dvclive")
-    tables, _ = parse_metrics(Live(str(folder), resume=True, save_dvc_exp=False, dvcyaml=None))
+    tables, _ = parse_metrics(SimpleNamespace(plots_dir=folder / "plots", metrics_file=folder / "metrics.json"))
     return {
         Path(path).stem: [(int(row["step"]), float(row[Path(path).stem])) for row in rows]
         for path, rows in tables.items()
