@@ -44,6 +44,7 @@ class ClearMLLogger(Logger):
     project_argument = "project_name"
     _NEEDS = ("clearml", "clearml")
     _LOCAL = False
+    _start_timeout_s = 15.0  # with a server that is away the run begins without it
     _SYNC = ("project_name", "offline")
 
     def __init__(

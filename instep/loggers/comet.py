@@ -50,6 +50,7 @@ class CometLogger(Logger):
     project_argument = "project"
     _NEEDS = ("comet_ml", "comet")
     _LOCAL = False
+    _start_timeout_s = 15.0  # with a server that is away the run begins without it
     _SYNC = ("workspace", "project", "online")
 
     def __init__(

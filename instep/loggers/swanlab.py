@@ -46,6 +46,7 @@ class SwanLabLogger(Logger):
     project_argument = "project"
     _NEEDS = ("swanlab", "swanlab")
     _LOCAL = False
+    _start_timeout_s = 15.0  # with a server that is away the run begins without it
     _SYNC = ("project", "workspace", "mode")
 
     def __init__(
