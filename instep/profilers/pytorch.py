@@ -6,10 +6,12 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction, record_function
 
 from instep.errors import SettingError
@@ -105,6 +107,7 @@ class PyTorchProfiler(Profiler):
         self._done: set[str] = set()
         self._tables: dict[str, str] = {}
         self._labels: dict[str, record_function] = {}
+        self._handles: list[Any] = []
         self._stack = ExitStack()
         self._errors: list[Exception] = []
 
@@ -116,7 +119,7 @@ class PyTorchProfiler(Profiler):
         if self._sort_by_key not in SORT_KEYS:
             message = f"sort_by_key={self._sort_by_key!r}: use one of {', '.join(SORT_KEYS)}"
             raise SettingError(message, field="sort_by_key", got=self._sort_by_key)
-        columns = {*inspect.signature(torch.autograd.profiler_util.EventList.table).parameters}
+        columns = {*inspect.signature(EventList.table).parameters}
         for name in self._table_kwargs:
             if name not in columns - {"self", "sort_by", "row_limit"}:
                 raise SettingError(f"table_kwargs has {name!r}, which EventList.table does not take", field=name)
@@ -188,7 +191,7 @@ class PyTorchProfiler(Profiler):
         options = {"acc_events": not self._own_schedule, **self._options}  # else torch warns at the second cycle
         if self._flame_graph:
             options["with_stack"] = True
-            options.setdefault("experimental_config", torch._C._profiler._ExperimentalConfig(verbose=True))
+            options.setdefault("experimental_config", _ExperimentalConfig(verbose=True))
         self._ready = TraceReady(lambda recorded, number: self._write(step, recorded, number), self._then)
         self._running = recorder(self._ready, schedule=schedule, **options)
         self._running.__enter__()
@@ -201,8 +204,9 @@ class PyTorchProfiler(Profiler):
         self._running, self._step = None, ""
         if running is None:
             return
-        for handle in self.__dict__.pop("_handles", ()):
+        for handle in self._handles:
             handle.remove()
+        self._handles = []
         for name in list(self._labels):
             self._labels.pop(name).__exit__(None, None, None)
         running.__exit__(None, None, None)
@@ -250,7 +254,14 @@ class PyTorchProfiler(Profiler):
             raise errors[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        closed = {"_running": None, "_ready": None, "_module": None, "_labels": {}, "_stack": ExitStack()}
+        closed = {
+            "_running": None,
+            "_ready": None,
+            "_module": None,
+            "_labels": {},
+            "_handles": [],
+            "_stack": ExitStack(),
+        }
         return {**self.__dict__, **closed, "_expected": None}
 
 
@@ -263,7 +274,7 @@ def _checked_schedule(schedule: Any) -> Callable[[int], ProfilerAction]:
     if not isinstance(action := schedule(0), ProfilerAction):
         message = f"schedule(0) gave {action!r}: it must give a torch.profiler.ProfilerAction"
         raise SettingError(message, field="schedule", got=schedule)
-    return schedule
+    return cast("Callable[[int], ProfilerAction]", schedule)
 
 
 def _label_submodules(module: nn.Module) -> list[Any]:

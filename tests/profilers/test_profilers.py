@@ -64,6 +64,7 @@ def test_simple_measures_every_action_and_reports_by_rank(tmp_path: Path, capsys
 
 
 def test_without_a_profiler_nothing_is_wrapped() -> None:
+    hook: Any
     trainer, module = quiet(max_steps=1), Marked()
     assert isinstance(trainer.profiler, PassThroughProfiler)
     assert trainer.profiler.profile("a") is trainer.profiler.profile("b")
