@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +180,6 @@ def _comet(root: Path) -> Any:
 
 
 def _read_comet(root: Path) -> Series:
-    import json
     from zipfile import ZipFile
 
     found: Series = {}
@@ -198,8 +200,6 @@ def _clearml(root: Path) -> Any:
 
 
 def _read_clearml(root: Path) -> Series:
-    import json
-
     found: Series = {}
     for path in root.rglob("clearml/*/offline/offline-*/metrics.jsonl"):
         for event in (event for line in path.read_text().splitlines() for event in json.loads(line)):
@@ -207,6 +207,50 @@ def _read_clearml(root: Path) -> Series:
                 title, series = event["metric"], event["variant"]
                 name = title if title == series else f"{series}_{title}"
                 found.setdefault(name, []).append((event["iter"], event["value"]))
+    return found
+
+
+def _mlflow(root: Path) -> Any:
+    from instep.loggers import MLFlowLogger
+
+    return MLFlowLogger("digits", tracking_uri=f"sqlite:///{root}/mlflow.db")
+
+
+def _read_mlflow(root: Path) -> Series:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
+    experiment = client.get_experiment_by_name("digits")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"width": "16"}
+    history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    return {name: [(metric.step, metric.value) for metric in metrics] for name, metrics in history.items()}
+
+
+def _trackio(root: Path) -> Any:
+    from instep.loggers import TrackioLogger
+
+    return TrackioLogger("digits", save_dir=root / "trackio", auto_log_cpu=False)
+
+
+def _read_trackio(root: Path) -> Series:
+    command = [sys.executable, "-m", "trackio.cli", "query", "project", "--project", "digits", "--json", "--sql"]
+    asked = "select run_name, step, metrics from metrics order by id"
+    done = subprocess.run(
+        [*command, asked],
+        env={**os.environ, "TRACKIO_DIR": str(root / "trackio"), "HOME": str(root / "home")},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    rows = json.loads(done.stdout)["rows"]
+    assert len({row["run_name"] for row in rows}) == 1
+    found: Series = {}
+    for row in rows:
+        for name, value in json.loads(row["metrics"]).items():
+            found.setdefault(name, []).append((row["step"], value))
     return found
 
 
@@ -219,4 +263,6 @@ TRACKERS: dict[str, Tracker] = {
     "dvclive": Tracker("dvclive", _dvclive, _read_dvclive, env={"DVC_NO_ANALYTICS": "true"}),
     "comet_ml": Tracker("comet_ml", _comet, _read_comet, ordered=False),
     "clearml": Tracker("clearml", _clearml, _read_clearml, ordered=False),
+    "mlflow": Tracker("mlflow", _mlflow, _read_mlflow, ordered=False),
+    "trackio": Tracker("trackio", _trackio, _read_trackio),
 }

@@ -1,0 +1,250 @@
+"""MLflow: a database of its own beside the runs, or a tracking server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from instep.errors import SettingError
+from instep.loggers.base import Logger
+from instep.loggers.delivery import Row
+from instep.loggers.folders import RUNS
+from instep.loggers.hparams import flatten
+from instep.types import PathLike
+from instep.utils.imports import require
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.loggers.kinds import Artifact, Audio, Code, Image, Table, Video
+
+_STATUS = {"success": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # that one request may have
+_WRONG = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "PERMISSION_DENIED", "UNAUTHENTICATED", "BAD_REQUEST")
+# MLflow tries a request for 4 minutes otherwise, in which nothing else is sent; the logger's thread tries again anyway.
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+
+
+class MLFlowLogger(Logger):
+    """Writes to MLflow: into the database `mlflow.db` beside the runs, shown by `mlflow ui`, or to a tracking server.
+
+    A resumed run goes on in the same MLflow run and sends only the steps that MLflow does not have. Hyperparameters
+    are MLflow's parameters, which it never changes: one that a resumed run has changed becomes a tag.
+
+    Args:
+        experiment_name: None: MLFLOW_EXPERIMENT_NAME, else "instep_runs".
+        run_name: None: MLflow makes one up.
+        tracking_uri: "sqlite:///..." or "http://...". None: MLFLOW_TRACKING_URI, else `mlflow.db` in `save_dir`.
+        tags: of the run, also as JSON. None: MLFLOW_TAGS.
+        save_dir: the folder of the database. None: the one above the run folder.
+        log_model, prefix, **options: as `Logger` has them.
+        artifact_location: where a new experiment keeps files. None: `mlartifacts` beside the database, or the server's.
+        run_id: the MLflow run to go on with. None: MLFLOW_RUN_ID, else a new one.
+        synchronous: of no effect: a thread of the logger waits for MLflow, and nothing else does.
+        logging_dir: the same as `artifact_location`.
+        nested_run: below `parent_run_id`, or the run that `mlflow.start_run` has opened in the script.
+        parent_run_id: the run above this one.
+        description: a text on the run's page.
+        registered_model_name: each logged checkpoint becomes a version of this model in MLflow's registry.
+        log_system_metrics: let MLflow record CPU, memory, disk and GPU from a thread. None: as
+            MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING says.
+    """
+
+    _NEEDS, _LOCAL, _writers = ("mlflow", "mlflow"), False, frozenset({"_client", "_monitor"})
+    _SYNC = ("experiment_name", "tracking_uri", "artifact_location")
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: Mapping[str, Any] | str | None = None,
+        save_dir: PathLike | None = None,
+        log_model: Any = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool | None = None,
+        *,
+        logging_dir: PathLike | None = None,
+        nested_run: bool = False,
+        parent_run_id: str | None = None,
+        description: str | None = None,
+        registered_model_name: str | None = None,
+        log_system_metrics: bool | None = None,
+        name: str | None = None,
+        version: str | None = None,
+        **options: Any,
+    ) -> None:
+        version = run_id or version or os.environ.get("MLFLOW_RUN_ID")
+        super().__init__(save_dir, run_name or name, version, prefix, log_model=log_model, **options)
+        self._experiment_name = experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or RUNS
+        self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        tags = os.environ.get("MLFLOW_TAGS", "{}") if tags is None else tags
+        self._tags = {k: str(v) for k, v in (json.loads(tags) if isinstance(tags, str) else tags).items()}
+        self._artifact_location = artifact_location or (None if logging_dir is None else os.fspath(logging_dir))
+        if nested_run and parent_run_id is None:
+            active = require("mlflow", extra="mlflow", purpose="MLFlowLogger").active_run()  # of this thread alone
+            parent_run_id = None if active is None else active.info.run_id
+        notes = {"mlflow.parentRunId": parent_run_id, "mlflow.note.content": description}
+        self._tags |= {name: text for name, text in notes.items() if text is not None}
+        self._model, self._system = registered_model_name, log_system_metrics
+        self._client: Any = None
+        self._monitor: Any = None
+        self._experiment_id: str | None = None
+
+    @property
+    def runs_dir(self) -> None:
+        """None: a run's id is no folder."""
+        return None
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the MLflow run, which is made on first use."""
+        return self.version if self._opened() else None
+
+    @property
+    def experiment_id(self) -> str | None:
+        """The id of the MLflow experiment, which is made on first use."""
+        return self._experiment_id if self._opened() else None
+
+    def _experiment(self) -> Any:
+        return self._client
+
+    def _choose_log_dir(self, run_dir: Path) -> Path:
+        return run_dir
+
+    def _start(self) -> None:
+        mlflow = require("mlflow", extra="mlflow", purpose="MLFlowLogger")  # a slow import, 1.5 s
+        self._entities = mlflow.entities
+        for name, value in _PATIENCE.items():
+            os.environ.setdefault(name, value)
+        if self._tracking_uri is None:
+            assert self._log_dir is not None
+            folder = (self._save_dir or self._log_dir.parent).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            self._tracking_uri = f"sqlite:///{folder / 'mlflow.db'}"
+            self._artifact_location = self._artifact_location or str(folder / "mlartifacts")
+        try:
+            self._client = mlflow.MlflowClient(self._tracking_uri)
+            self._open_run()
+        except mlflow.exceptions.MlflowException as error:
+            if error.error_code not in _WRONG:
+                raise
+            raise SettingError(f"MLFlowLogger(tracking_uri={self._tracking_uri!r}): {error}", field="mlflow") from error
+        system = mlflow.environment_variables.MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get()
+        if system if self._system is None else self._system:
+            monitors = require("mlflow.system_metrics.system_metrics_monitor", extra="mlflow", purpose="system metrics")
+            self._monitor = monitors.SystemMetricsMonitor(
+                self._version, resume_logging=self._resumed, tracking_uri=self._tracking_uri
+            )
+            self._monitor.start()
+
+    def _open_run(self) -> None:
+        client = self._client
+        if self._version is not None:
+            self._experiment_id = client.get_run(self._version).info.experiment_id
+            client.update_run(self._version, status="RUNNING", name=self._name)
+            self._tag(self._tags)
+            return
+        context = require("mlflow.tracking.context.registry", extra="mlflow", purpose="MLFlowLogger")
+        experiment = client.get_experiment_by_name(self._experiment_name)
+        self._experiment_id = (
+            client.create_experiment(self._experiment_name, self._artifact_location)
+            if experiment is None
+            else experiment.experiment_id
+        )
+        run = client.create_run(self._experiment_id, tags=context.resolve_tags(self._tags), run_name=self._name)
+        self._version = run.info.run_id
+
+    def _delivered(self) -> dict[str, int]:
+        has = {metric.key: metric.step for metric in self._client.get_run(self._version).to_proto().data.metrics}
+        return has | {name: has.get(_plain(name), -1) for name in self._read_note().get("sent", {}) if ":" not in name}
+
+    def _log_rows(self, rows: list[Row]) -> None:
+        named = [(row, name, value) for row in rows for name, value in row.metrics.items()]
+        made = [
+            self._entities.Metric(_plain(name), value, int(row.time_s * 1000), row.step) for row, name, value in named
+        ]
+        for at in range(0, len(made), _MOST_METRICS):
+            self._client.log_batch(self._version, metrics=made[at : at + _MOST_METRICS], synchronous=True)
+
+    def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        known = self._client.get_run(self._version).data.params
+        most = require("mlflow.utils.validation", extra="mlflow", purpose="MLFlowLogger").MAX_PARAM_VAL_LENGTH
+        texts = {_plain(name): str(value)[:most] for name, value in flatten(params).items()}
+        changed = {name: text for name, text in texts.items() if known.get(name, text) != text}
+        if changed:
+            warn_user(f"MLflow does not change parameters: the new values of {', '.join(changed)} are tags of the run")
+        new = [self._entities.Param(name, text) for name, text in texts.items() if name not in known]
+        for at in range(0, len(new), _MOST_PARAMS):
+            self._client.log_batch(self._version, params=new[at : at + _MOST_PARAMS], synchronous=True)
+        self._tag(changed)
+        if metrics:
+            self._log_rows([Row(metrics, max(self._last_step, 0), self._now_s)])
+
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        self._client.log_text(self._version, text, f"text/{_plain(name)}/{step}.txt")
+
+    def _log_image(self, name: str, images: list[Image], step: int) -> None:
+        for i, image in enumerate(images):
+            key, time_ms = _plain(name) + f"/{i}" * (len(images) > 1), int(self._now_s * 1000)
+            self._client.log_image(self._version, image.array, key=key, step=step, timestamp=time_ms, synchronous=True)
+
+    def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
+        for i, audio in enumerate(audios):
+            self._log_bytes(f"audio/{_plain(name)}/{step}-{i}.wav", audio.wav())
+
+    def _log_video(self, name: str, videos: list[Video], step: int) -> None:
+        for i, video in enumerate(videos):
+            self._log_bytes(f"video/{_plain(name)}/{step}-{i}.gif", video.gif())
+
+    def _log_bytes(self, place: str, data: bytes) -> None:
+        with TemporaryDirectory() as folder:
+            (file := Path(folder) / Path(place).name).write_bytes(data)
+            self._client.log_artifact(self._version, str(file), str(Path(place).parent))
+
+    def _log_table(self, name: str, table: Table, step: int) -> None:
+        columns = {column: [row[i] for row in table.rows] for i, column in enumerate(table.columns)}
+        self._client.log_table(self._version, columns, f"tables/{_plain(name)}/{step}.json")
+
+    def _log_artifact(self, artifact: Artifact) -> None:
+        if artifact.path.is_dir():
+            self._client.log_artifacts(self._version, str(artifact.path), f"{artifact.type}/{artifact.name}")
+        else:
+            self._client.log_artifact(self._version, str(artifact.path), artifact.type)
+
+    def _log_checkpoint(self, path: Path, aliases: list[str]) -> None:
+        super()._log_checkpoint(path, aliases)
+        self._tag({f"checkpoint.{alias}": path.name for alias in aliases})
+        if self._model is not None:
+            if not self._client.search_registered_models(f"name = '{self._model}'"):
+                self._client.create_registered_model(self._model)
+            source = f"{self._client.get_run(self._version).info.artifact_uri}/model/{path.name}"
+            made = self._client.create_model_version(self._model, source, self._version)
+            for alias in aliases:
+                self._client.set_registered_model_alias(self._model, alias, made.version)
+
+    def _log_code(self, code: Code) -> None:
+        git = {"commit": code.commit, "branch": code.branch, "repoURL": code.remote, "dirty": code.is_dirty}
+        self._tag({f"mlflow.source.git.{name}": str(value) for name, value in git.items() if value is not None})
+        if code.patch:
+            self._client.log_text(self._version, code.patch, "code/git.patch")
+
+    def _tag(self, tags: Mapping[str, str]) -> None:
+        made = [self._entities.RunTag(name, text) for name, text in tags.items()]
+        self._client.log_batch(self._version, tags=made, synchronous=True)
+
+    def _finalize(self, status: str) -> None:
+        if self._monitor is not None:
+            self._monitor.finish()
+        self._client.set_terminated(self._version, _STATUS[status])
+
+
+def _plain(name: str) -> str:
+    """Return a name as MLflow takes it."""
+    return re.sub(r"[^\w\-. :/]", "_", name)

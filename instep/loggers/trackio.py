@@ -1,0 +1,168 @@
+"""Trackio: a database of this machine, a server of one's own, or a Hugging Face Space."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from instep.errors import SettingError
+from instep.loggers.base import OPTIONS, Logger
+from instep.loggers.folders import RUNS
+from instep.loggers.hparams import plain
+from instep.types import PathLike
+from instep.utils.imports import require
+
+if TYPE_CHECKING:
+    from instep.loggers.delivery import Row
+    from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
+
+_RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")  # Trackio puts "__" before such a metric
+
+
+class TrackioLogger(Logger):
+    """Writes to Trackio, into its folder of all projects; `trackio show --project <project>` shows them.
+
+    A resumed run goes on in the Trackio run of the same name, so give runs different names, or none: Trackio makes one
+    up then. Into a database of this machine rows are written by this logger, and are there or raise; to a server or a
+    Space Trackio sends them from a thread of its own.
+
+    Args:
+        project: None: "instep_runs".
+        name: the run's name.
+        save_dir: the folder of all projects. None: TRACKIO_DIR, else Trackio's own in `~/.cache/huggingface`.
+        version: the name of a run to go on with.
+        prefix: put before every name, joined by "-".
+        **init: `x_axis` and the others of `Logger`, and further arguments of `trackio.init`: space_id, server_url,
+            group, auto_log_gpu, ...
+    """
+
+    _NEEDS, _LOCAL, _SYNC, _writers = ("trackio", "trackio"), False, ("project", "space_id"), frozenset({"_run"})
+
+    def __init__(
+        self,
+        project: str | None = None,
+        name: str | None = None,
+        save_dir: PathLike | None = None,
+        version: str | None = None,
+        prefix: str = "",
+        **init: Any,
+    ) -> None:
+        options = {option: init.pop(option) for option in OPTIONS if option in init}
+        super().__init__(save_dir, name, version, prefix, **options)
+        self._project = project or RUNS
+        self._space_id = init.get("space_id")
+        self._init = init
+        self._run: Any = None
+        self._config: dict[str, Any] | None = None  # not in the database yet
+
+    @property
+    def runs_dir(self) -> None:
+        """None: Trackio has one folder for all runs."""
+        return None
+
+    def _choose_log_dir(self, run_dir: Path) -> Path:
+        return run_dir
+
+    def _experiment(self) -> Any:
+        return self._run
+
+    def _start(self) -> None:
+        if self._save_dir is not None and "trackio" not in sys.modules:
+            os.environ["TRACKIO_DIR"] = str(self._save_dir.absolute())  # read when it is imported
+        trackio = self._package()
+        if self._save_dir is not None and self._save_dir.absolute() != trackio.utils.TRACKIO_DIR:
+            raise SettingError(
+                f"TrackioLogger(save_dir={str(self._save_dir)!r}): Trackio is loaded and writes into "
+                f"{trackio.utils.TRACKIO_DIR}. It has one folder in a process: set TRACKIO_DIR before it is imported.",
+                field="save_dir",
+            )
+        name = self._name if self._version is None else self._version
+        resume = "never" if self._version is None else "allow"
+        self._run = trackio.init(self._project, name, **{"resume": resume, "embed": False, **self._init})
+        self._version = self._run.name
+
+    def _package(self) -> Any:
+        return require("trackio", extra="trackio", purpose="TrackioLogger")
+
+    @property
+    def _storage(self) -> Any:
+        return require("trackio.sqlite_storage", extra="trackio", purpose="TrackioLogger").SQLiteStorage
+
+    def _delivered(self) -> dict[str, int] | None:
+        if self._run.url is not None:
+            return None
+        has: dict[str, int] = {}
+        for row in self._storage.get_logs(self._project, self._run.name, run_id=self._run.id):
+            has.update((name, max(has.get(name, -1), row["step"])) for name in row if name not in _RESERVED)
+        return has | {name: has[f"__{name}"] for name in _RESERVED if f"__{name}" in has}
+
+    def _log_rows(self, rows: list[Row]) -> None:
+        named = [{f"__{k}" if k in _RESERVED else k: v for k, v in row.metrics.items()} for row in rows]
+        if self._run.url is not None:
+            for metrics, row in zip(named, rows, strict=True):
+                self._run.log(metrics, step=row.step)
+            return
+        # `Run.log` would answer before the rows are in the database, and only warn where they do not get there.
+        self._storage.bulk_log(
+            self._project,
+            self._run.name,
+            named,
+            [row.step for row in rows],
+            [datetime.fromtimestamp(row.time_s, timezone.utc).isoformat() for row in rows],
+            config=self._config,
+            log_ids=[f"{self._run.id}-{row.step}-{row.time_s!r}-{','.join(row.metrics)}" for row in rows],
+            run_id=self._run.id,
+        )
+        self._config = None
+
+    def _log_hyperparams(self, params: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        self._run.config.update({name: value for name, value in plain(params).items() if not name.startswith("_")})
+        self._config = self._run.config
+        if metrics:
+            self._run.log(metrics, step=max(self._last_step, 0))
+
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        self._run.log({name: self._package().Markdown(text)}, step=step)
+
+    def _log_image(self, name: str, images: list[Image], step: int) -> None:
+        for i, image in enumerate(images):
+            array = image.array[:, :, 0] if image.array.shape[2] == 1 else image.array
+            self._run.log({_nth(name, i): self._package().Image(array, caption=image.caption)}, step=step)
+
+    def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
+        for i, audio in enumerate(audios):
+            self._log_file(_nth(name, i), self._package().Audio, ".wav", audio.wav(), audio.caption, step)
+
+    def _log_video(self, name: str, videos: list[Video], step: int) -> None:
+        for i, video in enumerate(videos):
+            self._log_file(_nth(name, i), self._package().Video, ".gif", video.gif(), video.caption, step)
+
+    def _log_file(self, name: str, kind: Any, ending: str, data: bytes, caption: str | None, step: int) -> None:
+        with TemporaryDirectory() as folder:  # of an array Trackio makes a file by ffmpeg, and sounds louder
+            (file := Path(folder) / f"file{ending}").write_bytes(data)
+            self._run.log({name: kind(file, caption=caption)}, step=step)
+
+    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        counted = histogram.counts, histogram.edges
+        self._run.log({name: self._package().Histogram(np_histogram=counted)}, step=step)
+
+    def _log_table(self, name: str, table: Table, step: int) -> None:
+        self._run.log({name: self._package().Table(columns=table.columns, data=table.rows)}, step=step)
+
+    def _log_artifact(self, artifact: Artifact) -> None:
+        self._run.log_artifact(artifact.path, name=artifact.name, type=artifact.type)
+
+    def _log_checkpoint(self, path: Path, aliases: list[str]) -> None:
+        self._run.log_artifact(path, name="checkpoint", type="model", aliases=aliases)
+
+    def _finalize(self, status: str) -> None:
+        run, self._run = self._run, None
+        run.finish()
+
+
+def _nth(name: str, index: int) -> str:
+    return f"{name}/{index}" if index else name
