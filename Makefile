@@ -84,7 +84,7 @@ $(TRACKERS_VENV)/.ready: pyproject.toml constraints-dev.txt
 	@echo 'Installing into $(TRACKERS_VENV); this takes a minute or two.'
 	test -x $(TRACKERS_VENV)/bin/python || $(PYTHON) -m venv $(TRACKERS_VENV)
 	$(TRACKERS_PIP) torch
-	$(TRACKERS_PIP) -e '.[trackers,examples]' hypothesis pytest pytest-timeout pytest-xdist
+	$(TRACKERS_PIP) -e '.[trackers,examples]' hypothesis playwright pytest pytest-timeout pytest-xdist
 	@touch $@
 
 bench: $(VENV)/.bench  ## microseconds per step, import time, memory, saving, triggers, strategies, launching

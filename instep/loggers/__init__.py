@@ -17,8 +17,10 @@ _HOME = {
     "CSVLogger": "csv",
     "DVCLiveLogger": "dvclive",
     "JSONLinesLogger": "json_lines",
+    "MLFlowLogger": "mlflow",
     "SwanLabLogger": "swanlab",
     "TensorBoardLogger": "tensorboard",
+    "TrackioLogger": "trackio",
     "WandbLogger": "wandb",
 }
 
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
     from instep.loggers.csv import CSVLogger as CSVLogger
     from instep.loggers.dvclive import DVCLiveLogger as DVCLiveLogger
     from instep.loggers.json_lines import JSONLinesLogger as JSONLinesLogger
+    from instep.loggers.mlflow import MLFlowLogger as MLFlowLogger
     from instep.loggers.swanlab import SwanLabLogger as SwanLabLogger
     from instep.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from instep.loggers.trackio import TrackioLogger as TrackioLogger
     from instep.loggers.wandb import WandbLogger as WandbLogger
 
 __all__ = ["Logger", "register_logger", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -44,8 +48,10 @@ NAMES: dict[str, str | type[Logger]] = {
     "csv": "CSVLogger",
     "dvclive": "DVCLiveLogger",
     "jsonl": "JSONLinesLogger",
+    "mlflow": "MLFlowLogger",
     "swanlab": "SwanLabLogger",
     "tensorboard": "TensorBoardLogger",
+    "trackio": "TrackioLogger",
     "wandb": "WandbLogger",
 }
 """Names that `Trainer(logger=...)` and `Accelerator(log_with=...)` take, beside those of other packages."""

@@ -55,6 +55,7 @@ class MLFlowLogger(Logger):
     """
 
     _NEEDS, _LOCAL, _writers = ("mlflow", "mlflow"), False, frozenset({"_client", "_monitor"})
+    project_argument = "experiment_name"
     _SYNC = ("experiment_name", "tracking_uri", "artifact_location")
 
     def __init__(
@@ -105,7 +106,7 @@ class MLFlowLogger(Logger):
     @property
     def run_id(self) -> str | None:
         """The id of the MLflow run, which is made on first use."""
-        return self.version if self._opened() else None
+        return str(self.version) if self._opened() else None
 
     @property
     def experiment_id(self) -> str | None:
@@ -163,7 +164,7 @@ class MLFlowLogger(Logger):
 
     def _delivered(self) -> dict[str, int]:
         has = {metric.key: metric.step for metric in self._client.get_run(self._version).to_proto().data.metrics}
-        return has | {name: has.get(_plain(name), -1) for name in self._read_note().get("sent", {}) if ":" not in name}
+        return has | {name: has.get(_plain(name), -1) for name in self._logged or () if ":" not in name}
 
     def _log_rows(self, rows: list[Row]) -> None:
         named = [(row, name, value) for row in rows for name, value in row.metrics.items()]

@@ -42,6 +42,8 @@ class TrackioLogger(Logger):
 
     _NEEDS, _LOCAL, _SYNC, _writers = ("trackio", "trackio"), False, ("project", "space_id"), frozenset({"_run"})
 
+    project_argument = "project"
+
     def __init__(
         self,
         project: str | None = None,
