@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from instep.errors import InstepError, SettingError
 from instep.loggers.base import OPTIONS, Logger
 from instep.loggers.hparams import plain
+from instep.loggers.rows import Forget, WandbFile
 from instep.types import PathLike
 from instep.utils.checks import above_zero, choice
 from instep.utils.imports import require
@@ -19,10 +22,12 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
+    from instep.loggers.kinds import Artifact, Audio, Code, Histogram, Image, Table, Video
 
 _STEP = "trainer/global_step"
+_POLICY = choice("mutable", "immutable")
 _MODE = choice("online", "offline", "disabled", "shared")
+_FLUSH_S = 0.05  # W&B's own 15 s would be lost where the process is killed
 _SECONDS = above_zero("of seconds above 0")
 
 # What W&B's service and Go's network stack say when there is no way to the server. Anything else that the server
@@ -61,10 +66,15 @@ class WandbLogger(Logger):
         save_dir: the logger's own folder. None: the run folder.
         version: the run's id; the same as `id`.
         offline: the same as `mode="offline"`.
+        dir: the same as `save_dir`.
         id: the run's id, up to 128 letters, digits, `-` and `_`; drawn anew if None.
+        anonymous: let W&B take runs without an account.
         project: the project. None: WANDB_PROJECT, else W&B's default.
+        log_model: "all" each checkpoint as it is saved, "best" or True the best one at the end, as an artifact.
         experiment: a run made by `wandb.init`, used as it is and left open.
         prefix: put before every metric's name, joined by "-".
+        checkpoint_name: the artifact's name. None: "model-<id>".
+        add_file_policy: "mutable" copies a checkpoint's files before they are sent; "immutable" does not.
         mode: "online", "offline", "disabled" or "shared". None: WANDB_MODE, else online.
         init_timeout_s: seconds to wait for the server at the start.
         finish_timeout_s: seconds to wait for uploads at the end.
@@ -82,10 +92,8 @@ class WandbLogger(Logger):
         True
     """
 
-    _writers = frozenset({"_run", "_given"})
-
+    _LOCAL, _SYNC, _writers = False, ("project", "mode"), frozenset({"_run", "_given", "_wandb", "_disk"})
     project_argument = "project"
-    _SYNC = ("project", "mode")
 
     def __init__(
         self,
@@ -93,10 +101,15 @@ class WandbLogger(Logger):
         save_dir: PathLike | None = None,
         version: str | None = None,
         offline: bool = False,
+        dir: PathLike | None = None,
         id: str | None = None,
+        anonymous: bool | None = None,
         project: str | None = None,
+        log_model: Any = False,
         experiment: Any = None,
         prefix: str = "",
+        checkpoint_name: str | None = None,
+        add_file_policy: Literal["mutable", "immutable"] = "mutable",
         *,
         mode: Literal["online", "offline", "disabled", "shared"] | None = None,
         init_timeout_s: float = 20.0,
@@ -105,23 +118,30 @@ class WandbLogger(Logger):
         **init: Any,
     ) -> None:
         options = {name: init.pop(name) for name in OPTIONS if name in init}
-        super().__init__(save_dir, name, id if id is not None else version, prefix, **options)
+        if id is not None and version is not None and id != version:
+            raise SettingError(f"id={id!r} and version={version!r} are two names of one thing.", field="id", got=id)
+        version = id if id is not None else version
+        super().__init__(dir if save_dir is None else save_dir, name, version, prefix, log_model=log_model, **options)
         self._start_timeout_s = 3 * init_timeout_s + 30
         if mode is not None:
             _MODE("mode", mode)
         if offline and mode not in (None, "offline"):
             raise SettingError(f"offline=True contradicts mode={mode!r}. Give one of them.", field="mode", got=mode)
-        if id is not None and version is not None and id != version:
-            raise SettingError(f"id={id!r} and version={version!r} are two names of one thing.", field="id", got=id)
         self._mode = "offline" if offline else mode
         self._project = project
         self._init_timeout_s = _SECONDS("init_timeout_s", init_timeout_s)
         self._finish_timeout_s = _SECONDS("finish_timeout_s", finish_timeout_s)
         self._fall_back = fall_back_offline
-        self._init_kwargs = init
+        self._init_kwargs = init if anonymous is None else {**init, "anonymous": "allow" if anonymous else None}
+        self._checkpoint_name = checkpoint_name
+        self._policy = _POLICY("add_file_policy", add_file_policy)
         self._given = experiment
+        self._wandb: Any = None
         self._run: Any = None
         self._ours = False
+        self._disk: WandbFile | None = None  # what W&B has written
+        self._there: dict[str, int] = {}  # the last step of each metric in it
+        self._last: tuple[dict[str, float], int] = {}, 0
         self._own_dir: Path | None = None  # the run's own folder, of all runs below `<log_dir>/wandb`
         self._config: dict[str, Any] = {}  # of a run that was opened before a resumed one was known
 
@@ -158,7 +178,7 @@ class WandbLogger(Logger):
         return True  # users hold its run, which would end
 
     def _start(self) -> None:
-        wandb = require("wandb", extra=None, purpose="WandbLogger")  # a slow import, 0.3 s and more
+        self._wandb = wandb = require("wandb", extra=None, purpose="WandbLogger")  # a slow import, 0.3 s and more
         assert self._log_dir is not None
         self._run, self._ours = self._given, False
         if self._run is None and wandb.run is not None and wandb.run.id not in _OPEN:
@@ -174,6 +194,7 @@ class WandbLogger(Logger):
             self._own_dir = Path(self._run.dir).parent
             _OPEN.add(self._run.id)
         self._version = self._run.id
+        self._disk, self._there, self._last = WandbFile(Path(self._run.settings.sync_file)), {}, ({}, 0)
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP, step_sync=True)
         if self._config:
@@ -213,6 +234,7 @@ class WandbLogger(Logger):
             "init_timeout": self._init_timeout_s,
             "login_timeout": self._init_timeout_s,
             "finish_timeout": self._finish_timeout_s,
+            "x_transaction_log_flush_interval": _FLUSH_S,
         }
         settings = {name: value for name, value in limits.items() if name == "init_timeout" or name in known}
         given = dict(self._init_kwargs)
@@ -236,41 +258,67 @@ class WandbLogger(Logger):
             'WandbLogger(mode="offline") or WANDB_MODE=offline.'
         )
 
+    def _delivered(self) -> dict[str, int] | None:
+        assert self._log_dir is not None
+        files = [WandbFile(path) for path in self._log_dir.glob(f"wandb/*run-*-{self._version}/run-*.wandb")]
+        for file in files:
+            _read(file, self._there)
+        return dict(self._there) if files else None
+
+    def _save(self) -> None:
+        metrics, step = self._last
+        end_s = time.monotonic() + 20 * _FLUSH_S
+        assert self._disk is not None
+        while self._disk.path.exists() and time.monotonic() < end_s:
+            _read(self._disk, self._there)
+            if all(self._there.get(name, -1) >= step for name in metrics):
+                break
+            time.sleep(_FLUSH_S / 2)  # another process writes it
+
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self._log(metrics, step)
+        self._last = metrics, step
+
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
         # Not `step=`: W&B drops what comes with a smaller step than the last call's.
-        self._run.log({**metrics, _STEP: step})
+        self._run.log({**values, _STEP: step})
 
     def _log_text(self, name: str, text: str, step: int) -> None:
-        self._run.log({name: text, _STEP: step})
+        self._log({name: text}, step)
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
-        wandb = require("wandb", extra=None, purpose="WandbLogger")
-        made = [wandb.Image(image.array, caption=image.caption) for image in images]
-        self._run.log({name: made, _STEP: step})
+        self._log({name: [self._wandb.Image(one.array, caption=one.caption) for one in images]}, step)
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
-        wandb = require("wandb", extra=None, purpose="WandbLogger")
-        made = [wandb.Audio(audio.array, sample_rate=audio.sample_rate, caption=audio.caption) for audio in audios]
-        self._run.log({name: made, _STEP: step})
+        made = [self._wandb.Audio(one.array, sample_rate=one.sample_rate, caption=one.caption) for one in audios]
+        self._log({name: made}, step)
 
     def _log_video(self, name: str, videos: list[Video], step: int) -> None:
-        wandb = require("wandb", extra=None, purpose="WandbLogger")
-        made = [wandb.Video(io.BytesIO(video.gif()), caption=video.caption, format="gif") for video in videos]
-        self._run.log({name: made, _STEP: step})
+        made = [self._wandb.Video(io.BytesIO(one.gif()), caption=one.caption, format="gif") for one in videos]
+        self._log({name: made}, step)
 
     def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
-        wandb = require("wandb", extra=None, purpose="WandbLogger")
-        self._run.log({name: wandb.Histogram(np_histogram=(histogram.counts, histogram.edges)), _STEP: step})
+        self._log({name: self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))}, step)
 
     def _log_table(self, name: str, table: Table, step: int) -> None:
-        wandb = require("wandb", extra=None, purpose="WandbLogger")
-        self._run.log({name: wandb.Table(columns=table.columns, data=table.rows), _STEP: step})
+        self._log({name: self._wandb.Table(columns=table.columns, data=table.rows)}, step)
 
     def _log_artifact(self, artifact: Artifact) -> None:
-        wandb = require("wandb", extra=None, purpose="WandbLogger")
-        made = wandb.Artifact(artifact.name, type=artifact.type)
-        (made.add_dir if artifact.path.is_dir() else made.add_file)(str(artifact.path))
-        self._run.log_artifact(made)
+        self._run.log_artifact(self._artifact(artifact.name, artifact.type, artifact.path))
+
+    def _log_checkpoint(self, path: Path, aliases: list[str]) -> None:
+        made = self._artifact(self._checkpoint_name or f"model-{self._run.id}", "model", path)
+        self._run.log_artifact(made, aliases=["latest", *aliases])
+
+    def _artifact(self, name: str, type: str, path: Path) -> Any:
+        made = self._wandb.Artifact(name, type=type, metadata={"original_filename": path.name})
+        (made.add_dir if path.is_dir() else made.add_file)(str(path), policy=self._policy)
+        return made
+
+    def _log_code(self, code: Code) -> None:
+        git = {"commit": code.commit, "branch": code.branch, "remote": code.remote, "dirty": code.is_dirty}
+        self._run.config.update({"git": git}, allow_val_change=True)
+        super()._log_code(code)
 
     def _log_watch(self, module: Module, log: str | None, log_freq: int, log_graph: bool) -> None:
         self._run.watch(module, log=log, log_freq=log_freq, log_graph=log_graph)
@@ -293,3 +341,11 @@ class WandbLogger(Logger):
         super()._discard()
         if self._own_dir is not None:
             rmtree(self._own_dir, ignore_errors=True)
+
+
+def _read(file: WandbFile, there: dict[str, int]) -> None:
+    """Add the last step of each metric in the file."""
+    for row in file.read():
+        if not isinstance(row, Forget):
+            step, _, pairs = row
+            there.update((name, max(there.get(name, -1), int(step))) for name, _ in pairs)

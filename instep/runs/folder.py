@@ -14,8 +14,8 @@ from instep.errors import InstepError, UsageError
 from instep.health.heartbeat_file import PACES_FILE
 from instep.health.run_status import FAILURES, PROGRESS
 from instep.loggers.hparams import NAME as HPARAMS
+from instep.loggers.rows import WandbFile
 from instep.runs.metrics import Metrics, MetricsReader, log_files
-from instep.runs.rows import WandbFile
 from instep.runs.status import STATUS, RunStatus, look, own
 from instep.utils import plain_yaml
 from instep.utils.untrusted_files import clean, open_regular

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from instep.health.run_status import NAME as STATUS
-from instep.runs.rows import CSVFile, Forget, JSONLinesFile, LogFile, TensorBoardFile, WandbFile
+from instep.loggers.rows import CSVFile, Forget, JSONLinesFile, LogFile, TensorBoardFile, WandbFile
 from instep.runs.status import own
 
 MOST_NAMES = 2000  # of a run where no names are asked for
