@@ -209,7 +209,7 @@ class WandbLogger(Logger):
             raise self._no_access(error) from error
         except wandb.errors.CommError as error:
             if not any(sign in str(error).lower() for sign in _NO_NETWORK):
-                raise
+                raise self._error("start", error) from error
             reason = str(error).split("\n", 1)[0]
             if not self._fall_back:
                 raise InstepError(
