@@ -63,7 +63,10 @@ MOVED = {
         "RichModelSummary": "instep.callbacks.ModelSummary",
         "TQDMProgressBar": "instep.callbacks.ProgressBar",
         "RichProgressBar": "instep.callbacks.ProgressBar",
-        **{name: f"instep.loggers.{name}" for name in ("CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger")},
+        **{
+            name: f"instep.loggers.{name}"
+            for name in ("CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
+        },
         **{
             name: f"instep.profilers.{name}"
             for name in ("AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler")
@@ -188,7 +191,7 @@ ADVICE = {
     "FullyShardedDataParallelPlugin": "use Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
     "DeepSpeedPlugin": 'use Trainer(strategy="deepspeed_stage_2"), or Accelerator(strategy="fsdp")',
     "MegatronLMPlugin": "use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=))",
-    **dict.fromkeys(("MLFlowLogger", "CometLogger", "NeptuneLogger", "LitLogger"), _OWN_LOGGER),
+    **dict.fromkeys(("CometLogger", "NeptuneLogger", "LitLogger"), _OWN_LOGGER),
     **dict.fromkeys(
         (
             "BackboneFinetuning", "BaseFinetuning", "BatchSizeFinder", "GradientAccumulationScheduler",
@@ -447,13 +450,6 @@ DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
 }
 """What Accelerate's `distributed_type` stands for."""
 
-REFUSED = {
-    ("WandbLogger", "log_model"): "log the checkpoint's folder as an artifact in `after_save_checkpoint` of a subclass",
-    ("WandbLogger", "add_file_policy"): "there is none, since models are not uploaded",
-    ("WandbLogger", "checkpoint_name"): "there is none, since models are not uploaded",
-}
-"""Arguments that would be passed on to something that does not know them."""
-
 INTO_DATALOADER_CONFIG = ("dispatch_batches", "even_batches")
 """Arguments of Accelerator that are in its `dataloader_config`."""
 
@@ -473,7 +469,6 @@ VALUES = {
 
 POSITIONAL = {
     "TensorBoardLogger": 7,
-    "WandbLogger": 4,
     "ProgressBar": 0,
     "Trainer": 0,
     "Accelerator": 0,
@@ -586,8 +581,7 @@ ATTRIBUTES = {
     },
     "DataModule": {},
     "WandbLogger": dict.fromkeys(
-        ("log_audio", "log_image", "log_table", "log_video", "use_artifact", "watch"),
-        "use what `logger.experiment` has, W&B's own run",
+        ("download_artifact", "use_artifact"), "use what `logger.experiment` has, W&B's own run"
     ),
     "Callback": _UNCALLED,
     **{leaf: {"use_distributed": "ask `num_processes > 1`"} for leaf in ("PartialState", "AcceleratorState")},

@@ -339,7 +339,7 @@ class Uses(cst.CSTVisitor):
                 self.plan.new[written] = cst.SimpleString(f'"{name}"')
             if new is not None:
                 self.plan.new[element.value] = cst.SimpleString(f'"{new}"')
-            problem = porting.REFUSED.get((key, name)) or refused(function, name)
+            problem = refused(function, name)
             simple = isinstance(value, str | int | float)
             if problem is None and key == "Trainer" and simple:
                 problem = wrong_value(name, value if new is None else new)
@@ -368,7 +368,7 @@ class Uses(cst.CSTVisitor):
                 return cst.FlattenSentinel([_make(added).with_changes(comma=between), changed])
 
             self.plan.new[arg] = change
-        problem = porting.REFUSED.get((key, name)) or refused(function, name)
+        problem = refused(function, name)
         if problem is None and key == "Trainer" and value is not _UNKNOWN and value is not None:
             problem = wrong_value(name, value if new_value is None else new_value)
         if problem is not None:

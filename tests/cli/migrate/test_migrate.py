@@ -264,12 +264,17 @@ def test_small_pieces(old: str, new: str | None) -> None:
             "torch.onnx",
         ),
         ("from lightning.pytorch.loggers import Logger\nclass A(Logger): ...", 2, "todo", "its hooks are other ones"),
-        ("from lightning.pytorch.loggers import WandbLogger\nWandbLogger(log_model=True)", 2, "todo", "artifact"),
         (
-            "from lightning.pytorch.loggers import WandbLogger\nWandbLogger('a', 'b', 1, True, False)",
+            "from lightning.pytorch.loggers import WandbLogger\nWandbLogger().use_artifact(1)",
             2,
             "todo",
-            "after number 4",
+            "W&B's own run",
+        ),
+        (
+            "from lightning.pytorch.loggers import TensorBoardLogger\nTensorBoardLogger(1, 2, 3, 4, 5, 6, 7, 8)",
+            2,
+            "todo",
+            "after number 7",
         ),
         ("from accelerate import Accelerator\nAccelerator(fsdp_plugin=x)", 2, "todo", "FSDPStrategy"),
         (
