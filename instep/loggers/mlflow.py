@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import SettingError
+from instep.loggers.backlog import Row
 from instep.loggers.base import Logger
-from instep.loggers.delivery import Row
 from instep.loggers.folders import RUNS
 from instep.loggers.hparams import flatten
 from instep.types import PathLike

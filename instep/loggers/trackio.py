@@ -17,7 +17,7 @@ from instep.types import PathLike
 from instep.utils.imports import require
 
 if TYPE_CHECKING:
-    from instep.loggers.delivery import Row
+    from instep.loggers.backlog import Row
     from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
 
 _RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")  # Trackio puts "__" before such a metric

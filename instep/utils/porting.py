@@ -65,7 +65,7 @@ MOVED = {
         "RichProgressBar": "instep.callbacks.ProgressBar",
         **{
             name: f"instep.loggers.{name}"
-            for name in ("CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
+            for name in ("CSVLogger", "CometLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
         },
         **{
             name: f"instep.profilers.{name}"
@@ -191,7 +191,7 @@ ADVICE = {
     "FullyShardedDataParallelPlugin": "use Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
     "DeepSpeedPlugin": 'use Trainer(strategy="deepspeed_stage_2"), or Accelerator(strategy="fsdp")',
     "MegatronLMPlugin": "use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=))",
-    **dict.fromkeys(("CometLogger", "NeptuneLogger", "LitLogger"), _OWN_LOGGER),
+    **dict.fromkeys(("NeptuneLogger", "LitLogger"), _OWN_LOGGER),
     **dict.fromkeys(
         (
             "BackboneFinetuning", "BaseFinetuning", "BatchSizeFinder", "GradientAccumulationScheduler",
