@@ -176,7 +176,8 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
         if name and child not in absent and (max_depth == -1 or name.count(".") < max_depth)
     }
     lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
-    example = None if absent or lazy else getattr(module, "example_input_array", None)
+    runs = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    example = getattr(module, "example_input_array", None) if runs and not absent and not lazy else None
     sizes, flops, total_flops = ({}, {}, 0) if example is None else _measure(module, shown, example)
     modes = [child.training for child in module.modules()][1:]
     in_rows = {id(parameter) for child in shown.values() for parameter in child.parameters()}

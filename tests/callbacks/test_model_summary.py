@@ -177,3 +177,14 @@ def test_the_forward_pass_leaves_no_trace():
     assert lines[3].split()[:4] == ["1", "other", "params", "3"]
     assert lines[-1] == "32 floating-point operations in a forward pass of the example, 8 a sample"
     assert repr(summary) == str(summary)
+
+
+def test_a_module_without_a_forward_is_not_run():
+    class Steps(TrainModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(2, 3)
+            self.example_input_array = torch.zeros(1, 2)
+
+    summary = summarize(Steps())
+    assert (summary.total_params, summary.rows[0].in_size) == (9, None)
