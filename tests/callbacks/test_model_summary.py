@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from instep import TrainModule
 from instep.callbacks import ModelSummary, summarize
 from instep.callbacks import model_summary as module
 from instep.errors import SettingError
