@@ -83,6 +83,9 @@ def _print_state(one: Run) -> None:
     done = _doing(status.progress)
     if done:
         seen = f", {_ago(status.progress.get('time'))}"
+        step = status.progress.get("global_step")
+        if status.step is not None and isinstance(step, int) and status.step > step:
+            seen += f"; then it came to step {status.step:,}"
         output.say(f"{'doing' if status.state == 'running' else 'was doing'}: {done}{seen}")
     elif status.step is not None:
         output.say(f"step {status.step:,}, epoch {status.epoch}")
