@@ -52,6 +52,7 @@ class AimLogger(Logger):
         self,
         repo: PathLike | None = None,
         experiment: str | None = None,
+        *,
         system_tracking_interval: int | None = 10,
         log_system_params: bool = True,
         capture_terminal_logs: bool = True,
@@ -84,35 +85,27 @@ class AimLogger(Logger):
         self._aim = require("aim", extra="aim", purpose="AimLogger")
         if self._extras["log_system_params"] and find_spec("pkg_resources") is None:
             self._extras["log_system_params"] = False
-            warn_user(
-                "Aim's log_system_params needs pkg_resources, and is left out: pip install 'setuptools<81' has it"
-            )
+            warn_user("Aim's log_system_params is left out: it needs pkg_resources, of setuptools below 81")
         repo = self._repo or self._save_dir
         if repo is not None and "://" not in str(repo):
             Path(repo).mkdir(parents=True, exist_ok=True)
-        self._run = self._open_run(self._version, repo=repo, experiment=self._experiment_name, **self._extras)
-        self._version = self._run.hash
-        self._run.name = self._name or self._run.name
-
-    def _open_run(self, run_hash: Any, **arguments: Any) -> Any:
+        arguments = {"run_hash": self._version, "repo": repo, "experiment": self._experiment_name, **self._extras}
         errors = require("aim.sdk.errors", extra="aim", purpose="AimLogger")
         try:
-            return self._aim.Run(run_hash, **arguments)
+            self._run = self._aim.Run(**arguments)
         except errors.MissingRunError as error:
             raise InstepError(f"AimLogger: {error} Give the `repo` with that run, or leave out `run_hash`.") from error
-        except (
-            errors.RunLockingError,
-            TimeoutError,
-        ):  # filelock's is one too: left by a process that was killed, on another machine or with our id
-            return self._aim.Run(run_hash, force_resume=True, **arguments)
+        except (errors.RunLockingError, TimeoutError):  # of a process that was killed elsewhere, or had our number
+            self._run = self._aim.Run(force_resume=True, **arguments)
+        self._version = self._run.hash
+        self._run.name = self._name or self._run.name
 
     def _delivered(self) -> dict[str, int]:
         return {}  # all may be sent again: it takes the place of what is there
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        epoch = None if "epoch" not in metrics else int(metrics["epoch"])
         for name, value in metrics.items():
-            self._track(float(value), name, step, epoch)
+            self._track(float(value), name, step, int(metrics["epoch"]) if "epoch" in metrics else None)
 
     def _track(self, value: Any, name: str, step: int, epoch: int | None = None) -> None:
         context: dict[str, str] = {}
@@ -134,8 +127,8 @@ class AimLogger(Logger):
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
         from PIL import Image as pillow  # late: it comes with Aim
 
-        opened = [(pillow.open(BytesIO(one.png())), one.caption or "") for one in images]
-        self._track([self._aim.Image(*one) for one in opened], name, step)
+        made = [self._aim.Image(pillow.open(BytesIO(one.png())), one.caption or "") for one in images]
+        self._track(made, name, step)
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
         self._track([self._aim.Audio(one.wav(), "wav", one.caption or "") for one in audios], name, step)
@@ -151,8 +144,7 @@ class AimLogger(Logger):
         getattr(self._run, log)(str(artifact.path), name=artifact.name, block=True)
 
     def _finalize(self, status: str) -> None:
-        run, self._run = self._run, None
-        run.close()
+        self._run.close()
 
     def _experiment(self) -> Any:
         return self._run

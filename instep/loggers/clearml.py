@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 from uuid import uuid4
 
 from instep.loggers.base import OPTIONS, Logger
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
 
 _OPTIONS = ("save_dir", "name", "version", *OPTIONS)
+_CACHE = "CLEARML_CACHE_DIR"
 _SERIES = ("train", "val", "eval", "test")
 
 
@@ -80,9 +81,14 @@ class ClearMLLogger(Logger):
         if Task._offline_mode:
             self._version = self._version or f"offline-{uuid4().hex}"
             folder = (self._save_dir or self._log_dir or Path()) / "clearml" / str(self._version)
-            with patch.dict(os.environ, {"CLEARML_CACHE_DIR": str(folder)}):  # ClearML has no argument for it
+            given = {_CACHE: os.environ[_CACHE]} if _CACHE in os.environ else {}
+            os.environ[_CACHE] = str(folder)  # ClearML has no argument for it
+            try:
                 self._task = Task.init(self._project_name, self._name, **self._given)
                 self._task.get_offline_mode_folder()  # from now on it knows the folder by itself
+            finally:
+                del os.environ[_CACHE]
+                os.environ.update(given)
             return
         again = {} if self._version is None else {"continue_last_task": self._version}
         self._task = Task.init(self._project_name, self._name, **{**self._given, **again})
@@ -104,8 +110,9 @@ class ClearMLLogger(Logger):
             return
         for file in self._task.get_offline_mode_folder().parent.glob("offline-*/metrics.jsonl"):
             for line in file.read_text(encoding="utf-8").splitlines():
-                scalars = [event for event in json.loads(line) if event["type"] == "training_stats_scalar"]
-                yield from ((event["metric"], event["variant"], event["iter"]) for event in scalars)
+                with suppress(ValueError):  # the half line of a machine that went down
+                    scalars = [event for event in json.loads(line) if event["type"] == "training_stats_scalar"]
+                    yield from ((event["metric"], event["variant"], event["iter"]) for event in scalars)
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -131,9 +138,10 @@ class ClearMLLogger(Logger):
         self._report_media(name, step, "gif", [(video.caption, video.gif()) for video in videos])
 
     def _report_media(self, name: str, step: int, ending: str, media: list[tuple[str | None, bytes]]) -> None:
-        for i, (caption, data) in enumerate(media):
-            series, stream = caption or str(i), BytesIO(data)
-            self._task.get_logger().report_media(name, series, step, stream=stream, file_extension=ending)
+        for i, (series, data) in enumerate(media):
+            self._task.get_logger().report_media(
+                name, series or str(i), step, stream=BytesIO(data), file_extension=ending
+            )
 
     def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         labels = [f"{edge:.4g}" for edge in histogram.edges[:-1]]

@@ -125,7 +125,9 @@ class SwanLabLogger(Logger):
         proto = require("swanlab.proto.swanlab.record.v1.record_pb2", extra="swanlab", purpose="SwanLabLogger")
         store = require("swanlab.sdk.internal.core_python.store", extra="swanlab", purpose="SwanLabLogger")
         last: dict[str, int] = {}  # none of a run online: the service takes no step twice
-        for file in sorted(self._run.dir.parent.glob("run-*/*.swanlab")) if self._run.mode == "offline" else ():
+        for file in (
+            sorted(self._run.dir.parent.glob("run-*/*.swanlab")) if self._run.mode in ("offline", "local") else ()
+        ):
             if file.stem == f"run-{self._version}" and file.parent != self._run.dir and file.stat().st_size:
                 reader = store.DataStoreReader()
                 reader.open(file)
