@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from nicegui import ui
@@ -226,29 +227,36 @@ _NO_LOG = "No log in the run folder. `instep launch --log-dir DIR` keeps what th
 
 
 class Log(Panel):
-    """The last lines that the run printed."""
+    """The last lines that the run printed, by default into the file that was written last."""
+
+    _chosen: str | None = None
 
     def read(self) -> Any:
-        paths = self.run.logs()
-        names = [str(path.relative_to(self.run.folder)) for path in paths]
-        index = self._chosen if self._chosen < len(paths) else 0
-        return names, tail(paths[index], _LOG_LINES) if paths else ""
+        paths = {str(path.relative_to(self.run.folder)): path for path in self.run.logs()}
+        name = self._chosen if self._chosen in paths else max(paths, key=lambda it: _changed(paths[it]), default=None)
+        return list(paths), name, _NO_LOG if name is None else tail(paths[name], _LOG_LINES)
 
     def build(self) -> None:
-        self._chosen = 0
         self._select = ui.select([], on_change=self._choose).props("dense options-dense borderless").classes("wide")
         self._output = ui.label().classes("log tall")
 
     async def _choose(self, event: Any) -> None:
-        if event.value is not None and event.value != self._chosen:
+        if self._shown != event.value:
             self._chosen = event.value
             self.show(await in_thread(self.read))
 
     def show(self, data: Any) -> None:
-        names, text = data
-        self._select.set_options({index: clean(name) for index, name in enumerate(names)}, value=self._chosen)
+        names, self._shown, text = data
+        self._select.set_options({name: clean(name) for name in names}, value=self._shown)
         self._select.set_visibility(bool(names))
-        self._output.set_text(text if names else _NO_LOG)
+        self._output.set_text(text)
+
+
+def _changed(path: Path) -> tuple[bool, float]:
+    try:
+        return path.stat().st_size > 0, path.stat().st_mtime
+    except OSError:  # gone meanwhile
+        return False, 0.0
 
 
 class Hyperparameters(Panel):

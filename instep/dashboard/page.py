@@ -184,7 +184,7 @@ class View:
         opened = self._open and self._open.folder
         rows = [(run, ago(run.updated), run.folder == opened) for run in found[start : start + _ROWS]]
         running = sum(run.status.state == "running" for run in self._runs)
-        self._counts.set_text(f"{len(self._runs):,} runs, {running:,} running")
+        self._counts.set_text(f"{len(self._runs):,} run{'s' * (len(self._runs) != 1)}, {running:,} running")
         self._page.set_visibility(self._page.max > 1)
         if not self._changed("list", rows):
             return

@@ -105,12 +105,14 @@ def test_run_curve_hyperparameters_checkpoints_and_log(tmp_path, browser):
         page.get_by_text("This machine, now").wait_for()
         tab(page, "Log")
         page.get_by_text("line 2 is the last").wait_for()
+        log = page.locator(".log.tall")
         # Live: another run, and more of this one.
         with open(folder / "metrics.csv", "a") as file:
             file.write(",".join("13" if name == "step" else "77.5" for name in _columns(folder)) + "\n")
         with open(folder / "train.log", "a") as file:
-            file.write("line 3 came later\n")
+            file.write("a line\n" * 100 + "line 3 came later\n")
         page.get_by_text("line 3 came later").wait_for()
+        assert log.evaluate("it => it.scrollHeight > it.clientHeight && Math.abs(it.scrollTop) < 2")  # at its end
         tab(page, "Overview")
         page.get_by_role("cell", name="77.5").first.wait_for()
         second = tmp_path / "digits" / "second-run"
