@@ -34,7 +34,7 @@ class ImageSampler(Callback):
     are drawn for it are put back: training is the same with and without.
 
     Args:
-        num_samples: how many.
+        num_samples: how many at most; the main process logs those of its own batch.
         every_n_epochs: how often, from the first epoch on.
         sample_fn: called with the module and the samples (a part of a batch, on the device); returns pictures by name,
             each as `logger.log_image` takes them: a list or a tensor of several. A pair is pictures and their captions.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
 
 INTERVALS = ("batch", "epoch", "batch_and_epoch")
+_PART = re.compile(r"\d{8,}-\d{5,}\.(safetensors|jsonl)")
 _ROWS = 4096  # copied at once when files are joined
 
 
@@ -166,9 +168,8 @@ class PredictionWriter(BasePredictionWriter):
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._written = {}
         if trainer.is_global_zero:
-            for folder in self.output_dir.glob("predictions*"):  # parts of a prediction that was cut short, or longer
-                if folder.is_dir():
-                    rmtree(folder)
+            for folder in (self.output_dir / "predictions", *self.output_dir.glob("predictions-*")):
+                _clear(folder)  # of a prediction that was cut short, or longer
         wait_for_everyone()
 
     def on_predict_batch_end(
@@ -216,8 +217,19 @@ class PredictionWriter(BasePredictionWriter):
         if names:
             with replacing(folder.with_name(f"{folder.name}.{self.file_format}")) as path:
                 _JOIN[self.file_format](path, [folder / name for name in names])
-        if self.interval == "epoch" and folder.exists():
-            rmtree(folder)
+        if self.interval == "epoch":
+            _clear(folder)
+
+
+def _clear(folder: Path) -> None:
+    """Delete the files of batches in a folder, and the folder where it has nothing else."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if _PART.fullmatch(path.name):
+            path.unlink()
+    with suppress(OSError):  # it is not empty
+        folder.rmdir()
 
 
 # ---- columns

@@ -69,10 +69,14 @@ def test_one_file_in_the_datas_order_and_none_of_an_earlier_run(tmp_path: Path) 
     longer = DataLoader(samples(11), 2, shuffle=True)
     quiet(callbacks=PredictionWriter(tmp_path, "batch")).predict(Outputs(), longer)
     assert len(list((tmp_path / "predictions").iterdir())) == 6
+    others = tmp_path / "predictions-of-mine" / "notes.jsonl"
+    others.parent.mkdir()
+    others.write_text("mine")
     shuffled = DataLoader(samples(11), 3, shuffle=True)
     quiet(callbacks=PredictionWriter(tmp_path, "batch_and_epoch")).predict(Outputs(), shuffled)
     parts = sorted((tmp_path / "predictions").iterdir())
     assert [part.name for part in parts] == [f"{batch:08d}-00000.safetensors" for batch in range(4)]
+    assert others.read_text() == "mine"
     found = load_file(tmp_path / "predictions.safetensors")
     assert found["index"].tolist() == found["id"].tolist() == list(range(11))
     assert found["nested/0"].tolist() == [[float(i)] * 2 for i in range(11)]
