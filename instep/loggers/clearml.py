@@ -80,7 +80,7 @@ class ClearMLLogger(Logger):
             Task.set_offline(self._offline)
         if Task._offline_mode:
             self._version = self._version or f"offline-{uuid4().hex}"
-            folder = (self._save_dir or self._log_dir or Path()) / "clearml" / str(self._version)
+            folder = (self._save_dir or self._log_dir or Path()).absolute() / "clearml" / str(self._version)
             given = {_CACHE: os.environ[_CACHE]} if _CACHE in os.environ else {}
             os.environ[_CACHE] = str(folder)  # ClearML has no argument for it
             try:

@@ -94,7 +94,7 @@ class SwanLabLogger(Logger):
                 project=self._project,
                 workspace=self._workspace,
                 name=self._name,
-                log_dir=os.fspath(folder),
+                log_dir=os.path.abspath(folder),
                 mode=self._mode,
                 id=self._version,
                 resume=None if self._version is None else "allow",
