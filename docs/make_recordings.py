@@ -137,7 +137,9 @@ def record_terminal(width: int, validating: bool) -> None:
 def record_notebook() -> None:
     """Write the notebook with the outputs of its cells."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(REPO)}}).execute()
+    NotebookClient(
+        notebook, timeout=300, startup_timeout=300, kernel_name="python3", resources={"metadata": {"path": str(REPO)}}
+    ).execute()
     for cell in notebook.cells:
         cell.metadata.clear()  # when it ran
     nbformat.write(notebook, OUT / "notebook.ipynb")

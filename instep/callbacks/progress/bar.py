@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ _JOIN_S = 2.0  # a thread that is stuck in a stopped terminal is left behind
 class ProgressBar(Callback):
     """Shows a run while it goes on: bars, speed, time left, metrics with their best value, memory, the loss's course.
 
-    There is no hook per step: a daemon thread reads `trainer.progress` and `trainer.progress_bar_metrics` four times a
+    There is no hook per step: a daemon thread reads `trainer.progress` and `trainer.progress_bar_metrics` three times a
     second and draws with rich, on the terminal that stderr or else stdout is connected to, or as HTML in the notebook's
     cell. Where there is neither, it writes plain lines to stderr: one every few seconds and one per epoch. Only global
     rank 0 shows anything. Metrics that are on a device are left out: reading them would make the training wait.
@@ -53,7 +54,7 @@ class ProgressBar(Callback):
     once on stderr and kept in `error`.
 
     Args:
-        refreshes_per_s: redraws per second; each costs the training less than a millisecond.
+        refreshes_per_s: redraws per second; each costs the training about a millisecond.
         plain_every_s: seconds between plain lines.
         leave: True: the last line of every epoch stays on the terminal.
 
@@ -70,7 +71,7 @@ class ProgressBar(Callback):
     _screen: Lines | None = None
     _thread: threading.Thread | None = None
 
-    def __init__(self, refreshes_per_s: float = 4.0, plain_every_s: float = 5.0, leave: bool = False) -> None:
+    def __init__(self, refreshes_per_s: float = 3.0, plain_every_s: float = 5.0, leave: bool = False) -> None:
         rate = above_zero("above 0; Trainer(enable_progress_bar=False) shows no bar")
         self.refreshes_per_s = rate("refreshes_per_s", refreshes_per_s)
         self.plain_every_s = rate("plain_every_s", plain_every_s)
@@ -238,12 +239,12 @@ class ProgressBar(Callback):
             speed = self._speed("train")
             value = speed.read(now_s, progress.batch) if training else speed.value
             view.lines.append(self._train_line(trainer, training, now_s, value))
-            view.facts = [*self._time_left(trainer, now_s), *_throughput(trainer, value), *_memory()]
+            view.facts = [*self._time_left(trainer, now_s), *_throughput(trainer, value), *_memory(int(now_s))]
             view.curve = self._read_curve(trainer, metrics)
             if training:
                 return view
         else:
-            view.facts = _memory()
+            view.facts = _memory(int(now_s))
         name = title(stage, progress.epoch, None, progress.dataloader_idx)
         speed = self._speed(stage).read(now_s, progress.batch)
         view.lines.append(Line(name, progress.batch, progress.total, now_s - self._loop_start_s, speed))
@@ -352,8 +353,13 @@ def _throughput(trainer: Trainer, speed: float | None) -> list[str]:
     return facts
 
 
-def _memory() -> list[str]:
-    """Return this process's resident memory, and what torch holds on its GPU: counters of the host, without waiting."""
+@lru_cache(maxsize=1)
+def _memory(second: int) -> list[str]:
+    """Return this process's resident memory, and what torch holds on its GPU: counters of the host, without waiting.
+
+    Args:
+        second: it is read anew when this has changed.
+    """
     facts = []
     if os.path.exists("/proc/self/statm"):
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -82,7 +82,8 @@ class Terminal(Lines):
 
     def show(self, view: View) -> None:
         with self.lock:
-            self._live.update(view, refresh=True)
+            options = self._console.options
+            self._live.update(view.draw(options.max_width, options.ascii_only), refresh=True)
 
     def print(self, text: str) -> None:
         with self.lock:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-_WINDOW = 40  # readings: ten seconds at four a second
+_WINDOW = 40  # readings: thirteen seconds at three a second
 _POINTS = 64  # of a curve
 _BAR = (8, 40)  # columns: the shortest and the longest bar
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -278,7 +278,14 @@ def _flow(items: Iterable[list[_Span]], width: int) -> Iterable[list[_Span]]:
         if row and used + 3 + size > width:
             yield row
             row, used = [], 0
-        row += [_Span("   "), *item] if row else item
+        if row:
+            # In the next item's first span, or the last one of the same style: rich's time goes by spans.
+            first = f"   {item[0].text}"
+            if row[-1].style == item[0].style:
+                first = row.pop().text + first
+            row += [_Span(first, item[0].style), *item[1:]]
+        else:
+            row = list(item)
         used += size + (3 if used else 0)
     if row:
         yield row

@@ -67,7 +67,9 @@ def test_the_view_moves_in_a_cell_and_in_one_that_launches_ranks():
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     resources = {"metadata": {"path": str(REPO)}}
-    Client(notebook, timeout=int(HANG_S), kernel_name="python3", resources=resources).execute()
+    Client(
+        notebook, timeout=int(HANG_S), startup_timeout=int(HANG_S), kernel_name="python3", resources=resources
+    ).execute()
     for number, batches in ((1, 4), (2, 8)):
         steps = [int(step) for frame in frames[number] for step in re.findall(r"step </span>(\d)", frame)]
         assert steps == sorted(steps)
