@@ -7,7 +7,7 @@ import io
 import pstats
 from typing import Any
 
-from instep.errors import UsageError
+from instep.errors import SettingError
 from instep.profilers.base import Profiler
 from instep.types import PathLike
 
@@ -24,7 +24,7 @@ class AdvancedProfiler(Profiler):
         dump_stats: write each action's recording as `.prof`, too, for `python -m pstats` or snakeviz.
 
     Raises:
-        UsageError: an action is stopped without a start.
+        SettingError: an action is stopped without a start.
     """
 
     _kind = "advanced"
@@ -51,7 +51,8 @@ class AdvancedProfiler(Profiler):
     def stop(self, action_name: str) -> None:
         """Record into the action around again."""
         if action_name not in self._open:
-            raise UsageError(f"the action {action_name!r} was stopped, but never started")
+            message = f"Attempting to stop recording an action ({action_name}) which was never started."
+            raise SettingError(message, field="action_name", got=action_name)
         self.profiled_actions[self._open[-1]].disable()
         self._open.reverse()
         self._open.remove(action_name)

@@ -28,7 +28,7 @@ class Profiler(ABC):
     Args:
         dirpath: folder of reports and traces; by default `profiler/` in the run folder, or, with a `filename`, that
             folder itself.
-        filename: reports go to `<stage>-<filename>-<rank>.txt`, and are not printed.
+        filename: reports go to `<stage>-<filename>-<rank>.txt`, and are not printed; a process alone has no rank.
 
     Example:
         >>> class Counts(Profiler):
@@ -113,14 +113,14 @@ class Profiler(ABC):
     # ---- the run
 
     def attach(self, trainer: Trainer, module: TrainModule) -> None:  # noqa: B027  most need neither
-        """Learn what runs, before `setup`."""
+        """Learn what runs, before its first action."""
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: PathLike | None = None) -> None:
         """Begin a run.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
-            local_rank: the rank, of all of the job.
+            local_rank: the rank, of all of the job; None for a process alone.
             log_dir: the run folder; None where there is none.
         """
         self._stage, self._local_rank = stage, local_rank
@@ -154,7 +154,8 @@ class Profiler(ABC):
 
     def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
         rank = None if self._local_rank is None else str(self._local_rank)
-        parts = (self._stage, self.filename or self._kind, rank, action_name)
+        name = self._kind if action_name is None else None  # by its action and ending a file has a name of its own
+        parts = (self._stage, self.filename or name, rank, action_name)
         return _UNSAFE.sub("_", "-".join(part for part in parts if part)) + extension
 
     def _title(self) -> str:

@@ -43,7 +43,7 @@ class PyTorchProfiler(Profiler):
     kind are recorded once; of loops with fewer than five steps, everything.
 
     Into the folder, for each rank: the table of operators; with `export_to_chrome` a trace
-    `<stage>-pytorch-<rank>-<step>.<time>.pt.trace.json`, which TensorBoard's profiler plugin, Perfetto
+    `<stage>-<rank>-<step>.<time>.pt.trace.json`, which TensorBoard's profiler plugin, Perfetto
     (https://ui.perfetto.dev) and chrome://tracing read; with `export_to_flame_graph` call stacks in `.stacks`, which
     https://speedscope.app and flamegraph.pl draw; with `export_memory_snapshot` a CUDA memory snapshot, also when the
     run ends by being out of memory, for https://pytorch.org/memory_viz.
@@ -63,6 +63,9 @@ class PyTorchProfiler(Profiler):
             `schedule` (also as a dict: `{"wait": 1, "warmup": 1, "active": 3}`), `on_trace_ready`, `record_shapes`,
             `profile_memory`, `with_stack`, `with_flops`, `with_modules`; and `export_to_flame_graph`, with the `metric`
             of its widths, "self_cpu_time_total" by default.
+
+    Attributes:
+        function_events: the events of the last recording.
 
     Raises:
         SettingError: an argument is wrong.
@@ -103,6 +106,7 @@ class PyTorchProfiler(Profiler):
         self._running: Recorder | None = None
         self._step = ""  # the kind of step that is recorded
         self._ready: TraceReady | None = None
+        self.function_events: EventList | None = None
         self._steps: dict[str, int] = {}
         self._done: set[str] = set()
         self._tables: dict[str, str] = {}
@@ -164,6 +168,8 @@ class PyTorchProfiler(Profiler):
         if step and step != self._step:
             self._close()
             self._open(step)
+        elif self._stage is None and self._module is None and self._running is None:
+            self._open("")  # without a Trainer everything is recorded, until `describe`
         if (self._running is not None or self._emit_nvtx) and action_name not in self._labels:
             self._labels[action_name] = label = record_function(action_name)
             label.__enter__()
@@ -173,7 +179,7 @@ class PyTorchProfiler(Profiler):
         label = self._labels.pop(action_name, None)
         if label is not None:
             label.__exit__(None, None, None)
-        if self._running is None or not action_name.endswith(self._step):
+        if self._running is None or not self._step or not action_name.endswith(self._step):
             return
         self._steps[self._step] += 1
         self._running.step()
@@ -186,7 +192,7 @@ class PyTorchProfiler(Profiler):
             return
         before = self._steps.setdefault(step, 0)
         schedule = None
-        if not (self._own_schedule and self._expected(step) < _LEAST):
+        if step and not (self._own_schedule and self._expected(step) < _LEAST):
             schedule = lambda number: self._schedule(before + number)  # noqa: E731  it has a value to keep
         options = {"acc_events": not self._own_schedule, **self._options}  # else torch warns at the second cycle
         if self._flame_graph:
@@ -217,6 +223,7 @@ class PyTorchProfiler(Profiler):
 
     def _write(self, step: str, recorded: Recorder, number: int) -> None:
         """Take a recording's table, and write what was asked for."""
+        self.function_events = recorded.events()
         averages = recorded.key_averages(group_by_input_shape=self._group_by_input_shapes)
         self._tables[step] = averages.table(sort_by=self._sort_by_key, row_limit=self._row_limit, **self._table_kwargs)
         folder = self._folder
@@ -224,7 +231,8 @@ class PyTorchProfiler(Profiler):
             return
         folder.mkdir(parents=True, exist_ok=True)
         if self._export_to_chrome:
-            torch.profiler.tensorboard_trace_handler(str(folder), self._prepare_filename(step, ""))(recorded)
+            name = self._prepare_filename(step or None, "")
+            torch.profiler.tensorboard_trace_handler(str(folder), name)(recorded)
         if self._flame_graph:
             count = "" if number == 1 else f"-{number}"
             path = folder / self._prepare_filename(f"{step}{count}", ".stacks")
@@ -237,7 +245,7 @@ class PyTorchProfiler(Profiler):
         if missing:
             steps = ", ".join(missing)
             warn_user(f"the profiler recorded nothing of {steps}: the active steps of its schedule did not come")
-        texts = [f"{self._title()}: {step}\n{table}" for step, table in self._tables.items()]
+        texts = [f"{self._title()}{step and f': {step}'}\n{table}" for step, table in self._tables.items()]
         return "\n".join(texts)
 
     def teardown(self, stage: str | None) -> None:

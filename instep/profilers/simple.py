@@ -6,7 +6,7 @@ import math
 import time
 from array import array
 
-from instep.errors import UsageError
+from instep.errors import SettingError
 from instep.profilers.base import Profiler
 from instep.types import PathLike
 
@@ -26,7 +26,7 @@ class SimpleProfiler(Profiler):
         recorded_durations: the seconds of all calls by action.
 
     Raises:
-        UsageError: an action is started within itself, or stopped without a start.
+        SettingError: an action is started within itself, or stopped without a start.
     """
 
     _kind = "simple"
@@ -41,7 +41,8 @@ class SimpleProfiler(Profiler):
     def start(self, action_name: str) -> None:
         """Note the time."""
         if action_name in self.current_actions:
-            raise UsageError(f"the action {action_name!r} has already started: give the inner one another name")
+            message = f"Attempted to start {action_name} which has already started: give the inner one another name."
+            raise SettingError(message, field="action_name", got=action_name)
         self.current_actions[action_name] = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
@@ -49,7 +50,8 @@ class SimpleProfiler(Profiler):
         end = time.perf_counter()
         start = self.current_actions.pop(action_name, None)
         if start is None:
-            raise UsageError(f"the action {action_name!r} was stopped, but never started")
+            message = f"Attempting to stop recording an action ({action_name}) which was never started."
+            raise SettingError(message, field="action_name", got=action_name)
         self.recorded_durations.setdefault(action_name, array("d")).append(end - start)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: PathLike | None = None) -> None:

@@ -126,6 +126,7 @@ def _set_up(ctx: RunContext) -> None:
     ctx.callbacks = trainer.callbacks = add_module_callbacks(trainer.callbacks, module)
     for callback in ctx.callbacks:
         callback._module = module
+    trainer.profiler.attach(trainer, module)
     ctx.hooks = HookTable(trainer, module, ctx.callbacks)
     check_hooks(ctx)
     if ctx.fn == "fit":
@@ -152,8 +153,7 @@ def _set_up(ctx: RunContext) -> None:
     start_loggers(ctx, module, ctx.datamodule)
     _lease_folders(ctx)  # the run folder's, which is chosen now
     heartbeat.set_folder(trainer.run_folder.path)
-    trainer.profiler.attach(trainer, module)
-    trainer.profiler.setup(ctx.fn, ctx.rank, trainer.log_dir)
+    trainer.profiler.setup(ctx.fn, ctx.rank if ctx.world_size > 1 else None, trainer.log_dir)
     if ctx.fn == "fit":
         trainer.run_folder.say_running(ctx)
     if is_overridden(module, "configure_model", ModuleHooks):

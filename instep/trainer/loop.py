@@ -108,7 +108,8 @@ def configure_optimizers(ctx: RunContext) -> None:
 def prepare_training(ctx: RunContext) -> None:
     """Prepare the loaders and the log; after this, `ctx.source` is the training data."""
     ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.contributes)
-    ctx.source = ctx.loaders.train
+    with ctx.trainer.profiler.profile("setup_train_dataloader"):
+        ctx.source = ctx.loaders.train
     ctx.validation.enabled = ctx.loaders.validates
     if isinstance(ctx.settings.val_check_interval, timedelta):
         ctx.validation.next_time_s = time.monotonic() + ctx.settings.val_check_interval.total_seconds()

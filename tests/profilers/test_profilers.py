@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from instep import Callback
-from instep.errors import SettingError, UsageError
+from instep.errors import SettingError
 from instep.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from instep.trainer.hooks import HookTable
 from tests.trainer.toys import Toy, loader, quiet
@@ -57,7 +57,7 @@ def test_simple_measures_every_action_and_reports_by_rank(tmp_path: Path, capsys
     inner, outer = profiler.recorded_durations["mine"], profiler.recorded_durations["run_training_batch"]
     assert all(a < b for a, b in zip(inner, outer, strict=True))
     [report] = Path(trainer.log_dir).glob("profiler/*")
-    assert report.name == "fit-simple-0.txt"
+    assert report.name == "fit-simple.txt"
     assert report.read_text().strip() in capsys.readouterr().out
     trainer.validate(Marked(), loader(4), verbose=False)
     assert "run_training_batch" not in profiler.recorded_durations, "a run has a report of its own"
@@ -83,7 +83,7 @@ def test_an_error_is_reported_too_and_files_have_the_name_that_is_asked_for(
     trainer = in_a_run_folder(SimpleProfiler(filename="mine", extended=False), tmp_path)
     with pytest.raises(RuntimeError, match="boom"):
         trainer.fit(module, loader(12))
-    text = (Path(trainer.log_dir) / "fit-mine-0.txt").read_text()
+    text = (Path(trainer.log_dir) / "fit-mine.txt").read_text()
     assert "run_training_batch" in text
     assert "Num calls" not in text
     assert "Profiler Report" not in capsys.readouterr().out
@@ -93,10 +93,10 @@ def test_an_error_is_reported_too_and_files_have_the_name_that_is_asked_for(
 def test_actions_are_started_before_they_stop() -> None:
     simple, advanced = SimpleProfiler(), AdvancedProfiler()
     simple.start("a")
-    with pytest.raises(UsageError, match="already started"):
+    with pytest.raises(SettingError, match="already started"):
         simple.start("a")
     for profiler in (simple, advanced):
-        with pytest.raises(UsageError, match="never started"):
+        with pytest.raises(SettingError, match="never started"):
             profiler.stop("b")
 
 
@@ -120,13 +120,13 @@ def test_pytorch_records_some_steps_of_each_kind(tmp_path: Path) -> None:
     trainer = in_a_run_folder(profiler, tmp_path, max_steps=8, val_check_interval=7)
     trainer.fit(Marked(), loader(40), loader(8))
     folder = Path(trainer.log_dir) / "profiler"
-    tables = (folder / "fit-pytorch-0.txt").read_text()
+    tables = (folder / "fit-pytorch.txt").read_text()
     assert tables.count("Profiler Report") == 2
     assert "Self CPU time total" in tables
     steps = {}
     for path in folder.glob("*.pt.trace.json"):
         names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
-        steps[path.name.split("-")[3].partition(".")[0]] = names
+        steps[path.name.split("-")[1].partition(".")[0]] = names
     assert sorted(steps) == ["training_step", "validation_step"]
     assert steps["training_step"].count("[Strategy]Strategy.training_step") == 3, "after waiting and warming up"
     assert {"mine", "Linear: layer", "aten::linear"} <= set(steps["training_step"])
@@ -137,8 +137,8 @@ def test_pytorch_records_some_steps_of_each_kind(tmp_path: Path) -> None:
 def test_pytorch_writes_stacks_for_a_flame_graph(tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path, activities=["cpu"], export_to_flame_graph=True, export_to_chrome=False)
     quiet(profiler=profiler, max_steps=1).fit(Toy(), loader(4))
-    assert {path.name for path in tmp_path.iterdir()} == {"fit-pytorch-0.txt", "fit-pytorch-0-training_step.stacks"}
-    stacks = (tmp_path / "fit-pytorch-0-training_step.stacks").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"fit-pytorch.txt", "fit-training_step.stacks"}
+    stacks = (tmp_path / "fit-training_step.stacks").read_text()
     assert "toys.py" in stacks, "one line for each stack: calls from the outermost on, and microseconds"
 
 
@@ -156,6 +156,16 @@ def test_pytorch_takes_a_schedule_and_says_that_it_came_to_nothing(tmp_path: Pat
 
     with pytest.raises(OSError, match="disk full"):
         in_a_run_folder(PyTorchProfiler(on_trace_ready=fails), tmp_path).fit(Toy(), loader(12))
+
+
+def test_pytorch_records_everything_without_a_trainer(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(tmp_path, "alone", activities=["cpu"])
+    with profiler.profile("mine"):
+        torch.ones(2).exp()
+    profiler.describe()
+    profiler.teardown(None)
+    assert {"mine", "aten::exp"} <= {event.name for event in profiler.function_events or ()}
+    assert "aten::exp" in (tmp_path / "alone.txt").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
