@@ -42,7 +42,7 @@ _JOIN_S = 2.0  # a thread that is stuck in a stopped terminal is left behind
 class ProgressBar(Callback):
     """Shows a run while it goes on: bars, speed, time left, metrics with their best value, memory, the loss's course.
 
-    There is no hook per step: a daemon thread reads `trainer.progress` and `trainer.progress_bar_metrics` three times a
+    There is no hook per step: a daemon thread reads `trainer.progress` and `trainer.progress_bar_metrics` 2.5 times a
     second and draws with rich, on the terminal that stderr or else stdout is connected to, or as HTML in the notebook's
     cell. Where there is neither, it writes plain lines to stderr: one every few seconds and one per epoch. Only global
     rank 0 shows anything. Metrics that are on a device are left out: reading them would make the training wait.
@@ -71,7 +71,7 @@ class ProgressBar(Callback):
     _screen: Lines | None = None
     _thread: threading.Thread | None = None
 
-    def __init__(self, refreshes_per_s: float = 3.0, plain_every_s: float = 5.0, leave: bool = False) -> None:
+    def __init__(self, refreshes_per_s: float = 2.5, plain_every_s: float = 5.0, leave: bool = False) -> None:
         rate = above_zero("above 0; Trainer(enable_progress_bar=False) shows no bar")
         self.refreshes_per_s = rate("refreshes_per_s", refreshes_per_s)
         self.plain_every_s = rate("plain_every_s", plain_every_s)

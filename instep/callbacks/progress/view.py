@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-_WINDOW = 40  # readings: thirteen seconds at three a second
+_WINDOW = 40  # readings: sixteen seconds at 2.5 a second
 _POINTS = 64  # of a curve
 _BAR = (8, 40)  # columns: the shortest and the longest bar
 _LEVELS = "▁▂▃▄▅▆▇█"
