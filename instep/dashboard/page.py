@@ -6,6 +6,7 @@ import asyncio
 import shlex
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from nicegui import ui
 
@@ -138,6 +139,7 @@ class View:
 
     def _select(self, run: Run) -> Any:
         self._open, self._panel = run, None
+        ui.navigate.history.replace(f"/?{urlencode({'run': run.name})}")  # what is opened again shows the same run
         ui.run_javascript("if (innerWidth < 900) document.querySelectorAll('section')[2].scrollIntoView()")
         self._show_list()
         return self._show_details()
@@ -209,7 +211,7 @@ class View:
                     "cause"
                 )
             with box("right"):
-                ui.label(status.state).classes(f"chip {_class(status.state)}")
+                ui.label(status.state).classes(f"chip {status.state}")
                 ui.label(age).classes("quiet")
 
     async def _show_details(self) -> None:
@@ -219,7 +221,7 @@ class View:
             return
         self._name.set_text(run.name)
         self._chip.set_text(run.status.state)
-        self._chip.classes(replace=f"chip {_class(run.status.state)}")
+        self._chip.classes(replace=f"chip {run.status.state}")
         panel = self._panel
         if panel is None:
             self._panel = panel = PANELS[str(tab)](self._source, run)
@@ -253,7 +255,3 @@ class View:
         if self._changed("plot", (drawn, log, by_time)):
             self._no_plot.set_text("Pick runs in the list, and metrics above.")
             chart.draw(self._plot, self._no_plot, chart.options(drawn, log, by_time))
-
-
-def _class(state: str) -> str:
-    return state if state in STATES else "unknown"

@@ -123,6 +123,8 @@ def test_run_curve_hyperparameters_checkpoints_and_log(tmp_path, browser):
         row.get_by_role("button").click()
         tab(page, "Ranks")
         page.get_by_role("cell", name="RuntimeError: boom").wait_for()
+        page.reload()
+        page.locator(".title").get_by_text("digits/second-run").wait_for()
         assert {urlsplit(address).netloc for address in browser.asked if address.startswith("http")} == {
             urlsplit(url).netloc
         }
@@ -150,7 +152,8 @@ def test_text_of_a_run_folder_is_text(tmp_path, browser):
     (folder / "secret.log").symlink_to("/etc/passwd")
     with dashboard(tmp_path) as (url, _):
         page = browser.open(url)
-        page.locator(".run").get_by_text("onerror").first.wait_for()
+        page.locator(".run").get_by_text("onerror").first.click()
+        page.wait_for_url("**/?run=*")
         page.locator(".facts").get_by_text("onerror").first.wait_for()
         chart = page.locator(".plot canvas").first
         chart.wait_for()
