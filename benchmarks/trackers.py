@@ -15,7 +15,8 @@ Against the handwritten loop, which logs nothing:
 
 - `log`: one `self.log` a step, and no logger.
 - `monitors`: TensorBoard, CSV, the bar, DeviceStatsMonitor and ThroughputMonitor, every 50 steps.
-- `wandb`: W&B offline, each step. `mlflow` and `mlflow-server`: MLflow each step, in a file of SQLite and by a server.
+- `wandb`: W&B offline, each step. `wandb-by-hand`: the handwritten loop with `run.log` in each step.
+- `mlflow`, `mlflow-server`: MLflow, each step, in a file of SQLite and by a server.
 
 Against the same run without the trouble; the noise is that run against itself:
 
@@ -66,6 +67,7 @@ CASES = {
     "log": Case("log"),
     "monitors": Case("monitors", limit=0.24),
     "wandb": Case("wandb", limit=0.9, package="wandb"),
+    "wandb-by-hand": Case("wandb-by-hand", package="wandb"),
     "mlflow": Case("mlflow", limit=1.5, package="mlflow"),
     "mlflow-server": Case("mlflow-server", limit=1.5, package="mlflow"),
     "noise": Case("works", "works"),
@@ -95,6 +97,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     loader = workload.make_loader("loader", WARMUP + steps + REST, clock)
     if request["loop"] == "handwritten":
         contenders.load("handwritten")("bare", loader, root)
+    elif request["loop"] == "wandb-by-hand":
+        _train_by_hand(loader, root)
     else:
         _train(request["loop"], loader, root, request["server"])
     notes = clock.all_notes()
@@ -113,6 +117,21 @@ def _let_helpers_go(cpu: int | None) -> None:
             for task in Path(f"/proc/{pid}/task").glob("*"):
                 with suppress(OSError):  # it has ended
                     os.sched_setaffinity(int(task.name), others)
+
+
+def _train_by_hand(loader: Any, root: Path) -> None:
+    import wandb
+    import workload
+
+    net = workload.make_net()
+    optimizer = workload.make_optimizer(net)
+    with wandb.init(dir=str(root), mode="offline") as run:
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = workload.loss_of(net, batch)
+            loss.backward()
+            optimizer.step()
+            run.log({"loss": loss.item()})
 
 
 def _train(loop: str, loader: Any, root: Path, server: str) -> None:
