@@ -87,11 +87,12 @@ $(TRACKERS_VENV)/.ready: pyproject.toml constraints-dev.txt
 	$(TRACKERS_PIP) -e '.[trackers,examples]' hypothesis playwright pytest pytest-timeout pytest-xdist
 	@touch $@
 
-bench: $(VENV)/.bench  ## microseconds per step, import time, memory, saving, triggers, strategies, launching
+bench: $(VENV)/.bench  ## microseconds per step, import time, memory, trackers, saving, triggers, strategies, launching
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/step_parts.py
+	$(BIN)/python benchmarks/trackers.py
 	$(BIN)/python benchmarks/triggers.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/strategies.py

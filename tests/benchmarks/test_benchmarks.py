@@ -89,6 +89,16 @@ def test_import_time(tmp_path: Path) -> None:
     assert min(result["help_s"][name]["median"] for name in ("instep", "torchrun")) > 0
 
 
+@pytest.mark.slow
+def test_trackers(tmp_path: Path) -> None:
+    args = ("--turn", "50", "--turns", "2", "--cases", "monitors", "raises")
+    results = run("trackers.py", tmp_path, *args)["results"]
+    assert results["monitors"]["limit"] == 0.24
+    for result in results.values():
+        assert result["wall"]["base_us"]["median"] > 0
+        assert len(result["cpu"]["added"]["values"]) == 2
+
+
 def test_step_parts(tmp_path: Path) -> None:
     result = run("step_parts.py", tmp_path, "--rounds", "1")
     assert [row["limit_us"] for row in result["results"].values()] == [0.1, 1.0]
