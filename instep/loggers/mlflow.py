@@ -54,7 +54,7 @@ class MLFlowLogger(Logger):
             MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING says.
     """
 
-    _NEEDS, _LOCAL, _writers = ("mlflow", "mlflow"), False, frozenset({"_client", "_monitor"})
+    _NEEDS, _LOCAL, _writers = ("mlflow", "mlflow"), False, frozenset({"_client", "_entities", "_monitor"})
     project_argument = "experiment_name"
     _SYNC = ("experiment_name", "tracking_uri", "artifact_location")
 
@@ -85,6 +85,8 @@ class MLFlowLogger(Logger):
         super().__init__(save_dir, run_name or name, version, prefix, log_model=log_model, **options)
         self._experiment_name = experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or RUNS
         self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if "@" in (self._tracking_uri or ""):  # a password: `instep runs sync` takes MLFLOW_TRACKING_URI
+            self._SYNC = ("experiment_name", "artifact_location")
         tags = os.environ.get("MLFLOW_TAGS", "{}") if tags is None else tags
         self._tags = {k: str(v) for k, v in (json.loads(tags) if isinstance(tags, str) else tags).items()}
         self._artifact_location = artifact_location or (None if logging_dir is None else os.fspath(logging_dir))
@@ -95,6 +97,7 @@ class MLFlowLogger(Logger):
         self._tags |= {name: text for name, text in notes.items() if text is not None}
         self._model, self._system = registered_model_name, log_system_metrics
         self._client: Any = None
+        self._entities: Any = None
         self._monitor: Any = None
         self._experiment_id: str | None = None
 
@@ -115,9 +118,6 @@ class MLFlowLogger(Logger):
 
     def _experiment(self) -> Any:
         return self._client
-
-    def _choose_log_dir(self, run_dir: Path) -> Path:
-        return run_dir
 
     def _start(self) -> None:
         mlflow = require("mlflow", extra="mlflow", purpose="MLFlowLogger")  # a slow import, 1.5 s
@@ -154,11 +154,10 @@ class MLFlowLogger(Logger):
             return
         context = require("mlflow.tracking.context.registry", extra="mlflow", purpose="MLFlowLogger")
         experiment = client.get_experiment_by_name(self._experiment_name)
-        self._experiment_id = (
-            client.create_experiment(self._experiment_name, self._artifact_location)
-            if experiment is None
-            else experiment.experiment_id
-        )
+        if experiment is None:
+            self._experiment_id = client.create_experiment(self._experiment_name, self._artifact_location)
+        else:
+            self._experiment_id = experiment.experiment_id
         run = client.create_run(self._experiment_id, tags=context.resolve_tags(self._tags), run_name=self._name)
         self._version = run.info.run_id
 
@@ -167,10 +166,8 @@ class MLFlowLogger(Logger):
         return has | {name: has.get(_plain(name), -1) for name in self._logged or () if ":" not in name}
 
     def _log_rows(self, rows: list[Row]) -> None:
-        named = [(row, name, value) for row in rows for name, value in row.metrics.items()]
-        made = [
-            self._entities.Metric(_plain(name), value, int(row.time_s * 1000), row.step) for row, name, value in named
-        ]
+        metric = self._entities.Metric
+        made = [metric(_plain(k), v, int(row.time_s * 1000), row.step) for row in rows for k, v in row.metrics.items()]
         for at in range(0, len(made), _MOST_METRICS):
             self._client.log_batch(self._version, metrics=made[at : at + _MOST_METRICS], synchronous=True)
 

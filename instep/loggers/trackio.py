@@ -66,9 +66,6 @@ class TrackioLogger(Logger):
         """None: Trackio has one folder for all runs."""
         return None
 
-    def _choose_log_dir(self, run_dir: Path) -> Path:
-        return run_dir
-
     def _experiment(self) -> Any:
         return self._run
 
