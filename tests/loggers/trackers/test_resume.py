@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from instep.cli.main import main as instep
 from tests.helpers.spawn import run_command
 from tests.helpers.warm import warm_python
 from tests.loggers.trackers.trackers import TRACKERS, Series
@@ -72,3 +73,31 @@ def test_a_logger_goes_on_after_its_end(tracker: str, tmp_path: Path, monkeypatc
         logger.log_metrics({"loss": step / 3}, step=step)
         logger.finalize()
     assert sorted(row.read(tmp_path)["loss"]) == [(step, row.kept(step / 3)) for step in (1, 2)]
+
+
+@pytest.mark.parametrize("tracker", [name for name in TRACKERS if name not in ("csv", "tensorboard", "mlflow")])
+def test_what_a_tracker_did_not_take_is_sent_later(
+    tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = TRACKERS[tracker]
+    if find_spec(row.module) is None:
+        pytest.skip(f"{row.module} is not installed")
+    for name, value in row.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    logger = row.logger(tmp_path)
+    logger._flush_timeout_s = 3.0
+    write = logger._log_metrics
+
+    def refuse(metrics: dict[str, float], step: int) -> None:
+        if step > 2:
+            raise ConnectionError("the tracker is away")
+        write(metrics, step)
+
+    logger._log_metrics = refuse
+    logger.start(tmp_path / "run")
+    for step in range(1, 6):
+        logger.log_metrics({"loss": step / 3}, step=step)
+    logger.finalize("failed")
+    assert instep(["runs", "sync", str(tmp_path / "run")]) == 0
+    assert sorted(row.read(tmp_path)["loss"]) == [(step, row.kept(step / 3)) for step in range(1, 6)]
