@@ -14,8 +14,7 @@ from instep.distributed import find_batch_size
 from instep.distributed.collectives import all_reduce_
 from instep.errors import SettingError
 from instep.utils.checks import at_least
-from instep.utils.flops import FlopCounter
-from instep.utils.peak_flops import peak_flops
+from instep.utils.flops import FlopCounter, peak_flops
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class ThroughputMonitor(Callback):
         window_size: batches that a rate is taken over.
         separator: stands between the parts of a name.
         available_flops: peak operations per second of one device, for MFU. None: from the table of
-            `instep.utils.peak_flops`, by the device's name and the precision.
+            `instep.utils.flops`, by the device's name and the precision.
         using_sparse_model: the device's kernels for structured sparsity are used, which raise its peak.
         sparse_cuda_acceleration_factor: by how much they do.
 
