@@ -11,6 +11,7 @@ from instep.errors import SettingError
 from instep.loggers import NAMES
 from instep.loggers.sync import sync
 from tests.loggers.test_delivery import Remote, warned
+from tests.trainer.toys import LoggingToy, loader, quiet
 
 
 class Server(Remote):
@@ -89,3 +90,22 @@ def test_another_users_file_sends_nothing(run, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(SettingError, match="belongs to another user"):
         list(sync(run))
+
+
+def test_a_tracker_that_raises_at_every_call_ends_no_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(NAMES, "server", Server)
+    monkeypatch.setattr(Server, "up", False)
+    logger = Server(place=str(tmp_path / "store"), flush_timeout_s=0.1)
+    with warned() as said:
+        trainer = quiet(max_epochs=2, log_every_n_steps=1, logger=logger, default_root_dir=tmp_path)
+        trainer.fit(LoggingToy(), loader())
+    assert trainer.state.finished
+    run = Path(trainer.log_dir)
+    assert said[-1].endswith(f"instep runs sync {run}")
+    monkeypatch.setattr(Server, "up", True)
+    [sent] = sync(run)
+    assert (sent.waited > trainer.global_step, sent.left) == (True, 0)
+    rows = [json.loads(line) for line in (tmp_path / "store").read_text().splitlines()]
+    assert [step for _, step, metrics in rows if "train_loss_step" in metrics] == list(
+        range(1, trainer.global_step + 1)
+    )
