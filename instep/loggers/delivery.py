@@ -213,9 +213,12 @@ class Delivery:
                 self.is_begun, self.begun_with = True, len(self.backlog)
                 if not self._begun.done():
                     self._begun.set_result(None)
-            while not self._ends and (group := self._next_group()):
+            left = len(self.backlog)
+            # What comes meanwhile waits for company: of a row at a time most would be the cost of a request.
+            while not self._ends and max(left, len(self.backlog) - BATCH + 1) > 0 and (group := self._next_group()):
                 self._tracker.send(group)
                 self.backlog.drop(len(group))
+                left -= len(group)
                 self._failures, self._singly = 0, max(0, self._singly - len(group))
                 self._run_tasks(())
             self.error = None
