@@ -307,37 +307,47 @@ def _join_tensors(path: Path, parts: list[Path]) -> None:
     """Join files into one, with a few thousand rows in memory at a time."""
     from safetensors import safe_open  # late: as above
 
-    shapes: dict[str, tuple[str, list[int]]] = {}  # by column: dtype and the shape of a row
+    from instep.checkpoint.tensors import framing
+
+    rows: dict[str, Tensor] = {}  # by column, its first row
     counts: list[int] = []
     indices: list[Any] = []
     for part in parts:
         with safe_open(part, "pt") as file:
-            rows = 0
+            count = 0
             for name in file.keys():  # noqa: SIM118  it is no dict
-                view = file.get_slice(name)
-                rows, *row = view.get_shape()
-                known = shapes.setdefault(name, (view.get_dtype(), row))
-                if known != (view.get_dtype(), row):
+                column = file.get_slice(name)
+                count, row = column.get_shape()[0], column[:1]
+                first = rows.setdefault(name, row)
+                if (first.dtype, first.shape) != (row.dtype, row.shape):
                     raise DataError(
-                        f"{name!r} has rows of {known[0]} {known[1]} in {parts[0].name} and of {view.get_dtype()} "
-                        f"{row} in {part.name}: one file cannot hold both. Use file_format='jsonl', or "
-                        "write_interval='batch'."
+                        f"{name!r} has rows of {_row(first)} in {parts[0].name} and of {_row(row)} in {part.name}: "
+                        "one file cannot hold both. Use file_format='jsonl', or write_interval='batch'."
                     )
-            counts.append(rows)
-            indices.append(file.get_tensor("index").numpy() if "index" in shapes else None)
+            counts.append(count)
+            indices.append(file.get_tensor("index").numpy() if "index" in rows else None)
     order = _order(indices)
     starts = np.concatenate([[0], np.cumsum(counts)])
     place = np.empty(starts[-1], np.int64)
     place[np.arange(starts[-1]) if order is None else order] = np.arange(starts[-1])
-    aligned = sorted(shapes.items(), key=lambda item: -_ITEM_BYTES[item[1][0]])
-    offsets = _write_header(path, {name: (dtype, [int(starts[-1]), *row]) for name, (dtype, row) in aligned})
-    for number, part in enumerate(parts):
-        with safe_open(part, "pt") as file, open(path, "r+b") as joined:
-            for name, (begin, row_bytes) in offsets.items():
-                data = file.get_tensor(name).contiguous().view(counts[number], -1).view(torch.uint8).numpy()
-                for first, last, at in _runs(place[starts[number] : starts[number + 1]]):
+    # Expanded: of the right shape, without the memory.
+    head, whole = framing({name: row.expand(int(starts[-1]), *row.shape[1:]) for name, row in rows.items()})
+    with open(path, "wb") as joined:
+        joined.write(head)
+        begin = len(head)
+        for name, column in whole.items():
+            row_bytes = rows[name].nbytes
+            for number, part in enumerate(parts):
+                with safe_open(part, "pt") as file:
+                    data = file.get_tensor(name).contiguous().view(counts[number], -1).view(torch.uint8).numpy()
+                for first_row, last_row, at in _runs(place[starts[number] : starts[number + 1]]):
                     joined.seek(begin + at * row_bytes)
-                    joined.write(data[first:last].tobytes())
+                    joined.write(data[first_row:last_row].tobytes())
+            begin += column.nbytes
+
+
+def _row(row: Tensor) -> str:
+    return f"{str(row.dtype).removeprefix('torch.')} {list(row.shape[1:])}"
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
@@ -346,32 +356,6 @@ def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
     for first, last in zip([0, *cuts], [*cuts, len(places)], strict=True):
         for begin in range(first, last, _ROWS):
             yield begin, min(begin + _ROWS, last), int(places[begin])
-
-
-def _write_header(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> dict[str, tuple[int, int]]:
-    """Write a safetensors file without its data; return where each tensor begins, and the bytes of its rows."""
-    header: dict[str, Any] = {}
-    rows: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * _ITEM_BYTES[dtype]
-        begin, end = end, end + shape[0] * row_bytes
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        rows[name] = begin, row_bytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    return {name: (8 + len(text) + begin, row_bytes) for name, (begin, row_bytes) in rows.items()}
-
-
-_ITEM_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
-}
 
 
 # ---- JSON lines

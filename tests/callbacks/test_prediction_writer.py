@@ -113,7 +113,7 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     for module, text in (
         (Mean(), r"'mean' of what predict_step returned is a Tensor of shape \(\), where the batch has 3 samples"),
         (Outputs(texts=True), "safetensors hold tensors only, and 'text' .* a list: use PredictionWriter"),
-        (Outputs(width=0), r"'nested/0' has rows of BF16 \[1\] in .* and of BF16 \[2\] in"),
+        (Outputs(width=0), r"'nested/0' has rows of bfloat16 \[1\] in .* and of bfloat16 \[2\] in"),
     ):
         with pytest.raises(DataError, match=text):
             quiet(callbacks=PredictionWriter(tmp_path)).predict(module, loader())
