@@ -5,8 +5,8 @@ The files are those of `checkpoint/run_state.py`; `weights.py` says what is in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +156,7 @@ def save(
         weights_only: leave out all that only a resumed run needs.
         info: what the manifest says beside: monitor, mode, score; or another kind.
     """
-    with ctx.trainer.profiler.profile("save_checkpoint"), ctx.clock.within("saving"), ctx.heartbeat.within("save"):
+    with _saving(ctx):
         _prepare(ctx, store, weights_only)
         with together(_COLLECTING):
             state = _collect(ctx, weights_only)
@@ -191,7 +191,7 @@ def save_later(
         info: what the manifest says beside.
     """
     saver = ctx.saver = ctx.saver or checkpoint.BackgroundSaver()
-    with ctx.trainer.profiler.profile("save_checkpoint"), ctx.clock.within("saving"), ctx.heartbeat.within("save"):
+    with _saving(ctx):
         _prepare(ctx, store, weights_only)
         recorder = record(saver, lambda writer: _collect(ctx, weights_only).write(writer), _COLLECTING)
     pending = saver.start(
@@ -216,10 +216,17 @@ def finish(ctx: RunContext, pending: PendingSave) -> Path:
     Raises:
         BaseException: the save's error, on all ranks.
     """
-    with ctx.trainer.profiler.profile("save_checkpoint"), ctx.clock.within("saving"), ctx.heartbeat.within("save"):
+    with _saving(ctx):
         path = pending.outcome(RankGroup())
         _tell(ctx, path, pending.weights_only)
     return path
+
+
+@contextmanager
+def _saving(ctx: RunContext) -> Iterator[None]:
+    """Tell the profiler, the run's clock and the heartbeat that the run saves."""
+    with ctx.trainer.profiler.profile("save_checkpoint"), ctx.clock.within("saving"), ctx.heartbeat.within("save"):
+        yield
 
 
 def _prepare(ctx: RunContext, store: CheckpointStore, weights_only: bool) -> None:
