@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from instep.callbacks.base import Callback
+from instep.data.base import list_samples
 from instep.distributed import gather_object
 from instep.errors import HookError, TrainingSpikeError
 from instep.utils.atomic import replace
@@ -19,8 +20,6 @@ from instep.utils.checks import at_least, choice
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
-
-_INDICES = 16  # how many of them a message lists
 
 
 class _Batch(NamedTuple):
@@ -200,7 +199,7 @@ class SpikeDetection(Callback):
         found = ", ".join(f"{losses[rank]:.6g}" for rank in ranks)
         on = f" on rank {', '.join(map(str, ranks))}" if len(losses) > 1 else ""
         listed = ", ".join(
-            (f"rank {rank}: " if len(losses) > 1 else "") + "; ".join(_listed(samples) for samples in everyone[rank])
+            (f"rank {rank}: " if len(losses) > 1 else "") + "; ".join(map(list_samples, everyone[rank]))
             for rank in ranks
         )
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")
@@ -240,10 +239,3 @@ def _over_ranks(trainer: Trainer, batches: list[_Batch]) -> list[list[float | No
     mine = tuple(None if batch.loss is None else next(values) for batch in batches)
     everyone = gather_object(mine) if trainer.world_size > 1 else [mine]
     return [list(losses) for losses in zip(*everyone, strict=True)]
-
-
-def _listed(indices: list[Any] | None) -> str:
-    if indices is None:
-        return "unknown"
-    more = f" and {len(indices) - _INDICES} more" if len(indices) > _INDICES else ""
-    return f"{indices[:_INDICES]}{more}"

@@ -10,6 +10,7 @@ from instep.data.plan import Plan, Share
 from instep.types import StateDict
 
 UNEVEN = ("stop", "join", "error")
+_LISTED = 16  # samples of a batch in a message
 OWN_END = "own end"  # ranks do not agree: each goes on to its own end (`even_batches=False`)
 
 
@@ -175,3 +176,16 @@ def _set_epoch_methods(loader: Any) -> list[Callable[[int], Any]]:
     parts.append(getattr(loader, "dataset", None))
     unique = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
     return [part.set_epoch for part in unique.values()]
+
+
+def list_samples(indices: list[Any] | None) -> str:
+    """Write the indices of a batch's samples for a message: the first 16 of them.
+
+    Example:
+        >>> list_samples([3, 1, 2]), list_samples(None)
+        ('[3, 1, 2]', 'unknown')
+    """
+    if indices is None:
+        return "unknown"
+    more = f" and {len(indices) - _LISTED} more" if len(indices) > _LISTED else ""
+    return f"{indices[:_LISTED]}{more}"

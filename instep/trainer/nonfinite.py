@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from instep.data.base import list_samples
 from instep.distributed import gather_object
 from instep.errors import NonFiniteError
 from instep.strategies.gradients import parameters_of
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _READ_AFTER = 1024  # steps whose flags may wait on the device
 _LOSSES = 256  # losses that are kept apart until the next optimizer step
-_NAMES, _INDICES = 3, 16  # how many of them a message lists
+_NAMES = 3  # how many of them a message lists
 
 
 @dataclass
@@ -339,15 +340,8 @@ def _describe(check: _Check, facts: list[_Facts]) -> str:
         wrong.append(f"{check.what} that are not finite: {', '.join(names[:_NAMES])}{more}")
     batches = f"batch_idx {check.batches[0]}" + (f" to {check.batches[-1]}" if len(check.batches) > 1 else "")
     samples = [
-        (f"rank {rank}: " if len(facts) > 1 else "") + "; ".join(_listed(indices) for indices in own.samples.values())
+        (f"rank {rank}: " if len(facts) > 1 else "") + "; ".join(map(list_samples, own.samples.values()))
         for rank, own in enumerate(facts)
     ]
     what = "; ".join(wrong) or "a value was not finite"
     return f"global_step {check.step} (epoch {check.epoch}, {batches}): {what}. Samples: {', '.join(samples)}."
-
-
-def _listed(indices: list[Any] | None) -> str:
-    if indices is None:
-        return "unknown"
-    more = f" and {len(indices) - _INDICES} more" if len(indices) > _INDICES else ""
-    return f"{indices[:_INDICES]}{more}"
