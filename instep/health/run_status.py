@@ -24,7 +24,6 @@ from typing import Any
 from instep.errors import EXIT_FAILED
 from instep.health.error_report import is_remote
 from instep.utils.atomic import replace
-from instep.utils.process_id import is_gone
 from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
 
 NAME = "status.json"
@@ -106,11 +105,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def read_progress(folder: Path) -> dict[str, Any] | None:
-    """Read how far a run was when it said so last; None where it has not."""
-    return _read(folder / PROGRESS)
-
-
 # ---- failures by rank
 
 
@@ -161,14 +155,6 @@ def name_cause(folder: Path, pid: int, ends: Iterable[tuple[int, dict[str, Any],
 
 
 # ---- what a person does next
-
-
-def is_killed(status: dict[str, Any]) -> bool | None:
-    """Tell whether a run that says it is running has no process any more; None where that is another host's."""
-    if status.get("status") not in ("running", "starting"):
-        return False
-    process = status.get("process")
-    return is_gone(process) if isinstance(process, str) else None
 
 
 def how_to_go_on(status: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from instep.health import progress_file
 from instep.health.progress_file import ProgressFile, plain_metrics
-from instep.health.run_status import begin_status, read_progress
+from instep.health.run_status import PROGRESS, begin_status
 
 
 def test_the_last_facts_stay_in_the_file_and_a_new_run_removes_them(
@@ -24,8 +25,8 @@ def test_the_last_facts_stay_in_the_file_and_a_new_run_removes_them(
     file = ProgressFile(tmp_path, facts)
     assert asked.wait(30)
     file.close()
-    told = read_progress(tmp_path)
-    assert told is not None
+    path = tmp_path / PROGRESS
+    told = json.loads(path.read_text())
     assert (told["global_step"], told["metrics"], told["steps_per_s"]) == (7, {"loss": "nan", "lr": 0.1}, 0.0)
 
     asked.clear()
@@ -33,7 +34,7 @@ def test_the_last_facts_stay_in_the_file_and_a_new_run_removes_them(
     assert asked.wait(30)
     step = 8
     failed.close(ValueError, ValueError("x"))
-    assert (read_progress(tmp_path) or {})["global_step"] == 7, "it has what the run was doing before its error"
+    assert json.loads(path.read_text())["global_step"] == 7, "it has what the run was doing before its error"
 
     begin_status(tmp_path, {"status": "running"})
-    assert read_progress(tmp_path) is None
+    assert not path.exists()
