@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from instep.runs import Curve
-from instep.runs.status import clean
+from instep.utils.untrusted_files import clean
 
 COLOURS = ("#3b7ddd", "#e07b39", "#2e9e6b", "#c2477f", "#8a63d2", "#b08d1e", "#1fa3b5", "#d6455d")
 _LABEL = {"color": "#8590a2", "fontSize": 11}  # readable on light and on dark

@@ -6,7 +6,6 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from nicegui import ui
@@ -14,10 +13,11 @@ from nicegui import ui
 from instep.dashboard import chart
 from instep.dashboard.source import Source, in_thread, look_at_machine
 from instep.health.run_status import how_to_go_on
+from instep.loggers.hparams import flatten
 from instep.runs import Run
 from instep.runs.folder import tail
 from instep.runs.ranks import read_paces
-from instep.runs.status import clean
+from instep.utils.untrusted_files import clean
 
 _LOG_LINES, _REPORTS, _ROWS, _TEXT = 200, 10, 2000, 2000  # at most: a stranger may have left more
 _DEVICE = ("DeviceStatsMonitor.", "ThroughputMonitor.", "system/")
@@ -233,8 +233,8 @@ class Log(Panel):
 
     def read(self) -> Any:
         paths = {str(path.relative_to(self.run.folder)): path for path in self.run.logs()}
-        name = self._chosen if self._chosen in paths else max(paths, key=lambda it: _changed(paths[it]), default=None)
-        return list(paths), name, _NO_LOG if name is None else tail(paths[name], _LOG_LINES)
+        name = self._chosen if self._chosen in paths else next(iter(paths), None)
+        return sorted(paths), name, _NO_LOG if name is None else tail(paths[name], _LOG_LINES)
 
     def build(self) -> None:
         self._select = ui.select([], on_change=self._choose).props("dense options-dense borderless").classes("wide")
@@ -252,33 +252,17 @@ class Log(Panel):
         self._output.set_text(text)
 
 
-def _changed(path: Path) -> tuple[bool, float]:
-    try:
-        return path.stat().st_size > 0, path.stat().st_mtime
-    except OSError:  # gone meanwhile
-        return False, 0.0
-
-
 class Hyperparameters(Panel):
     """The hyperparameters, nested ones with a name of their own each."""
 
     def read(self) -> Any:
-        return list(_flat(self.run.hparams))
+        return list(flatten(self.run.hparams).items())
 
     def build(self) -> None:
         self._rows = _table("Name", "Value")
 
     def show(self, data: Any) -> None:
         _fill(self._rows, data)
-
-
-def _flat(values: Any, before: str = "") -> Iterable[tuple[str, str]]:
-    for key, value in values.items():
-        name = f"{before}{key}"
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, str(value)
 
 
 PANELS: dict[str, Callable[[Source, Run], Panel]] = {

@@ -14,12 +14,12 @@ from instep.dashboard import chart
 from instep.dashboard.details import PANELS, Panel, ago, box
 from instep.dashboard.source import Source, in_thread
 from instep.runs import Run
-from instep.runs.status import clean
+from instep.runs.status import STATES
+from instep.utils.untrusted_files import clean
 
 PERIOD_S = 2.0
 _ROWS = 12  # of the list: what is sent does not grow with the number of runs
 _MOST_PICKED, _MOST_METRICS = 8, 6
-STATES = ("starting", "running", "finished", "failed", "dead", "hung", "preempted", "interrupted", "unknown")
 _STYLE = (Path(__file__).parent / "page.css").read_text()
 
 

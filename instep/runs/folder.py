@@ -102,9 +102,20 @@ class Run:
         return sorted((path for path in self.folder.glob("hang-*/*.txt") if own(path, self.folder)), reverse=True)
 
     def logs(self) -> list[Path]:
-        """List its files of printed output: of the launcher where `log_dir` is the run folder, of W&B, and `*.log`."""
+        """List its files of printed output: the one that was written last first, empty ones at the end.
+
+        They are the launcher's where `log_dir` is the run folder, W&B's, and `*.log`.
+        """
         found = {path for pattern in _LOGS for path in self.folder.glob(pattern)}
-        return sorted(path for path in found if own(path, self.folder))
+        return sorted((path for path in found if own(path, self.folder)), key=_written, reverse=True)
+
+
+def _written(path: Path) -> tuple[bool, float, str]:
+    try:
+        said = path.stat()
+    except OSError:  # gone meanwhile
+        return False, 0.0, str(path)
+    return said.st_size > 0, said.st_mtime, str(path)
 
 
 def find_runs(folder: str | os.PathLike[str], before: Iterable[Run] = ()) -> list[Run]:

@@ -130,7 +130,7 @@ class _Buckets:
                 self.not_finite, self.first_bad = 0, None
 
     def points(self, ends: bool = True) -> list[_Point]:
-        inner = [point for _, *two in self._buckets for point in sorted(two, key=lambda it: it[0])]
+        inner = [point for _, *two in self._buckets for point in sorted(two, key=lambda point: point[0])]
         points = [self.first, *inner, self.last] if ends and self.first is not None else inner
         out: list[_Point] = []
         for point in points:

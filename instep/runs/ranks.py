@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from instep.health.heartbeat_file import PACES_FILE
-from instep.runs.status import clean, own
-from instep.utils.untrusted_files import LEASE_BYTES, parse_object, read_regular
+from instep.runs.status import own
+from instep.utils.untrusted_files import LEASE_BYTES, clean, parse_object, read_regular
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ def read_paces(folder: Path) -> Paces:
             return Paces()
         said = parse_object(read_regular(path, LEASE_BYTES))
         ranks = [
-            (int(it["rank"]), clean(str(it["host"])), *(float(it[key]) for key in ("step_s", "work_s", "data_s")))
-            for it in said["ranks"]
+            (int(of["rank"]), clean(str(of["host"])), *(float(of[key]) for key in ("step_s", "work_s", "data_s")))
+            for of in said["ranks"]
         ]
         return Paces(float(said["time"]), [int(rank) for rank in said["slow"]], ranks)
     except (OSError, ValueError, TypeError, KeyError, OverflowError):

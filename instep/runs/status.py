@@ -18,10 +18,7 @@ from instep.utils.untrusted_files import LEASE_BYTES, clean, parse_object, read_
 
 SILENT_S = 60.0  # a lease is renewed every 5 s; clocks of two hosts differ
 MOST_RANKS = 1000
-_STATES = {
-    "done": "finished",
-    **{name: name for name in ("starting", "running", "failed", "preempted", "interrupted", "hung")},
-}
+STATES = ("starting", "running", "finished", "failed", "dead", "hung", "preempted", "interrupted", "unknown")
 _BY_RANK = re.compile(r"rank (\d{1,7})(?: \(host [^)]*\))?: (.*)", re.DOTALL)
 
 
@@ -58,10 +55,11 @@ def look(folder: Path) -> RunStatus:
     if content is None:
         return RunStatus(cause="status.json cannot be read" if os.path.lexists(folder / STATUS) else "")
     content, progress, failures = _tidy(content), _tidy(_object(folder / PROGRESS, folder)), _failures(folder)
-    state, cause = _STATES.get(str(content.get("status")), "unknown"), _text(content, "error") or _text(content, "why")
+    word, cause = _text(content, "status"), _text(content, "error") or _text(content, "why")
+    state = "finished" if word == "done" else word if word in STATES else "unknown"
     if state in ("running", "starting") and (silent := _silence(folder, content)):
         state, cause = "dead", silent
-    by_rank = {it["rank"]: ": ".join(filter(None, (_text(it, "how"), _text(it, "message")))) for it in failures}
+    by_rank = {one["rank"]: ": ".join(filter(None, (_text(one, "how"), _text(one, "message")))) for one in failures}
     found = _BY_RANK.fullmatch(cause)
     if not by_rank and found:
         by_rank[int(found[1])] = found[2]
@@ -80,7 +78,7 @@ def _failures(folder: Path) -> list[dict[str, Any]]:
         return []
     found = [_tidy(_object(folder / FAILURES / name, folder)) for name in names if name.endswith(".json")]
     found = [failure for failure in found if _count(failure, "rank") is not None]
-    return sorted(found, key=lambda it: (it.get("cause") is not True, it.get("remote") is True, it["rank"]))
+    return sorted(found, key=lambda one: (one.get("cause") is not True, one.get("remote") is True, one["rank"]))
 
 
 def _lease(folder: Path) -> tuple[dict[str, Any], float]:

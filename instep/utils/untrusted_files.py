@@ -163,4 +163,6 @@ def clean(text: str, kept: str = "\n\t") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(it if it.isprintable() or it in kept else it.encode("unicode_escape").decode() for it in text)
+    return "".join(
+        char if char.isprintable() or char in kept else char.encode("unicode_escape").decode() for char in text
+    )

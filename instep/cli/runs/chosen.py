@@ -11,7 +11,7 @@ from typing import Any
 
 from instep.errors import UsageError
 from instep.loggers.hparams import flatten
-from instep.runs import Run, find_runs
+from instep.runs import Curve, Run, find_runs
 
 
 def add_paths(parser: argparse.ArgumentParser, most: int) -> None:
@@ -83,3 +83,10 @@ def number(value: float | None) -> str:
 def finite(value: float) -> float | None:
     """Return a value, and None for nan, which a curve without a finite point has."""
     return None if math.isnan(value) else value
+
+
+def ends(curve: Curve | None) -> dict[str, Any] | None:
+    """Describe a curve for programs, without its points."""
+    if curve is None:
+        return None
+    return {key: getattr(curve, key) for key in ("last", "least", "greatest", "count", "not_finite", "first_bad")}

@@ -13,7 +13,7 @@ import argparse
 from typing import Any
 
 from instep.cli import output
-from instep.cli.runs.chosen import add_paths, find, finite, number, settings, titles
+from instep.cli.runs.chosen import add_paths, ends, find, finite, number, settings, titles
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
                 "runs": [{"name": run.name, "folder": str(run.folder), "state": run.status.state} for run in runs],
                 "hparams": {key: [each.get(key) for each in params] for key in differs},
                 "same": {key: params[0].get(key) for key in keys if key not in differs},
-                "metrics": {name: [_ends(each.get(name)) for each in curves] for name in metrics},
+                "metrics": {name: [ends(each.get(name)) for each in curves] for name in metrics},
             }
         )
         return 0
@@ -56,12 +56,6 @@ def run(args: argparse.Namespace) -> int:
         rows = [(name, *(_cell(each.get(name)) for each in curves)) for name in metrics]
         output.table(("metric: last (least .. greatest)", *headers), rows, right=headers)
     return 0
-
-
-def _ends(curve: Any) -> dict[str, Any] | None:
-    if curve is None:
-        return None
-    return {key: getattr(curve, key) for key in ("last", "least", "greatest", "count", "not_finite", "first_bad")}
 
 
 def _cell(curve: Any) -> str:

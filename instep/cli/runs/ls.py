@@ -21,8 +21,7 @@ from instep.cli import output
 from instep.cli.runs.chosen import find, names, number, settings
 from instep.errors import UsageError
 from instep.runs import Run
-
-_STATES = ("starting", "running", "finished", "failed", "preempted", "interrupted", "hung", "dead", "unknown")
+from instep.runs.status import STATES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,14 +29,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="DIR", nargs="?", default=".", help="a run, or a folder of runs (default: .)")
     parser.add_argument("-c", "--columns", type=names, default=[], metavar="NAMES", help="hyperparameters and metrics")
     parser.add_argument("--sort", metavar="NAME", help="by a hyperparameter or metric, the smallest first")
-    parser.add_argument("--state", type=names, default=[], metavar="STATES", help=f"of {', '.join(_STATES)}")
+    parser.add_argument("--state", type=names, default=[], metavar="STATES", help=f"of {', '.join(STATES)}")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
-    if unknown := [state for state in args.state if state not in _STATES]:
-        raise UsageError(f"no run is ever {unknown[0]!r}; the states are {', '.join(_STATES)}")
+    if unknown := [state for state in args.state if state not in STATES]:
+        raise UsageError(f"no run is ever {unknown[0]!r}; the states are {', '.join(STATES)}")
     runs = [run for run in find([args.path]) if not args.state or run.status.state in args.state]
     columns: list[str] = list(dict.fromkeys([*args.columns, *([args.sort] if args.sort else [])]))
     rows = [(run, _values(run, columns)) for run in runs]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.cli import output
-from instep.cli.runs.chosen import find, finite, number, settings
+from instep.cli.runs.chosen import ends, find, finite, number, settings
 from instep.cli.runs.ls import describe
 from instep.health.run_status import how_to_go_on, in_short
 from instep.runs import Metrics, Run
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
                 "progress": one.status.progress,
                 "failures": one.status.failures,
                 "go_on": how_to_go_on(one.status.said),
-                "metrics": {name: _ends(curve) for name, curve in metrics.curves.items()},
+                "metrics": {name: ends(curve) for name, curve in metrics.curves.items()},
                 "checkpoints": checkpoints,
                 "hparams": one.hparams,
                 "reports": [str(path) for path in one.reports()],
@@ -165,10 +165,6 @@ def _print_metrics(one: Run, metrics: Metrics) -> None:
         output.say(f"and {len(metrics.curves) - _FEW} more (--json has all)")
 
 
-def _ends(curve: Any) -> dict[str, Any]:
-    return {key: getattr(curve, key) for key in ("last", "least", "greatest", "count", "not_finite", "first_bad")}
-
-
 def _print_times(one: Run) -> None:
     summary = one.status.said.get("summary")
     times = summary.get("time_s") if isinstance(summary, dict) else None
@@ -199,11 +195,10 @@ def _print_checkpoints(checkpoints: list[dict[str, Any]]) -> None:
 def _print_log(one: Run, lines: int | None) -> None:
     if lines is None:
         lines = 20 if one.status.state in _BAD else 0
-    logs = [path for path in one.logs() if path.is_file() and path.stat().st_size] if lines > 0 else []
-    if logs:
-        newest = max(logs, key=lambda path: path.stat().st_mtime)
+    newest = next(iter(one.logs()), None) if lines > 0 else None
+    if newest is not None and (text := tail(newest, lines).rstrip("\n")):
         output.say(f"\nend of {newest.relative_to(one.folder)}")
-        output.say(tail(newest, lines).rstrip("\n"))
+        output.say(text)
 
 
 def _print_go_on(one: Run) -> None:
