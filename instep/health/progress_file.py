@@ -48,7 +48,7 @@ class ProgressFile:
         self._path, self._facts = folder / PROGRESS, facts
         self._last: tuple[float, int] | None = None
         self._closed, self._failed = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="instep-progress", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="instep-progress-file", daemon=True)
         self._thread.start()
 
     def close(self, kind: Any = None, error: BaseException | None = None, trace: Any = None) -> None:
