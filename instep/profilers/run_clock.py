@@ -140,7 +140,7 @@ class RunClock:
     # ---- parts of a step
 
     def watch(self, part: str, closure: FunctionType, name: str) -> None:
-        """Offer a function of the step to be timed.
+        """Time a function of the step in each burst, by the variable of a closure that holds it.
 
         Args:
             part: of `STEP_PARTS`.
@@ -152,7 +152,7 @@ class RunClock:
         self._watched[f"{closure.__qualname__}.{name}"] = cell, function, self._timed(part, function)
 
     def sampled(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Give the batches, and time some of them. Between the bursts nothing of Python runs here."""
+        """Yield the batches, and time some of them. Between the bursts no Python code runs here."""
         return chain.from_iterable(self._segments(iter(batches)))
 
     def _segments(self, batches: Iterator[Any]) -> Iterator[Iterable[Any]]:
@@ -253,11 +253,6 @@ class RunClock:
         start = wall if self._loop_began is None else self._loop_began - self._began
         parts = {"start": max(0.0, start - self._rare_before_loop), **parts}
         return {**parts, "other": max(0.0, wall - sum(parts.values()))}
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds since the run began."""
-        return time.perf_counter() - self._began
 
     def _rate(self, part: str) -> float:
         """Estimate the seconds per batch: waiting for data comes in lumps, while another part's lumps are chance."""

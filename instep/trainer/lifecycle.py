@@ -294,14 +294,15 @@ def _summarize(ctx: RunContext, error: BaseException | None) -> profilers.RunSum
     trainer, at, saver = ctx.trainer, ctx.position, ctx.trainer.checkpoint_callback
     why = ctx.why if error is None else trainer.stop_reason if isinstance(error, Preempted) else ""
     batches = max(0, at.earlier_batches + at.batch - ctx.batches_at_start)
+    time_s = ctx.clock.seconds(batches)
     score = getattr(saver, "best_model_score", None)
     return profilers.RunSummary(
         why=why or ("" if error is None else in_short(f"{type(error).__name__}: {error}")),
-        wall_s=ctx.clock.wall_s,
+        wall_s=sum(time_s.values()),
         steps=max(0, at.global_step - ctx.steps_at_start),
         batches=batches,
         epoch=at.epoch,
-        time_s=ctx.clock.seconds(batches),
+        time_s=time_s,
         best_checkpoint=getattr(saver, "best_model_path", None) or None,
         best_score=None if score is None else float(score),
         monitor=getattr(saver, "monitor", None),

@@ -92,11 +92,12 @@ def test_a_fit_says_what_came_of_it(manual: bool, capsys: pytest.CaptureFixture[
     module.automatic_optimization = not manual
     trainer = quiet(max_steps=6)
     assert trainer.run_summary is None
+    before = time.perf_counter()
     trainer.fit(module, loader(24), loader(4))
     summary = trainer.run_summary
     assert summary is not None
     assert (summary.why, summary.steps, summary.batches) == ("max_steps=6 reached", 6, 6)
     assert all(summary.time_s[part] > 0 for part in ("start", "data", "forward", "optimizer", "validation"))
-    assert sum(summary.time_s.values()) == pytest.approx(summary.wall_s, rel=0.05)
+    assert sum(summary.time_s.values()) == summary.wall_s < time.perf_counter() - before
     assert "6 steps in" in str(summary)
     assert "steps in" not in capsys.readouterr().out, "without a progress bar it is not printed"
