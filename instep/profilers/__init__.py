@@ -1,8 +1,11 @@
 """Profilers: one file each over `Profiler`. A name is loaded when first used; torch's profiler when it starts."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from instep.profilers.base import PassThroughProfiler, Profiler
+from instep.profilers.base import ProfilerName as ProfilerName
 from instep.utils.imports import loads
 
 _HOME = {
@@ -21,3 +24,17 @@ if TYPE_CHECKING:
 __all__ = ["PassThroughProfiler", "Profiler", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 __getattr__, __dir__ = loads(__name__, _HOME)
+
+
+def make_profiler(profiler: str | Profiler | None) -> Profiler:
+    """Return the profiler that a Trainer's argument means, a new one for a name.
+
+    Args:
+        profiler: None for one that measures nothing; a `ProfilerName`, which the Trainer has checked; or a profiler.
+    """
+    if isinstance(profiler, Profiler):
+        return profiler
+    if profiler is None:
+        return PassThroughProfiler()
+    names = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler"}
+    return __getattr__(names.get(profiler, "PyTorchProfiler"))()

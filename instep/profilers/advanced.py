@@ -13,7 +13,7 @@ from instep.types import PathLike
 
 
 class AdvancedProfiler(Profiler):
-    """Measures every function that is called within an action, by Python's cProfile. It slows Python code down much.
+    """Measures every function called within an action, by Python's cProfile, which slows Python code down a lot.
 
     cProfile makes one recording at a time: what runs in an action within another one counts in the inner one alone.
 
@@ -25,6 +25,15 @@ class AdvancedProfiler(Profiler):
 
     Raises:
         SettingError: an action is stopped without a start.
+
+    Example:
+        >>> profiler = AdvancedProfiler(line_count_restriction=5)
+        >>> with profiler.profile("sorting"):
+        ...     _ = sorted([2, 1])
+        >>> "built-in method builtins.sorted" in profiler.summary()
+        True
+
+    Source: Lightning's `AdvancedProfiler`, with its names.
     """
 
     _kind = "advanced"

@@ -1,4 +1,4 @@
-"""The base class of profilers, and the one that is there when nobody profiles."""
+"""The base class of profilers, and the one of a Trainer without a profiler."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _UNSAFE = re.compile(r"[\\/:*?\"<>|\s]+")
 
 
 class Profiler(ABC):
-    """What measures the actions of a run: hooks, steps, waiting for data, saves, and what user code names itself.
+    """Base class of profilers, which measure the actions of a run: hooks, steps, waiting for data, saves, and your own.
 
-    `Trainer(profiler=...)` takes one. A subclass says what happens when an action starts and stops, and what its report
-    is. Every rank writes its report into the run folder, and the main process prints its own.
+    `Trainer(profiler=...)` takes one. A subclass says what happens when an action starts and stops, and returns the
+    report. Every rank writes its report into the run folder, and the main process prints its own.
 
     Args:
         dirpath: folder of reports and traces; by default `profiler/` in the run folder, or, with a `filename`, that
@@ -48,6 +48,8 @@ class Profiler(ABC):
         ...     pass
         >>> profiler.summary()
         "{'reading': 1}"
+
+    Source: names and arguments are those of Lightning's `Profiler`.
     """
 
     off: bool = False
@@ -63,11 +65,11 @@ class Profiler(ABC):
 
     @abstractmethod
     def start(self, action_name: str) -> None:
-        """Start to measure an action."""
+        """Start measuring an action."""
 
     @abstractmethod
     def stop(self, action_name: str) -> None:
-        """Stop to measure an action."""
+        """Stop measuring an action."""
 
     def summary(self) -> str:
         """Return the report; empty for none."""
@@ -101,7 +103,7 @@ class Profiler(ABC):
         return measured
 
     def batches(self, action_name: str, batches: Iterable[Any]) -> Iterator[Any]:
-        """Give the batches, and measure the waiting for each."""
+        """Yield the batches, and measure the waiting for each."""
         rest, end = iter(batches), object()
         while True:
             with self.profile(action_name):
@@ -181,15 +183,3 @@ class PassThroughProfiler(Profiler):
 
 
 ProfilerName = Literal["simple", "advanced", "torch", "pytorch"]
-
-
-def make_profiler(profiler: str | Profiler | None) -> Profiler:
-    """Return the profiler that a Trainer's argument means, a new one for a name."""
-    if isinstance(profiler, Profiler):
-        return profiler
-    if profiler is None:
-        return PassThroughProfiler()
-    from instep import profilers  # late: its names load when used
-
-    names = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler"}
-    return getattr(profilers, names.get(profiler, "PyTorchProfiler"))()

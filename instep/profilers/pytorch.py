@@ -51,7 +51,7 @@ class PyTorchProfiler(Profiler):
     Args:
         dirpath: as in `Profiler`.
         filename: as in `Profiler`.
-        group_by_input_shapes: part operators by the shapes of their inputs; needs `record_shapes=True`.
+        group_by_input_shapes: separate operators by the shapes of their inputs; needs `record_shapes=True`.
         emit_nvtx: mark operators for Nsight Systems instead of recording them.
         export_to_chrome: write traces.
         row_limit: rows of the table; -1 for all.
@@ -69,6 +69,12 @@ class PyTorchProfiler(Profiler):
 
     Raises:
         SettingError: an argument is wrong.
+
+    Example:
+        >>> profiler = PyTorchProfiler(schedule={"wait": 1, "warmup": 1, "active": 2}, record_shapes=True)
+        >>> trainer = Trainer(profiler=profiler)  # doctest: +SKIP
+
+    Source: Lightning's `PyTorchProfiler`, with its names, over `torch.profiler`.
     """
 
     _kind = "pytorch"

@@ -27,6 +27,15 @@ class SimpleProfiler(Profiler):
 
     Raises:
         SettingError: an action is started within itself, or stopped without a start.
+
+    Example:
+        >>> profiler = SimpleProfiler()
+        >>> with profiler.profile("reading"):
+        ...     pass
+        >>> len(profiler.recorded_durations["reading"])
+        1
+
+    Source: Lightning's `SimpleProfiler`, with its names.
     """
 
     _kind = "simple"

@@ -21,7 +21,7 @@ from instep.data.plan import rank_weight
 from instep.distributed import broadcast_object, control_group
 from instep.errors import UsageError
 from instep.loggers.base import Logger
-from instep.profilers.base import Profiler, ProfilerName, make_profiler
+from instep.profilers import Profiler, ProfilerName, make_profiler
 from instep.state import PartialState, find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
 from instep.strategies.base import check_sync_batchnorm
