@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from instep.loggers.kinds import from_json, size_of, to_json
-from instep.utils.atomic import replace
+from instep.utils.atomic import replacing
 from instep.utils.untrusted_files import INDEX_BYTES, open_regular, parse_object, read_regular
 from instep.utils.warn import warn_user
 
@@ -21,7 +24,9 @@ QUEUE_RECORDS = 2_000  # so that writing all of them into the file holds up a st
 BATCH = 500
 _QUEUE_BYTES = 32 * 2**20
 _LOST_BYTES = 16 * _QUEUE_BYTES  # where the disk takes nothing either
+_DISK_PAUSE_S = 5.0  # until a disk that took nothing is asked again: each time costs the writing of the whole queue
 _MOST_LINE_BYTES = 512 * 2**20
+_READ_BYTES = 2**20  # a group that is read holds up who appends
 _HOOKS = ("_log_", "_after_save_checkpoint")
 
 
@@ -40,8 +45,8 @@ class Record(NamedTuple):
         return [f"{self.hook}:{self.args[0]}"] if self.step is not None and isinstance(self.args[0], str) else []
 
     def line(self) -> bytes:
-        """Return it as a line of JSON."""
-        return json.dumps([self.hook, to_json(self.args), self.step, self.time_s]).encode() + b"\n"
+        """Return it as a line of JSON; what JSON does not have, such as a path on an object store, as text."""
+        return json.dumps([self.hook, to_json(self.args), self.step, self.time_s], default=str).encode() + b"\n"
 
     @staticmethod
     def of_line(line: bytes) -> Record:
@@ -67,6 +72,9 @@ class Row(NamedTuple):
 class Backlog:
     """Records that wait, in their order: the older ones in a file, the newer ones in memory. Safe between threads.
 
+    A line of the file whose record has arrived loses its first character, so that a process that is killed leaves in it
+    only what waits.
+
     Args:
         path: of the file, made where it is needed.
     """
@@ -77,9 +85,13 @@ class Backlog:
         """Records that neither the memory nor the disk could take."""
         self._memory: deque[Record] = deque()
         self._bytes = 0
+        self._gone = 0  # of the records that `peek` returned, those that were lost since then
         self._file: BinaryIO | None = None
         self._in_file = 0
-        self._offset = 0
+        self._offset = 0  # of the first record that waits in the file
+        self._end = 0  # of the last one
+        self._next_spill_s = 0.0
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -91,54 +103,79 @@ class Backlog:
             self._memory.append(record)
             self._bytes += size_of(record.args)
             full = len(self._memory) >= QUEUE_RECORDS or self._bytes >= _QUEUE_BYTES
-            if full:
+            if (full or self._is_closed) and time.monotonic() >= self._next_spill_s:
                 self._spill(sync=False)
             return full or len(self._memory) == BATCH
 
     def peek(self, most: int) -> list[Record]:
         """Return the first records; a line of the file that is no record is left out."""
         with self._lock:
+            self._gone = 0
             found: list[Record] = []
             while self._in_file and not found:
                 found = self._read(most)
             return found or list(islice(self._memory, most))
 
     def drop(self, number: int) -> None:
-        """Take the first records away: they have arrived."""
+        """Take the first records away, of those that `peek` returned last: they have arrived."""
         with self._lock:
+            gone, self._gone = min(number, self._gone), 0
+            self.lost -= gone
             if self._in_file:  # also where they were spilled after `peek`
-                self._skip(number)
+                self._skip(number - gone)
             else:
-                for _ in range(number):
+                for _ in range(number - gone):
                     self._bytes -= size_of(self._memory.popleft().args)
 
-    def spill(self) -> None:
-        """Bring all of it to the disk."""
-        with self._lock:
-            self._spill(sync=True)
+    def spill(self, sync: bool = True) -> None:
+        """Write all of it into the file.
 
-    def take_over(self, keep: Callable[[Record], bool]) -> None:
-        """Put in front what an earlier process left in the file, as far as `keep` says."""
+        Args:
+            sync: wait until the disk has it.
+        """
         with self._lock:
-            kept: list[bytes] = []
-            with suppress(FileNotFoundError), open_regular(self.path) as file:
-                for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""):
+            self._spill(sync)
+
+    def take_over(self, keep: Callable[[Record], bool]) -> int:
+        """Put in front what an earlier process left in the file, as far as `keep` says.
+
+        Called once, before the first `peek`. What was spilled until then stays, behind it.
+
+        Returns:
+            how many records that are.
+        """
+        with self._lock:
+            try:
+                source = BufferedReader(open_regular(self.path))
+            except FileNotFoundError:
+                return 0
+            kept, is_ours = 0, self._file is not None
+            with source, replacing(self.path, sync=False) as part, open(part, "wb", opener=_private) as out:
+                left = self._offset if is_ours else os.fstat(source.fileno()).st_size
+                while line := source.readline(min(left, _MOST_LINE_BYTES)):
+                    left -= len(line)
                     with suppress(ValueError, TypeError, RecursionError):  # a process killed while writing leaves half
                         if keep(Record.of_line(line)):
-                            kept.append(line)
-            if kept or self.path.exists():
-                replace(self.path, b"".join(kept))
-                self._opened()
-                self._in_file, self._offset = len(kept), 0
-
-    def close(self) -> None:
-        """Let go of the file; it is deleted where nothing waits."""
-        with self._lock:
+                            out.write(line.rstrip(b"\n") + b"\n")
+                            kept += 1
+                if is_ours:
+                    shutil.copyfileobj(source, out)
             if self._file is not None:
                 self._file.close()
                 self._file = None
-                if not self._in_file:
+            self._opened()
+            self._in_file, self._offset = self._in_file + kept, 0
+            return kept
+
+    def close(self) -> None:
+        """Let go of the file; it is deleted where nothing waits. What is added later is written into it at once."""
+        with self._lock, suppress(OSError):
+            self._is_closed = True
+            if self._file is not None:
+                if not self._in_file and self._is_ours(self._file):
                     self.path.unlink(missing_ok=True)
+                self._file.close()
+                self._file = None
 
     def _opened(self) -> BinaryIO:
         if self._file is None:
@@ -149,25 +186,34 @@ class Backlog:
                 import fcntl
 
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._offset = self._end = self._file.seek(0, os.SEEK_END)  # behind what an earlier process left
         return self._file
 
+    def _is_ours(self, file: BinaryIO) -> bool:
+        """Return whether nobody else has written into the file, as the next thread does while a tracker hangs."""
+        return os.fstat(file.fileno()).st_size == self._end
+
     def _spill(self, sync: bool) -> None:
-        if not self._memory:
-            return
+        data = memoryview(b"".join(record.line() for record in self._memory))
         try:
-            file = self._opened()
-            end = file.seek(0, os.SEEK_END)
+            file = self._opened() if data else self._file
+            if file is None:
+                return
+            # Not by `file`: what a full disk refuses would stay in its buffer, and come a second time.
+            descriptor, done = file.fileno(), 0
             try:
-                file.write(b"".join(record.line() for record in self._memory))
-                file.flush()
+                while done < len(data):
+                    done += os.pwrite(descriptor, data[done:], self._end + done)
                 if sync:
-                    os.fsync(file.fileno())
+                    os.fsync(descriptor)
             except OSError:
-                file.truncate(end)
+                os.ftruncate(descriptor, self._end)
                 raise
         except OSError as error:
+            self._next_spill_s = time.monotonic() + _DISK_PAUSE_S
             self._make_room(error)
             return
+        self._end += len(data)
         self._in_file += len(self._memory)
         self._memory.clear()
         self._bytes = 0
@@ -180,6 +226,7 @@ class Backlog:
             warn_user(f"{self.path} cannot be written ({error}), and the memory for it is full: the oldest are lost")
         while self._memory and (self._bytes > _LOST_BYTES // 2 or len(self._memory) > 50 * QUEUE_RECORDS):
             self._bytes -= size_of(self._memory.popleft().args)
+            self._gone += not self._in_file
             self.lost += 1
 
     def _read(self, most: int) -> list[Record]:
@@ -187,6 +234,8 @@ class Backlog:
         file = self._opened()
         file.seek(self._offset)
         for _ in range(min(most, self._in_file)):
+            if file.tell() - self._offset > _READ_BYTES:
+                break
             try:
                 found.append(Record.of_line(file.readline(_MOST_LINE_BYTES)))
             except (ValueError, TypeError, RecursionError):
@@ -199,13 +248,21 @@ class Backlog:
     def _skip(self, number: int) -> None:
         file = self._opened()
         file.seek(self._offset)
-        for _ in range(min(number, self._in_file)):
+        number = min(number, self._in_file)
+        for _ in range(number):
+            at = file.tell()
             file.readline()
-        self._in_file -= min(number, self._in_file)
+            with suppress(OSError):
+                os.pwrite(file.fileno(), b"\n", at)
+        self._in_file -= number
         self._offset = file.tell()
-        if not self._in_file:
+        if not self._in_file and self._is_ours(file):
             file.truncate(0)
-            self._offset = 0
+            self._offset = self._end = 0
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def read_note(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -10,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 from instep.errors import CorruptCheckpointError, InstepError, LogError, SettingError, UsageError, one_of
 from instep.loggers.folders import RUNS, folder_name, is_free, make_next, next_version, version_of
@@ -23,8 +25,8 @@ from instep.utils.warn import warn_user
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from instep.loggers.backlog import Record, Row
-    from instep.loggers.delivery import Delivery
+    from instep.loggers.backlog import Row
+    from instep.loggers.delivery import Delivery, Marks
     from instep.loggers.kinds import Artifact, Audio, Code, Histogram, Image, Table, Video
 
 _CHECKPOINT_WAIT_S = 1.0  # a checkpoint waits no longer for a slow tracker: what it has not taken is on the disk then
@@ -112,14 +114,15 @@ class Logger:
     _claim: Callable[[], Path] | None = None  # the Trainer's, which gives the folder of its next run
     _decides: bool = False  # the Trainer's run folder is this logger's
     _resumed: bool = False
-    _kept: list[Record] | None = None  # what came before the logger was open
+    _kept: list[tuple[str, tuple[Any, ...], int | None, float]] | None = None  # what came before it was open
     _delivery: Delivery | None = None
+    _marks: Marks | None = None
     _logged: dict[str, int] | None = None  # the last step by name; of a resumed run that of its checkpoint
     _refused: frozenset[str] = frozenset()  # hooks that the subclass lacks, said once
     _sends_rest: bool = False  # of a run that is over
     status: str = "interrupted"
     """How the run ended: "success", "interrupted" or "failed"."""
-    _doubtful: bool = False  # a part of what failed may have arrived
+    _in_doubt: int = 0  # records in front of which a part may have arrived: sending them failed
     _number: int = 0  # among the run's loggers of this class
     _rank: int = 0  # of a process that writes for itself
     _began_s: float = 0.0  # when the run began, in seconds since 1970
@@ -809,20 +812,19 @@ class Logger:
 
     def _put(self, hook: str, *args: Any, step: int | None = None) -> None:
         """Send one call of a hook on its way."""
-        from instep.loggers.backlog import Record  # late: a Trainer without loggers does not need it
-
-        record = Record(hook, args, step, time.time())
-        if self._logged is not None and step is not None:
-            self._logged.update(dict.fromkeys(record.names(), step))
+        call = (hook, args, step, time.time())
+        if self._delivery is None and (
+            self._run_dir is not None or (self.runs_dir is not None and self._claim is None)
+        ):
+            self._opened()  # after a run; or by hand: no Trainer is to say where
         if self._delivery is not None:
-            self._delivery.put(record)
-        elif self._run_dir is not None or (self.runs_dir is not None and self._claim is None):
-            if self._opened() and self._delivery is not None:  # after a run; or by hand: no Trainer is to say where
-                self._delivery.put(record)
+            record = self._delivery.put(*call)
+            if step is not None and self._logged is not None:
+                self._logged.update(dict.fromkeys(record.names(), step))
         elif self._kept is not None:
-            self._kept.append(record)
+            self._kept.append(call)
         elif self._is_main_here():
-            self._kept = [record]
+            self._kept = [call]
             self._close_at_exit()
 
     def _at_once(self, call: Callable[[], Any]) -> None:
@@ -867,19 +869,23 @@ class Logger:
         self._began_s = self._began_s or time.time()
         self._logged = {} if self._logged is None else self._logged
         is_new = not self._resumed
-        marks = Marks(dict(self._logged) if self._resumed and not self._sends_rest else None)
+        if self._resumed or self._marks is None:
+            self._marks = Marks(dict(self._logged) if self._resumed and not self._sends_rest else None)
         number, rank = (f"-{self._number + 1}" * (self._number > 0), f"-rank-{self._rank}" * (self._rank > 0))
         backlog = Backlog(self._run_dir / "loggers" / f"{type(self).__name__}{number}{rank}.jsonl")
-        self._delivery = Delivery(LoggerSide(self, backlog, marks), type(self).__name__, backlog)
+        self._delivery = Delivery(LoggerSide(self, backlog, self._marks), type(self).__name__, backlog)
         try:
             self._delivery.begin(self._start_timeout_s)
         except BaseException:
             self._delivery = None
             raise
         self._open = True
+        if not _open_here and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_forget_open)
+        _open_here[id(self)] = self
         kept, self._kept = self._kept, None
-        for record in kept or ():
-            self._delivery.put(record)
+        for call in kept or ():
+            self._delivery.put(*call)
         if self._save_code and is_new:
             self.log_code()
 
@@ -911,6 +917,16 @@ class Logger:
                 f"got {type(value).__name__}: {repr(value)[:80]}. "
                 "Log one scalar per name; texts and settings go to log_hyperparams."
             ) from error
+
+
+_open_here: WeakValueDictionary[int, Logger] = WeakValueDictionary()
+"""Loggers that this process opened."""
+
+
+def _forget_open() -> None:
+    """Close the loggers of a forked process: it has no threads, and what waits is the parent's to send."""
+    for logger in _open_here.values():
+        logger._open, logger._delivery, logger._is_main = False, None, False
 
 
 def _hook(kind: str) -> str:

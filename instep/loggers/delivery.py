@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotInTime  # before Python 3.11 another class than TimeoutError
 from contextlib import suppress
 from itertools import takewhile
@@ -31,6 +31,9 @@ _PERIOD_S = 0.5  # how long records wait for company
 _LONGEST_PAUSE_S = 60.0
 _TRIES = 3  # of one record, until the next one shows whether the tracker works
 _MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # of settings, not failures of a network
+
+_HELD_UP: dict[Path, threading.Thread] = {}
+"""Threads that a tracker still holds up after their end, by backlog: the next one waits, or a record would go twice."""
 
 
 class Tracker(Protocol):
@@ -83,6 +86,8 @@ class Delivery:
         self._tasks: deque[tuple[Callable[[], Any], Future[Any], bool]] = deque()
         self._wake = threading.Event()
         self._ends = False
+        self._noted_s = time.monotonic()
+        self._before = _HELD_UP.get(backlog.path)
         self._begun: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=f"instep-{name}", daemon=True)
         self._thread.start()
@@ -95,21 +100,28 @@ class Delivery:
         Raises:
             InstepError: the logger's settings are wrong.
         """
-        self._wake.set()
         try:
             error = self._begun.exception(timeout_s)
         except NotInTime:
             warn_user(f"{self._name} has not begun after {timeout_s:g} s. Training goes on, and what it logs is kept")
             return
+        except BaseException:  # Ctrl-C
+            self._end()
+            raise
         if isinstance(error, InstepError):
-            self._ends = True
-            self._wake.set()
+            self._end()
             raise error
 
-    def put(self, record: Record) -> None:
-        """Send a record when its turn comes."""
+    def _end(self) -> None:
+        self._ends = True
+        self._wake.set()
+
+    def put(self, hook: str, args: tuple[Any, ...], step: int | None, time_s: float) -> Record:
+        """Send one call of a hook when its turn comes."""
+        record = Record(hook, args, step, time_s)
         if self.backlog.append(record):
             self._wake.set()
+        return record
 
     def ask(self, function: Callable[[], Any], timeout_s: float, after_all: bool = False) -> Any:
         """Run a function in the thread and return its result.
@@ -129,7 +141,7 @@ class Delivery:
         self._wake.set()
         try:
             future.exception(timeout_s)
-        except NotInTime:
+        except (NotInTime, CancelledError):
             raise TimeoutError(f"{self._name} did not answer within {timeout_s:g} s") from None
         return future.result()
 
@@ -150,21 +162,27 @@ class Delivery:
             timeout_s: how long all of that may last.
         """
         end_s = time.monotonic() + timeout_s
+
+        def last() -> None:
+            self._ends = True  # first: nothing is sent to a closed tracker
+            if self.is_begun:
+                finalize()
+
         self._next_try_s = 0.0  # one more try, whatever the pause
         self.flush(timeout_s)
         try:
-            if self.is_begun:
-                self.ask(finalize, max(0.1, end_s - time.monotonic()))
+            self.ask(last, max(0.1, end_s - time.monotonic()))
         except TimeoutError:
             warn_user(f"{self._name} did not close within {timeout_s:g} s")
         except Exception as error:  # noqa: BLE001  a tracker never ends a run
             warn_user(f"{self._name} could not be closed: {type(error).__name__}: {error}")
-        self._ends = True
-        self._wake.set()
+        self._end()
         self._thread.join(max(0.1, end_s - time.monotonic()))
         self.backlog.spill()
         self._say_left()
-        if not self._thread.is_alive():
+        if self._thread.is_alive():
+            _HELD_UP[self.backlog.path] = self._thread
+        else:
             self.backlog.close()
 
     def _say_left(self) -> None:
@@ -188,19 +206,22 @@ class Delivery:
     # ---- in the thread
 
     def _run(self) -> None:
+        if self._before is not None:
+            self._before.join()
         while not self._ends:
-            self._wake.wait(_PERIOD_S)
-            self._wake.clear()
-            if self._ends:
-                break
             waited = list(self._tasks)  # what is asked for from here on comes after what is put from here on
             if not self._begun.done() or (time.monotonic() >= self._next_try_s and self._is_due()):
                 self._try()
             self._run_tasks(waited)
-            if self._tasks:
-                self._wake.set()
+            if not self._tasks and not self._ends:
+                self._wake.wait(_PERIOD_S)
+            self._wake.clear()
+        self._run_tasks(())  # such as the tracker's end
         while self._tasks:
             self._tasks.popleft()[1].cancel()
+        if _HELD_UP.get(self.backlog.path) is self._thread:
+            del _HELD_UP[self.backlog.path]
+            self.backlog.close()
 
     def _is_due(self) -> bool:
         return not self.is_begun or len(self.backlog) > 0
@@ -220,14 +241,20 @@ class Delivery:
                 self.backlog.drop(len(group))
                 left -= len(group)
                 self._failures, self._singly = 0, max(0, self._singly - len(group))
+                if time.monotonic() > self._noted_s + _PERIOD_S:  # also of a tracker that never catches up
+                    self._rest()
                 self._run_tasks(())
             self.error = None
-            self._tracker.rest()
-        except Exception as error:  # noqa: BLE001  a tracker never ends a run
+            self._rest()
+        except BaseException as error:  # noqa: BLE001  a tracker never ends a run, by SystemExit neither
             self._singly = self._singly or len(group)
-            self._note(error)
+            self._note(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             if self._failures >= _TRIES and group and self._next_one_goes():
                 self._put_aside(group[0])
+
+    def _rest(self) -> None:
+        self._noted_s = time.monotonic()
+        self._tracker.rest()
 
     def _next_group(self) -> list[Record]:
         records = self.backlog.peek(BATCH if self._tracker.takes_many and not self._singly else 1)
@@ -251,21 +278,23 @@ class Delivery:
             )
 
     def _next_one_goes(self) -> bool:
-        self.backlog.spill()  # both in the file, or both in memory
-        first_two = self.backlog.peek(2)
-        if len(first_two) < 2:
-            return False
         try:
-            self._tracker.send(first_two[1:])
-        except Exception:  # noqa: BLE001  it is the tracker, not the record
+            self.backlog.spill(sync=False)  # both in the file, or both in memory
+            second = self.backlog.peek(2)[1:]
+            if second:
+                self._tracker.send(second)
+        except BaseException:  # noqa: BLE001  it is the tracker, not the record
             return False
-        return True
+        return bool(second)
 
     def _put_aside(self, record: Record) -> None:
         self.refused += 1
         self._say(f"{self._name} refuses {', '.join(record.names()) or record.hook}: {self.error}")
-        with suppress(OSError), self._refused_path.open("ab") as file:
-            file.write(record._replace(step=None).line())  # later steps have arrived, and say nothing of this one
+        try:
+            with self._refused_path.open("ab") as file:
+                file.write(record._replace(step=None).line())  # later steps have arrived, and say nothing of this one
+        except OSError:
+            self.backlog.lost += 1
         self.backlog.drop(2)  # with the one after it, which has arrived
         self._failures, self._next_try_s = 0, 0.0
 
@@ -284,8 +313,8 @@ class Delivery:
                 continue
             try:
                 future.set_result(function())
-            except Exception as error:  # noqa: BLE001  raised where it was asked
-                future.set_exception(error)
+            except BaseException as error:  # noqa: BLE001  raised where it was asked
+                future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
 class Marks:
@@ -319,9 +348,9 @@ class Marks:
         before, step = self._at_checkpoint, record.step
         return before is None or step is None or all(step <= before.get(name, -1) for name in record.names())
 
-    def doubt(self, has: Mapping[str, int]) -> None:
-        """Take what the tracker says after a failure: a part may have arrived."""
-        self._has, self._at_checkpoint = {**self._has, **has}, {}
+    def doubt(self, has: Mapping[str, int], number: int) -> None:
+        """Take what the tracker says after a failure: a part of so many records in front may have arrived."""
+        self._has, self._left_over = {**self._has, **has}, max(self._left_over, number)
 
     def missing(self, records: list[Record]) -> list[Record]:
         """Return the parts of the next records that the tracker lacks."""
@@ -331,10 +360,9 @@ class Marks:
         return [part for part in parts if part is not None]
 
     def _missing(self, record: Record, left_over: bool) -> Record | None:
-        step = record.step
-        if step is None:
+        step, low = record.step, {} if left_over else self._at_checkpoint
+        if step is None or low is None:
             return record
-        low = {} if left_over or self._at_checkpoint is None else self._at_checkpoint
         there = {name for name in record.names() if low.get(name, -1) < step <= self._has.get(name, -1)}
         if not there or record.hook != "_log_metrics":
             return None if there else record
@@ -354,24 +382,18 @@ class LoggerSide:
 
     def __init__(self, logger: Logger, backlog: Backlog, marks: Marks) -> None:
         self._logger, self._backlog, self._marks = logger, backlog, marks
+        self._is_started = False
         self.note_path = backlog.path.with_suffix(".json")
         self.takes_many = logger._takes_rows
 
     def begin(self) -> None:
         logger = self._logger
-        if logger._resumed and logger._version is None and not logger._LOCAL:
-            logger._version = read_note(self.note_path).get("version")
-        try:
-            logger._start()
-        except Exception as error:
-            if logger._LOCAL or isinstance(error, _MISTAKES):
-                raise logger._error("start", error) from error
-            raise
-        self._backlog.take_over(self._marks.belongs)
+        if not self._is_started:
+            self._start(logger)
+            self._is_started = True
         if logger._resumed:
             sent = {} if logger._LOCAL else read_note(self.note_path).get("sent")
-            left_over = len(self._backlog)
-            self._marks.resume(sent if isinstance(sent, dict) else {}, self._delivered(), left_over)
+            self._marks.resume(sent if isinstance(sent, dict) else {}, self._delivered(), self._left_over)
         logger._resumed = False
         earlier, logger._earlier = logger._earlier, None
         if earlier is not None and earlier != logger._log_dir:
@@ -380,16 +402,28 @@ class LoggerSide:
             logger._remove_if_empty(earlier.parent)
         self.rest()
 
+    def _start(self, logger: Logger) -> None:
+        if logger._resumed and logger._version is None and not logger._LOCAL:
+            logger._version = read_note(self.note_path).get("version")
+        try:
+            logger._start()
+        except Exception as error:
+            if logger._LOCAL or isinstance(error, _MISTAKES):
+                raise logger._error("start", error) from error
+            raise
+        keep = self._marks.belongs if logger._resumed else lambda record: True
+        self._left_over = self._backlog.take_over(keep)
+
     def _delivered(self) -> Mapping[str, int] | None:
         return self._logger._delivered() if self._logger._x_axis == "step" else None
 
     def send(self, records: list[Record]) -> None:
         logger, marks = self._logger, self._marks
-        if logger._doubtful and not logger._LOCAL:
+        if logger._in_doubt and not logger._LOCAL:
             has = self._delivered()
             if has is not None:
-                marks.doubt(has)
-        logger._doubtful = True
+                marks.doubt(has, logger._in_doubt)
+        logger._in_doubt = max(logger._in_doubt, len(records))
         left = marks.missing(records)
         if left and self.takes_many and left[0].hook == "_log_metrics":
             logger._log_rows([Row(record.args[0], record.args[1], record.time_s) for record in left])
@@ -398,9 +432,8 @@ class LoggerSide:
                 logger._now_s = record.time_s
                 logger._step = logger._step if record.step is None else record.step
                 getattr(logger, record.hook)(*record.args)
-        logger._doubtful = False
-        if not logger._LOCAL:
-            marks.note(records)
+        logger._in_doubt = 0
+        marks.note(records)
 
     def rest(self) -> None:
         if not self._logger._LOCAL:
@@ -416,7 +449,7 @@ class LoggerSide:
             "arguments": {name: value for name, value in arguments.items() if value is not None},
             "version": logger._version,
             "status": logger.status,
-            "sent": self._marks.sent,
+            "sent": dict(self._marks.sent),  # a copy: the other thread may add to it
         }
         try:
             self.note_path.parent.mkdir(parents=True, exist_ok=True)

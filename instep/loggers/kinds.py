@@ -327,10 +327,6 @@ def _each(make: Callable[..., Any]) -> Callable[..., list[Any]]:
     return make_each
 
 
-def _nth(given: Any, index: int) -> Any:
-    return given[index] if isinstance(given, list | tuple) else given
-
-
 MAKERS: dict[str, Callable[..., Any]] = {
     "text": lambda name, value: str(value),
     "image": _each(to_image),
@@ -360,7 +356,7 @@ def to_json(value: Any) -> Any:
         parts = [to_json(getattr(value, field.name)) for field in fields(value)]
         return {"kind": type(value).__name__, "parts": parts}
     if isinstance(value, dict):
-        return {"dict": {name: to_json(item) for name, item in value.items()}}
+        return {"dict": {str(name): to_json(item) for name, item in value.items()}}
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
     return value

@@ -172,6 +172,29 @@ def test_what_was_spilled_before_the_checkpoint_is_sent_by_the_resumed_run(tmp_p
     assert [step for step, _ in second.store] == list(range(6))
 
 
+def test_what_is_spilled_before_a_resumed_run_reaches_its_tracker_comes_behind_what_was_left(tmp_path, monkeypatch):
+    class Away(Remote):
+        def _start(self):
+            if self.down is not None:
+                raise self.down("no answer")
+
+    monkeypatch.setattr(backlog, "QUEUE_RECORDS", 5)
+    first, second = Away(flush_timeout_s=0.1), Away()
+    first.start(tmp_path)
+    first.down = second.down = ConnectionError
+    with warned():
+        for step in range(3):
+            first.log_metrics({"loss": 0.5}, step)
+        second.load_state_dict({**first.state_dict(), "global_step": 2})
+        first.finalize()
+        second.start(tmp_path)
+        for step in range(3, 20):
+            second.log_metrics({"loss": 0.5}, step)
+        second.down = None
+        second.finalize()
+    assert [step for step, _ in second.store] == list(range(20))
+
+
 def test_wrong_settings_end_the_start_and_an_unreachable_tracker_does_not(tmp_path):
     class Wrong(Remote):
         def _start(self):
