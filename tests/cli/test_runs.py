@@ -67,7 +67,9 @@ def test_plot_gives_the_points_and_says_what_is_missing(two: Path, capsys: pytes
     assert answer["metrics"]["loss"]["version_1"] == {"x": [1, 2], "y": [0.5, 0.25]}
     assert answer["metrics"]["loss"]["version_0"] == {"x": [1, 2], "y": [0.5, 1e-5]}
     assert "no run has a metric 'los'" in said(capsys, "plot", two, "-m", "los", code=1)
-    assert "its logger keeps no times of loss" in said(capsys, "plot", two, "--x", "time", code=1)
+    newest = two / "version_1" / "metrics.jsonl"
+    newest.write_text('{"step": 1, "time": 5.0, "loss": 0.5}\n')
+    assert "version_0: its logger keeps no times of loss" in said(capsys, "plot", two, "--x", "time", code=1)
     assert "its name ends with .png" in said(capsys, "plot", two, "-o", "x.doc", code=1).lower()
 
 

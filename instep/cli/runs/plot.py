@@ -1,7 +1,7 @@
 """Draw metrics of runs over the steps: in the terminal, as a picture, or as a page of HTML.
 
-Without `--metrics` the first few of the newest run are drawn. Of a long curve each stretch keeps its least and its
-greatest value, so a spike of one step is seen. A page of HTML needs no network.
+Without `--metrics` the first few of the newest run are drawn. A long curve keeps the least and the greatest value of
+each of its parts, so a spike of one step is seen. A page of HTML needs no network.
 
 Examples:
   instep runs plot instep_runs -m val_loss                       the newest runs, in the terminal
@@ -40,7 +40,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--out", metavar="FILE", help=f"{', '.join(_PICTURES)} or .html, instead of the terminal")
     parser.add_argument("--x", choices=("step", "time"), default="step", help="time: hours since the first point")
     parser.add_argument("--log", action="store_true", help="a logarithmic y axis")
-    parser.add_argument("--points", type=int, default=1000, metavar="N", help="of a curve (default: 1000)")
+    parser.add_argument(
+        "--points", type=int, default=1000, metavar="N", help="points of a curve, at most (default: 1000)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,7 +86,7 @@ def _plots(runs: Sequence[Run], args: argparse.Namespace) -> dict[str, list[Line
     for title, metrics in zip(titles(runs), read, strict=True):
         for name in shown:
             if name in metrics.curves:
-                x, y = _axis(metrics.curves[name], args.x, runs[0].name)
+                x, y = _axis(metrics.curves[name], args.x, title)
                 if args.log:
                     x, y = [a for a, b in zip(x, y, strict=True) if b > 1 / _MOST], [b for b in y if b > 1 / _MOST]
                 if not args.json:
