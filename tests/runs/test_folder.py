@@ -109,3 +109,11 @@ def test_damage_and_links_become_text(tmp_path: Path) -> None:
 def test_the_tail_of_a_log_is_its_last_lines_with_bars_drawn_over(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_text("".join(f"line {i}\n" for i in range(99)) + "  1%\r 50%\r100%\n")
     assert tail(tmp_path / "x.log", 2) == "line 98\n100%\n"
+
+
+def test_the_log_that_was_written_last_is_first_and_empty_ones_are_last(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    for name, text, time_s in (("old.log", "x", 1e9), ("new.log", "x", 2e9), ("empty.log", "", 3e9)):
+        (folder / name).write_text(text)
+        os.utime(folder / name, (time_s, time_s))
+    assert [path.name for path in one(folder).logs()] == ["new.log", "old.log", "empty.log"]
