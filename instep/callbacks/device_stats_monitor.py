@@ -33,22 +33,24 @@ class DeviceStatsMonitor(Callback):
     - CUDA, by torch: all of `torch.cuda.memory_stats`, such as `allocated_bytes.all.peak`.
     - CUDA, by nvidia-ml-py where it is installed, with nvidia-smi's names: `utilization.gpu` and `utilization.memory`
       (percent), `memory.used` and `memory.total` (bytes, of all processes), `temperature.gpu` (degrees Celsius),
-      `power.draw` (watts) and `clocks.sm` (MHz). What a device does not tell is left out.
+      `power.draw` (watts) and `clocks.sm` (MHz). Values that a device does not report are left out.
 
     Each process knows its own device; the loggers of the main process show that one's.
 
     Args:
-        cpu_stats: log the CPU's. None: where the device has no statistics of its own, that is everywhere but on CUDA.
+        cpu_stats: log the CPU's statistics. None: where the device has none of its own, that is everywhere but on CUDA.
         filter_keys: names to log, as above without what stands before the "/". None: all of them.
 
     Raises:
         SettingError: there is no logger.
-        MissingPackageError: the CPU's are to be logged and psutil is not installed.
+        MissingPackageError: the CPU's statistics are asked for and psutil is not installed.
 
     Example:
         >>> monitor = DeviceStatsMonitor(filter_keys={"cpu_percent", "allocated_bytes.all.peak"})
         >>> sorted(monitor.filter_keys or ())
         ['allocated_bytes.all.peak', 'cpu_percent']
+
+    Source: the names are those of Lightning's `DeviceStatsMonitor`.
     """
 
     def __init__(self, cpu_stats: bool | None = None, filter_keys: Iterable[str] | None = None) -> None:

@@ -41,7 +41,7 @@ class _Row(NamedTuple):
 class GradientMonitor(Callback):
     """Log the norm of every parameter's gradient, and of all together, every `log_every_n_steps` optimizer steps.
 
-    Names are those of Lightning's `grad_norm`: `grad_2.0_norm/layer.weight` and `grad_2.0_norm_total`. The gradients
+    Names are `grad_2.0_norm/layer.weight` and `grad_2.0_norm_total`. The gradients
     are complete then: of the whole accumulation window, reduced over ranks, without the gradient scaler's factor, and
     not clipped yet. Of sharded ones (FSDP, tensor parallelism) the norm is the whole one's; of a pipeline each process
     has its own stage. The values come to the host beside the training and are logged under their own step.
@@ -59,6 +59,8 @@ class GradientMonitor(Callback):
     Example:
         >>> GradientMonitor(depth=1).depth
         1
+
+    Source: Lightning's `grad_norm`, which a module calls itself.
     """
 
     def __init__(

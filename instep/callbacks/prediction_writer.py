@@ -50,6 +50,8 @@ class BasePredictionWriter(Callback):
         ...         torch.save(prediction, f"{dataloader_idx}-{trainer.global_rank}-{batch_idx}.pt")
         >>> SaveEach("batch").interval
         'batch'
+
+    Source: the names are those of Lightning's `BasePredictionWriter`.
     """
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:

@@ -33,9 +33,9 @@ class _Batch(NamedTuple):
 class SpikeDetection(Callback):
     """Stop training on all ranks when the loss of a batch jumps, with an error that names batches and samples.
 
-    Each rank's loss is held against the running mean of the last `window` batches, over all ranks. A batch is a spike
+    Each rank's loss is compared with the running mean of the last `window` batches, over all ranks. A batch is a spike
     where its loss on any rank is worse than the last mean, and away from the running mean by both `atol` and `rtol`.
-    That batch and the one before it (whose update may be the cause) are written to a file, and no checkpoint is made
+    That batch and the one before it (whose update may be the cause) are written to a file, and no checkpoint is saved
     after them.
 
     Losses are judged in their order whenever that does not wait: on one CPU at each batch, elsewhere every

@@ -144,7 +144,7 @@ class Checkpoints(Panel):
 
     def build(self) -> None:
         with box("line"):
-            ui.label("Sizes are compared. Verify reads every byte and holds it against its checksum.").classes("quiet")
+            ui.label("Only sizes are compared. Verify compares every byte with its checksum.").classes("quiet")
             self._button = ui.button("Verify", on_click=self._verify).props("flat dense no-caps")
         self._rows = _table("Step", "State", "Kind", "Score", "MB", "Saved", "Note", "Name")
 

@@ -81,7 +81,7 @@ class Source:
         return [one | self._verified.get(_mark(run, one), {}) if one["state"] == "complete" else one for one in found]
 
     def verify(self, run: Run) -> None:
-        """Hold every byte of a run's checkpoints against its checksum."""
+        """Compare every byte of a run's checkpoints with its checksum."""
         for one in run.checkpoints(verify=True):
             said = one["note"] or time.strftime("at %H:%M:%S")
             self._verified[_mark(run, one)] = {"state": one["state"], "note": said}

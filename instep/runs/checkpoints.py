@@ -22,9 +22,9 @@ def describe(
 
     Args:
         store: the folder.
-        found: of its scan.
-        leftovers: of its files, with whether nobody is at work there.
-        verify: hold every byte against its checksum, instead of the sizes alone.
+        found: its checkpoints, and folders that are none.
+        leftovers: what saves and deletions left; with each whether its process has gone, None where unknown.
+        verify: compare every byte with its checksum, instead of the sizes alone.
     """
     entries = [_entry(what, store.files) for what in found]
     if verify:

@@ -54,7 +54,7 @@ class Run:
 
     @cached_property
     def problems(self) -> list[str]:
-        """What of the folder cannot be read, one line each; `Metrics` has those of its own."""
+        """Files of the folder that cannot be read, with the reason, one line each; `Metrics` has those of loggers."""
         return self._hparams[1]
 
     @cached_property

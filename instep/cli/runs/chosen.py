@@ -17,8 +17,10 @@ from instep.runs import Curve, Run, find_runs
 def add_paths(parser: argparse.ArgumentParser, most: int) -> None:
     """Add the arguments of a command over several runs."""
     parser.add_argument("paths", metavar="DIR", nargs="*", default=["."], help="runs, or folders of runs (default: .)")
-    parser.add_argument("-m", "--metrics", type=names, metavar="NAMES", help="metrics, with commas between them")
-    parser.add_argument("-n", "--limit", type=_above_zero, default=most, help=f"of the newest runs (default: {most})")
+    parser.add_argument("-m", "--metrics", type=names, metavar="NAMES", help="the metrics, with commas between them")
+    parser.add_argument(
+        "-n", "--limit", type=_above_zero, default=most, metavar="N", help=f"the newest N runs (default: {most})"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 

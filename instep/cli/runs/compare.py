@@ -19,7 +19,7 @@ from instep.cli.runs.chosen import add_paths, ends, find, finite, number, settin
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_paths(parser, 6)
-    parser.add_argument("--all", action="store_true", help="hyperparameters that are the same too")
+    parser.add_argument("--all", action="store_true", help="show the hyperparameters that are the same, too")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Show a run: what it is doing or was doing at its end, the cause by rank, its last metrics, and how it goes on.
 
-Of a folder with several runs the newest is shown. `--verify` holds every byte of the checkpoints against its checksum.
+Of a folder with several runs the newest is shown. `--verify` compares every byte of the checkpoints with its checksum.
 
 Examples:
   instep runs show instep_runs/version_0
@@ -35,7 +35,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("path", metavar="RUN", nargs="?", default=".", help="a run, or a folder of runs (default: .)")
     parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints")
-    parser.add_argument("--log", type=int, metavar="LINES", help="of the newest log (default: 20 where it went wrong)")
+    parser.add_argument(
+        "--log", type=int, metavar="LINES", help="lines of the newest log to show (default: 20 where it went wrong)"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 

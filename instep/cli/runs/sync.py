@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("path", metavar="RUN", help="the run folder")
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for one tracker (default: 600)"
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="at most, for one tracker (default: 600)"
     )
     parser.add_argument("--import", dest="module", metavar="MODULE", help="a module that registers loggers of your own")
     parser.add_argument("--json", action="store_true", help="for programs")
