@@ -45,7 +45,7 @@ class AimLogger(Logger):
     """
 
     _NEEDS = ("aim", "aim")
-    _LOCAL = False
+    _LOCAL, _OWN_FOLDERS = False, True
     _SYNC = ("repo",)
 
     def __init__(
@@ -75,11 +75,6 @@ class AimLogger(Logger):
             "capture_terminal_logs": capture_terminal_logs,
         }
         self._run: Any = None
-
-    @property
-    def runs_dir(self) -> None:
-        """None: all runs of a repository share its folder."""
-        return None
 
     def _start(self) -> None:
         self._aim = require("aim", extra="aim", purpose="AimLogger")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from instep.errors import CorruptCheckpointError, InstepError, LogError, SettingError, UsageError, one_of
 from instep.loggers.folders import RUNS, folder_name, is_free, make_next, next_version, version_of
@@ -29,10 +27,21 @@ if TYPE_CHECKING:
     from instep.loggers.delivery import Delivery, Marks
     from instep.loggers.kinds import Artifact, Audio, Code, Histogram, Image, Table, Video
 
+T = TypeVar("T")
+
 _CHECKPOINT_WAIT_S = 1.0  # a checkpoint waits no longer for a slow tracker: what it has not taken is on the disk then
 
-OPTIONS = ("prefix", "x_axis", "log_model", "save_code", "per_rank", "flush_timeout_s")
-"""Arguments of every logger, which a subclass that hands the rest to its package keeps for itself."""
+_OPTIONS = ("save_dir", "name", "version", "prefix", "x_axis", "log_model", "save_code", "per_rank", "flush_timeout_s")
+
+
+def take_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Take the arguments of `Logger` out of those of a subclass, which hands the rest to its package."""
+    return {name: arguments.pop(name) for name in _OPTIONS if name in arguments}
+
+
+def numbered(name: str, values: Sequence[T]) -> list[tuple[str, T]]:
+    """Give each of several values a name of its own, `<name>/<i>`; one alone keeps the name."""
+    return [(name if len(values) == 1 else f"{name}/{i}", value) for i, value in enumerate(values)]
 
 
 class NoExperiment:
@@ -147,6 +156,8 @@ class Logger:
     _LOCAL: bool = True
     """Whether the subclass, on a resume, takes back what it wrote after the checkpoint. False: what was given to the
     tracker stays there, and a resumed run does not send it a second time."""
+    _OWN_FOLDERS: bool = False
+    """Whether the tracker's package names the places of its runs: such a logger never decides the run folder."""
     _SYNC: tuple[str, ...] = ()
     """Attributes, less the underscore in front, that `instep runs sync` gives to the constructor: no secrets."""
 
@@ -236,11 +247,10 @@ class Logger:
 
     @property
     def runs_dir(self) -> Path | None:
-        """The folder with one folder per run, `<save_dir>/<name>`; None without a `save_dir`.
-
-        A logger whose package makes the folders of its runs returns None: such a one never decides the run folder.
-        """
-        return None if self._save_dir is None else self._save_dir / self._name if self._name else self._save_dir
+        """The folder with one folder per run, `<save_dir>/<name>`; None without `save_dir` or with `_OWN_FOLDERS`."""
+        if self._save_dir is None or self._OWN_FOLDERS:
+            return None
+        return self._save_dir / self._name if self._name else self._save_dir
 
     @property
     def asked_folder(self) -> str | None:
@@ -860,7 +870,7 @@ class Logger:
     def _reopen(self) -> None:
         # Late: a Trainer without loggers does not need them.
         from instep.loggers.backlog import Backlog
-        from instep.loggers.delivery import Delivery, LoggerSide, Marks
+        from instep.loggers.delivery import Delivery, LoggerSide, Marks, close_in_forks
 
         assert self._run_dir is not None
         self._log_dir = self._choose_log_dir(self._run_dir)
@@ -880,9 +890,7 @@ class Logger:
             self._delivery = None
             raise
         self._open = True
-        if not _open_here and hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_forget_open)
-        _open_here[id(self)] = self
+        close_in_forks(self)
         kept, self._kept = self._kept, None
         for call in kept or ():
             self._delivery.put(*call)
@@ -917,16 +925,6 @@ class Logger:
                 f"got {type(value).__name__}: {repr(value)[:80]}. "
                 "Log one scalar per name; texts and settings go to log_hyperparams."
             ) from error
-
-
-_open_here: WeakValueDictionary[int, Logger] = WeakValueDictionary()
-"""Loggers that this process opened."""
-
-
-def _forget_open() -> None:
-    """Close the loggers of a forked process: it has no threads, and what waits is the parent's to send."""
-    for logger in _open_here.values():
-        logger._open, logger._delivery, logger._is_main = False, None, False
 
 
 def _hook(kind: str) -> str:

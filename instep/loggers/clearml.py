@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from instep.loggers.base import OPTIONS, Logger
+from instep.loggers.base import Logger, take_options
 from instep.utils.imports import require
 
 if TYPE_CHECKING:
     from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
 
-_OPTIONS = ("save_dir", "name", "version", *OPTIONS)
 _CACHE = "CLEARML_CACHE_DIR"
 _SERIES = ("train", "val", "eval", "test")
 
@@ -44,7 +43,7 @@ class ClearMLLogger(Logger):
 
     project_argument = "project_name"
     _NEEDS = ("clearml", "clearml")
-    _LOCAL = False
+    _LOCAL, _OWN_FOLDERS = False, True
     _start_timeout_s = 15.0  # with a server that is away the run begins without it
     _SYNC = ("project_name", "offline")
 
@@ -56,18 +55,13 @@ class ClearMLLogger(Logger):
         auto_connect_frameworks: bool | dict[str, Any] = False,
         **kwargs: Any,
     ) -> None:
-        options = {option: kwargs.pop(option) for option in _OPTIONS if option in kwargs}
+        options = take_options(kwargs)
         super().__init__(**{"name": task_name or os.environ.get("CLEARML_TASK", "run"), **options})
         self._project_name = project_name or os.environ.get("CLEARML_PROJECT", "instep")
         self._offline = offline
         self._given = {"auto_connect_frameworks": auto_connect_frameworks, "reuse_last_task_id": False, **kwargs}
         self._task: Any = None
         self._ours = False
-
-    @property
-    def runs_dir(self) -> None:
-        """None: the task's id is no folder."""
-        return None
 
     def _start(self) -> None:
         Task = require("clearml", extra="clearml", purpose="ClearMLLogger").Task

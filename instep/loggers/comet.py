@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 from zipfile import ZipFile, is_zipfile
 
-from instep.loggers.base import OPTIONS, Logger
+from instep.loggers.base import Logger, take_options
 from instep.utils.imports import require
 
 if TYPE_CHECKING:
     from instep.loggers.kinds import Artifact, Audio, Histogram, Image, Table, Video
-
-
-_OPTIONS = ("save_dir", "name", "version", *OPTIONS)
 
 
 class CometLogger(Logger):
@@ -49,7 +46,7 @@ class CometLogger(Logger):
 
     project_argument = "project"
     _NEEDS = ("comet_ml", "comet")
-    _LOCAL = False
+    _LOCAL, _OWN_FOLDERS = False, True
     _start_timeout_s = 15.0  # with a server that is away the run begins without it
     _SYNC = ("workspace", "project", "online")
 
@@ -65,16 +62,11 @@ class CometLogger(Logger):
         prefix: str | None = None,
         **kwargs: Any,
     ) -> None:
-        options = {option: kwargs.pop(option) for option in _OPTIONS if option in kwargs}
+        options = take_options(kwargs)
         super().__init__(**{"version": experiment_key, "prefix": prefix or "", **options})
         self._api_key, self._workspace, self._project = api_key, workspace, project
         self._mode, self._online, self._config = mode, online, kwargs
         self._comet: Any = None
-
-    @property
-    def runs_dir(self) -> None:
-        """None: the experiment's key is no folder."""
-        return None
 
     def _start(self) -> None:
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # before its import, which patches torch otherwise

@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
 
 from instep.errors import InstepError
 from instep.loggers.backlog import BATCH, Backlog, Record, Row, read_note
@@ -36,11 +38,28 @@ _HELD_UP: dict[Path, threading.Thread] = {}
 """Threads that a tracker still holds up after their end, by backlog: the next one waits, or a record would go twice."""
 
 
+_OPEN: WeakValueDictionary[int, Logger] = WeakValueDictionary()
+
+
+def close_in_forks(logger: Logger) -> None:
+    """Have forked processes see this logger closed: they have no thread, and what waits is the parent's to send."""
+    if not _OPEN and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget)
+    _OPEN[id(logger)] = logger
+
+
+def _forget() -> None:
+    for logger in _OPEN.values():
+        logger._open, logger._delivery, logger._is_main = False, None, False
+
+
 class Tracker(Protocol):
     """What a `Delivery` sends to; every method runs in its thread."""
 
     takes_many: bool
     """Whether several rows of metrics may be sent at once, all or none of them."""
+    is_started: bool
+    """Whether it has to be closed, also where `begin` failed after that."""
 
     def begin(self) -> None:
         """Open it."""
@@ -165,7 +184,7 @@ class Delivery:
 
         def last() -> None:
             self._ends = True  # first: nothing is sent to a closed tracker
-            if self.is_begun:
+            if self._tracker.is_started:
                 finalize()
 
         self._next_try_s = 0.0  # one more try, whatever the pause
@@ -382,15 +401,15 @@ class LoggerSide:
 
     def __init__(self, logger: Logger, backlog: Backlog, marks: Marks) -> None:
         self._logger, self._backlog, self._marks = logger, backlog, marks
-        self._is_started = False
+        self.is_started = False
         self.note_path = backlog.path.with_suffix(".json")
         self.takes_many = logger._takes_rows
 
     def begin(self) -> None:
         logger = self._logger
-        if not self._is_started:
+        if not self.is_started:
             self._start(logger)
-            self._is_started = True
+            self.is_started = True
         if logger._resumed:
             sent = {} if logger._LOCAL else read_note(self.note_path).get("sent")
             self._marks.resume(sent if isinstance(sent, dict) else {}, self._delivered(), self._left_over)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from instep.errors import SettingError
 from instep.loggers.backlog import Row
-from instep.loggers.base import Logger
+from instep.loggers.base import Logger, numbered
 from instep.loggers.folders import RUNS
 from instep.loggers.hparams import flatten
 from instep.types import PathLike
@@ -55,6 +55,7 @@ class MLFlowLogger(Logger):
     """
 
     _NEEDS, _LOCAL, _writers = ("mlflow", "mlflow"), False, frozenset({"_client", "_entities", "_monitor"})
+    _OWN_FOLDERS = True
     project_argument = "experiment_name"
     _SYNC = ("experiment_name", "tracking_uri", "artifact_location")
 
@@ -100,11 +101,6 @@ class MLFlowLogger(Logger):
         self._entities: Any = None
         self._monitor: Any = None
         self._experiment_id: str | None = None
-
-    @property
-    def runs_dir(self) -> None:
-        """None: a run's id is no folder."""
-        return None
 
     @property
     def run_id(self) -> str | None:
@@ -189,8 +185,8 @@ class MLFlowLogger(Logger):
         self._client.log_text(self._version, text, f"text/{_plain(name)}/{step}.txt")
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
-        for i, image in enumerate(images):
-            key, time_ms = _plain(name) + f"/{i}" * (len(images) > 1), int(self._now_s * 1000)
+        for key, image in numbered(_plain(name), images):
+            time_ms = int(self._now_s * 1000)
             self._client.log_image(self._version, image.array, key=key, step=step, timestamp=time_ms, synchronous=True)
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:

@@ -9,14 +9,13 @@ from threading import Condition
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.errors import InstepError
-from instep.loggers.base import OPTIONS, Logger
+from instep.loggers.base import Logger, take_options
 from instep.types import PathLike
 from instep.utils.imports import require
 
 if TYPE_CHECKING:
     from instep.loggers.kinds import Artifact, Audio, Image, Video
 
-_OPTIONS = ("save_dir", "name", "version", *OPTIONS)
 _GATHER_S = 0.05  # SwanLab's thread waits for more to write, 0.5 s by default: a checkpoint would wait for it
 _WRITE_S = 10.0
 
@@ -45,7 +44,7 @@ class SwanLabLogger(Logger):
 
     project_argument = "project"
     _NEEDS = ("swanlab", "swanlab")
-    _LOCAL = False
+    _LOCAL, _OWN_FOLDERS = False, True
     _start_timeout_s = 15.0  # with a server that is away the run begins without it
     _SYNC = ("project", "workspace", "mode")
 
@@ -61,7 +60,7 @@ class SwanLabLogger(Logger):
         id: str | None = None,
         **kwargs: Any,
     ) -> None:
-        options = {option: kwargs.pop(option) for option in _OPTIONS if option in kwargs}
+        options = take_options(kwargs)
         super().__init__(**{"name": experiment_name, "version": id, **options})
         self._project, self._workspace, self._mode = project, workspace, mode
         self._given = {"description": description, "tags": tags, **kwargs}
@@ -71,11 +70,6 @@ class SwanLabLogger(Logger):
         self._sent: dict[str, int] = {}  # the last step of each metric,
         self._written: dict[str, int] = {}  # and that which SwanLab's thread has written
         self._writes = Condition()
-
-    @property
-    def runs_dir(self) -> None:
-        """None: the run's id is no folder."""
-        return None
 
     def _start(self) -> None:
         self._swanlab = require("swanlab", extra="swanlab", purpose="SwanLabLogger")

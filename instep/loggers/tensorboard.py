@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instep.loggers.base import Logger
+from instep.loggers.base import Logger, numbered
 from instep.loggers.hparams import NAME, ensure_file, flatten, merge_file, move_file
 from instep.types import PathLike
 from instep.utils.checks import FLAG, above_zero
@@ -145,14 +145,14 @@ class TensorBoardLogger(Logger):
         self._experiment().add_text(name, text, step, self._now_s)
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
-        for i, image in enumerate(images):
+        for key, image in numbered(name, images):
             height, width, channels = image.array.shape
             kind = self._proto.Summary.Image
             picture = kind(height=height, width=width, colorspace=channels, encoded_image_string=image.png())
-            self._add_value(_numbered(name, i, images), step, image=picture)
+            self._add_value(key, step, image=picture)
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
-        for i, audio in enumerate(audios):
+        for key, audio in numbered(name, audios):
             frames, channels = audio.array.shape
             sound = self._proto.Summary.Audio(
                 sample_rate=audio.sample_rate,
@@ -161,14 +161,14 @@ class TensorBoardLogger(Logger):
                 encoded_audio_string=audio.wav(),
                 content_type="audio/wav",
             )
-            self._add_value(_numbered(name, i, audios), step, audio=sound)
+            self._add_value(key, step, audio=sound)
 
     def _log_video(self, name: str, videos: list[Video], step: int) -> None:
-        for i, video in enumerate(videos):
+        for key, video in numbered(name, videos):
             _, height, width, channels = video.array.shape
             kind = self._proto.Summary.Image  # TensorBoard shows a GIF among the images
             moving = kind(height=height, width=width, colorspace=channels, encoded_image_string=video.gif())
-            self._add_value(_numbered(name, i, videos), step, image=moving)
+            self._add_value(key, step, image=moving)
 
     def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         counts, edges = histogram.counts, histogram.edges
@@ -265,7 +265,3 @@ class TensorBoardLogger(Logger):
         move_file(earlier / NAME, self._log_dir)
         for file in earlier.glob("events.out.tfevents.*"):
             shutil.move(file, self._log_dir / file.name)
-
-
-def _numbered(name: str, index: int, values: list[Any]) -> str:
-    return name if len(values) == 1 else f"{name}/{index}"

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import SettingError
-from instep.loggers.base import OPTIONS, Logger
+from instep.loggers.base import Logger, numbered, take_options
 from instep.loggers.folders import RUNS
 from instep.loggers.hparams import plain
 from instep.types import PathLike
@@ -42,6 +42,7 @@ class TrackioLogger(Logger):
 
     _NEEDS, _LOCAL, _SYNC, _writers = ("trackio", "trackio"), False, ("project", "space_id"), frozenset({"_run"})
 
+    _OWN_FOLDERS = True
     project_argument = "project"
 
     def __init__(
@@ -53,18 +54,13 @@ class TrackioLogger(Logger):
         prefix: str = "",
         **init: Any,
     ) -> None:
-        options = {option: init.pop(option) for option in OPTIONS if option in init}
+        options = take_options(init)
         super().__init__(save_dir, name, version, prefix, **options)
         self._project = project or RUNS
         self._space_id = init.get("space_id")
         self._init = init
         self._run: Any = None
         self._config: dict[str, Any] | None = None  # not in the database yet
-
-    @property
-    def runs_dir(self) -> None:
-        """None: Trackio has one folder for all runs."""
-        return None
 
     def _experiment(self) -> Any:
         return self._run
@@ -128,17 +124,17 @@ class TrackioLogger(Logger):
         self._run.log({name: self._package().Markdown(text)}, step=step)
 
     def _log_image(self, name: str, images: list[Image], step: int) -> None:
-        for i, image in enumerate(images):
+        for key, image in numbered(name, images):
             array = image.array[:, :, 0] if image.array.shape[2] == 1 else image.array
-            self._run.log({_nth(name, i): self._package().Image(array, caption=image.caption)}, step=step)
+            self._run.log({key: self._package().Image(array, caption=image.caption)}, step=step)
 
     def _log_audio(self, name: str, audios: list[Audio], step: int) -> None:
-        for i, audio in enumerate(audios):
-            self._log_file(_nth(name, i), self._package().Audio, ".wav", audio.wav(), audio.caption, step)
+        for key, audio in numbered(name, audios):
+            self._log_file(key, self._package().Audio, ".wav", audio.wav(), audio.caption, step)
 
     def _log_video(self, name: str, videos: list[Video], step: int) -> None:
-        for i, video in enumerate(videos):
-            self._log_file(_nth(name, i), self._package().Video, ".gif", video.gif(), video.caption, step)
+        for key, video in numbered(name, videos):
+            self._log_file(key, self._package().Video, ".gif", video.gif(), video.caption, step)
 
     def _log_file(self, name: str, kind: Any, ending: str, data: bytes, caption: str | None, step: int) -> None:
         with TemporaryDirectory() as folder:  # of an array Trackio makes a file by ffmpeg, and sounds louder
@@ -161,7 +157,3 @@ class TrackioLogger(Logger):
     def _finalize(self, status: str) -> None:
         run, self._run = self._run, None
         run.finish()
-
-
-def _nth(name: str, index: int) -> str:
-    return f"{name}/{index}" if index else name

@@ -11,7 +11,7 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.errors import InstepError, SettingError
-from instep.loggers.base import OPTIONS, Logger
+from instep.loggers.base import Logger, take_options
 from instep.loggers.hparams import plain
 from instep.loggers.rows import Forget, WandbFile
 from instep.types import PathLike
@@ -93,6 +93,7 @@ class WandbLogger(Logger):
     """
 
     _LOCAL, _SYNC, _writers = False, ("project", "mode"), frozenset({"_run", "_given", "_wandb", "_disk"})
+    _OWN_FOLDERS = True
     project_argument = "project"
 
     def __init__(
@@ -117,7 +118,7 @@ class WandbLogger(Logger):
         fall_back_offline: bool = True,
         **init: Any,
     ) -> None:
-        options = {name: init.pop(name) for name in OPTIONS if name in init}
+        options = take_options(init)
         if id is not None and version is not None and id != version:
             raise SettingError(f"id={id!r} and version={version!r} are two names of one thing.", field="id", got=id)
         version = id if id is not None else version
@@ -164,11 +165,6 @@ class WandbLogger(Logger):
         super().load_state_dict(state_dict)
         if self._project is None:
             self._project = state_dict.get("project")
-
-    @property
-    def runs_dir(self) -> None:
-        """None: the run's id is no folder."""
-        return None
 
     def _choose_log_dir(self, run_dir: Path) -> Path:
         # W&B makes a folder per run by itself, below `<folder>/wandb`.

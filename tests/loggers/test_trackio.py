@@ -47,7 +47,7 @@ rows = SQLiteStorage.get_logs("digits", "first")
 found = {name: value for row in rows for name, value in row.items() if name not in ("step", "timestamp")}
 assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(5, 1 / 3), (6, 0.25)]
 assert found["__step"] == 7.0
-kinds = {"seen": "image", "seen/1": "image", "heard": "audio", "moved": "video", "weights": "histogram"}
+kinds = {"seen/0": "image", "seen/1": "image", "heard": "audio", "moved": "video", "weights": "histogram"}
 kinds |= {"said": "markdown", "table": "table"}
 assert {name: found[name]["_type"].split(".")[1] for name in kinds} == kinds, found
 artifacts = SQLiteStorage.get_artifacts("digits")
