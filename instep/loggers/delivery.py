@@ -96,8 +96,6 @@ class Delivery:
         """Why nothing could be sent last; None while it works."""
         self.refused = 0
         self.is_begun = False
-        self.begun_with = 0
-        """Records that an earlier process had left."""
         self._tracker, self._name = tracker, name
         self._failures = 0
         self._singly = 0  # records that are sent one by one, since one of them was refused
@@ -250,7 +248,7 @@ class Delivery:
         try:
             if not self.is_begun:
                 self._tracker.begin()
-                self.is_begun, self.begun_with = True, len(self.backlog)
+                self.is_begun = True
                 if not self._begun.done():
                     self._begun.set_result(None)
             left = len(self.backlog)

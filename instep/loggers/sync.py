@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from instep.errors import InstepError, SettingError
 from instep.loggers import logger_class, logger_names
 from instep.loggers.backlog import read_note
 from instep.loggers.base import Logger
+from instep.utils.atomic import replace
 from instep.utils.untrusted_files import open_regular
 
 _STEM = re.compile(r"[A-Za-z_][A-Za-z0-9_]*?(?:-(?P<number>[0-9]{1,4}))?(?:-rank-(?P<rank>[0-9]{1,6}))?")
@@ -68,7 +70,7 @@ def _send(run: Path, note: Path, timeout_s: float) -> Sent:
         if backlog.exists():
             with open_regular(backlog) as file:
                 rest = file.readall()
-        backlog.write_bytes(first + rest)
+        replace(backlog, first + rest)
         refused.unlink()
     given = content.get("arguments")
     known = {"name", "save_dir", *kind._SYNC}
@@ -77,7 +79,9 @@ def _send(run: Path, note: Path, timeout_s: float) -> Sent:
     match = _STEM.fullmatch(note.stem)
     number, rank = (int(match[key] or 0) for key in ("number", "rank")) if match is not None else (0, 0)
     logger.take_up(content.get("version"), max(0, number - 1), rank, str(content.get("status", "interrupted")))
-    return _deliver(logger, run, timeout_s)
+    with BufferedReader(open_regular(backlog)) as lines:
+        waited = sum(line.startswith(b"[") for line in lines)  # one that has arrived has lost its "["
+    return _deliver(logger, run, waited, timeout_s)
 
 
 def _class_of(text: str, note: Path) -> type[Logger]:
@@ -104,17 +108,17 @@ def _check_free(backlog: Path, name: str) -> None:
                 raise InstepError(f"{backlog}: the run goes on, and its {name} sends this itself") from None
 
 
-def _deliver(logger: Logger, run: Path, timeout_s: float) -> Sent:
+def _deliver(logger: Logger, run: Path, waited: int, timeout_s: float) -> Sent:
     end_s = time.monotonic() + timeout_s
     logger.start(run)
     delivery = logger._delivery
     assert delivery is not None
-    waited = delivery.begun_with
     for attempt in range(_TRIES):
-        if delivery.flush(max(0.1, end_s - time.monotonic())) or time.monotonic() > end_s:
+        all_sent = delivery.flush(max(0.1, end_s - time.monotonic())) and delivery.is_begun
+        if all_sent or time.monotonic() > end_s:
             break
         time.sleep(_PAUSE_S * (attempt + 1))
-    left, error = len(delivery.backlog), delivery.error
+    left, error = len(delivery.backlog) if delivery.is_begun else waited, delivery.error
     logger.finalize(logger.status)
     reason = f"{type(error).__name__}: {error}" if error is not None else ""
     return Sent(type(logger).__name__, waited, left + delivery.refused, reason)

@@ -17,7 +17,7 @@ from tests.trainer.toys import LoggingToy, loader, quiet
 class Server(Remote):
     """A tracker whose store is a file beside the runs."""
 
-    up = False
+    up, away = False, False
     _SYNC = ("place",)
 
     def __init__(self, place: str, **options) -> None:
@@ -25,6 +25,8 @@ class Server(Remote):
         self._place = place
 
     def _start(self):
+        if Server.away:
+            raise ConnectionError("away")
         self._version = self._version or "run-7"
 
     def _log_metrics(self, metrics, step):
@@ -60,6 +62,13 @@ def test_what_waits_is_sent_once_with_the_runs_own_id(run, monkeypatch, capsys):
     with warned():
         assert main(["runs", "sync", str(run)]) == 1
     assert "ConnectionError: down" in capsys.readouterr().out
+    monkeypatch.setattr(Server, "away", True)
+    with warned():
+        assert main(["runs", "sync", str(run), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["loggers"] == [
+        {"logger": "Server", "waited": 4, "left": 4, "reason": "ConnectionError: away"}
+    ]
+    monkeypatch.setattr(Server, "away", False)
     monkeypatch.setattr(Server, "up", True)
     assert main(["runs", "sync", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loggers"] == [
