@@ -195,7 +195,7 @@ class Logger:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is closed: it opens a writer of its own.
-        closed = {"_open": False, "_delivery": None}
+        closed = {"_open": False, "_delivery": None, "_marks": None}
         return {**self.__dict__, **closed, **dict.fromkeys(self._writers & self.__dict__.keys())}
 
     @classmethod
