@@ -185,7 +185,7 @@ class Trackers:
                 logger = kind(**{kind.project_argument: project_name, **init_kwargs.get(item, {})})
             else:
                 logger = item
-            # Others part projects themselves.
+            # Other trackers keep projects apart themselves.
             place = folder / project_name if type(logger).project_argument == "name" else folder
             logger.start(place, is_main=self._is_main)
             self._started[name] = logger

@@ -39,13 +39,13 @@ class Record(NamedTuple):
     time_s: float
 
     def names(self) -> list[str]:
-        """List what it is of: its metrics, or its kind and name."""
+        """List the names that the record is about: of its metrics, else of its hook and value."""
         if self.hook == "_log_metrics":
             return list(self.args[0])
         return [f"{self.hook}:{self.args[0]}"] if self.step is not None and isinstance(self.args[0], str) else []
 
     def line(self) -> bytes:
-        """Return it as a line of JSON; what JSON does not have, such as a path on an object store, as text."""
+        """Return the record as a line of JSON; what JSON does not have, such as a path on an object store, as text."""
         return json.dumps([self.hook, to_json(self.args), self.step, self.time_s], default=str).encode() + b"\n"
 
     @staticmethod
@@ -98,7 +98,7 @@ class Backlog:
         return self._in_file + len(self._memory)
 
     def append(self, record: Record) -> bool:
-        """Add a record; True where it would be good to send some now."""
+        """Add a record; return whether so many wait that they should be sent now."""
         with self._lock:
             self._memory.append(record)
             self._bytes += size_of(record.args)
@@ -128,7 +128,7 @@ class Backlog:
                     self._bytes -= size_of(self._memory.popleft().args)
 
     def spill(self, sync: bool = True) -> None:
-        """Write all of it into the file.
+        """Write the records in memory into the file.
 
         Args:
             sync: wait until the disk has it.
@@ -142,7 +142,7 @@ class Backlog:
         Called once, before the first `peek`. What was spilled until then stays, behind it.
 
         Returns:
-            how many records that are.
+            how many records were kept.
         """
         with self._lock:
             try:
@@ -168,7 +168,7 @@ class Backlog:
             return kept
 
     def close(self) -> None:
-        """Let go of the file; it is deleted where nothing waits. What is added later is written into it at once."""
+        """Close the file, and delete it where nothing waits. A later record is written into it at once."""
         with self._lock, suppress(OSError):
             self._is_closed = True
             if self._file is not None:

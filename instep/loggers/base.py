@@ -323,7 +323,7 @@ class Logger:
         Args:
             claim: makes the run folder, if it is not there yet, and returns it.
             decides: the run folder stands in this logger's `runs_dir`.
-            number: among the run's loggers of this class.
+            number: index of this logger among the run's loggers of its class.
         """
         self._claim, self._decides, self._number = claim, decides, number
 
@@ -332,7 +332,7 @@ class Logger:
 
         Args:
             version: of the run.
-            number: among the run's loggers of this class.
+            number: index of this logger among the run's loggers of its class.
             rank: of the process that wrote.
             status: how the run ended.
         """
@@ -771,7 +771,7 @@ class Logger:
         return bool(self._kept) and self._run_dir is None
 
     def _opened(self) -> bool:
-        """Open the logger if it is not open, outside a run too; whether this process writes."""
+        """Open the logger where it is closed, outside a run too; return whether this process writes."""
         if not self._open and self._is_main and self._run_dir is None and self._is_main_here():
             self._open_early()
         elif not self._open and self._is_main and self._run_dir is not None:
@@ -821,7 +821,7 @@ class Logger:
         atexit.register(self.finalize, "success")  # last: it runs before the end of the package that it writes with
 
     def _put(self, hook: str, *args: Any, step: int | None = None) -> None:
-        """Send one call of a hook on its way."""
+        """Give one call of a hook to the delivery thread, or keep it until there is one."""
         call = (hook, args, step, time.time())
         if self._delivery is None and (
             self._run_dir is not None or (self.runs_dir is not None and self._claim is None)
@@ -838,7 +838,7 @@ class Logger:
             self._close_at_exit()
 
     def _at_once(self, call: Callable[[], Any]) -> None:
-        """Run what needs live objects after all that waits, and wait for it."""
+        """Run a call that needs the live module, once all earlier records were sent, and wait for its end."""
         if not self._opened() or self._delivery is None:
             return
         if not self._delivery.is_begun:

@@ -1,7 +1,7 @@
-"""The way of what is logged to a tracker: one thread sends what waits in a backlog, in its order.
+"""Delivery of what is logged to a tracker: a thread sends the records that wait in a backlog, in their order.
 
-What the tracker refuses or cannot take now stays where it is and is tried again. The training thread never waits for
-it.
+A record that the tracker refuses or cannot take now stays in the backlog and is sent again later. Training goes on
+meanwhile. A call of the tracker that never returns blocks that thread alone: whoever waits for it has a time limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _TRIES = 3  # of one record, until the next one shows whether the tracker works
 _MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # of settings, not failures of a network
 
 _HELD_UP: dict[Path, threading.Thread] = {}
-"""Threads that a tracker still holds up after their end, by backlog: the next one waits, or a record would go twice."""
+"""Threads that a call of a tracker blocks after the logger was closed, by backlog. The next thread of the same backlog
+waits for them: both would send the record that the call is about."""
 
 
 _OPEN: WeakValueDictionary[int, Logger] = WeakValueDictionary()
@@ -70,19 +71,19 @@ class Tracker(Protocol):
         ...
 
     def rest(self) -> None:
-        """Nothing waits just now."""
+        """Called when nothing waits, and now and then in between."""
         ...
 
     def write_note(self) -> None:
-        """Write who it is and how far it came, beside what waits."""
+        """Write a file beside the backlog: which logger this is, and the last step that was sent of each metric."""
         ...
 
 
 class Delivery:
     """Thread that brings a backlog to a tracker, and opens and closes the tracker too.
 
-    A failure is said by a warning, and the record is tried again after a pause that doubles up to a minute. A record
-    that fails several times while the next one succeeds is put aside into the file `refused`.
+    Each failure is a warning, and the record is sent again after a pause, which doubles up to a minute. A record that
+    fails several times while the next one succeeds is moved into the file `<logger>.refused.jsonl`.
 
     Args:
         tracker: the logger's side.
@@ -112,7 +113,7 @@ class Delivery:
     # ---- from any thread
 
     def begin(self, timeout_s: float) -> None:
-        """Wait until the tracker is open; where that fails or lasts, it goes on in the background.
+        """Wait until the tracker is open; where that fails or takes too long, the thread goes on trying.
 
         Raises:
             InstepError: the logger's settings are wrong.
@@ -395,7 +396,7 @@ class Marks:
 
 
 class LoggerSide:
-    """A logger as its delivery sees it; runs in the delivery's thread."""
+    """A logger as the `Tracker` of its delivery: opens it, writes records by its hooks, and notes what was sent."""
 
     def __init__(self, logger: Logger, backlog: Backlog, marks: Marks) -> None:
         self._logger, self._backlog, self._marks = logger, backlog, marks

@@ -52,6 +52,9 @@ class MLFlowLogger(Logger):
         registered_model_name: each logged checkpoint becomes a version of this model in MLflow's registry.
         log_system_metrics: let MLflow record CPU, memory, disk and GPU from a thread. None: as
             MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING says.
+
+    Example:
+        >>> logger = MLFlowLogger("digits", tracking_uri="sqlite:///mlflow.db")  # doctest: +SKIP
     """
 
     _NEEDS, _LOCAL, _writers = ("mlflow", "mlflow"), False, frozenset({"_client", "_entities", "_monitor"})

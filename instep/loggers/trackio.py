@@ -38,6 +38,9 @@ class TrackioLogger(Logger):
         prefix: put before every name, joined by "-".
         **init: `x_axis` and the others of `Logger`, and further arguments of `trackio.init`: space_id, server_url,
             group, auto_log_gpu, ...
+
+    Example:
+        >>> logger = TrackioLogger("digits", name="first", auto_log_gpu=False)  # doctest: +SKIP
     """
 
     _NEEDS, _LOCAL, _SYNC, _writers = ("trackio", "trackio"), False, ("project", "space_id"), frozenset({"_run"})
