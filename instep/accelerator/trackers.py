@@ -12,6 +12,7 @@ from instep import loggers
 from instep.errors import MissingPackageError, SettingError, UsageError, one_of
 from instep.loggers import Logger
 from instep.types import Word
+from instep.utils.checks import TEXT, wrong
 from instep.utils.warn import warn_user
 
 
@@ -166,6 +167,7 @@ class Trackers:
             UsageError: they run already.
             SettingError: `init_kwargs` is for a logger that `log_with` does not name.
         """
+        TEXT("project_name", project_name)
         if self._started:
             raise UsageError(
                 f"init_trackers() was called twice; {', '.join(self._started)} run already. Call end_training() before "
@@ -227,6 +229,10 @@ class Trackers:
         self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         """Write values; without a step under the one after the last."""
+        if not isinstance(values, Mapping):
+            raise wrong("values", values, "numbers or texts by name, such as {'loss': 0.5}")
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
+            raise wrong("step", step, "a number of steps, or None")
         if not self._asked:
             if not self._warned:
                 warn_user(

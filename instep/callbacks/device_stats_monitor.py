@@ -11,6 +11,7 @@ import torch
 
 from instep.callbacks.base import Callback, logs_here
 from instep.errors import SettingError
+from instep.utils.checks import FLAG
 from instep.utils.imports import require
 from instep.utils.warn import warn_user
 
@@ -56,7 +57,7 @@ class DeviceStatsMonitor(Callback):
     def __init__(self, cpu_stats: bool | None = None, filter_keys: Iterable[str] | None = None) -> None:
         if isinstance(filter_keys, str):
             filter_keys = [filter_keys]
-        self.cpu_stats = cpu_stats
+        self.cpu_stats = None if cpu_stats is None else FLAG("cpu_stats", cpu_stats)
         self.filter_keys = None if filter_keys is None else frozenset(filter_keys)
         self._every = 0
         self._logged_step = -1

@@ -70,7 +70,10 @@ class GradientMonitor(Callback):
         histograms: bool = False,
         group_separator: str = "/",
     ) -> None:
-        self.norm_type = float(norm_type)
+        try:
+            self.norm_type = float(norm_type)
+        except (TypeError, ValueError):
+            self.norm_type = -1.0
         if not self.norm_type > 0:
             raise SettingError(
                 f"norm_type={norm_type!r}: expected a number above 0, or 'inf'", field="norm_type", got=norm_type

@@ -13,7 +13,7 @@ from instep.callbacks.base import Callback
 from instep.distributed import find_batch_size
 from instep.distributed.collectives import all_reduce_
 from instep.errors import SettingError
-from instep.utils.checks import at_least
+from instep.utils.checks import at_least, wrong
 from instep.utils.flops import FlopCounter, peak_flops
 from instep.utils.warn import warn_user
 
@@ -99,6 +99,9 @@ class ThroughputMonitor(Callback):
         using_sparse_model: bool = False,
         sparse_cuda_acceleration_factor: float = 2.0,
     ) -> None:
+        for name, function in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
+            if function is not None and not callable(function):
+                raise wrong(name, function, "a function of the batch, or None")
         self.batch_size_fn = batch_size_fn
         self.length_fn = length_fn
         self.window_size = at_least(2)("window_size", window_size)

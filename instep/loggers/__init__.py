@@ -103,7 +103,7 @@ def logger_class(name: str) -> type[Logger]:
     Raises:
         SettingError: nobody registered it.
     """
-    known = NAMES.get(name)
+    known = name if name in _HOME else NAMES.get(name, NAMES.get(name.lower()))
     if known is None:
         from importlib.metadata import entry_points  # late, as above
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from instep.errors import CorruptCheckpointError, InstepError, LogError, SettingError, UsageError, one_of
 from instep.loggers.folders import RUNS, folder_name, is_free, make_next, next_version, version_of
 from instep.types import Location, PathLike
-from instep.utils.checks import FLAG, PATH, above_zero
+from instep.utils.checks import FLAG, PATH, TEXT, above_zero
 from instep.utils.hparams import plain_values
 from instep.utils.imports import check_installed
 from instep.utils.paths import local_path, to_path
@@ -137,7 +138,10 @@ class Logger:
     _began_s: float = 0.0  # when the run began, in seconds since 1970
     _step: int = 0  # of the record that is being written
     _now_s: float = 0.0  # when that was made, in seconds since 1970
-    _x: float = 0.0  # the last place on another x-axis than the steps
+    _x: float | None = None  # the last place on another x-axis than the steps
+    _lacks_x: bool = False  # said that nothing has that name
+    step_of_run: Callable[[], int] | None = None
+    """Tells the global step, of what is logged without one; the Trainer sets it."""
     _last_step: int = -1
     _prefix: str = ""
     _writers: AbstractSet[str] = frozenset()  # attributes of a subclass that exist while it is open
@@ -172,7 +176,14 @@ class Logger:
         save_code: bool = False,
         per_rank: bool = False,
         flush_timeout_s: float = 30.0,
+        **unknown: Any,
     ) -> None:
+        for given in unknown:  # here, and not by Python: this text says of which class, and what is meant
+            known = inspect.signature(type(self)).parameters
+            names = dict.fromkeys([*known, *inspect.signature(Logger).parameters])
+            for kind in ("self", "options", "unknown", "kwargs"):
+                names.pop(kind, None)
+            raise one_of(f"argument of {type(self).__name__}", given, names)
         if "://" in str(save_dir):
             raise SettingError(
                 f"{type(self).__name__}(save_dir={str(save_dir)!r}): logs are written into a folder of this machine. "
@@ -185,7 +196,7 @@ class Logger:
         self._name = name
         self._version = self._given_version = version
         self._prefix = f"{prefix}-" if prefix else ""
-        self._x_axis = x_axis
+        self._x_axis = TEXT("x_axis", x_axis)
         if log_model not in (True, False, "all", "best"):
             raise one_of("log_model", log_model, (True, False, "all", "best"))
         self.log_model = log_model
@@ -195,7 +206,7 @@ class Logger:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is closed: it opens a writer of its own.
-        closed = {"_open": False, "_delivery": None, "_marks": None}
+        closed = {"_open": False, "_delivery": None, "step_of_run": None}
         return {**self.__dict__, **closed, **dict.fromkeys(self._writers & self.__dict__.keys())}
 
     @classmethod
@@ -383,7 +394,7 @@ class Logger:
                 plain |= {f"{name}/{part}": self._number_of(f"{name}/{part}", one) for part, one in value.items()}
             elif type(value) is not float and type(value) is not int:
                 plain[name] = self._number_of(name, value)
-        x = step if self._x_axis == "step" else self._place(plain)
+        x = step if self._x_axis == "step" else self._place(plain, step)
         if self._prefix or type(self)._sent_name is not Logger._sent_name:
             plain = {self._sent_name(self._prefix + name): value for name, value in plain.items()}
         if step > self._last_step:
@@ -396,7 +407,7 @@ class Logger:
         Args:
             kind: "metrics", "text", "image", "audio", "video", "figure", "histogram" or "table".
             values: by name, as the method of the kind takes them.
-            step: the global step. None: the last one.
+            step: the global step. None: that of the run, else the last one.
             **options: of the kind, such as `sample_rate`.
 
         Raises:
@@ -410,11 +421,16 @@ class Logger:
         if kind not in MAKERS:
             raise one_of("kind", kind, ("metrics", *MAKERS))
         if self._is_main and self._takes(kind):
-            step = max(self._last_step, 0) if step is None else step
-            x = step if self._x_axis == "step" else self._place({})
+            step = self._step_now() if step is None else step
+            x = step if self._x_axis == "step" else self._place({}, step)
             for name, value in values.items():
                 plain = MAKERS[kind](name, value, **options)
                 self._put(_hook(kind), self._sent_name(self._prefix + name), plain, x, step=step)
+
+    def _step_now(self) -> int:
+        if self.step_of_run is not None and self._delivery is not None:
+            return self.step_of_run()
+        return max(self._last_step, 0)
 
     def takes(self, kind: str) -> bool:
         """Return whether the logger has a place for a kind, such as "image"."""
@@ -859,13 +875,19 @@ class Logger:
             except Exception as error:  # noqa: BLE001  a tracker never ends a run
                 warn_user(f"{type(self).__name__} could not flush: {type(error).__name__}: {error}")
 
-    def _place(self, metrics: Mapping[str, float]) -> int:
+    def _place(self, metrics: Mapping[str, float], step: int) -> int:
         """Return the place on an x-axis that is not the step: that of the last record that had one."""
         if self._x_axis == "time":
             self._x = time.time() - self._began_s if self._began_s else 0.0
         else:
             self._x = metrics.get(self._x_axis, self._x)
-        return int(self._x)
+        if self._x is None and metrics and not self._lacks_x:
+            self._lacks_x = True
+            warn_user(
+                f"{type(self).__name__}(x_axis={self._x_axis!r}): there is no metric of that name yet; what is logged "
+                "before it is drawn over the steps"
+            )
+        return int(step if self._x is None else self._x)
 
     def _reopen(self) -> None:
         # Late: a Trainer without loggers does not need them.

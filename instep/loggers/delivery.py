@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _PERIOD_S = 0.5  # how long records wait for company
 _LONGEST_PAUSE_S = 60.0
+_MOST_TEXT = 200
 _TRIES = 3  # of one record, until the next one shows whether the tracker works
 _MISTAKES = (TypeError, ValueError, AttributeError, NameError, ImportError)  # of settings, not failures of a network
 
@@ -52,6 +53,12 @@ def close_in_forks(logger: Logger) -> None:
 def _forget() -> None:
     for logger in _OPEN.values():
         logger._open, logger._delivery, logger._is_main = False, None, False
+
+
+def in_short(error: Exception | None) -> str:
+    """Write an error on one line: clients put whole chains of causes into theirs."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + ' ...'}"
 
 
 class Tracker(Protocol):
@@ -193,7 +200,7 @@ class Delivery:
         except TimeoutError:
             warn_user(f"{self._name} did not close within {timeout_s:g} s")
         except Exception as error:  # noqa: BLE001  a tracker never ends a run
-            warn_user(f"{self._name} could not be closed: {type(error).__name__}: {error}")
+            warn_user(f"{self._name} could not be closed: {in_short(error)}")
         self._end()
         self._thread.join(max(0.1, end_s - time.monotonic()))
         self.backlog.spill()
@@ -205,7 +212,7 @@ class Delivery:
 
     def _say_left(self) -> None:
         left, path = len(self.backlog), self.backlog.path
-        reason = f": {type(self.error).__name__}: {self.error}" if self.error is not None else ""
+        reason = f": {in_short(self.error)}" if self.error is not None else ""
         if left:
             self._tracker.write_note()
             warn_user(
@@ -291,8 +298,8 @@ class Delivery:
                 return
         if self._failures & (self._failures - 1) == 0:  # 1, 2, 4, 8 ...
             self._say(
-                f"{self._name} failed: {type(error).__name__}: {error}. Training goes on; what it was given is kept "
-                f"and sent again in {pause_s:g} s"
+                f"{self._name} failed: {in_short(error)}. Training goes on; what it was given is kept and sent again "
+                f"in {pause_s:g} s"
             )
 
     def _next_one_goes(self) -> bool:
@@ -307,7 +314,7 @@ class Delivery:
 
     def _put_aside(self, record: Record) -> None:
         self.refused += 1
-        self._say(f"{self._name} refuses {', '.join(record.names()) or record.hook}: {self.error}")
+        self._say(f"{self._name} refuses {', '.join(record.names()) or record.hook}: {in_short(self.error)}")
         try:
             with self._refused_path.open("ab") as file:
                 file.write(record._replace(step=None).line())  # later steps have arrived, and say nothing of this one

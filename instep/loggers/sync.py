@@ -15,6 +15,7 @@ from instep.errors import InstepError, SettingError
 from instep.loggers import logger_class, logger_names
 from instep.loggers.backlog import read_note
 from instep.loggers.base import Logger
+from instep.loggers.delivery import in_short
 from instep.utils.atomic import replace
 from instep.utils.untrusted_files import open_regular
 
@@ -120,5 +121,5 @@ def _deliver(logger: Logger, run: Path, waited: int, timeout_s: float) -> Sent:
         time.sleep(_PAUSE_S * (attempt + 1))
     left, error = len(delivery.backlog) if delivery.is_begun else waited, delivery.error
     logger.finalize(logger.status)
-    reason = f"{type(error).__name__}: {error}" if error is not None else ""
+    reason = in_short(error) if error is not None else ""
     return Sent(type(logger).__name__, waited, left + delivery.refused, reason)

@@ -10,6 +10,7 @@ from typing import Any
 from instep.errors import SettingError
 from instep.profilers.base import Profiler
 from instep.types import PathLike
+from instep.utils.checks import is_number, wrong
 
 
 class AdvancedProfiler(Profiler):
@@ -46,6 +47,8 @@ class AdvancedProfiler(Profiler):
         dump_stats: bool = False,
     ) -> None:
         super().__init__(dirpath, filename)
+        if not is_number(line_count_restriction) or line_count_restriction < 0:
+            raise wrong("line_count_restriction", line_count_restriction, "a number (int) or a fraction (float)")
         self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
         self.profiled_actions: dict[str, cProfile.Profile] = {}
         self._open: list[str] = []

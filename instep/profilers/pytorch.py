@@ -14,9 +14,9 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction, record_function
 
-from instep.errors import SettingError
+from instep.errors import SettingError, one_of
 from instep.profilers.base import Profiler
-from instep.profilers.traces import TraceReady, recorder
+from instep.profilers.traces import TraceReady, activity, recorder
 from instep.types import PathLike
 from instep.utils.warn import warn_user
 
@@ -129,6 +129,8 @@ class PyTorchProfiler(Profiler):
         if self._sort_by_key not in SORT_KEYS:
             message = f"sort_by_key={self._sort_by_key!r}: use one of {', '.join(SORT_KEYS)}"
             raise SettingError(message, field="sort_by_key", got=self._sort_by_key)
+        for name in self._options.get("activities") or ():
+            activity(name)
         columns = {*inspect.signature(EventList.table).parameters}
         for name in self._table_kwargs:
             if name not in columns - {"self", "sort_by", "row_limit"}:
@@ -281,7 +283,15 @@ class PyTorchProfiler(Profiler):
 
 def _checked_schedule(schedule: Any) -> Callable[[int], ProfilerAction]:
     if isinstance(schedule, Mapping):
-        return torch.profiler.schedule(**schedule)
+        known = inspect.signature(torch.profiler.schedule).parameters
+        for name in schedule:
+            if name not in known:
+                raise one_of("PyTorchProfiler(schedule={...})", name, known)
+        try:
+            return torch.profiler.schedule(**schedule)
+        except (TypeError, AssertionError) as error:
+            message = f"schedule={dict(schedule)!r}: {error}"
+            raise SettingError(message, field="schedule", got=schedule) from error
     if not callable(schedule):
         message = f"schedule={schedule!r}: a function such as torch.profiler.schedule(...), or a dict of its arguments"
         raise SettingError(message, field="schedule", got=schedule)

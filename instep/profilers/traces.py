@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from instep.errors import one_of
+
 if TYPE_CHECKING:
     from torch.profiler import profile as Recorder
 
@@ -74,11 +76,21 @@ def recorder(
         schedule: torch's, or its arguments; None records everything.
         options: further arguments of `torch.profiler.profile`.
     """
-    chosen = None if activities is None else [_activity(name) for name in activities]
+    chosen = None if activities is None else [activity(name) for name in activities]
     if isinstance(schedule, Mapping):
         schedule = torch.profiler.schedule(**schedule)
     return torch.profiler.profile(activities=chosen, schedule=schedule, on_trace_ready=ready, **options)
 
 
-def _activity(name: Any) -> Any:
-    return getattr(torch.profiler.ProfilerActivity, name.upper()) if isinstance(name, str) else name
+def activity(name: Any) -> Any:
+    """Return torch's kind of activity for a name.
+
+    Raises:
+        SettingError: torch has none of that name.
+    """
+    if not isinstance(name, str):
+        return name
+    known = torch.profiler.ProfilerActivity.__members__
+    if name.upper() not in known:
+        raise one_of("activities", name, map(str.lower, known))
+    return known[name.upper()]

@@ -162,6 +162,7 @@ def start_loggers(ctx: RunContext, module: TrainModule, datamodule: DataModule |
     if trainer.loggers or trainer.checkpoint_callback is not None:
         folder = trainer.run_folder.choose(ctx)
         for logger in trainer.loggers:
+            logger.step_of_run = lambda: trainer.global_step
             logger.start(folder, trainer.is_global_zero)
     params: dict[str, Any] = {}
     for owner in (datamodule, module):

@@ -110,6 +110,9 @@ def _strategy(name: str, value: Any) -> str | Strategy:
     return value
 
 
+_ONE_FILE = ("CSVLogger", "JSONLinesLogger")  # loggers whose file has the same name in every folder
+
+
 def _logger(name: str, value: Any) -> bool | tuple[Any, ...]:
     if isinstance(value, bool):
         return value or ()
@@ -119,6 +122,13 @@ def _logger(name: str, value: Any) -> bool | tuple[Any, ...]:
         from instep.loggers import make_logger  # late: not every run names its loggers
 
         value = [make_logger(one) if isinstance(one, str) else one for one in value]
+        kinds = [type(one) for one in value if type(one).__name__ in _ONE_FILE and getattr(one, "save_dir", 0) is None]
+        if len(kinds) > len(set(kinds)):
+            raise wrong(
+                name, value, "one logger of a kind where they have the same folder; give another one a save_dir"
+            )
+    elif not isinstance(value, Logger | type):
+        raise wrong(name, value, "True, False, a name such as 'csv' or 'mlflow', an instep Logger, or a list of these")
     return _plugins(Logger)(name, value)
 
 

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from instep.errors import InstepError
+from instep import Trainer
+from instep.errors import InstepError, SettingError
 from instep.loggers import JSONLinesLogger, Logger, backlog, delivery, kinds
 from instep.loggers.backlog import Backlog, Record
+from tests.trainer.toys import Toy, loader, quiet
 
 
 class Remote(Logger):
@@ -123,7 +125,7 @@ def test_one_record_that_is_refused_stops_no_other(tmp_path):
             logger._delivery._wake.set()
             threading.Event().wait(0.01)
         logger.finalize()
-    assert "Remote refuses bad name: not such a name" in said
+    assert "Remote refuses bad name: ValueError: not such a name" in said
     assert [step for step, _ in logger.store] == [0, 2, 3]
     assert json.loads((tmp_path / "loggers" / "Remote.refused.jsonl").read_text())[1][0] == {"dict": {"bad name": 1.0}}
 
@@ -277,3 +279,35 @@ def test_other_x_axes(tmp_path):
     logger.finalize()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == [(4096, 1.0), (4096, 0.5), (8192, "NaN")]
+
+
+def test_an_axis_that_nothing_has_is_said_and_the_steps_are_taken(tmp_path):
+    logger = JSONLinesLogger(x_axis="tokns")
+    logger.start(tmp_path)
+    with warned() as said:
+        for step in (3, 4):
+            logger.log_metrics({"loss": 1.0, "tokens": 4096}, step)
+    logger.finalize()
+    assert len(said) == 1
+    assert "no metric of that name" in said[0]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3, 4]
+
+
+def test_what_a_run_logs_without_a_step_has_that_of_the_run(tmp_path):
+    class Says(Toy):
+        def on_validation_end(self):
+            self.logger.log_text("said", "words")
+
+    logger = JSONLinesLogger()
+    trainer = quiet(max_epochs=2, log_every_n_steps=3, logger=logger, default_root_dir=tmp_path)
+    trainer.fit(Says(), loader(), loader())
+    rows = [json.loads(line) for line in logger.path.read_text().splitlines()]
+    assert [row["step"] for row in rows if row.get("kind") == "text"] == [0, 4, 8]  # the first of the sanity check
+
+
+def test_arguments_that_no_logger_has():
+    with pytest.raises(SettingError, match=r"argument of JSONLinesLogger='prefx' is not known.*Did you mean 'prefix'"):
+        JSONLinesLogger(prefx="a")
+    with pytest.raises(SettingError, match="one logger of a kind"):
+        Trainer(logger=["csv", "csv"])
