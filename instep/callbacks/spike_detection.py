@@ -108,7 +108,7 @@ class SpikeDetection(Callback):
         self._waiting, self._older, self._error = [], 0, None
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._at_once = trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu"
+        self._at_once = trainer.world_size == 1 and module.device.type == "cpu"
         self._every = trainer.log_every_n_steps or 50
         self._last_look = trainer.global_step
 

@@ -481,7 +481,7 @@ class Logger:
         Args:
             key: their name.
             images: one or a list of: tensors of shape (channels, height, width), floats in 0 to 1 or integers in 0 to
-                255; arrays of that shape or (height, width, channels); PIL images; paths.
+                255; arrays of that shape or (height, width, channels); PIL images; paths. Or a batch of 4 dimensions.
             step: the global step. None: the last one.
             **kwargs: `caption`, one text or a list of them.
         """

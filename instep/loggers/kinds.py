@@ -6,6 +6,7 @@ A value is made plain where it is logged, since the user may change it in the ne
 from __future__ import annotations
 
 import base64
+import inspect
 import io
 import json
 import math
@@ -193,7 +194,10 @@ def to_histogram(name: str, values: Any, bins: int = 64) -> Histogram:
     if isinstance(values, tuple):
         counts, edges = values
         return Histogram(_array(counts).astype(np.int64), _array(edges).astype(np.float64))
-    flat = _array(values).reshape(-1).astype(np.float64)
+    try:
+        flat = _array(values).reshape(-1).astype(np.float64)
+    except (TypeError, ValueError):
+        raise LogError(f"the histogram {name!r} takes numbers, and got {values!r:.80}") from None
     counts, edges = np.histogram(flat[np.isfinite(flat)], bins=bins)
     return Histogram(counts.astype(np.int64), edges.astype(np.float64))
 
@@ -214,6 +218,8 @@ def to_table(
         return table
     if dataframe is not None:
         columns, data = [str(column) for column in dataframe.columns], dataframe.to_numpy().tolist()
+    if isinstance(columns, str) or not isinstance(data, Iterable | None):
+        raise LogError(f"the table {name!r} takes columns, a list of names, and data, a list of rows")
     rows = [[_cell(cell) for cell in row] for row in data or ()]
     columns = list(columns) if columns is not None else [f"column {i + 1}" for i in range(len(rows[0]) if rows else 0)]
     wrong = next((i for i, row in enumerate(rows) if len(row) != len(columns)), None)
@@ -311,8 +317,12 @@ def _each(make: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Make a list of values of a kind from one value or several; an option may be one for each."""
 
     def make_each(name: str, values: Any, **options: Any) -> list[Any]:
-        values = list(values) if isinstance(values, list | tuple) else [values]
+        batch = make is to_image and getattr(values, "ndim", 0) == 4  # as Accelerate's users log pictures
+        values = list(values) if batch or isinstance(values, list | tuple) else [values]
+        known = [option for option in inspect.signature(make).parameters if option not in ("name", "value")]
         for option, given in options.items():
+            if option not in known:
+                raise LogError(f"{name!r}: there is no option {option!r}; there are {', '.join(known)}")
             if isinstance(given, list | tuple) and len(given) != len(values):
                 raise LogError(f"{name!r} has {len(values)} values, and {len(given)} of {option}")
         return [

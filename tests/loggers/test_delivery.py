@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from instep import Trainer
-from instep.errors import InstepError, SettingError
+from instep.errors import InstepError, LogError, SettingError
 from instep.loggers import JSONLinesLogger, Logger, backlog, delivery, kinds
 from instep.loggers.backlog import Backlog, Record
 from tests.trainer.toys import Toy, loader, quiet
@@ -311,3 +311,17 @@ def test_arguments_that_no_logger_has():
         JSONLinesLogger(prefx="a")
     with pytest.raises(SettingError, match="one logger of a kind"):
         Trainer(logger=["csv", "csv"])
+
+
+def test_a_batch_of_pictures_and_wrong_values(tmp_path):
+    logger = Remote()
+    logger.start(tmp_path)
+    logger.log_images({"batch": np.zeros((2, 8, 6, 3))}, 1)
+    with pytest.raises(LogError, match="no option 'captin'; there are caption"):
+        logger.log_image("a", np.zeros((2, 2)), captin="x")
+    with pytest.raises(LogError, match="takes numbers, and got 'x'"):
+        JSONLinesLogger(tmp_path).log_histogram("h", "x")
+    with pytest.raises(LogError, match="a list of rows"):
+        JSONLinesLogger(tmp_path).log_table("t", columns=["a"], data=3)
+    logger.finalize()
+    assert logger.store == [(1, "batch", (8, 6, 3))]

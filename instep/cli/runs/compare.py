@@ -14,6 +14,7 @@ from typing import Any
 
 from instep.cli import output
 from instep.cli.runs.chosen import add_paths, ends, find, finite, number, settings, titles
+from instep.errors import UsageError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,9 @@ def run(args: argparse.Namespace) -> int:
     differs = [key for key in keys if any(each.get(key, missing) != params[0].get(key, missing) for each in params)]
     curves = [run.metrics(args.metrics, 100).curves for run in runs]
     metrics = list(dict.fromkeys(name for each in curves for name in each))
+    if lacking := [name for name in args.metrics or () if name not in metrics]:
+        there = dict.fromkeys(name for run in runs for name in run.metrics(None, 4).curves)
+        raise UsageError(f"no run has the metric {lacking[0]!r}; there are {', '.join([*there][:20])}")
     if args.json:
         output.say_json(
             {
