@@ -28,7 +28,7 @@ from instep.utils.redact import HIDDEN
 
 _BAD = ("failed", "hung", "dead", "interrupted", "preempted")
 _FEW, _FEW_LINES = 20, 12  # metrics, lines of a traceback; --json has all
-_TIMES = ("data", "forward", "backward", "optimizer", "validation", "saving", "other")
+_TIMES = ("start", "data", "forward", "backward", "optimizer", "validation", "saving", "other")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def _print_state(one: Run) -> None:
     output.say(f"{one.folder}: {status.state}")
     if status.cause:
         output.say(f"why: {status.cause.strip()}")
-    done = _doing(status.progress)
+    done = "" if status.state == "finished" else _doing(status.progress)
     if done:
         seen = f", {_ago(status.progress.get('time'))}"
         step = status.progress.get("global_step")
