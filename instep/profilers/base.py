@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _UNSAFE = re.compile(r"[\\/:*?\"<>|\s]+")
 
+_MOST_LINES = 60  # of a report that are printed
+
 
 class Profiler(ABC):
     """Base class of profilers, which measure the actions of a run: hooks, steps, waiting for data, saves, and your own.
@@ -132,11 +134,15 @@ class Profiler(ABC):
         """Write the report into the folder, if there is one; without a `filename` the main process prints it, too."""
         text = self.summary()
         folder = self._folder
-        if text and folder is not None:
+        path = None if folder is None else folder / self._prepare_filename()
+        if text and folder is not None and path is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / self._prepare_filename(), "a", encoding="utf-8") as file:  # a resumed run adds its own
+            with open(path, "a", encoding="utf-8") as file:  # a resumed run adds its own
                 file.write(f"{text}\n")
-        if text and self._local_rank in (None, 0) and (self.filename is None or folder is None):
+        if text and self._local_rank in (None, 0) and (self.filename is None or path is None):
+            lines = text.splitlines()
+            if path is not None and len(lines) > _MOST_LINES:  # why the run ended must not scroll away
+                text = "\n".join([*lines[:_MOST_LINES], f"... {len(lines) - _MOST_LINES:,} more lines in {path}"])
             print(text)  # noqa: T201  the report that was asked for
 
     def teardown(self, stage: str | None) -> None:  # noqa: B027  most hold nothing
