@@ -183,7 +183,7 @@ class Logger:
             names = dict.fromkeys([*known, *inspect.signature(Logger).parameters])
             for kind in ("self", "options", "unknown", "kwargs"):
                 names.pop(kind, None)
-            raise one_of(f"argument of {type(self).__name__}", given, names)
+            raise SettingError(f"{type(self).__name__}: {one_of('argument', given, names)}", field=given)
         if "://" in str(save_dir):
             raise SettingError(
                 f"{type(self).__name__}(save_dir={str(save_dir)!r}): logs are written into a folder of this machine. "

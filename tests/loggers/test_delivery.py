@@ -307,9 +307,9 @@ def test_what_a_run_logs_without_a_step_has_that_of_the_run(tmp_path):
 
 
 def test_arguments_that_no_logger_has():
-    with pytest.raises(SettingError, match=r"argument of JSONLinesLogger='prefx' is not known.*Did you mean 'prefix'"):
+    with pytest.raises(SettingError, match=r"JSONLinesLogger: argument='prefx' is not known.*Did you mean 'prefix'"):
         JSONLinesLogger(prefx="a")
-    with pytest.raises(SettingError, match="one logger of a kind"):
+    with pytest.raises(SettingError, match="two CSVLogger would write the same file"):
         Trainer(logger=["csv", "csv"])
 
 
