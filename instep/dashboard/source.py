@@ -132,7 +132,7 @@ def _gpus() -> list[tuple[str, float, str]]:
     found = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
-        memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+        memory: Any = pynvml.nvmlDeviceGetMemoryInfo(device)
         found.append(
             (f"GPU {index} memory", memory.used / memory.total, f"{_gib(memory.used)} of {_gib(memory.total)}")
         )
