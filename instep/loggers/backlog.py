@@ -174,6 +174,7 @@ class Backlog:
             if self._file is not None:
                 if not self._in_file and self._is_ours(self._file):
                     self.path.unlink(missing_ok=True)
+                _lock_file(self._file.fileno(), False)  # a forked process may have the descriptor, and the lock with it
                 self._file.close()
                 self._file = None
 
@@ -182,10 +183,7 @@ class Backlog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             self._file = os.fdopen(descriptor, "r+b")
-            with suppress(ImportError, OSError):  # Windows; a file system without locks
-                import fcntl
-
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_file(descriptor, True)
             self._offset = self._end = self._file.seek(0, os.SEEK_END)  # behind what an earlier process left
         return self._file
 
@@ -263,6 +261,13 @@ class Backlog:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def _lock_file(descriptor: int, locked: bool) -> None:
+    with suppress(ImportError, OSError):  # Windows; a file system without locks
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if locked else fcntl.LOCK_UN)
 
 
 def read_note(path: Path) -> dict[str, Any]:
