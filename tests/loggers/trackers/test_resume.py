@@ -90,7 +90,7 @@ def test_what_a_tracker_did_not_take_is_sent_later(
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     logger = row.logger(tmp_path)
-    logger._flush_timeout_s = 3.0
+    logger._flush_timeout_s = 15.0  # ClearML takes several seconds to close
     write = logger._log_metrics
 
     def refuse(metrics: dict[str, float], step: int) -> None:
