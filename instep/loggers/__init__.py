@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from instep.errors import SettingError, one_of
@@ -135,9 +134,4 @@ def make_logger(name: str, **arguments: Any) -> Logger:
 
 def that_take(kind: str) -> list[str]:
     """List the loggers of this package that have a place for a kind, such as "image"; loads no tracker."""
-    found = []
-    for name, file in _HOME.items():
-        logger: type[Logger] = getattr(import_module(f"{__name__}.{file}"), name)
-        if Logger.takes(logger.__new__(logger), kind):
-            found.append(name)
-    return found
+    return [name for name in _HOME if _load(name).takes(kind)]

@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from instep.errors import CorruptCheckpointError, InstepError, LogError, SettingError, UsageError, one_of
 from instep.loggers.folders import RUNS, folder_name, is_free, make_next, next_version, version_of
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from instep.loggers.kinds import Artifact, Audio, Code, Histogram, Image, Table, Video
 
 T = TypeVar("T")
+_Call: TypeAlias = "tuple[str, tuple[Any, ...], int | None, float]"  # of a hook: name, arguments, step, time
 
 _CHECKPOINT_WAIT_S = 1.0  # a checkpoint waits no longer for a slow tracker: what it has not taken is on the disk then
 
@@ -124,7 +125,7 @@ class Logger:
     _claim: Callable[[], Path] | None = None  # the Trainer's, which gives the folder of its next run
     _decides: bool = False  # the Trainer's run folder is this logger's
     _resumed: bool = False
-    _kept: list[tuple[str, tuple[Any, ...], int | None, float]] | None = None  # what came before it was open
+    _kept: list[_Call] | None = None  # what came before it was open
     _delivery: Delivery | None = None
     _marks: Marks | None = None
     _logged: dict[str, int] | None = None  # the last step by name; of a resumed run that of its checkpoint
@@ -432,9 +433,10 @@ class Logger:
             return self.step_of_run()
         return max(self._last_step, 0)
 
-    def takes(self, kind: str) -> bool:
+    @classmethod
+    def takes(cls, kind: str) -> bool:
         """Return whether the logger has a place for a kind, such as "image"."""
-        return getattr(type(self), _hook(kind)) is not getattr(Logger, _hook(kind))
+        return getattr(cls, _hook(kind)) is not getattr(Logger, _hook(kind))
 
     @property
     def _takes_rows(self) -> bool:
@@ -465,7 +467,7 @@ class Logger:
         Args:
             key: the text's name, or texts by name.
             text: the text.
-            step: the global step. None: the last one.
+            step: the global step. None: that of the run, else the last one.
             columns: column names of a table of texts, as in `log_table`.
             data: its rows.
             dataframe: in the place of both.
@@ -482,7 +484,7 @@ class Logger:
             key: their name.
             images: one or a list of: tensors of shape (channels, height, width), floats in 0 to 1 or integers in 0 to
                 255; arrays of that shape or (height, width, channels); PIL images; paths. Or a batch of 4 dimensions.
-            step: the global step. None: the last one.
+            step: the global step. None: that of the run, else the last one.
             **kwargs: `caption`, one text or a list of them.
         """
         self.log("image", {key: images}, step, **kwargs)
@@ -497,7 +499,7 @@ class Logger:
         Args:
             key: their name.
             audios: one or a list of: floats in -1 to 1 of shape (samples,), (samples, channels) or (channels, samples).
-            step: the global step. None: the last one.
+            step: the global step. None: that of the run, else the last one.
             **kwargs: `sample_rate`, 44,100 unless given, and `caption`; one value or a list of them.
         """
         self.log("audio", {key: audios}, step, **kwargs)
@@ -508,7 +510,7 @@ class Logger:
         Args:
             key: their name.
             videos: one or a list of tensors or arrays of shape (frames, channels, height, width).
-            step: the global step. None: the last one.
+            step: the global step. None: that of the run, else the last one.
             **kwargs: `fps`, frames a second, 4 unless given, and `caption`; one value or a list of them.
         """
         self.log("video", {key: videos}, step, **kwargs)
@@ -844,14 +846,17 @@ class Logger:
         ):
             self._opened()  # after a run; or by hand: no Trainer is to say where
         if self._delivery is not None:
-            record = self._delivery.put(*call)
-            if step is not None and self._logged is not None:
-                self._logged.update(dict.fromkeys(record.names(), step))
+            self._send(self._delivery, call)
         elif self._kept is not None:
             self._kept.append(call)
         elif self._is_main_here():
             self._kept = [call]
             self._close_at_exit()
+
+    def _send(self, delivery: Delivery, call: _Call) -> None:
+        record = delivery.put(*call)
+        if record.step is not None and self._logged is not None:
+            self._logged.update(dict.fromkeys(record.names(), record.step))
 
     def _at_once(self, call: Callable[[], Any]) -> None:
         """Run a call that needs the live module, once all earlier records were sent, and wait for its end."""
@@ -915,7 +920,7 @@ class Logger:
         close_in_forks(self)
         kept, self._kept = self._kept, None
         for call in kept or ():
-            self._delivery.put(*call)
+            self._send(self._delivery, call)
         if self._save_code and is_new:
             self.log_code()
 

@@ -45,14 +45,16 @@ _OPEN: WeakValueDictionary[int, Logger] = WeakValueDictionary()
 
 def close_in_forks(logger: Logger) -> None:
     """Have forked processes see this logger closed: they have no thread, and what waits is the parent's to send."""
-    if not _OPEN and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forget)
     _OPEN[id(logger)] = logger
 
 
 def _forget() -> None:
     for logger in _OPEN.values():
         logger._open, logger._delivery, logger._is_main = False, None, False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)  # once: a handler cannot be taken back
 
 
 def in_short(error: Exception | None) -> str:

@@ -325,3 +325,12 @@ def test_a_batch_of_pictures_and_wrong_values(tmp_path):
         JSONLinesLogger(tmp_path).log_table("t", columns=["a"], data=3)
     logger.finalize()
     assert logger.store == [(1, "batch", (8, 6, 3))]
+
+
+def test_a_checkpoint_knows_what_was_logged_before_the_start_too(tmp_path):
+    logger = Remote()
+    logger.log_metrics({"early": 1.0}, 3)
+    logger.start(tmp_path)
+    logger.log_metrics({"loss": 1.0}, 4)
+    assert logger.state_dict()["logged"] == {"early": 3, "loss": 4}
+    logger.finalize()
