@@ -7,41 +7,41 @@ from instep.utils.imports import loads
 
 _HOME = {
     "BasePredictionWriter": "prediction_writer",
-    "DeviceStatsMonitor": "device_stats_monitor",
+    "DeviceStatsMonitor": "monitors.device_stats_monitor",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
-    "GradientMonitor": "gradient_monitor",
+    "GradientMonitor": "monitors.gradient_monitor",
     "ImageSampler": "image_sampler",
     "LambdaCallback": "lambda_callback",
-    "LearningRateMonitor": "lr_monitor",
+    "LearningRateMonitor": "monitors.lr_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "PredictionWriter": "prediction_writer",
     "ProgressBar": "progress",
     "ReplicaCheck": "replica_check",
-    "SpikeDetection": "spike_detection",
-    "ThroughputMonitor": "throughput_monitor",
+    "SpikeDetection": "monitors.spike_detection",
+    "ThroughputMonitor": "monitors.throughput_monitor",
     "Timer": "timer",
     "summarize": "model_summary",
 }
 
 if TYPE_CHECKING:
-    from instep.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from instep.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from instep.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
-    from instep.callbacks.gradient_monitor import GradientMonitor as GradientMonitor
     from instep.callbacks.image_sampler import ImageSampler as ImageSampler
     from instep.callbacks.lambda_callback import LambdaCallback as LambdaCallback
-    from instep.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from instep.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from instep.callbacks.model_summary import ModelSummary as ModelSummary
     from instep.callbacks.model_summary import summarize as summarize
+    from instep.callbacks.monitors.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
+    from instep.callbacks.monitors.gradient_monitor import GradientMonitor as GradientMonitor
+    from instep.callbacks.monitors.lr_monitor import LearningRateMonitor as LearningRateMonitor
+    from instep.callbacks.monitors.spike_detection import SpikeDetection as SpikeDetection
+    from instep.callbacks.monitors.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from instep.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from instep.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from instep.callbacks.progress import ProgressBar as ProgressBar
     from instep.callbacks.replica_check import ReplicaCheck as ReplicaCheck
-    from instep.callbacks.spike_detection import SpikeDetection as SpikeDetection
-    from instep.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from instep.callbacks.timer import Timer as Timer
 
 __all__ = ["Callback", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -79,7 +79,7 @@ MOVED = {
         "CombinedLoader": "instep.data.CombinedLoader",
         "AttributeDict": "instep.utils.AttributeDict",
         "TrainingSpikeException": "instep.errors.TrainingSpikeError",
-        "grad_norm": "instep.callbacks.gradient_monitor.grad_norm",
+        "grad_norm": "instep.callbacks.monitors.gradient_monitor.grad_norm",
         "isolate_rng": "instep.utils.seed.isolate_rng",
         "LightningCLI": "instep.cli.TrainerCLI",
         "LightningArgumentParser": "instep.cli.TrainerArgumentParser",

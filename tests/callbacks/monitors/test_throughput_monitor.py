@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from instep import TrainModule
-from instep.callbacks import ThroughputMonitor, throughput_monitor
+from instep.callbacks import ThroughputMonitor
+from instep.callbacks.monitors import throughput_monitor
 from instep.errors import SettingError
 from tests.callbacks.fakes import RecordingLogger
 from tests.trainer.toys import Toy, loader, quiet

@@ -1,0 +1,1 @@
+"""Callbacks that watch: device, throughput, gradients, learning rate, spikes of the loss."""
