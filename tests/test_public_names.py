@@ -37,6 +37,7 @@ PUBLIC = {
         "DeviceStatsMonitor",
         "EarlyStopping",
         "EarlyStoppingReason",
+        "GradientAccumulationScheduler",
         "GradientMonitor",
         "ImageSampler",
         "LambdaCallback",

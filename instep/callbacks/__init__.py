@@ -10,6 +10,7 @@ _HOME = {
     "DeviceStatsMonitor": "monitors.device_stats_monitor",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
+    "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "GradientMonitor": "monitors.gradient_monitor",
     "ImageSampler": "image_sampler",
     "LambdaCallback": "lambda_callback",
@@ -28,6 +29,9 @@ _HOME = {
 if TYPE_CHECKING:
     from instep.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from instep.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
+    from instep.callbacks.gradient_accumulation_scheduler import (
+        GradientAccumulationScheduler as GradientAccumulationScheduler,
+    )
     from instep.callbacks.image_sampler import ImageSampler as ImageSampler
     from instep.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from instep.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint

@@ -2,16 +2,19 @@
 
 `window_scale` and `gradient_correction` are the arithmetic of accumulation windows whose batches weigh differently: the
 Trainer's step and the Accelerator's backward call them, and divide by the number of batches where all weigh alike. A
-window begins at each multiple of `accumulate`, or where a resumed pass begins, and ends with the pass at the latest.
+window has `accumulate` batches and ends with the pass at the latest. Windows are counted from the batch `origin`, where
+a window of that size began first; and one begins where a resumed pass does. `derive` and `derive_phases` split a global
+batch over processes and micro-batches.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from instep.errors import DataError
+from instep.errors import DataError, SettingError
 
 
 class Share(NamedTuple):
@@ -69,15 +72,15 @@ class Plan:
         """Whether every batch of the pass weighs the same, on every rank."""
         return self.even == sys.maxsize or (self.total is not None and self.even >= self.total)
 
-    def full_batches(self, accumulate: int) -> int:
+    def full_batches(self, accumulate: int, origin: int = 0) -> int:
         """Return the number below which each batch has a `window_scale` of exactly `1 / accumulate`."""
-        if self.first % accumulate:
+        if self.first > origin and (self.first - origin) % accumulate:
             return 0
-        return self.even if self.even == sys.maxsize else self.even // accumulate * accumulate
+        return self.even if self.even == sys.maxsize else origin + (self.even - origin) // accumulate * accumulate
 
-    def window_of(self, batch_idx: int, accumulate: int) -> tuple[int, int]:
+    def window_of(self, batch_idx: int, accumulate: int, origin: int = 0) -> tuple[int, int]:
         """Return the first batch of a batch's window, and the number after its last one; a full window's if unknown."""
-        start = batch_idx - batch_idx % accumulate
+        start = batch_idx - (batch_idx - origin) % accumulate
         stop = start + accumulate
         if self.exact and self.longest is not None:
             stop = min(stop, self.longest)
@@ -112,7 +115,7 @@ def rank_weight(source: Sizes) -> float:
     return 1.0 if units is None else units[0] * source.world_size / units[1]
 
 
-def window_scale(source: Sizes, batch_idx: int, accumulate: int) -> float:
+def window_scale(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0) -> float:
     """Return the factor for this rank's mean loss in a batch of an optimizer window.
 
     A loss that is a mean over this rank's batch, multiplied by it, gives after averaging gradients over ranks and
@@ -124,12 +127,13 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int) -> float:
         source: its batch with that number is in hand.
         batch_idx: the batch's number in the epoch.
         accumulate: batches in a full window.
+        origin: the batch that windows are counted from.
 
     Raises:
         DataError: the window has no samples.
     """
     plan = source.plan
-    start, stop = plan.window_of(batch_idx, accumulate)
+    start, stop = plan.window_of(batch_idx, accumulate, origin)
     if plan.exact and plan.at is not None:
         units = plan.at(batch_idx).units
         if units is None:
@@ -146,7 +150,7 @@ def window_scale(source: Sizes, batch_idx: int, accumulate: int) -> float:
     return scale * seen[-1] / max(1, seen[0]) if seen else scale
 
 
-def gradient_correction(source: Sizes, batch_idx: int, accumulate: int) -> float:
+def gradient_correction(source: Sizes, batch_idx: int, accumulate: int, origin: int = 0) -> float:
     """Return what the gradients must be multiplied by after this batch, before the optimizer's step.
 
     Not 1 only where sizes were unknown when `window_scale` was asked: in the last batch of data without a length, and
@@ -155,8 +159,87 @@ def gradient_correction(source: Sizes, batch_idx: int, accumulate: int) -> float
     plan = source.plan
     if plan.exact:
         return 1.0
-    start, stop = plan.window_of(batch_idx, accumulate)
+    start, stop = plan.window_of(batch_idx, accumulate, origin)
     seen = plan.seen_in_window(start, batch_idx)
     if any(seen):
         return (stop - start) * max(1, seen[0]) / sum(seen)
     return (stop - start) / (batch_idx + 1 - start) if source.share.last else 1.0
+
+
+# ---- a global batch of given size
+
+
+def derive(global_batch_size: int, world_size: int, loader_batch_size: int) -> tuple[int, int]:
+    """Split a global batch exactly over processes and micro-batches.
+
+    Args:
+        global_batch_size: samples per optimizer step, over all processes.
+        world_size: processes that share the data.
+        loader_batch_size: the loader's batch size: the most samples that one micro-batch may have.
+
+    Returns:
+        (samples per micro-batch and process, micro-batches per optimizer step): the fewest micro-batches that come out
+        even.
+
+    Raises:
+        SettingError: the global batch does not divide over the processes.
+
+    Example:
+        >>> derive(256, world_size=4, loader_batch_size=32)
+        (32, 2)
+    """
+    per_rank, rest = divmod(global_batch_size, world_size)
+    if rest:
+        usable = [size * world_size for size in (per_rank, per_rank + 1) if size]
+        raise SettingError(
+            f"global_batch_size={global_batch_size} does not divide over {world_size} processes. "
+            f"Nearest: {' or '.join(map(str, usable))}.",
+            field="global_batch_size",
+            got=global_batch_size,
+        )
+    fewest = -(-per_rank // loader_batch_size)
+    accumulate = next(count for count in range(fewest, per_rank + 1) if per_rank % count == 0)
+    return per_rank // accumulate, accumulate
+
+
+def derive_phases(sizes: Mapping[int, int], world_size: int, loader_batch_size: int) -> tuple[int, dict[int, int]]:
+    """Split global batches that grow over a run: micro-batches of one size, more and more of them per optimizer step.
+
+    Args:
+        sizes: samples per optimizer step over all processes, by the optimizer step from which they hold.
+        world_size: processes that share the data.
+        loader_batch_size: the most samples that one micro-batch may have.
+
+    Returns:
+        Samples per micro-batch and process, the most that come out even for each size; and the micro-batches per
+        optimizer step, by the optimizer step from which they hold.
+
+    Raises:
+        SettingError: a global batch does not divide over the processes.
+
+    Example:
+        >>> derive_phases({0: 64, 1000: 256}, world_size=2, loader_batch_size=32)
+        (32, {0: 1, 1000: 4})
+    """
+    for size in sizes.values():
+        derive(size, world_size, loader_batch_size)  # each must divide
+    micro_batch, _ = derive(math.gcd(*sizes.values()), world_size, loader_batch_size)
+    return micro_batch, {step: size // world_size // micro_batch for step, size in sizes.items()}
+
+
+def phase_at(phases: Mapping[int, int], step: int) -> tuple[int, int | float]:
+    """Return the value that holds at a step, of values by the step from which they hold; and the step that ends it."""
+    holds = max(begin for begin in phases if begin <= step)
+    return phases[holds], min((begin for begin in phases if begin > step), default=math.inf)
+
+
+def steps_in_phases(batches: int, epochs: int, phases: Mapping[int, int]) -> int:
+    """Return the optimizer steps of so many epochs, where the micro-batches per step change at given steps."""
+    step = 0
+    for _ in range(epochs):
+        left = batches
+        while left > 0:
+            accumulate, change = phase_at(phases, step)
+            windows = min(math.ceil(left / accumulate), change - step)
+            step, left = step + int(windows), left - int(windows) * accumulate
+    return step

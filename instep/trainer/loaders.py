@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ import torch
 
 from instep import data as room  # its names load when used: only a run pays for what prepares loaders
 from instep.data import BatchSource, DataModule
+from instep.data.plan import derive, derive_phases, phase_at, steps_in_phases
 from instep.data.prefetch import batches_through
 from instep.distributed import send_to_device
-from instep.errors import DataError, HookError, SettingError
+from instep.errors import DataError, HookError, SettingError, UsageError
 from instep.state.runs import GradientRecord
 from instep.trainer.hooks import ModuleHooks, is_overridden, misspelt
 from instep.trainer.module import TrainModule
@@ -25,39 +26,6 @@ if TYPE_CHECKING:
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def derive(global_batch_size: int, world_size: int, loader_batch_size: int) -> tuple[int, int]:
-    """Split a global batch exactly over processes and micro-batches.
-
-    Args:
-        global_batch_size: samples per optimizer step, over all processes.
-        world_size: processes that share the data.
-        loader_batch_size: the loader's batch size: the most samples that one micro-batch may have.
-
-    Returns:
-        (samples per micro-batch and process, micro-batches per optimizer step): the fewest micro-batches that come out
-        even.
-
-    Raises:
-        SettingError: the global batch does not divide over the processes.
-
-    Example:
-        >>> derive(256, world_size=4, loader_batch_size=32)
-        (32, 2)
-    """
-    per_rank, rest = divmod(global_batch_size, world_size)
-    if rest:
-        usable = [size * world_size for size in (per_rank, per_rank + 1) if size]
-        raise SettingError(
-            f"global_batch_size={global_batch_size} does not divide over {world_size} processes. "
-            f"Nearest: {' or '.join(map(str, usable))}.",
-            field="global_batch_size",
-            got=global_batch_size,
-        )
-    fewest = -(-per_rank // loader_batch_size)
-    accumulate = next(count for count in range(fewest, per_rank + 1) if per_rank % count == 0)
-    return per_rank // accumulate, accumulate
-
-
 @dataclass(frozen=True)
 class StageData:
     """Data of a stage of a run.
@@ -66,11 +34,13 @@ class StageData:
         loaders: what the user gave: a loader, or loaders in a list, dict or tuple; None where there are none.
         batches: of each loader, on this rank; infinity while unknown. Training has one number.
         accumulate: micro-batches per optimizer step.
+        phases: these by the optimizer step from which they hold, where they change over the run.
     """
 
     loaders: Any = None
     batches: Sequence[int | float] = ()
     accumulate: int = 1
+    phases: Mapping[int, int] | None = None
 
 
 def data_of(trainer: Trainer, stage: str) -> StageData:
@@ -107,8 +77,24 @@ def estimate_steps(trainer: Trainer) -> int | float:
     batches = data.batches[0] if data.batches else math.inf
     if batches == math.inf:
         return s.max_steps if s.max_steps != -1 else batches
-    steps = math.ceil(batches / data.accumulate) * max(s.max_epochs, 1)
+    epochs, scheduler = max(s.max_epochs, 1), accumulation_scheduler(trainer)
+    if data.phases is not None:
+        steps = steps_in_phases(int(batches), epochs, data.phases)
+    elif scheduler is not None:
+        steps = sum(math.ceil(batches / scheduler.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
+    else:
+        steps = math.ceil(batches / data.accumulate) * epochs
     return steps if s.max_steps == -1 else min(steps, s.max_steps)
+
+
+def accumulation(trainer: Trainer) -> int:
+    """Return the micro-batches per optimizer step: of the running call, else the Trainer's argument."""
+    return trainer.settings.accumulate_grad_batches if trainer._ctx is None else trainer._ctx.loaders.accumulate
+
+
+def accumulation_scheduler(trainer: Trainer) -> Any:
+    """Return the callback that sets the accumulation of each epoch; None where there is none."""
+    return next((callback for callback in trainer.callbacks if hasattr(callback, "get_accumulate_grad_batches")), None)
 
 
 class Loaders:
@@ -124,6 +110,9 @@ class Loaders:
 
     Attributes:
         accumulate: micro-batches per optimizer step; `global_batch_size` decides it when the training data is prepared.
+        phases: these by the optimizer step from which they hold, where `global_batch_size` changes over the run.
+        window_origin: the batch of the epoch that optimizer windows are counted from.
+        in_epoch: the training step was made for the accumulation as it is.
         prepared_train: the training data, where it is prepared already.
     """
 
@@ -142,6 +131,9 @@ class Loaders:
         self._device = device
         self._gradient = gradient
         self.accumulate = self._settings.accumulate_grad_batches
+        self.phases: dict[int, int] | None = None
+        self.window_origin = 0
+        self.in_epoch = False
         self.prepared_train: BatchSource | None = None
         self._eval: dict[str, list[BatchSource]] = {}
         self._loaded_epoch: int | None = None  # in which validation's were asked for
@@ -155,7 +147,7 @@ class Loaders:
         """Return the data of a stage that the run has, as users see it."""
         sources = [self.train] if stage == "train" else self.evaluation(stage)
         counts = [math.inf if source.num_batches is None else source.num_batches for source in sources]
-        return StageData(self.users(stage), counts, self.accumulate)
+        return StageData(self.users(stage), counts, self.accumulate, self.phases)
 
     def users(self, stage: str) -> Any:
         """Return the user's loaders, where they were asked for already."""
@@ -201,10 +193,11 @@ class Loaders:
         if raw is None:
             raise HookError(f"fit needs training data: {self.how_to_give('train')}")
         micro_batch = None
-        if settings.global_batch_size is not None:
-            micro_batch, self.accumulate = derive(
-                settings.global_batch_size, self._strategy.data_world_size, _batch_size(raw)
-            )
+        if isinstance(size := settings.global_batch_size, int):
+            micro_batch, self.accumulate = derive(size, self._strategy.data_world_size, _batch_size(raw))
+        elif size is not None:
+            micro_batch, self.phases = derive_phases(size, self._strategy.data_world_size, _batch_size(raw))
+            self.accumulate = phase_at(self.phases, self._trainer.position.global_step)[0]
         limit = settings.overfit_batches or settings.limit_train_batches
         if isinstance(raw, (dict, list, tuple, room.CombinedLoader)) and not _is_batches(raw):
             combined = raw if isinstance(raw, room.CombinedLoader) else room.CombinedLoader(raw, "max_size_cycle")
@@ -217,10 +210,54 @@ class Loaders:
         else:
             source = self._prepare(raw, "train", limit, micro_batch)
         self._gradient.num_steps = self.accumulate
-        source.history = self.accumulate  # a state is taken at the end of the window, wherever in it we are
+        source.history = self.most_accumulated  # a state is taken at the end of the window, wherever in it we are
         if source.num_batches == 0 and limit != 0:
             raise DataError("the training loader gives no batch; is the dataset empty, or drop_last with few samples?")
         return source
+
+    @property
+    def most_accumulated(self) -> int:
+        """The most micro-batches that any optimizer step of the run has, as far as that is known."""
+        scheduler = accumulation_scheduler(self._trainer) if self._module.automatic_optimization else None
+        scheduled = () if scheduler is None else scheduler.scheduling.values()
+        return max((self.accumulate, *(self.phases or {}).values(), *scheduled))
+
+    def begin_windows(self, step: int, batch: int, accumulate: int | None = None) -> None:
+        """Count optimizer windows from a batch of the epoch, by the phase that holds at this optimizer step.
+
+        Args:
+            step: optimizer steps done.
+            batch: batches of the epoch done.
+            accumulate: micro-batches per optimizer step from here on, where there are no phases.
+        """
+        if self.phases is not None:
+            accumulate = phase_at(self.phases, step)[0]
+        self.accumulate = self._gradient.num_steps = accumulate or self.accumulate
+        self.window_origin = batch
+
+    def next_change(self, step: int) -> int | float:
+        """Return the optimizer step at which the phase after this one begins; infinity without one."""
+        return math.inf if self.phases is None else phase_at(self.phases, step)[1]
+
+    def change_accumulation(self, accumulate: int, step: int, batch: int) -> None:
+        """Set the micro-batches per optimizer step of the epochs from here on: `trainer.accumulate_grad_batches = n`.
+
+        Raises:
+            UsageError: an epoch runs, or `global_batch_size` decides.
+        """
+        if self.in_epoch:
+            raise UsageError(
+                f"trainer.accumulate_grad_batches = {accumulate} within an epoch: set it before its first batch, in "
+                "on_train_epoch_start; Trainer(global_batch_size={0: 64, 1000: 256}) changes within epochs."
+            )
+        if self._settings.global_batch_size is not None:
+            raise UsageError(
+                f"trainer.accumulate_grad_batches = {accumulate}: global_batch_size={self._settings.global_batch_size} "
+                "derives it. Leave one of them out; global_batch_size={0: 64, 1000: 256} changes at step 1000."
+            )
+        self.begin_windows(step, batch, accumulate)
+        if self.prepared_train is not None:
+            self.prepared_train.history = max(self.prepared_train.history, accumulate)
 
     def reload_train(self) -> None:
         """Ask the user for the training loader again."""

@@ -221,6 +221,7 @@ def begin_epoch(ctx: RunContext) -> None:
     ctx.source.set_epoch(at.epoch)
     if at.batch and not inside:
         ctx.source.start_at(at.batch)  # a second fit of this Trainer goes on where the first one stopped
+    ctx.loaders.begin_windows(at.global_step, at.batch)
     ctx.trainer.progress.outer_total = ctx.source.num_batches
     ctx.gradient.active_dataloader = ctx.source
     ctx.gradient.dataloader_references = [ctx.source]
@@ -269,6 +270,7 @@ def end_epoch(ctx: RunContext, complete: bool) -> None:
     """
     at, trainer, log, hooks = ctx.position, ctx.trainer, ctx.log, ctx.hooks
     ctx.heartbeat.enter("epoch")
+    ctx.loaders.in_epoch = False
     check_losses(ctx)
     check_finite(ctx)
     stopped = not complete and is_stopping(ctx)

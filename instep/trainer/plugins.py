@@ -12,7 +12,7 @@ from instep.errors import HookError, SettingError, UsageError
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import LOADERS, ModuleHooks, is_overridden, misspelt, nearest, own_methods
 from instep.trainer.module import TrainModule
-from instep.trainer.settings import Settings
+from instep.trainer.settings import Settings, check_value
 from instep.utils.checks import constructor_call
 from instep.utils.seed import isolate_rng
 from instep.utils.warn import warn_user
@@ -252,6 +252,17 @@ def check_hooks(ctx: RunContext) -> None:
                 "Trainer(accumulate_grad_batches=...) has no effect in manual optimization: leave it out and step "
                 "every N batches in training_step."
             )
+
+
+def change_in_run(ctx: RunContext, name: str, value: Any) -> None:
+    """Set a Trainer's argument while a run is under way.
+
+    Raises:
+        UsageError: it is not the accumulation, or that cannot change here.
+    """
+    if name != "accumulate_grad_batches" or ctx.fn != "fit":
+        raise UsageError(f"trainer.{name} = {value!r}: the running {ctx.fn} has read it; set it between runs")
+    ctx.loaders.change_accumulation(check_value(name, value), ctx.position.global_step, ctx.position.batch)
 
 
 def _warn_of_uncalled(owner: Any, base: type, fn: str) -> None:

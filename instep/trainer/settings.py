@@ -144,6 +144,26 @@ def _fast_dev_run(name: str, value: Any) -> bool | int:
     return value if isinstance(value, bool) else at_least(0, "a number of batches")(name, value)
 
 
+def _sizes(value: Any) -> dict[int, int]:
+    """Return sizes by the step from which they hold, in order; a text, from a JSON file, is taken for its number."""
+    return dict(sorted((int(step), int(size)) for step, size in value.items()))
+
+
+def _holds(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return is_int(value, 1)
+    known = all((is_int(step, 0) or (isinstance(step, str) and step.isdigit())) for step in value)
+    return known and all(is_int(size, 1) for size in value.values()) and 0 in _sizes(value)
+
+
+_global_batch_size = Check(
+    _holds,
+    "an integer of at least 1, or such sizes by the optimizer step from which they hold, 0 among them, as "
+    "{0: 64, 1000: 256}",
+    lambda value: _sizes(value) if isinstance(value, Mapping) else int(value),
+)
+
+
 @dataclass(frozen=True)
 class Settings:
     """The Trainer's arguments in their resolved form, each with its check; `Trainer` describes them."""
@@ -188,7 +208,7 @@ class Settings:
     barebones: Annotated[bool, FLAG] = False
     reload_dataloaders_every_n_epochs: Annotated[int, at_least(0, "0 for never")] = 0
     default_root_dir: Annotated[Path, _folder] = field(default_factory=Path.cwd)
-    global_batch_size: Annotated[int | None, at_least(1)] = None
+    global_batch_size: Annotated[int | dict[int, int] | None, _global_batch_size] = None
     trigger_every: Annotated[int | None, at_least(1)] = None
     seed_samples: Annotated[bool, FLAG] = False
     nonfinite: Annotated[str | None, choice("stop", "skip", "continue")] = None

@@ -31,7 +31,10 @@ Step = Callable[..., Any]
 
 def make_step(ctx: RunContext) -> Step:
     """Make the function that trains on one batch: `step(batch, batch_idx) -> what training_step returned`."""
-    step = automatic_step(ctx) if ctx.module.automatic_optimization else manual_step(ctx)
+    if not ctx.module.automatic_optimization:
+        step = manual_step(ctx)
+    else:
+        step = automatic_step(ctx) if ctx.loaders.phases is None else step_of_phases(ctx)
     return ctx.profiled("run_training_batch", step)
 
 
@@ -42,13 +45,13 @@ def automatic_step(ctx: RunContext) -> Step:
     """Make the step of automatic optimization."""
     module, strategy, at, source, gradient = ctx.module, ctx.strategy, ctx.position, ctx.source, ctx.gradient
     optimizer = _optimizer_of(ctx)
-    accumulate = ctx.loaders.accumulate
-    if accumulate > 1 and _wants_closure(optimizer):
+    accumulate, origin = ctx.loaders.accumulate, ctx.loaders.window_origin
+    if (most := ctx.loaders.most_accumulated) > 1 and _wants_closure(optimizer):
         raise SettingError(
-            f"accumulate_grad_batches={accumulate}: {type(optimizer).__name__} evaluates the loss within its "
+            f"accumulate_grad_batches={most}: {type(optimizer).__name__} evaluates the loss within its "
             "step, which cannot be done for the micro-batches before the last. Use a larger batch.",
             field="accumulate_grad_batches",
-            got=accumulate,
+            got=most,
         )
     if ctx.guard is not None:
         ctx.guard.forget_losses()  # of a window that the last epoch left unfinished
@@ -59,12 +62,12 @@ def automatic_step(ctx: RunContext) -> Step:
     schedules = [config for config in ctx.schedulers if config.interval == "step"]
     scheduler_hook = module.lr_scheduler_step if is_overridden(module, "lr_scheduler_step", TrainModule) else None
     plateau = any(config.reduce_on_plateau for config in schedules)
-    ctx.window_count = 0
+    ctx.window_count, ctx.loaders.in_epoch = 0, True
 
     def step(batch: Any, batch_idx: int) -> Any:
         at.validated = False
         gradient.end_of_dataloader = source.share.last
-        if accumulate > 1 and (batch_idx + 1) % accumulate and not source.share.last:
+        if accumulate > 1 and (batch_idx + 1 - origin) % accumulate and not source.share.last:
             gradient.sync_gradients = False
             with strategy.no_sync():
                 output = train(batch, batch_idx)
@@ -89,10 +92,27 @@ def automatic_step(ctx: RunContext) -> Step:
     return step
 
 
+def step_of_phases(ctx: RunContext) -> Step:
+    """Make the step where `global_batch_size` changes: at the end of an optimizer window, for the next one."""
+    at, loaders = ctx.position, ctx.loaders
+    step, change = automatic_step(ctx), loaders.next_change(at.global_step)
+
+    def step_and_change(batch: Any, batch_idx: int) -> Any:
+        nonlocal step, change
+        output = step(batch, batch_idx)
+        if at.global_step >= change:
+            loaders.begin_windows(at.global_step, at.batch)
+            step, change = automatic_step(ctx), loaders.next_change(at.global_step)
+        return output
+
+    return step_and_change
+
+
 def forward_backward(ctx: RunContext) -> Step:
     """Make the function that runs forward and backward of one micro-batch; it returns what `training_step` did."""
     module, strategy, at, source, log, guard = ctx.module, ctx.strategy, ctx.position, ctx.source, ctx.log, ctx.guard
-    optimizer, accumulate, buffer = _optimizer_of(ctx), ctx.loaders.accumulate, ctx.log.buffer
+    optimizer, buffer = _optimizer_of(ctx), ctx.log.buffer
+    accumulate, origin = ctx.loaders.accumulate, ctx.loaders.window_origin
     training_step = resolve_step(ctx, "training_step", "batch", "batch_idx")
     before_zero_grad, before_backward = ctx.hooks["on_before_zero_grad"], ctx.hooks["on_before_backward"]
     after_backward = ctx.hooks["on_after_backward"]
@@ -104,8 +124,8 @@ def forward_backward(ctx: RunContext) -> Step:
     backward = ctx.profiled(f"[Strategy]{type(strategy).__name__}.backward", backward)
     plain = own_backward is None and strategy.precision.scaler is None and ctx.trainer.profiler.off
     plain = plain and not is_overridden(strategy, "backward", Strategy)
-    full_batches, weight_of_full = source.plan.full_batches(accumulate), 1.0 / accumulate
-    strategy.loss_weight = lambda: window_scale(source, at.batch, accumulate)
+    full_batches, weight_of_full = source.plan.full_batches(accumulate, origin), 1.0 / accumulate
+    strategy.loss_weight = lambda: window_scale(source, at.batch, accumulate, origin)
 
     def train(batch: Any, batch_idx: int) -> Any:
         output = training_step(batch, batch_idx)
@@ -116,7 +136,7 @@ def forward_backward(ctx: RunContext) -> Step:
             return None
         if optimizer is None:
             return output
-        weight = weight_of_full if batch_idx < full_batches else window_scale(source, batch_idx, accumulate)
+        weight = weight_of_full if batch_idx < full_batches else window_scale(source, batch_idx, accumulate, origin)
         if ctx.window_count == 0:
             for hook in before_zero_grad:
                 hook(optimizer)
@@ -152,7 +172,8 @@ def finish_window(ctx: RunContext) -> tuple[Callable[[], None], Callable[[], boo
         and the one that does this where it is needed, steps the optimizer, and returns whether it stepped.
     """
     strategy, at, source, guard = ctx.strategy, ctx.position, ctx.source, ctx.guard
-    optimizer, accumulate, scaler = _optimizer_of(ctx), ctx.loaders.accumulate, ctx.strategy.precision.scaler
+    optimizer, scaler = _optimizer_of(ctx), ctx.strategy.precision.scaler
+    accumulate, origin = ctx.loaders.accumulate, ctx.loaders.window_origin
     if optimizer is None:
         return lambda: None, lambda: False
     hooks, clip = ctx.hooks["on_before_optimizer_step"], _clip_function(ctx, optimizer)
@@ -163,7 +184,7 @@ def finish_window(ctx: RunContext) -> tuple[Callable[[], None], Callable[[], boo
 
     def prepare() -> None:
         strategy.gradients.unscale(optimizer)
-        rescale = gradient_correction(source, at.batch, accumulate)
+        rescale = gradient_correction(source, at.batch, accumulate, origin)
         if rescale != 1.0:
             strategy.gradients.multiply(optimizer, rescale)
         for hook in hooks:

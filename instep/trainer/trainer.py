@@ -31,12 +31,12 @@ from instep.trainer.context import Position, Progress, RunContext, TrainerState
 from instep.trainer.devices import count_devices, launch, on_nodes_there
 from instep.trainer.evaluation import evaluate, predict
 from instep.trainer.lifecycle import open_run
-from instep.trainer.loaders import StageData, data_of, estimate_steps, sanity_batches, users_loaders
+from instep.trainer.loaders import StageData, accumulation, data_of, estimate_steps, sanity_batches, users_loaders
 from instep.trainer.log import MetricLog, Metrics, as_tensors, print_results
 from instep.trainer.loop import fit
 from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import LRSchedulerConfig
-from instep.trainer.plugins import check_data, check_module, default_callbacks, need_loaders
+from instep.trainer.plugins import change_in_run, check_data, check_module, default_callbacks, need_loaders
 from instep.trainer.run_folder import RunFolder
 from instep.trainer.settings import ATTRIBUTES, change, check_value, resolve
 from instep.trainer.step import manual_backward
@@ -108,7 +108,7 @@ class Trainer:
         reload_dataloaders_every_n_epochs: ask for the loaders again so often; 0 for never.
         default_root_dir: where run folders go, unless a logger has a `save_dir`; the working directory by default.
         global_batch_size: samples per optimizer step over all processes; the batch per process and the accumulation
-            follow, so that a run means the same on any number of processes.
+            follow, so that a run means the same on any number of processes. `{0: 64, 1000: 256}` grows at step 1000.
         trigger_every: optimizer steps between two agreements on triggers; chosen by time when None.
         seed_samples: seed random augmentation by (seed, epoch, sample index).
         nonfinite: what to do when the loss or a gradient is nan or inf, on all ranks and before the update: "stop"
@@ -175,7 +175,7 @@ class Trainer:
         barebones: bool | None = None,
         reload_dataloaders_every_n_epochs: int | None = None,
         default_root_dir: PathLike | None = None,
-        global_batch_size: int | None = None,
+        global_batch_size: int | dict[int, int] | None = None,
         trigger_every: int | None = None,
         seed_samples: bool | None = None,
         nonfinite: str | None = None,
@@ -464,8 +464,7 @@ class Trainer:
         """Reset what the last fit left; the position stays, so that a new fit goes on counting, as in Lightning."""
         self.model = model
         self.resume_report = self.run_summary = None
-        self._stop_agreed = False
-        self.stop_reason = ""
+        self._stop_agreed, self.stop_reason = False, ""
         self._epoch_over = self.position.epoch_ended
 
     def __getstate__(self) -> dict[str, Any]:
@@ -477,7 +476,7 @@ class Trainer:
         if name not in ATTRIBUTES:
             super().__setattr__(name, value)
         elif self._ctx is not None:
-            raise UsageError(f"trainer.{name} = {value!r}: the running {self._ctx.fn} has read it; set it between runs")
+            change_in_run(self._ctx, name, value)
         else:
             self.settings = change(self.settings, name, value)
 
@@ -622,6 +621,7 @@ class Trainer:
         return self._ctx
 
     global_step: ReadOnly[int] = ReadOnly(lambda t: t.position.global_step, "Optimizer steps done.")
+    accumulate_grad_batches: ReadOnly[int] = ReadOnly(accumulation, "Micro-batches per optimizer step, as it is now.")
 
     @property
     def current_epoch(self) -> int:

@@ -56,8 +56,8 @@ MOVED = {
             name: f"instep.callbacks.{name}"
             for name in (
                 "BasePredictionWriter", "Callback", "DeviceStatsMonitor", "EarlyStopping", "EarlyStoppingReason",
-                "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint", "ModelSummary", "ProgressBar",
-                "SpikeDetection", "ThroughputMonitor", "Timer", "summarize",
+                "GradientAccumulationScheduler", "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint",
+                "ModelSummary", "ProgressBar", "SpikeDetection", "ThroughputMonitor", "Timer", "summarize",
             )
         },
         "RichModelSummary": "instep.callbacks.ModelSummary",
@@ -194,8 +194,7 @@ ADVICE = {
     **dict.fromkeys(("NeptuneLogger", "LitLogger"), _OWN_LOGGER),
     **dict.fromkeys(
         (
-            "BackboneFinetuning", "BaseFinetuning", "BatchSizeFinder", "GradientAccumulationScheduler",
-            "LearningRateFinder", "ModelPruning",
+            "BackboneFinetuning", "BaseFinetuning", "BatchSizeFinder", "LearningRateFinder", "ModelPruning",
         ),
         _OWN_CALLBACK,
     ),

@@ -16,7 +16,14 @@ from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from instep import Trainer, TrainModule
-from instep.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
+from instep.callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    Timer,
+)
 from instep.data import CombinedLoader
 from instep.errors import Preempted
 from instep.loggers import Logger
@@ -32,7 +39,7 @@ class Case:
 
     data: str = "map"
     workers: int = 0
-    accumulate: int = 1
+    accumulate: int | dict[int, int] = 1  # by epoch
     batch_size: int = 4
     schedule: str = "step"
     validate: float | int = 1.0
@@ -42,7 +49,7 @@ class Case:
     monitor: bool = False
     every_n_train_steps: int | None = None
     background: bool = False  # with every_n_train_steps; keeps all
-    global_batch_size: int | None = None
+    global_batch_size: int | dict[int, int] | None = None
     log_every: int = 3
     epochs: int = EPOCHS
     optimizer: str = "adamw"
@@ -335,6 +342,7 @@ def make_trainer(case: Case, root: Path, rows: list[dict[str, float]], *callback
         saver = ModelCheckpoint(every_n_train_steps=case.every_n_train_steps, save_top_k=keep, background=background)
     else:
         saver = ModelCheckpoint()
+    by_epoch = [GradientAccumulationScheduler(case.accumulate)] if isinstance(case.accumulate, dict) else []
     return Trainer(
         accelerator="cpu",
         devices="auto",
@@ -343,7 +351,7 @@ def make_trainer(case: Case, root: Path, rows: list[dict[str, float]], *callback
         enable_model_summary=False,
         default_root_dir=root,
         max_epochs=case.epochs,
-        accumulate_grad_batches=None if case.global_batch_size else case.accumulate,
+        accumulate_grad_batches=None if case.global_batch_size or by_epoch else case.accumulate,
         global_batch_size=case.global_batch_size,
         gradient_clip_val=0.5,
         precision=case.precision,
@@ -352,7 +360,7 @@ def make_trainer(case: Case, root: Path, rows: list[dict[str, float]], *callback
         log_every_n_steps=case.log_every,
         seed_samples=case.seed_samples,
         trigger_every=1,
-        callbacks=[*callbacks, *own_callbacks(case), saver],
+        callbacks=[*callbacks, *own_callbacks(case), *by_epoch, saver],
     )
 
 

@@ -56,6 +56,9 @@ CASES = {
     "saved-by-steps": (Case(every_n_train_steps=2), ([2], [5], [6], [1, 7])),
     "saved-by-steps-windows": (Case(every_n_train_steps=2, accumulate=3), WINDOWS_OF_3),
     "global-batch": (Case(global_batch_size=8), ([1], [3], [4])),
+    "global-batch-grows": (Case(global_batch_size={0: 4, 3: 8, 7: 16}), ([2], [3], [1, 5, 8])),
+    "windows-by-epoch": (Case(accumulate={0: 3, 1: 1, 2: 2}), ([1], [4], [2, 6, 9])),
+    "stateful-stream-windows-grow": (Case(data="stateful", global_batch_size={0: 4, 3: 8}), ([3], [4])),
     "stateful-stream": (Case(data="stateful"), STOPS),
     "stateful-stream-windows": (Case(data="stateful", accumulate=3), WINDOWS_OF_3),
     "torchdata": (Case(data="torchdata"), STOPS),
@@ -224,7 +227,7 @@ class Exact(Net):
 
 
 def train_part(root: Path, stop: int | None) -> tuple[list[list[int]], list[float], dict[str, Tensor], float]:
-    """One part of the run with 8 samples per optimizer step: indices by micro-batch, losses by step, weights."""
+    """One part of the run, 8 samples a step and later 16: indices by micro-batch, losses by step, weights."""
     seed(3)
     module, losses = Exact(), StepLosses()
     callbacks: list[Callback] = [losses, ModelCheckpoint()]
@@ -232,7 +235,7 @@ def train_part(root: Path, stop: int | None) -> tuple[list[list[int]], list[floa
         callbacks.append(_Stop(stop))
     trainer = Trainer(
         accelerator="cpu",
-        global_batch_size=8,
+        global_batch_size={0: 8, 4: 16},
         max_epochs=2,
         callbacks=callbacks,
         logger=False,

@@ -1,0 +1,93 @@
+"""Change the number of accumulated micro-batches from epoch to epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from instep.callbacks.base import Callback
+from instep.errors import SettingError, UsageError
+from instep.utils.checks import is_int
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+
+class GradientAccumulationScheduler(Callback):
+    """Change the number of micro-batches per optimizer step at given epochs.
+
+    `trainer.accumulate_grad_batches` is the number that holds now, and `trainer.estimated_stepping_batches` counts with
+    all of them. As everywhere the last window of an epoch is divided by its own samples. The number follows from the
+    epoch alone, so that a run resumes exactly. To change at a step rather than an epoch, with the samples of an
+    optimizer step held over any number of processes: `Trainer(global_batch_size={0: 64, 1000: 256})`.
+
+    Args:
+        scheduling: micro-batches per optimizer step by the epoch, from 0, from which they hold. 1 before the first.
+
+    Raises:
+        SettingError: no entries, an epoch below 0, or a number below 1.
+
+    Example:
+        >>> scheduler = GradientAccumulationScheduler({0: 8, 4: 2})  # small steps of the optimizer from the fifth epoch
+        >>> [scheduler.get_accumulate_grad_batches(epoch) for epoch in (0, 3, 4, 9)]
+        [8, 8, 2, 2]
+
+    Source: Lightning's callback of this name.
+    """
+
+    def __init__(self, scheduling: Mapping[int, int]) -> None:
+        epochs, factors = list(scheduling), list(scheduling.values())
+        if not scheduling:
+            raise SettingError(
+                "scheduling is empty: expected accumulation factors by epoch, such as {0: 8, 4: 2}.",
+                field="scheduling",
+                got=scheduling,
+            )
+        if not all(is_int(epoch, 0) for epoch in epochs):
+            raise SettingError(
+                f"Epoch should be an int greater than or equal to 0. Got {epochs}. Write {{epoch: factor}}, such as "
+                "{0: 8, 4: 2}.",
+                field="scheduling",
+                got=scheduling,
+            )
+        if not all(is_int(factor, 1) for factor in factors):
+            raise SettingError(
+                f"Accumulation factor should be an int greater than 0. Got {factors}. 1 turns accumulation off.",
+                field="scheduling",
+                got=scheduling,
+            )
+        self.scheduling = dict(sorted({0: 1, **scheduling}.items()))
+        self.epochs = list(self.scheduling)
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """Return whether any epoch accumulates."""
+        return any(factor > 1 for factor in self.scheduling.values())
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """Return the micro-batches per optimizer step of an epoch, counted from 0."""
+        return self.scheduling[max(begin for begin in self.epochs if begin <= epoch)]
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Check that nothing else decides the accumulation."""
+        if not module.automatic_optimization:
+            raise UsageError(
+                "Automatic gradient accumulation and the `GradientAccumulationScheduler` have no effect in manual "
+                "optimization: leave the callback out and step every N batches in training_step."
+            )
+        if trainer.global_batch_size is not None:
+            raise SettingError(
+                f"global_batch_size={trainer.global_batch_size} derives the accumulation, and there is a "
+                "GradientAccumulationScheduler too. Use one of them: global_batch_size={0: 64, 1000: 256} grows.",
+                field="scheduling",
+                got=self.scheduling,
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise SettingError(
+                "You have set `accumulate_grad_batches` and are using the `GradientAccumulationScheduler` callback: "
+                f"leave Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) or the callback out.",
+                field="accumulate_grad_batches",
+                got=trainer.accumulate_grad_batches,
+            )
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
