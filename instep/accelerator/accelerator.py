@@ -421,10 +421,7 @@ class Accelerator(ProcessMethods):
             weight = self._prepared.window.weigh_plainly()
             if weight != 1.0:
                 loss = loss * weight
-        if self.precision.scaler is None:
-            loss.backward(**kwargs)
-        else:
-            self._prepared.plain.backward(loss, **kwargs)
+        self._prepared.plain.backward(loss, **kwargs)
         if not self.sync_gradients:
             for optimizer in self.optimizers:
                 optimizer.hold_gradients()

@@ -117,6 +117,7 @@ class PreparedRun:
         self.models: dict[str, nn.Module] = {}  # unwrapped, by name
         self._strategies: dict[int, Strategy] = {}  # by the id of the unwrapped model
         self._wrapped: dict[int, nn.Module] = {}
+        self._given: list[Optimizer] = []  # those of the `prepare` that is under way
         self.checked = False  # whether the optimizers' parameters were looked for in the models
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
@@ -143,6 +144,7 @@ class PreparedRun:
                 raise SettingError(f"prepare() got the class {item.__name__}; give an object of it", got=item)
         items = [(None, item, place) for item, place in zip(objects, placements, strict=True)]
         items += [(name, item, None) for name, item in named.items()]
+        self._given = [getattr(item, "optimizer", item) for _, item, _ in items if isinstance(item, Optimizer)]
         done: dict[int, Any] = {}
         # Models first: what names and moves parameters; schedulers last: they need their optimizers.
         for phase in (self._prepare_model_item, self._prepare_middle_item, self._prepare_scheduler_item):
@@ -151,6 +153,7 @@ class PreparedRun:
                     prepared = phase(name, item, place)
                     if prepared is not None:
                         done[index] = prepared
+        self._given = []
         result = tuple(done.get(index, item) for index, (_, item, _) in enumerate(items))
         return result[0] if len(result) == 1 else result
 
@@ -198,13 +201,28 @@ class PreparedRun:
         self.models[name] = model
         self.checked = False
         self._strategies[id(model)] = strategy
-        if evaluates:
-            strategy.prepare_training(model, ())
-        wrapped = model if evaluates else strategy.wrap(model)
+        wrapped = strategy.wrap_evaluated(model) if evaluates else self._wrap(strategy, model)
         self._wrapped[id(model)] = wrapped if self._dynamo is None else compiled(wrapped, self._dynamo)
         for known in self.optimizers:
             strategy.rebind_optimizer(known.optimizer)
         return self._wrapped[id(model)]
+
+    def _wrap(self, strategy: Strategy, model: nn.Module) -> nn.Module:
+        """Spread a model that is trained; a strategy that needs its optimizer finds that in the same `prepare`."""
+        if not strategy.wraps_with_optimizer:
+            return strategy.wrap(model)
+        if self.plain in self._strategies.values():
+            raise SettingError(
+                f"strategy={strategy.name!r} trains one model, and {type(model).__name__} is a second one. Put both "
+                "into one module, or use strategy='fsdp'; one that is not trained is prepared by "
+                "prepare_model(model, evaluation_mode=True).",
+                field="strategy",
+                got=strategy.name,
+            )
+        own = set(model.parameters())
+        wrapped = strategy.wrap(model, [given for given in self._given if not own.isdisjoint(parameters_of(given))])
+        self.plain = strategy  # it steps, scales and clips by itself
+        return wrapped
 
     def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         """Make an optimizer step at the ends of windows only. Collective."""
@@ -289,8 +307,12 @@ class PreparedRun:
 
     @property
     def main_strategy(self) -> Strategy:
-        """The first model's strategy, or one of its kind: all know which part of the data this rank reads."""
-        return next(iter(self._strategies.values()), self.plain)
+        """The strategy of the one model that is trained, where there can be one only; else the first model's.
+
+        All know which part of the data this rank reads.
+        """
+        trained = self.plain in self._strategies.values()
+        return self.plain if trained else next(iter(self._strategies.values()), self.plain)
 
     def restore_counters(self, step: int, seed: int) -> None:
         """Go on at the step and with the seed of a checkpoint."""
@@ -307,7 +329,7 @@ class PreparedRun:
 
     def unscale_owners(self, parameters: Sequence[Tensor]) -> None:
         """Unscale before these parameters' gradients are looked at; those of other optimizers may not be there yet."""
-        if self.precision.scaler is not None or self.window.corrects:
+        if self.plain.precision.scaler is not None or self.window.corrects:
             ids = {id(parameter) for parameter in parameters}
             for optimizer in self.optimizers:
                 if optimizer.owns(ids):
@@ -316,7 +338,7 @@ class PreparedRun:
     def precision_state(self) -> dict[str, Any]:
         """Return the gradient scaler's state, adapted to the last step; empty without one."""
         self.plain.gradients.update_scaler()
-        return self.precision.state_dict()
+        return self.plain.precision.state_dict()
 
     def strategy_of(self, model: nn.Module) -> Strategy:
         """Return the strategy of a prepared model, wrapped or not."""

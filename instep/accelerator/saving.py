@@ -13,7 +13,6 @@ import re
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -385,8 +384,9 @@ def _of_all(states: States) -> Strategy:
     """Return the strategy of all models together, whose parameters an optimizer may mix."""
     if len(states.prepared.models) == 1:
         return states.prepared.main_strategy
-    strategy = copy(states.prepared.main_strategy)
-    strategy.module = whole(states.prepared.models)
+    main = states.prepared.main_strategy
+    strategy = object.__new__(type(main))  # `copy` gives one that no run has used
+    strategy.__dict__.update(main.__dict__, module=whole(states.prepared.models))
     return strategy
 
 
@@ -491,7 +491,7 @@ def _restore_optimizers_and_schedulers(states: States, saved: SavedRun, parts: R
     schedulers = _schedulers(states, _restore_optimizers(states, saved, parts, report))
     if parts.optimizer:
         with taking_up(saved.path, "the loss scale"):
-            states.prepared.precision.load_state_dict(saved.shared["scaler"])
+            states.prepared.plain.precision.load_state_dict(saved.shared["scaler"])
     if not parts.schedulers:
         for optimizer, own in rates if schedulers else ():
             put_rates(optimizer, own)

@@ -86,6 +86,8 @@ class Strategy:
     """Whether it ends the graphs that XLA devices record; others are refused there."""
     replicas_diverge = False
     """Whether replicas are trained apart, and differ until `average_replicas`."""
+    wraps_with_optimizer = False
+    """Whether `wrap` needs the optimizer, and `gradients` hold what that one model's optimizer steps."""
     gradients_class: type[Gradients] = Gradients
     """Class of `gradients`, which scales and clips gradients and steps optimizers."""
 
@@ -193,6 +195,11 @@ class Strategy:
         Returns:
             What to call; the module itself where nothing has to be added to its forward.
         """
+        return module
+
+    def wrap_evaluated(self, module: nn.Module) -> nn.Module:
+        """Make a placed module ready for a handwritten loop that does not train it, and return what to call."""
+        self.prepare_training(module, ())
         return module
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:

@@ -52,7 +52,18 @@ def load_deepspeed(device: torch.device) -> Any:
     check_builds(build_folder())
     # Collectives in shared memory, on CPUs: minutes of compiling that nobody asked for.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _forget_old_groups(deepspeed.utils.groups)
     return deepspeed
+
+
+def _forget_old_groups(groups: Any) -> None:
+    """Drop the process groups that DeepSpeed keeps, where `end_training` has destroyed them with the process group."""
+    try:
+        if groups._WORLD_GROUP is not None:
+            torch.distributed.get_global_rank(groups._WORLD_GROUP, 0)
+    except ValueError:  # torch does not know it any more
+        groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        groups._ALL_TO_ALL_GROUP = {}
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from instep.checkpoint.tensors import Shard
+from instep.distributed import convert_to_fp32
 from instep.errors import CheckpointError, SettingError, UsageError, one_of
 from instep.state import GradientState, PartialState
 from instep.strategies.base import Strategy, broadcast_weights, shapes_of, whole
@@ -72,6 +73,7 @@ class DeepSpeedGradients(Gradients):
         self.open = False
         """Whether there are gradients that no step was made with."""
         self._factor = 1.0  # by which the next step multiplies them
+        self._unclipped: float | None = None  # at what the engine clips unless `clip` is called
 
     def close(self) -> None:
         """Take note that there are no gradients."""
@@ -102,7 +104,10 @@ class DeepSpeedGradients(Gradients):
                 field="gradient_clip_val",
                 got=value,
             )
-        self.strategy._zero.clip_grad = float(value)  # what its step clips at, with the norm that it needs anyway
+        zero = self.strategy._zero
+        if self._unclipped is None:
+            self._unclipped = float(zero.clip_grad)
+        zero.clip_grad = float(value)  # what its step clips at, with the norm that it needs anyway
         return None
 
     def multiply(self, optimizer: Optimizer, factor: Any) -> None:
@@ -138,8 +143,30 @@ class DeepSpeedGradients(Gradients):
         finally:
             if factor != 1.0:
                 zero.custom_loss_scaler = False
+            if self._unclipped is not None:  # a loop that clips some of its steps
+                zero.clip_grad, self._unclipped = self._unclipped, None
         self.step_was_skipped = not engine.was_step_applied()
         self.close()
+
+
+class EngineForward(nn.Module):
+    """A module whose forward goes through a DeepSpeed engine: what a handwritten loop calls.
+
+    Args:
+        module: the user's.
+        call: calls one of the module's methods through the engine, by its name.
+        convert: casts floating inputs to the engine's dtype; None leaves them.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any], convert: Callable[[Any], Any] | None) -> None:
+        super().__init__()
+        self.module = module
+        self._call, self._convert = call, convert
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._convert is not None:
+            args, kwargs = self._convert(args), self._convert(kwargs)
+        return convert_to_fp32(self._call("__call__", *args, **kwargs))
 
 
 class DeepSpeedStrategy(Strategy):
@@ -147,7 +174,8 @@ class DeepSpeedStrategy(Strategy):
 
     Precision is the run's: with bf16-mixed and 16-mixed (and their `-true` forms, which mean the same here) weights are
     in 16 bits, beside float32 ones that the optimizer steps. Gradients are clipped by the engine, by norm. The module
-    needs automatic optimization and one optimizer; schedules are those that `configure_optimizers` returns.
+    needs automatic optimization and one optimizer; schedules are those that `configure_optimizers` returns. An
+    Accelerator prepares one model and its optimizer, in one call.
 
     Args:
         stage: 0 to 3; 2 by default.
@@ -173,6 +201,7 @@ class DeepSpeedStrategy(Strategy):
 
     name = "deepspeed"
     multi_process = True
+    wraps_with_optimizer = True
     gradients_class = DeepSpeedGradients
     gradients: DeepSpeedGradients  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -214,6 +243,7 @@ class DeepSpeedStrategy(Strategy):
             made = make_config(2 if stage is None else stage, offload_optimizer, offload_parameters, nvme_path, options)
             self._set_config(made if config is None else read_config(config))
         self._engine: Any = None
+        self._told = 0  # micro-batches of a window, as the engine knows them
         self._optimizer: Optimizer | None = None
 
     def select(self, name: str) -> None:
@@ -313,6 +343,7 @@ class DeepSpeedStrategy(Strategy):
                 got=self.name,
             )
         optimizer = optimizers[0]
+        self._trained = module
         check_optimizer(optimizer, self.config, self.stage)
         names = names_of(module, [optimizer])
         self._groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
@@ -373,10 +404,33 @@ class DeepSpeedStrategy(Strategy):
         broadcast_weights(module, skip=is_cut)
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
-        raise self._refused(
-            "works with the Trainer: DeepSpeed's engine has to be made with the optimizer, and an Accelerator prepares "
-            "models before optimizers. Use the Trainer, or Accelerator(strategy='fsdp')."
-        )
+        own = set(module.parameters())
+        if not optimizers or not all(p in own for optimizer in optimizers for p in parameters_of(optimizer)):
+            raise self._refused(
+                "makes its engine of a model and a fresh optimizer of its parameters: prepare both in one call, "
+                "`model, optimizer = accelerator.prepare(model, optimizer)`. For a model that is not trained: "
+                "`accelerator.prepare_model(model, evaluation_mode=True)`."
+            )
+        self.prepare_training(module, optimizers)
+        engine = self._engine
+
+        def call(name: str, *args: Any, **kwargs: Any) -> Any:
+            self._take_accumulation(engine)
+            return engine(name, *args, **kwargs)
+
+        return EngineForward(module, call, self.precision.input_converter())
+
+    def wrap_evaluated(self, module: nn.Module) -> nn.Module:
+        self.prepare_training(module, ())
+        convert = self.precision.input_converter()
+        return module if convert is None else EngineForward(module, lambda _, *a, **k: module(*a, **k), convert)
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        return wrapped.module if isinstance(wrapped, EngineForward) else wrapped
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        flat = [] if self._optimizer is None else parameters_of(self._optimizer)
+        return [*self.module.parameters(), *flat]
 
     def teardown(self) -> None:
         self._release()
@@ -384,6 +438,7 @@ class DeepSpeedStrategy(Strategy):
     def _release(self) -> None:
         """Let the engine go; what it leaves behind can still be saved."""
         engine, self._engine = self._engine, None
+        self._told = 0
         if self._optimizer is not None:
             self._optimizer.__dict__.pop("zero_grad", None)
         if engine is not None:
@@ -399,12 +454,15 @@ class DeepSpeedStrategy(Strategy):
         if engine is None or (name != "training_step" and self.stage < 3):
             return super().step_function(name)
         if name == "training_step":
-            steps = GradientState().num_steps
-            check_accumulation(self.config, steps)
-            # Whether gradients are added up in the CPU's memory depends on it. Losses are weighted by the loop.
-            engine._config.gradient_accumulation_steps = steps
-            self._zero.gradient_accumulation_steps = steps
+            self._take_accumulation(engine)
         return lambda *args: engine(name, *args)
+
+    def _take_accumulation(self, engine: Any) -> None:
+        """Tell the engine how long windows are, which decides where it adds gradients up; the loop weighs losses."""
+        steps = GradientState().num_steps
+        if engine._config.gradient_accumulation_steps != steps or self._told != steps:
+            check_accumulation(self.config, steps)
+            engine._config.gradient_accumulation_steps = self._zero.gradient_accumulation_steps = self._told = steps
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         retain = bool(kwargs.pop("retain_graph", False))
@@ -517,7 +575,7 @@ class DeepSpeedStrategy(Strategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self.stage:
             return super().optimizer_state(optimizer)
-        names = names_of(self.module)
+        names, shapes, all_groups = self._optimizer_names()
         state: dict[str, dict[str, Any]] = {}
         for p, part in self._parts.items():
             kept = optimizer.state.get(part.flat, {})
@@ -526,16 +584,26 @@ class DeepSpeedStrategy(Strategy):
                 state[names[p]] = saved
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(group_names)}
-            for group, group_names in zip(optimizer.param_groups, self._groups, strict=True)
+            for group, group_names in zip(optimizer.param_groups, all_groups, strict=True)
         ]
-        dtypes = dict.fromkeys(self._shapes, torch.float32)  # of the master weights
+        dtypes = dict.fromkeys(shapes, torch.float32)  # of the master weights
         return {
             "optimizer": kind_of(optimizer),
-            "shapes": self._shapes,
+            "shapes": shapes,
             "dtypes": dtypes,
             "state": state,
             "groups": groups,
         }
+
+    def _optimizer_names(self) -> tuple[dict[Any, str], dict[str, list[int]], list[list[str]]]:
+        """Return names, shapes and groups of the optimizer's parameters, by the names that `module` has for them.
+
+        An Accelerator that saves several models makes one module of all, in which the trained one has a name.
+        """
+        place = next(name for name, module in self.module.named_modules() if module is self._trained)
+        prefix = f"{place}." if place else ""
+        shapes = {f"{prefix}{name}": shape for name, shape in self._shapes.items()}
+        return names_of(self.module), shapes, [[f"{prefix}{name}" for name in group] for group in self._groups]
 
     def _saved(self, part: Partition, key: str, value: Any, kind: str) -> Any:
         if isinstance(value, Tensor) and value.ndim:
@@ -547,13 +615,14 @@ class DeepSpeedStrategy(Strategy):
     def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
         if not self.stage:
             return super().load_optimizer_state(optimizer, tree, strict)
+        names, shapes, all_groups = self._optimizer_names()
         wanted = [
-            {**group, "params": list(names)} for group, names in zip(optimizer.param_groups, self._groups, strict=True)
+            {**group, "params": group_names}
+            for group, group_names in zip(optimizer.param_groups, all_groups, strict=True)
         ]
-        kept, settings, left_out = match_state(kind_of(optimizer), self._shapes, wanted, tree, strict)
+        kept, settings, left_out = match_state(kind_of(optimizer), shapes, wanted, tree, strict)
         for group, saved in zip(optimizer.param_groups, settings, strict=True):
             group.update({key: value for key, value in saved.items() if key in group and key != "params"})
-        names = names_of(self.module)
         by_flat: dict[Tensor, list[tuple[str, Partition]]] = {}
         for p, part in self._parts.items():
             by_flat.setdefault(part.flat, []).append((names[p], part))

@@ -352,11 +352,6 @@ def test_one_process_and_what_is_refused(tmp_path: Path) -> None:
         assert part in found["refused"][name]
 
 
-def test_an_accelerator_is_told_to_take_another_one() -> None:
-    with pytest.raises(SettingError, match="works with the Trainer"):
-        copy.deepcopy(strategy_of({})).wrap(nn.Linear(1, 1))
-
-
 def on_a_disk(root: Path) -> list[list[float]]:
     SMALL["layers"] = 24  # less stays in memory
     nvme = {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme", "nvme_path": str(root / "disk")}
