@@ -83,7 +83,7 @@ def make_model(dropout: float) -> Any:
         num_attention_heads=2,
         intermediate_size=128,
         max_position_embeddings=TOKENS,
-        num_labels=len(PACKAGES),
+        id2label=dict(enumerate(PACKAGES)),
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )

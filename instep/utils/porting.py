@@ -189,7 +189,7 @@ ADVICE = {
         "instep.Accelerator is for handwritten loops; what its methods do stands in docs/accelerator.md",
     ),
     "FullyShardedDataParallelPlugin": "use Accelerator(strategy=instep.strategies.FSDPStrategy(...))",
-    "DeepSpeedPlugin": 'use strategy="deepspeed_stage_2", of Trainer or Accelerator; its fields are arguments of DeepSpeedStrategy',
+    "DeepSpeedPlugin": 'use strategy="deepspeed_stage_2", or DeepSpeedStrategy, which takes the plugin\'s values',
     "MegatronLMPlugin": "use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=))",
     **dict.fromkeys(("NeptuneLogger", "LitLogger"), _OWN_LOGGER),
     **dict.fromkeys(
@@ -349,7 +349,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "dispatch_batches": _IN_DATALOADER_CONFIG,
         "even_batches": _IN_DATALOADER_CONFIG,
         "rng_types": "call instep.accelerator.synchronize_rng_states(...) where random states must be alike",
-        "deepspeed_plugin": "use strategy='deepspeed_stage_2' (0 to 3), or DeepSpeedStrategy with the plugin's values as arguments",
+        "deepspeed_plugin": "use strategy='deepspeed_stage_2' (0 to 3), or a DeepSpeedStrategy",
         "fsdp_plugin": "use strategy='fsdp', or strategy=FSDPStrategy(...) for its options",
     },
     "FSDPStrategy": {

@@ -429,7 +429,7 @@ class DeepSpeedStrategy(Strategy):
         return wrapped.module if isinstance(wrapped, EngineForward) else wrapped
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        flat = [] if self._optimizer is None else parameters_of(self._optimizer)
+        flat: list[Any] = [] if self._optimizer is None else parameters_of(self._optimizer)
         return [*self.module.parameters(), *flat]
 
     def teardown(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from instep import Trainer
 from instep.callbacks import Callback, ModelCheckpoint
