@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from io import BytesIO
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -62,12 +64,13 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     strict_loading = True
     """Whether a checkpoint must hold exactly this module's weights."""
 
-    example_input_array: Any = None
-    """An input of `forward`, for loggers that draw the graph."""
+    # Types in comments: `torch.jit.script` reads a class's annotations, and knows no `Any`.
+    example_input_array = None  # type: Any
+    """An input of `forward`, for loggers that draw the graph and for exports: a tensor, a tuple or list of arguments,
+    or a dict of them by name."""
 
-    __jit_unused_properties__: Sequence[str] = ()
+    __jit_unused_properties__ = ()  # type: Sequence[str]
     """Names of the properties that `torch.jit.script` leaves out; they are set below the class."""
-
     def __init__(self) -> None:
         super().__init__()
         # Plain attributes of the instance: nn.Module's own look-ups are slow, and `log` reads this in every step.
@@ -105,7 +108,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     # ---- tensor, context and pipeline parallelism
 
-    sequence_dim: int | Mapping[Any, int] | None = None
+    sequence_dim = None  # type: int | Mapping[Any, int] | None
     """The dimension that is the sequence, of every tensor of a batch that has so many; or the dimension by the batch's
     key or index. Context parallelism cuts batches along it."""
 
@@ -487,6 +490,95 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             if is_overridden(self, name, TrainModule) and not hasattr(step, "_torchdynamo_orig_callable"):
                 self.__dict__[name] = compiler(step)
 
+    # ---- files for programs without instep
+
+    def to_onnx(self, file_path: Location | BytesIO | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Write `forward` in ONNX format, in eval mode. On several ranks all call it, and the main process writes.
+
+        Args:
+            file_path: of the file, or a buffer; None writes nothing. Large weights lie in a file beside it.
+            input_sample: input of `forward` in a form of `example_input_array`, which is the default.
+            **kwargs: for `torch.onnx.export`.
+
+        Returns:
+            What `torch.onnx.export` returns: an `ONNXProgram`, or None with `dynamo=False`.
+
+        Raises:
+            MissingPackageError: onnx or onnxscript is not installed.
+            SettingError: there is no input.
+            UsageError: the module is sharded over processes.
+        """
+        return _exports().to_onnx(self, file_path, input_sample, **kwargs)
+
+    def to_exported_program(
+        self, file_path: Location | BytesIO | None = None, input_sample: Any = None, **kwargs: Any
+    ) -> torch.export.ExportedProgram:
+        """Export `forward` by `torch.export`, in eval mode. On several ranks all call it, and the main process writes.
+
+        Args:
+            file_path: of the file (".pt2"), for `torch.export.load`; None writes nothing.
+            input_sample: input of `forward` in a form of `example_input_array`, which is the default.
+            **kwargs: for `torch.export.export`, such as `dynamic_shapes`.
+
+        Returns:
+            The program, whose `module()` is called as `forward` is.
+
+        Raises:
+            SettingError: there is no input.
+            UsageError: the module is sharded over processes.
+        """
+        return _exports().to_exported_program(self, file_path, input_sample, **kwargs)
+
+    def to_torchscript(
+        self, file_path: Location | None = None, method: str = "script", example_inputs: Any = None, **kwargs: Any
+    ) -> Any:
+        """Make TorchScript of `forward`, in eval mode. Torch deprecates it, and warns: see `to_exported_program`.
+
+        Args:
+            file_path: of the file, for `torch.jit.load`; None writes nothing.
+            method: "script" or "trace".
+            example_inputs: inputs to trace with, in a form of `example_input_array`, which is the default.
+            **kwargs: for `torch.jit.script` or `torch.jit.trace`.
+
+        Returns:
+            The `torch.jit.ScriptModule`.
+
+        Raises:
+            SettingError: another method, or no input to trace with.
+            UsageError: the module is sharded over processes.
+        """
+        return _exports().to_torchscript(self, file_path, method, example_inputs, **kwargs)
+
+    def to_tensorrt(
+        self,
+        file_path: Location | BytesIO | None = None,
+        input_sample: Any = None,
+        ir: Literal["default", "dynamo", "ts"] = "default",
+        output_format: Literal["exported_program", "torchscript"] = "exported_program",
+        retrace: bool = False,
+        default_device: str | torch.device = "cuda",
+        **compile_kwargs: Any,
+    ) -> Any:
+        """Compile `forward` by torch_tensorrt, in eval mode.
+
+        Args:
+            file_path: of the file; None writes nothing.
+            input_sample: input of `forward` in a form of `example_input_array`, which is the default.
+            ir: what torch_tensorrt compiles by; "ts" is TorchScript.
+            output_format: of the file; with `ir="ts"` it must be "torchscript".
+            retrace: for `torch_tensorrt.save`.
+            default_device: CUDA device to compile on where the module is on another kind of device.
+            **compile_kwargs: for `torch_tensorrt.compile`.
+
+        Raises:
+            MissingPackageError: torch_tensorrt is not installed.
+            SettingError: there is no input, or the output format does not fit.
+            UsageError: there is no CUDA device.
+        """
+        return _exports().to_tensorrt(
+            self, file_path, input_sample, ir, output_format, retrace, default_device, **compile_kwargs
+        )
+
     def __getstate__(self) -> Any:
         # Copies and saved modules must not carry the Trainer, nor steps compiled for another object.
         state = super().__getstate__()  # without the compiled forward
@@ -497,6 +589,12 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 TrainModule.__jit_unused_properties__ = [
     name for name in dir(TrainModule) if isinstance(getattr(TrainModule, name), property)
 ]
+
+
+def _exports() -> ModuleType:
+    from instep import export  # late: only who exports pays for it
+
+    return export
 
 
 def _bare(optimizer: Any) -> Optimizer:
