@@ -42,11 +42,11 @@ def to_onnx(module: TrainModule, file_path: Location | BytesIO | None, input_sam
         "Could not export to ONNX since neither `input_sample` nor `model.example_input_array` attribute is set.",
     )
     target = None if file_path is None else _target(file_path)
+    where: Any = str(target) if isinstance(target, Path) else target  # a buffer too, though torch does not declare it
     if isinstance(target, Path) and dynamo:
         kwargs.setdefault("verbose", False)  # torch prints its progress
     with _at_rest(module, by_jit=not dynamo):
         # Its weights lie in a file beside it that it names, so torch writes to the place itself.
-        where = str(target) if isinstance(target, Path) else target
         return torch.onnx.export(module, args, where, kwargs=named or None, **kwargs)
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from instep import distributed
 from instep.accelerator import saving
 from instep.accelerator.compiling import TorchDynamoPlugin, dynamo_asked_for
-from instep.accelerator.exporting import save, save_weights
+from instep.accelerator.exporting import save
 from instep.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -46,6 +46,7 @@ from instep.data import DataLoaderConfiguration
 from instep.distributed import Triggers
 from instep.distributed.nested import map_leaves
 from instep.errors import SettingError, UsageError
+from instep.pretrained import save_weights
 from instep.state import AcceleratorState, GradientState, PartialState, read_environment
 from instep.state.device import DistributedType
 from instep.state.partial import ProcessMethods

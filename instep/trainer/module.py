@@ -26,6 +26,8 @@ from instep.utils.hparams import HyperParameters
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -64,13 +66,13 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     strict_loading = True
     """Whether a checkpoint must hold exactly this module's weights."""
 
-    # Types in comments: `torch.jit.script` reads a class's annotations, and knows no `Any`.
-    example_input_array = None  # type: Any
+    example_input_array: Any = None
     """An input of `forward`, for loggers that draw the graph and for exports: a tensor, a tuple or list of arguments,
     or a dict of them by name."""
 
-    __jit_unused_properties__ = ()  # type: Sequence[str]
+    __jit_unused_properties__: Sequence[str] = ()
     """Names of the properties that `torch.jit.script` leaves out; they are set below the class."""
+
     def __init__(self) -> None:
         super().__init__()
         # Plain attributes of the instance: nn.Module's own look-ups are slow, and `log` reads this in every step.
@@ -108,7 +110,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 
     # ---- tensor, context and pipeline parallelism
 
-    sequence_dim = None  # type: int | Mapping[Any, int] | None
+    sequence_dim: int | Mapping[Any, int] | None = None
     """The dimension that is the sequence, of every tensor of a batch that has so many; or the dimension by the batch's
     key or index. Context parallelism cuts batches along it."""
 
@@ -490,6 +492,110 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             if is_overridden(self, name, TrainModule) and not hasattr(step, "_torchdynamo_orig_callable"):
                 self.__dict__[name] = compiler(step)
 
+    # ---- folders and repositories of pretrained modules
+
+    def save_pretrained(
+        self,
+        save_directory: PathLike,
+        *,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        max_shard_size: int | str = "5GB",
+        **push_to_hub_kwargs: Any,
+    ) -> Path:
+        """Write the weights as safetensors, and the hyperparameters as `config.json`. Collective: on all ranks.
+
+        Args:
+            save_directory: the folder; made if it is not there. A model in it is replaced, file by file.
+            push_to_hub: send it to the Hugging Face hub too, by `push_to_hub`.
+            repo_id: where on the hub; default: the folder's name.
+            max_shard_size: bytes of a file, or a text such as "5GB": a larger model is several files with an index.
+            **push_to_hub_kwargs: for `push_to_hub`.
+
+        Returns:
+            The folder.
+
+        Raises:
+            UnsavableStateError: a hyperparameter is no plain value.
+        """
+        from instep.trainer.weights import save_pretrained  # late: the checkpoint room is loaded when used
+
+        return save_pretrained(self, save_directory, max_shard_size, push_to_hub, repo_id, push_to_hub_kwargs)
+
+    def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "5GB", **push_to_hub_kwargs: Any) -> str:
+        """Send the weights and hyperparameters to the Hugging Face hub, in one commit. Collective: on all ranks.
+
+        Args:
+            repo_id: such as "user/model"; made if it is not there.
+            max_shard_size: as of `save_pretrained`.
+            **push_to_hub_kwargs: `commit_message`, `private`, `token`, `branch` (which must exist), `create_pr`, and
+                patterns for `huggingface_hub.HfApi.upload_folder`.
+
+        Returns:
+            The URL of the commit, or of the pull request.
+
+        Raises:
+            MissingPackageError: huggingface_hub is not installed.
+            CheckpointError: the hub refuses, or cannot be reached.
+        """
+        from instep.trainer.weights import push_pretrained  # late: the checkpoint room is loaded when used
+
+        return push_pretrained(self, repo_id, max_shard_size, **push_to_hub_kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls: type[M],
+        pretrained_model_name_or_path: PathLike,
+        *,
+        force_download: bool = False,
+        token: str | bool | None = None,
+        cache_dir: PathLike | None = None,
+        local_files_only: bool = False,
+        revision: str | None = None,
+        map_location: Any = None,
+        strict: bool | None = None,
+        **model_kwargs: Any,
+    ) -> M:
+        """Make a module of a folder that `save_pretrained` wrote, or of a repository on the Hugging Face hub.
+
+        `__init__` gets the hyperparameters of `config.json`, then the weights are loaded. Only JSON and safetensors
+        are read, whoever wrote them: nothing runs their code. It also takes a checkpoint folder of a run.
+
+        Args:
+            pretrained_model_name_or_path: the folder; or "user/model", where there is no such folder.
+            force_download: download also what the hub's cache has.
+            token: of the hub; None: the one that `hf auth login` has saved, or `HF_TOKEN`.
+            cache_dir: of the hub; default: its own.
+            local_files_only: take what the cache has, and ask nobody.
+            revision: branch, tag or commit of the repository.
+            map_location: device to move the module to.
+            strict: whether names must match exactly; default the module's `strict_loading`.
+            **model_kwargs: arguments of `__init__`, before the saved ones.
+
+        Returns:
+            The module, in training mode as `__init__` made it.
+
+        Raises:
+            CheckpointNotFoundError: there is neither such a folder nor such a repository, or no safetensors in it.
+            CorruptCheckpointError: a file is damaged.
+            CheckpointError: it does not fit the class, or the hub refuses or cannot be reached.
+            MissingPackageError: it is not on this machine, and huggingface_hub is not installed.
+        """
+        from instep.trainer.weights import load_pretrained  # late: the checkpoint room is loaded when used
+
+        return load_pretrained(
+            cls,
+            pretrained_model_name_or_path,
+            map_location,
+            strict,
+            model_kwargs,
+            force_download=force_download,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            revision=revision,
+        )
+
     # ---- files for programs without instep
 
     def to_onnx(self, file_path: Location | BytesIO | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
@@ -589,6 +695,8 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
 TrainModule.__jit_unused_properties__ = [
     name for name in dir(TrainModule) if isinstance(getattr(TrainModule, name), property)
 ]
+# `torch.jit.script` takes them for TorchScript's types, and those of the next base where a class has none.
+TrainModule.__annotations__ = {"training": bool}
 
 
 def _exports() -> ModuleType:

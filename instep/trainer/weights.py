@@ -7,6 +7,8 @@ each rank has its random generators and open log sums.
 from __future__ import annotations
 
 import inspect
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,11 +30,13 @@ from instep.checkpoint.edge import (
     text,
 )
 from instep.checkpoint.run_state import SavedRun, load_model_state
-from instep.errors import CheckpointError, SettingError
+from instep.distributed.rank_zero import on_rank_zero
+from instep.errors import CheckpointError, CheckpointNotFoundError, SettingError, UsageError
 from instep.strategies.base import shapes_of
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.types import Location, PathLike
-from instep.utils.hparams import CLASS_PATH, with_attributes
+from instep.utils.checks import parse_size
+from instep.utils.hparams import CLASS_PATH, plain_values, with_attributes
 from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 from instep.utils.warn import warn_user
@@ -208,12 +212,25 @@ def load_module(
         view: dict[str, Any] = {"state_dict": checkpoint.load_weights(folder), "hyper_parameters": {}}
     else:
         view = view_of(saved_run(checkpoint.CheckpointStore(folder.parent).read(folder)))
+    return _loaded(cls, folder, view, map_location, hparams_file, strict, arguments)
+
+
+def _loaded(
+    cls: type[M],
+    path: Path,
+    view: dict[str, Any],
+    map_location: Any,
+    hparams_file: PathLike | None,
+    strict: bool | None,
+    arguments: dict[str, Any],
+) -> M:
+    """Make a module of what was read of a checkpoint: its hyperparameters and weights."""
     module = _make(cls, path, view["hyper_parameters"], view.get("hparams_name"), hparams_file, arguments)
     if is_overridden(module, "configure_model", ModuleHooks):
         module.configure_model()
     if is_overridden(module, "on_load_checkpoint", ModuleHooks):
         module.on_load_checkpoint(view)
-    report = checkpoint.ResumeReport(folder, ("weights",))
+    report = checkpoint.ResumeReport(path, ("weights",))
     load_into(
         module.load_state_dict,
         module,
@@ -227,6 +244,91 @@ def load_module(
     if map_location is not None:
         module.to(_device_of(map_location))
     return module
+
+
+def load_pretrained(
+    cls: type[M],
+    source: PathLike,
+    map_location: Any,
+    strict: bool | None,
+    arguments: dict[str, Any],
+    **options: Any,
+) -> M:
+    """Make a module of a folder, of a checkpoint or of a repository of the hub, for `TrainModule.from_pretrained`."""
+    from instep import pretrained  # late, as its own imports: only who loads one pays for it
+
+    folder = local_path(source)
+    if not pretrained.is_folder_of_weights(folder):
+        try:
+            return load_module(cls, checkpoint.find_checkpoint(folder), map_location, None, strict, arguments)
+        except CheckpointNotFoundError:
+            if not folder.is_dir() and (folder.exists() or not pretrained.is_repository(source)):
+                raise
+        if not folder.is_dir():
+            folder = pretrained.download(str(source), **options)
+    hyper_parameters, name, state = pretrained.read(folder)
+    view = {"state_dict": state, "hyper_parameters": hyper_parameters, "hparams_name": name}
+    return _loaded(cls, folder, view, map_location, None, strict, arguments)
+
+
+def save_pretrained(
+    module: TrainModule,
+    save_directory: PathLike,
+    max_shard_size: int | str,
+    push: bool,
+    repo_id: str | None,
+    push_options: dict[str, Any],
+) -> Path:
+    """Write a module's weights and hyperparameters, for `TrainModule.save_pretrained`. Collective."""
+    from instep import pretrained  # late, as above
+
+    if push_options and not push:
+        raise UsageError(
+            f"save_pretrained({', '.join(push_options)}=...) is for push_to_hub=True: set it, or leave out"
+        )
+    limit, folder = parse_size("max_shard_size", max_shard_size), local_path(save_directory)
+    config = pretrained.config_of(plain_values(module.hparams), module._hparams_name, type(module).__name__)
+    pretrained.save(_whole_state(module), config, folder, limit)
+    if push:
+        _send(folder, repo_id or folder.absolute().name, **push_options)
+    return folder
+
+
+def push_pretrained(module: TrainModule, repo_id: str, max_shard_size: int | str, **options: Any) -> str:
+    """Send a module to the Hugging Face hub, for `TrainModule.push_to_hub`. Collective."""
+    folder = on_rank_zero(lambda: tempfile.mkdtemp(prefix="instep-push-"), "making a folder to send")
+    try:
+        save_pretrained(module, folder, max_shard_size, False, None, {})
+        return _send(local_path(folder), repo_id, **options)
+    finally:
+        on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True), "deleting what was sent")
+
+
+def _send(
+    folder: Path,
+    repo_id: str,
+    commit_message: str = "Push model using instep.",
+    private: bool | None = None,
+    token: str | bool | None = None,
+    branch: str | None = None,
+    **options: Any,
+) -> str:
+    from instep import pretrained  # late, as above
+
+    def upload() -> str:
+        options.update(commit_message=commit_message, revision=branch)
+        return pretrained.upload(folder, repo_id, private=private, token=token, **options)
+
+    return on_rank_zero(upload, f"sending a model to {repo_id} on the Hugging Face hub")
+
+
+def _whole_state(module: TrainModule) -> dict[str, Any]:
+    """Return a module's whole state dict, on the main process at least. Collective where a run spreads it."""
+    trainer = module._trainer
+    ctx = None if trainer is None else trainer._ctx or trainer._last_ctx
+    if ctx is None or ctx.module is not module:
+        return module.state_dict()
+    return ctx.strategy.full_model_state()
 
 
 def _strictness(module: TrainModule, strict: bool | None) -> bool:

@@ -568,9 +568,6 @@ ATTRIBUTES = {
         **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOPS),
     },
     "TrainModule": {
-        "to_onnx": "torch.onnx.export(module, ...) does it",
-        "to_torchscript": "torch.export or torch.jit do it",
-        "to_tensorrt": "torch_tensorrt does it",
         "fabric": "there is none",
         "device_mesh": "`self.trainer.strategy` has the mesh",
         "configure_sharded_model": "use `configure_model`",

@@ -189,7 +189,7 @@ def test_small_pieces(old: str, new: str | None) -> None:
         ),
         (_L + "t = L.Trainer()\nt.seed = 2", 3, "todo", "cannot be set: "),
         (_L + "t = L.Trainer()\nt.strategy.teleport()", 3, "todo", "instep's Strategy has no such"),
-        (_L + "def f(pl_module): pl_module.to_onnx()", 2, "todo", "torch.onnx"),
+        (_L + "def f(pl_module): pl_module.configure_sharded_model()", 2, "todo", "use `configure_model`"),
         (
             "from lightning.pytorch.callbacks import TQDMProgressBar\nclass B(TQDMProgressBar):\n"
             "  def __init__(self): super().__init__(leave=True, colour=1)",
@@ -258,10 +258,10 @@ def test_small_pieces(old: str, new: str | None) -> None:
             "it takes name, value, prog_bar",
         ),
         (
-            _L + "class A(L.LightningModule):\n  def f(self): self.to_onnx('a')",
+            _L + "class A(L.LightningModule):\n  def f(self): self.get_progress_bar_dict()",
             3,
             "todo",
-            "torch.onnx",
+            "ProgressBar.get_metrics",
         ),
         ("from lightning.pytorch.loggers import Logger\nclass A(Logger): ...", 2, "todo", "its hooks are other ones"),
         (

@@ -1,0 +1,329 @@
+"""A trained module as a folder that anybody can load, and on the Hugging Face hub: safetensors and `config.json`.
+
+The folder is what huggingface_hub's `PyTorchModelHubMixin` and transformers write: `model.safetensors`, or several with
+an index where the model is large, and the arguments of the constructor in `config.json`. It holds no pickle and no
+code. Who reads one takes it for a stranger's: only these files are opened, only where they lie in the folder (or in the
+hub's own cache), and names that they say are checked before they are used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from enum import Enum
+from pathlib import Path, PurePath
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep import __version__
+from instep.checkpoint import write_tensors
+from instep.checkpoint.edge import reading
+from instep.checkpoint.weights import indexed_files, load_weights, parts_of
+from instep.distributed.rank_zero import on_rank_zero
+from instep.errors import CheckpointError, CheckpointNotFoundError, UnsavableStateError
+from instep.types import PathLike
+from instep.utils.atomic import replacing
+from instep.utils.imports import require
+from instep.utils.optimizer_state import clean_name
+from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
+
+CONFIG = "config.json"
+ABOUT = "_instep"
+"""The key of `config.json` under which we keep what is no argument of the constructor."""
+
+_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}  # as the Hugging Face hub has them
+_INDEX = "model.safetensors.index.json"
+_FILES = (CONFIG, "model.safetensors", "model-*-of-*.safetensors", _INDEX)
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+
+
+def save_weights(state: Mapping[str, Any], folder: Path, max_bytes: int, safe: bool = True) -> Path:
+    """Write a model's weights, each file at one instant. Collective: the main process writes.
+
+    Args:
+        state: name -> tensor, read on the main process; what is no tensor is left out.
+        folder: made if it is not there.
+        max_bytes: of tensors in each file.
+        safe: safetensors; False: torch's own format.
+
+    Returns:
+        The file, or the index of several.
+    """
+
+    def write() -> Path:
+        weights = {clean_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+        files, index = parts_of(weights, max_bytes, _NAMES[safe])
+        target = folder / (_NAMES[safe] if index is None else f"{_NAMES[safe]}.index.json")
+        folder.mkdir(parents=True, exist_ok=True)
+        stem, _, suffix = _NAMES[safe].partition(".")
+        old = [*folder.glob(f"{stem}-*-of-*.{suffix}"), folder / _NAMES[safe], folder / f"{_NAMES[safe]}.index.json"]
+        for file, names in files.items():
+            write_object({name: weights[name] for name in names}, folder / file, safe)
+        if index is not None:
+            with replacing(target) as temporary:
+                temporary.write_bytes(index)
+        for path in old:  # a smaller or larger model was saved here before, and readers would find both
+            if path.name not in files and path != target:
+                with suppress(FileNotFoundError):
+                    path.unlink()
+        return target
+
+    return on_rank_zero(write, f"saving a model's weights in {folder}")
+
+
+def write_object(obj: Any, file: Path, safe: bool) -> None:
+    """Write a dict of tensors as safetensors, or any object by `torch.save`, at one instant."""
+    with replacing(file) as temporary:
+        if safe:
+            write_tensors(temporary, obj, {"format": "pt"})
+        else:
+            torch.save(obj, temporary)
+
+
+# ---- config.json
+
+
+def config_of(values: Mapping[str, Any], hparams_name: str | None, class_name: str) -> dict[str, Any]:
+    """Make what `config.json` says of a module.
+
+    Args:
+        values: its hyperparameters, of plain containers.
+        hparams_name: the one argument that they came in; None where they are arguments.
+        class_name: of the module, for people.
+
+    Raises:
+        UnsavableStateError: a value has no form in JSON.
+    """
+    about = {"version": __version__, "class": class_name, "hparams_name": hparams_name}
+    return {**{str(name): _json_of(value, str(name)) for name, value in values.items()}, ABOUT: about}
+
+
+def _json_of(value: Any, name: str) -> Any:
+    """Return a hyperparameter as JSON has it: what the types of the constructor's arguments lead back."""
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float) and value - value == 0:  # neither inf nor nan, which JSON has not
+        return value
+    if isinstance(value, PurePath | torch.dtype | torch.device):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _json_of(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_of(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    raise UnsavableStateError(
+        f"the hyperparameter {name} is a {type(value).__name__}, {str(value)[:80]}, which {CONFIG} cannot hold. Leave "
+        "it out by save_hyperparameters(ignore=...), and pass it to from_pretrained."
+    )
+
+
+def save(state: Mapping[str, Any], config: Mapping[str, Any], folder: Path, max_bytes: int) -> Path:
+    """Write a folder of weights and `config.json`, each file at one instant. Collective: the main process writes.
+
+    Args:
+        state: name -> tensor, read on the main process.
+        config: what `config_of` made.
+        folder: made if it is not there.
+        max_bytes: of tensors in each file.
+
+    Returns:
+        The folder.
+    """
+    text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False)
+    save_weights(state, folder, max_bytes)
+
+    def write() -> None:
+        with replacing(folder / CONFIG) as part:
+            part.write_text(f"{text}\n", encoding="utf-8")
+
+    on_rank_zero(write, f"saving {folder / CONFIG}")
+    return folder
+
+
+# ---- reading a folder
+
+
+def is_folder_of_weights(folder: Path) -> bool:
+    """Tell whether `read` finds weights in a folder."""
+    return any((folder / name).exists() for name in ("model.safetensors", _INDEX))
+
+
+def read(folder: Path) -> tuple[dict[str, Any], str | None, dict[str, Tensor]]:
+    """Read a folder that anybody may have written.
+
+    Args:
+        folder: with `model.safetensors`, or an index of several, and perhaps `config.json`.
+
+    Returns:
+        The hyperparameters; the name of the one argument that they came in, or None; and the weights by name.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights.
+        CorruptCheckpointError: a file is damaged.
+        CheckpointError: a file leads out of the folder, or is no safetensors file.
+    """
+    hyper_parameters, name = _read_config(folder / CONFIG)
+    single, index = folder / "model.safetensors", folder / _INDEX
+    if single.exists():
+        return hyper_parameters, name, load_weights(_owned(single))
+    if not index.exists():
+        pickled = sorted(path.name for path in folder.glob("*.bin"))[:3]
+        more = f" It has {', '.join(pickled)}, which is no safetensors file: load_from_checkpoint reads it." * bool(
+            pickled
+        )
+        raise CheckpointNotFoundError(
+            f"{folder} has neither model.safetensors nor {_INDEX}, which save_pretrained writes.{more}", path=folder
+        )
+    parts = _parts(_owned(index))
+    return hyper_parameters, name, {key: value for part in parts for key, value in load_weights(_owned(part)).items()}
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the hyperparameters of `config.json`, and the argument that they came in; none where it is not there."""
+    if not path.exists():
+        return {}, None
+    with reading(path, "is no configuration of a model"):
+        values = parse_object(read_regular(_owned(path), INDEX_BYTES))
+        about = values.pop(ABOUT, None) or {}
+        name = about.get("hparams_name") if isinstance(about, dict) else None
+        if name is not None and not isinstance(name, str):
+            raise ValueError(f"its hparams_name is a {type(name).__name__}")
+    return values, name
+
+
+def _parts(index: Path) -> list[Path]:
+    """List the files of an index: safetensors files of its folder."""
+    parts = indexed_files(index)
+    wrong = [part.name for part in parts if part.suffix != ".safetensors" or part.parent != index.parent]
+    if wrong:
+        raise CheckpointError(
+            f"{index} names {wrong[0][:200]!r}, which is no safetensors file of its folder", path=index
+        )
+    return parts
+
+
+def _owned(path: Path) -> Path:
+    """Return a file of a folder, where it lies there or is a link to the blob that the hub's cache keeps of it."""
+    folder = Path(os.path.realpath(path.parent))
+    places = [folder]
+    if folder.parent.name == "snapshots":
+        places.append(folder.parent.parent / "blobs")
+    if not any(Path(os.path.realpath(path)).is_relative_to(place) for place in places):
+        raise CheckpointError(f"{path} is a link that leads out of its folder, and is not read", path=path)
+    return path
+
+
+# ---- the hub
+
+
+def is_repository(name: PathLike) -> bool:
+    """Tell whether a text has the form of a repository's name on the hub, such as "user/model"."""
+    return isinstance(name, str) and _REPOSITORY.fullmatch(name) is not None
+
+
+def download(repo_id: str, **options: Any) -> Path:
+    """Get `config.json` and the weights of a repository of the hub, all of one commit, into the hub's cache.
+
+    No list of the server is asked for: the names are ours, and those that the index says are checked.
+
+    Args:
+        repo_id: such as "user/model".
+        **options: `revision`, `token`, `cache_dir`, `force_download` and `local_files_only` of
+            `huggingface_hub.hf_hub_download`.
+
+    Returns:
+        The folder of that commit.
+
+    Raises:
+        CheckpointNotFoundError: there is no such repository or revision, or no safetensors in it.
+        CheckpointError: the hub cannot be reached, or refuses.
+    """
+    hub, errors = _hub(), _hub("huggingface_hub.errors")
+
+    def get(name: str) -> Path | None:
+        try:
+            return Path(hub.hf_hub_download(repo_id, name, **options))
+        except errors.LocalEntryNotFoundError:  # not in the cache, and nobody may be asked, or nobody answers
+            if options.get("local_files_only") and found:
+                return None
+            raise
+        except errors.EntryNotFoundError:
+            return None
+
+    found: list[Path] = []
+    with _told(repo_id):
+        for name in (CONFIG, "model.safetensors", _INDEX):
+            path = get(name)
+            if path is None:
+                continue
+            found.append(path)
+            options["revision"] = path.parent.name  # the commit, so that all files are of the same one
+            if name == "model.safetensors":
+                break
+            if name == _INDEX:
+                for part in _parts(path):
+                    if get(part.name) is None:
+                        raise CheckpointNotFoundError(f"{repo_id} lacks {part.name}, which its {_INDEX} names")
+    if not found or found[-1].name == CONFIG:
+        raise CheckpointNotFoundError(f"{repo_id} has neither model.safetensors nor {_INDEX}; nothing else is read")
+    return found[-1].parent
+
+
+def upload(folder: Path, repo_id: str, *, private: bool | None, token: str | bool | None, **options: Any) -> str:
+    """Send a folder to a repository of the hub, in one commit; what it had of an earlier model's weights is deleted.
+
+    Args:
+        folder: what `save` wrote.
+        repo_id: such as "user/model"; made if it is not there.
+        private: whether a new one is.
+        token: of the hub; None: the one that `hf auth login` has saved, or `HF_TOKEN`.
+        **options: for `huggingface_hub.HfApi.upload_folder`.
+
+    Returns:
+        The URL of the commit, or of the pull request.
+
+    Raises:
+        CheckpointError: the hub cannot be reached, or refuses.
+    """
+    hub = _hub()
+    with _told(repo_id):
+        api = hub.HfApi(token=token, library_name="instep", library_version=__version__)
+        made = api.create_repo(repo_id, private=private, exist_ok=True)
+        options.setdefault("allow_patterns", list(_FILES))
+        options.setdefault("delete_patterns", ["model.safetensors", "model-*-of-*.safetensors", _INDEX])
+        done = api.upload_folder(repo_id=made.repo_id, folder_path=folder, **options)
+    return str(done.pr_url or done.commit_url)
+
+
+def _hub(module: str = "huggingface_hub") -> ModuleType:
+    return require(module, extra="hub", purpose="the Hugging Face hub")
+
+
+@contextmanager
+def _told(repo_id: str) -> Iterator[None]:
+    """Turn errors of the hub's client into ours."""
+    errors = _hub("huggingface_hub.errors")
+    absent = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.LocalEntryNotFoundError)
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except errors.HFValidationError as error:
+        raise CheckpointNotFoundError(f"{repo_id!r} is no name of a repository: {error}") from error
+    except absent as error:
+        kind = CheckpointError if isinstance(error, errors.GatedRepoError) else CheckpointNotFoundError
+        raise kind(_asked(repo_id, error)) from error
+    except (OSError, errors.HTTPError) as error:  # the latter is the client's HTTP library's own
+        raise CheckpointError(_asked(repo_id, error)) from error
+
+
+def _asked(repo_id: str, error: BaseException) -> str:
+    said = " ".join(str(error).split())
+    return f"the Hugging Face hub was asked for {repo_id} and said: {said[:600]}"
