@@ -22,7 +22,7 @@ from jsonargparse import ArgumentParser, Namespace, class_from_function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from instep import callbacks, loggers, profilers, strategies
+from instep import callbacks, loggers, profilers, schedules, strategies
 from instep.callbacks import Callback
 from instep.cli.main import EXIT_USAGE
 from instep.config.file import repeated_keys
@@ -54,7 +54,8 @@ class LRSchedulerOptions:
     """Options that say when a configured learning-rate scheduler steps.
 
     Args:
-        interval: "step", counted in optimizer steps, or "epoch"; by default "step" for OneCycleLR, else "epoch".
+        interval: "step", counted in optimizer steps, or "epoch"; by default "step" for OneCycleLR and the schedules of
+            `instep.schedules`, else "epoch".
         frequency: it steps every so many intervals.
         monitor: the logged metric that ReduceLROnPlateau needs.
         strict: whether a missing metric is an error, or a warning and no step.
@@ -67,7 +68,8 @@ class LRSchedulerOptions:
 
     def of(self, scheduler: LRScheduler) -> dict[str, Any]:
         """Return the scheduler with these options, as `configure_optimizers` returns it."""
-        interval = self.interval or ("step" if isinstance(scheduler, OneCycleLR) else "epoch")
+        by_step = isinstance(scheduler, OneCycleLR) or getattr(type(scheduler), "interval", "") == "step"
+        interval = self.interval or ("step" if by_step else "epoch")
         return {**asdict(self), "interval": interval, "scheduler": scheduler}
 
 
@@ -115,10 +117,12 @@ def with_class_path(cls: type, init_args: Any) -> dict[str, Any]:
 
 
 def with_length(init: Mapping[str, Any], module: TrainModule) -> dict[str, Any]:
-    """Give OneCycleLR without a length the length of the run."""
-    cls, given = _named(init), dict(init.get("init_args", {}))
+    """Give OneCycleLR and the schedules of `instep.schedules` the length of the run, where they have none."""
+    make, given = _named(init), dict(init.get("init_args", {}))
     length = ("total_steps", "epochs", "steps_per_epoch")
-    if inspect.isclass(cls) and issubclass(cls, OneCycleLR) and all(given.get(name) is None for name in length):
+    ours = make in schedules.SCHEDULES.values() and "total_steps" in inspect.signature(make).parameters
+    wants = ours or (inspect.isclass(make) and issubclass(make, OneCycleLR))
+    if wants and all(given.get(name) is None for name in length):
         given["total_steps"] = int(module.trainer.estimated_stepping_batches)
     return {**init, "init_args": given}
 

@@ -32,7 +32,8 @@ class LRSchedulerConfig:
     Args:
         scheduler: anything with `step`, `state_dict` and `load_state_dict`.
         name: what LearningRateMonitor calls it.
-        interval: `step`, counted in optimizer steps, or `epoch`.
+        interval: `step`, counted in optimizer steps, or `epoch`; by default what the scheduler's class says by an
+            attribute of this name, as those of `instep.schedules` do, else `epoch`.
         frequency: it steps every so many intervals.
         monitor: the logged metric that a plateau scheduler is given.
         strict: whether a missing metric is an error, or a warning and no step.
@@ -133,6 +134,7 @@ def _scheduler_config(
     scheduler = fields["scheduler"]
     kind = type(scheduler).__name__
     fields.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
+    fields.setdefault("interval", getattr(type(scheduler), "interval", "epoch"))
     if fields.get("monitor") is None:
         fields["monitor"] = monitor
     config = LRSchedulerConfig(**fields)
@@ -168,9 +170,10 @@ def _scheduler_config(
             f"configure_optimizers: monitor={config.monitor!r} is not used, since {kind} is not a plateau scheduler; "
             "reduce_on_plateau=True passes the metric to its step()"
         )
-    if isinstance(scheduler, OneCycleLR) and config.interval == "epoch":
+    by_step = isinstance(scheduler, OneCycleLR) or getattr(type(scheduler), "interval", "") == "step"
+    if by_step and config.interval == "epoch":
         warn_user(
-            "configure_optimizers: OneCycleLR with interval='epoch' steps once per epoch; it is made for "
+            f"configure_optimizers: {kind} with interval='epoch' steps once per epoch; it is made for "
             "{'scheduler': ..., 'interval': 'step'}"
         )
     return config

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from instep import Trainer, TrainModule
+from instep import Trainer, TrainModule, schedules
 from instep.callbacks import (
     Callback,
     EarlyStopping,
@@ -230,6 +230,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "sequential": _warmup_cosine,
     "lambda": lambda o: lrs.LambdaLR(o, Warmup()),
     "one-cycle": lambda o: lrs.OneCycleLR(o, 0.02, total_steps=40),
+    "named": lambda o: schedules.make("wsd", o, total_steps=14, warmup_steps=4, decay_steps=0.5),
     "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 4, 2),
 }
 MONITORS = {"plateau": "val_loss_epoch", "step-plateau": "loss_step"}

@@ -68,6 +68,7 @@ CASES = {
     "plateau": (Case(scheduler="plateau", schedule="epoch", epochs=4), ([2], [6], [7, 13])),
     "plateau-per-step": (Case(scheduler="step-plateau"), ([2], [6])),
     "warm-up-and-cosine": (Case(scheduler="sequential"), ([1], [3], [4], [6])),
+    "named": (Case(scheduler="named", epochs=2), ([2, 6],)),
     "lambda": (Case(scheduler="lambda"), ([2], [6])),
     "one-cycle": (Case(scheduler="one-cycle", optimizer="sgd"), ([2], [6, 14])),
     "restarts": (Case(scheduler="restarts", schedule="epoch", optimizer="foreach"), ([2], [6])),

@@ -1,0 +1,216 @@
+"""Parameter groups for optimizers: options by the names of parameters, and learning rates by layer.
+
+Names are those of `module.named_parameters()`, without what `torch.compile` and other wrappers add to them.
+
+Example:
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2))
+    >>> groups = param_groups(model, {biases_and_norms: {"weight_decay": 0.0}, "2.*": {"lr": 0.01}}, lr=0.1)
+    >>> for group in torch.optim.AdamW(groups, weight_decay=0.05).param_groups:
+    ...     print(group["name"], group["lr"], group["weight_decay"], len(group["params"]))
+    rest 0.1 0.05 1
+    biases_and_norms 0.1 0.0 3
+    2 0.01 0.05 1
+    biases_and_norms+2 0.01 0.0 1
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from instep.errors import SettingError
+from instep.utils.checks import is_number, wrong
+from instep.utils.optimizer_state import clean_name, names_of
+
+Which: TypeAlias = "str | Callable[[str, Tensor], bool]"
+"""Which parameters: a pattern of their names, as of files ("*.bias"), or a function of name and parameter."""
+
+__all__ = ["biases_and_norms", "layerwise_lr", "param_groups"]
+
+_LISTED = 5  # names in an error
+
+
+def biases_and_norms(name: str, parameter: Tensor) -> bool:
+    """Tell biases and the weights of norms: parameters with fewer than two dimensions, which weight decay spares.
+
+    Args:
+        name: the parameter's name.
+        parameter: the parameter, of any shape; also one that DeepSpeed has cut up.
+
+    Example:
+        >>> import torch
+        >>> biases_and_norms("norm.weight", torch.zeros(8)), biases_and_norms("fc.weight", torch.zeros(8, 4))
+        (True, False)
+    """
+    return len(getattr(parameter, "ds_shape", parameter.shape)) < 2
+
+
+def param_groups(
+    module: nn.Module,
+    options: Mapping[Which, Mapping[str, Any]] | None = None,
+    *,
+    frozen: bool = False,
+    **defaults: Any,
+) -> list[dict[str, Any]]:
+    """Sort a module's parameters into groups, each with the options that its names ask for.
+
+    Every parameter is in exactly one group. One that several entries match gets the options of all of them; where they
+    disagree, the later entry holds. A group's `name`, which `LearningRateMonitor` shows, is made of its entries, which
+    may say `"name"`.
+
+    Args:
+        module: on any device, sharded or not.
+        options: an optimizer's options by pattern, such as `{"*.bias": {"weight_decay": 0.0}}`, or by a function of
+            name and parameter, such as `biases_and_norms`. A tied parameter is matched by each of its names.
+        frozen: take parameters too that do not require gradients.
+        defaults: options of all groups that have no other, such as `lr=1e-3`.
+
+    Returns:
+        The groups, for an optimizer, in the order of their first parameters.
+
+    Raises:
+        SettingError: an entry matches no parameter, or no parameter is left.
+    """
+    rules = [(_label(which), _matcher(which), dict(given)) for which, given in (options or {}).items()]
+    return _grouped(module, rules, frozen, defaults)
+
+
+def layerwise_lr(
+    module: nn.Module,
+    layers: str,
+    *,
+    lr: float,
+    decay: float = 0.75,
+    options: Mapping[Which, Mapping[str, Any]] | None = None,
+    frozen: bool = False,
+    **defaults: Any,
+) -> list[dict[str, Any]]:
+    """Give each layer a learning rate, lower and lower towards the input.
+
+    What comes after the layers, such as the head, has `lr`; the last of n layers `lr * decay`, the first
+    `lr * decay**n`; what comes before them, such as embeddings, `lr * decay**(n + 1)`. Before and after are meant in
+    the order of `named_parameters()`. The groups are called "above", "layer 11" to "layer 0" and "below".
+
+    Args:
+        module: on any device, sharded or not.
+        layers: the name of a layer, with one `*` in the place of its number: "encoder.layers.*".
+        lr: learning rate of what comes after the layers.
+        decay: factor from a layer to the one before, above 0 to 1.
+        options: more options by name, as in `param_groups`; an "lr" among them takes the place of the layer's.
+        frozen: as in `param_groups`.
+        defaults: as in `param_groups`.
+
+    Returns:
+        The groups, for an optimizer, in the order of their first parameters.
+
+    Raises:
+        SettingError: no parameter is in such a layer, or an argument is wrong.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 4),
+        ...     "layers": torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2)), "head": torch.nn.Linear(4, 1)})
+        >>> [(group["name"], group["lr"]) for group in layerwise_lr(model, "layers.*", lr=0.8, decay=0.5)]
+        [('below', 0.1), ('layer 0', 0.2), ('layer 1', 0.4), ('above', 0.8)]
+
+    Source: ULMFiT's discriminative rates, arXiv:1801.06146, in the form of BEiT, arXiv:2106.08254.
+    """
+    if not is_number(decay) or not 0 < decay <= 1:
+        raise wrong("decay", decay, "a factor above 0 to 1")
+    if not isinstance(layers, str) or layers.count("*") != 1:
+        raise wrong("layers", layers, 'the name of a layer with one * for its number, such as "encoder.layers.*"')
+    pattern = re.compile(re.escape(layers).replace(r"\*", r"(\d+)") + r"(?:\.|$)")
+    names = list(names_of(module).values())
+    numbers = [int(found[1]) if (found := pattern.match(name)) else None for name in names]
+    known = sorted({number for number in numbers if number is not None})
+    if not known:
+        raise _unmatched("layers", layers, names)
+    last = len(numbers) - next(at for at, number in enumerate(reversed(numbers)) if number is not None)
+    members: dict[str, set[str]] = {"below": set(), **{f"layer {number}": set() for number in known}, "above": set()}
+    here = "below"
+    for at, (name, number) in enumerate(zip(names, numbers, strict=True)):
+        here = f"layer {number}" if number is not None else here if at < last else "above"
+        members[here].add(name)
+    depths = zip(members, range(len(members) - 1, -1, -1), strict=True)
+    rates = {label: lr * decay**depth for label, depth in depths}
+    rules: list[_Rule] = [(label, _among(own), {"lr": rates[label]}) for label, own in members.items() if own]
+    rules += [(_label(which), _matcher(which), dict(given)) for which, given in (options or {}).items()]
+    return _grouped(module, rules, frozen, defaults)
+
+
+# ---- rules: what a group is called, which parameters it takes, and their options
+
+_Rule: TypeAlias = "tuple[str, Callable[[str, Tensor], bool], dict[str, Any]]"
+
+
+def _grouped(
+    module: nn.Module, rules: Sequence[_Rule], frozen: bool, defaults: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Sort the parameters by the rules that they match."""
+    first = names_of(module)
+    aliases: dict[Tensor, list[str]] = {parameter: [name] for parameter, name in first.items()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        aliases[parameter].append(clean_name(name))
+    members: dict[tuple[int, ...], list[Tensor]] = {}
+    unused = set(range(len(rules)))
+    for parameter, names in aliases.items():
+        matched = [number for number, rule in enumerate(rules) if any(rule[1](name, parameter) for name in names)]
+        unused -= set(matched)
+        if frozen or parameter.requires_grad:
+            members.setdefault(tuple(matched), []).append(parameter)
+    if unused:
+        raise _unmatched("options", rules[min(unused)][0], list(first.values()))
+    if not members:
+        raise SettingError(
+            f"{type(module).__name__} has no parameter that requires gradients, so there is nothing to optimize. "
+            "Unfreeze some, or take them with frozen=True.",
+            field="module",
+        )
+    groups = []
+    for matched, parameters in members.items():
+        parts = [rules[number][2].get("name") or _short(rules[number][0], rules) for number in matched]
+        group = {"params": parameters, **defaults}
+        for number in matched:
+            group |= rules[number][2]
+        groups.append({**group, "name": "+".join(parts) or "rest"})
+    return groups
+
+
+def _matcher(which: Which) -> Callable[[str, Tensor], bool]:
+    if callable(which):
+        return which
+    if not isinstance(which, str):
+        raise wrong("options", which, 'keys that are patterns, such as "*.bias", or functions of name and parameter')
+    return lambda name, _: fnmatchcase(name, which)
+
+
+def _among(names: Collection[str]) -> Callable[[str, Tensor], bool]:
+    return lambda name, _: name in names
+
+
+def _label(which: Any) -> str:
+    return which if isinstance(which, str) else getattr(which, "__name__", str(which))
+
+
+def _short(label: str, rules: Sequence[_Rule]) -> str:
+    """Shorten "head.*" to "head", where no other rule shortens to that."""
+    short = label.strip("*.") or label
+    return short if sum((other.strip("*.") or other) == short for other, *_ in rules) == 1 else label
+
+
+def _unmatched(field: str, pattern: str, names: Sequence[str]) -> SettingError:
+    """Make the error for a pattern that matches no parameter, with the names that are nearest to it."""
+    near = get_close_matches(pattern.strip("*."), names, _LISTED, 0.4) or list(names[:_LISTED])
+    return SettingError(
+        f"{field}: {pattern!r} matches no parameter. {'Near' if near else 'There is no name'}: "
+        f"{', '.join(near)}{', ...' if len(names) > len(near) else ''}. "
+        "Patterns are matched against whole names, as of files: '*' stands for anything.",
+        field=field,
+        got=pattern,
+    )
