@@ -139,17 +139,18 @@ class RunClock:
 
     # ---- parts of a step
 
-    def watch(self, part: str, closure: FunctionType, name: str) -> None:
+    def watch(self, part: str, closure: FunctionType, name: str, index: int | None = None) -> None:
         """Time a function of the step in each burst, by the variable of a closure that holds it.
 
         Args:
             part: of `STEP_PARTS`.
             closure: a function that calls it.
             name: its name there, a variable of the function around.
+            index: where several such closures are watched, which one this is.
         """
         cell = (closure.__closure__ or ())[closure.__code__.co_freevars.index(name)]
         function = cell.cell_contents
-        self._watched[f"{closure.__qualname__}.{name}"] = cell, function, self._timed(part, function)
+        self._watched[f"{closure.__qualname__}.{name}.{index}"] = cell, function, self._timed(part, function)
 
     def sampled(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches, and time some of them. Between the bursts no Python code runs here."""

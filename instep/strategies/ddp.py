@@ -91,7 +91,7 @@ class DDPStrategy(Strategy):
 
     Args:
         find_unused_parameters: search, in each step, for parameters that took no part. None: only in manual
-            optimization, where one backward seldom reaches all parameters (a GAN's two halves).
+            optimization and where optimizers take turns: one backward seldom reaches all parameters (a GAN's halves).
         static_graph: promise that every step uses the same parameters in the same way; unused ones are found once.
         bucket_cap_mb: size of a gradient bucket in MiB; None leaves it to torch (25, and a first one of 1).
         gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
@@ -210,8 +210,11 @@ class DDPStrategy(Strategy):
         self._manual = not getattr(module, "automatic_optimization", True)
         if self._manual and self.ddp_options.get("static_graph"):
             raise _wrong("static_graph", True, "needs one backward per step; manual optimization may have several")
+        if self.takes_turns and self.ddp_options.get("static_graph"):
+            raise _wrong("static_graph", True, "needs the same parameters in each step; optimizers that take turns "
+                         "use some of them. Leave it out")  # fmt: skip
         if self._spreads(module, trains=bool(optimizers)):
-            self._ddp = self._distribute(StepForward(module), optimizers, unused=self._manual)
+            self._ddp = self._distribute(StepForward(module), optimizers, unused=self._manual or self.takes_turns)
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         if self.local_sgd_plan is not None:
@@ -252,9 +255,9 @@ class DDPStrategy(Strategy):
         if not self._manual and self.hook.name in ("no", "fp16", "bf16"):  # the others keep no sums, or start anew
             self._order = BucketOrder(ddp)
         if self.local_sgd_plan is not None:
-            if len(optimizers) > 1:
+            if len(optimizers) > 1 and self._manual:
                 raise _wrong("comm_hook", "post_local_sgd", f"counts the steps of one optimizer, not {len(optimizers)}")
-            self._local_sgd = PostLocalSGD(self.local_sgd_plan, self.module, optimizers[0])
+            self._local_sgd = PostLocalSGD(self.local_sgd_plan, self.module, optimizers, each=self.takes_turns)
             self._local_sgd.attach(ddp)
         self._shards = [self._divide(optimizer) for optimizer in optimizers]
         return ddp

@@ -70,6 +70,20 @@ class Gradients:
             self.precision.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
+    def unscale_together(self, optimizers: Sequence[Optimizer]) -> None:
+        """`unscale` for optimizers that step from one loss: where one's gradients overflowed, none of them steps."""
+        for optimizer in optimizers:
+            self.unscale(optimizer)
+        scaler = self.precision.scaler
+        if scaler is None or len(optimizers) == 1:
+            return
+        unscaled = [optimizer for optimizer in optimizers if id(optimizer) in self._unscaled]
+        found = [flag for optimizer in unscaled for flag in scaler._found_inf_per_device(optimizer).values()]
+        if len(found) > 1:
+            any_found = torch.stack([flag.to(found[0].device) for flag in found]).amax()
+            for flag in found:
+                flag.copy_(any_found)
+
     def forget(self, optimizer: Optimizer) -> None:
         """Take note that the gradients were set to zero without a step; the next ones are scaled again."""
         if id(optimizer) in self._unscaled:
@@ -139,6 +153,9 @@ class Gradients:
             return
         if closure is not None:
             closure()  # the scaler takes no closure
+        self.step_was_skipped = False
+        if not _has_gradients(optimizer):
+            return  # the scaler refuses what it has not looked at
         stepped: list[bool] = []
         hook = optimizer.register_step_post_hook(lambda *_: stepped.append(True))
         try:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -76,19 +76,23 @@ class PostLocalSGD:
     Args:
         plan: when the replicas take their mean.
         module: this rank's replica.
-        optimizer: the one that steps it.
+        optimizers: those that step it.
+        each: whether they take turns, so that the step of each counts; else all step, and the last one's counts.
     """
 
-    def __init__(self, plan: LocalSGDPlan, module: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(
+        self, plan: LocalSGDPlan, module: nn.Module, optimizers: Sequence[Optimizer], each: bool = False
+    ) -> None:
         self.plan = plan
         self.steps = 0
         """Optimizer steps so far."""
         self.drifted = False
         """Whether replicas have stepped by themselves since the last mean."""
-        self._module, self._optimizer = module, optimizer
+        self._module, self._optimizers = module, list(optimizers)
         self._node = _node_group() if plan.within_node else None
         self._ddp: DistributedDataParallel | None = None
-        self._handle = optimizer.register_step_post_hook(self._stepped)
+        counted = self._optimizers if each else self._optimizers[-1:]
+        self._handles = [optimizer.register_step_post_hook(self._stepped) for optimizer in counted]
 
     @property
     def apart(self) -> bool:
@@ -111,7 +115,8 @@ class PostLocalSGD:
 
     def detach(self) -> None:
         """Count no more steps."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self._ddp = None
 
     def _stepped(self, *_: Any) -> None:
@@ -148,7 +153,7 @@ class PostLocalSGD:
             "steps": self.steps,
             "drifted": self.drifted,
             "module": self._module.state_dict(),
-            "optimizer": optimizer_state(self._module, self._optimizer),
+            "optimizers": [optimizer_state(self._module, optimizer) for optimizer in self._optimizers],
         }
 
     def load_rank_state(self, state: Mapping[str, Any], own: bool) -> None:
@@ -162,7 +167,9 @@ class PostLocalSGD:
         self._part()
         if own and "module" in state:
             self._module.load_state_dict(state["module"])
-            load_optimizer_state(self._module, self._optimizer, state["optimizer"])
+            trees = state["optimizers"] if "optimizers" in state else [state["optimizer"]]  # one, in older checkpoints
+            for optimizer, tree in zip(self._optimizers, trees, strict=True):
+                load_optimizer_state(self._module, optimizer, tree)
             self.drifted = state["drifted"]
 
 

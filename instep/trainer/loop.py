@@ -92,7 +92,8 @@ def fit(ctx: RunContext) -> None:
 def configure_optimizers(ctx: RunContext) -> None:
     """Call the module's `configure_optimizers`, then let the strategy distribute the module."""
     module, strategy = ctx.module, ctx.strategy
-    ctx.optimizers, ctx.schedulers = configure(module.configure_optimizers(), module)
+    ctx.optimizers, ctx.schedulers, ctx.turns = configure(module.configure_optimizers(), module)
+    strategy.takes_turns = ctx.turns is not None
     if ctx.settings.nonfinite is not None and ctx.optimizers:
         from instep.trainer.nonfinite import NonFiniteGuard  # late: only who asks for it pays for it
 

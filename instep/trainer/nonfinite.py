@@ -93,7 +93,7 @@ class NonFiniteGuard:
         self._known: dict[int, int] = {}  # optimizer -> how many gradients it had when it last stepped
         self._losses: list[Tensor] = []
         self._first_batch = 0
-        self._checked: tuple[Optimizer, _Check] | None = None
+        self._checked: dict[int, _Check] = {}  # optimizer -> what was found of its gradients, and of those beside them
         self._waiting: list[_Check] = []
         self._last_found = torch.zeros((), device=device)
         self._last_step = -1
@@ -126,9 +126,13 @@ class NonFiniteGuard:
         """Drop the losses of a window that was left unfinished."""
         self._losses = []
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Check complete gradients, before they are clipped; without this call `optimizer_step` checks them itself."""
-        self._checked = (optimizer, self._check(optimizer))
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check complete gradients, before they are clipped; without this call `optimizer_step` checks them itself.
+
+        Args:
+            optimizers: that step together: where one's gradients are not finite, none of them steps.
+        """
+        self._checked = dict.fromkeys(map(id, optimizers), self._check(*optimizers))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         """Step the optimizer through the strategy, unless a value is not finite and the policy leaves the step out."""
@@ -147,15 +151,15 @@ class NonFiniteGuard:
             self._strategy.gradients.step(optimizer, **kwargs)
         finally:
             _forget_flag(optimizer)
-        self._known[id(optimizer)] = len(check.parameters)
+        self._known[id(optimizer)] = len(_with_gradients(optimizer))
 
     def _take(self, optimizer: Optimizer) -> _Check:
-        checked, self._checked = self._checked, None
-        return checked[1] if checked is not None and checked[0] is optimizer else self._check(optimizer)
+        checked = self._checked.pop(id(optimizer), None)
+        return self._check(optimizer) if checked is None else checked
 
-    def _check(self, optimizer: Optimizer) -> _Check:
+    def _check(self, *optimizers: Optimizer) -> _Check:
         losses = self._losses
-        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+        parameters = [p for optimizer in optimizers for p in _with_gradients(optimizer)]
         gradients = [] if self._scaler is not None else [p.grad for p in parameters if p.grad is not None]
         found = self._last_found.clone() if self._stops else torch.zeros((), device=self._device)
         self._strategy.gradients.find_nonfinite([*losses, *gradients], found)
@@ -164,8 +168,8 @@ class NonFiniteGuard:
         check = _Check(self._position.global_step + 1, self._position.epoch, batches, losses, parameters, found)
         self._last_found, self._losses = found, []
         # torch's fused SGD leaves its momentum uninitialised when the first step is one that is left out.
-        new = self._leaves_out and self._known.get(id(optimizer)) != len(parameters)
-        if self._host_decides[id(optimizer)] or new:
+        new = self._leaves_out and any(self._known.get(id(o)) != len(_with_gradients(o)) for o in optimizers)
+        if new or any(self._host_decides[id(optimizer)] for optimizer in optimizers):
             check.bad = bool(found.item())
         if check.bad is not False:
             check.norms = _norms(gradients, self._device)
@@ -231,7 +235,7 @@ class NonFiniteGuard:
                 check.parameters, check.norms = weights, _norms([p.detach() for p in weights], self._device)
                 optimizer.state.clear()  # what it remembers led there
         if not left_out:
-            self._known[id(optimizer)] = len(check.parameters)
+            self._known[id(optimizer)] = len(_with_gradients(optimizer))
             return
         with torch.no_grad():
             for p, value in zip(weights, before, strict=False):  # nothing was changed where there is no copy
@@ -305,6 +309,10 @@ class NonFiniteGuard:
         replayed = {batch for batch in check.batches if (source.share if at is None else at(batch)).mine == 0}
         samples = {batch: [] if batch in replayed else source.sample_indices(batch) for batch in check.batches}
         return _Facts(next((loss for loss in losses if not math.isfinite(loss)), None), names, samples)
+
+
+def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def host_may_wait(device: torch.device) -> bool:

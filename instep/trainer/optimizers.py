@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
@@ -19,9 +22,9 @@ from instep.utils.warn import warn_user
 
 _FORMS = (
     "an optimizer; a list of optimizers; two lists ([optimizers], [schedulers]); a dict with 'optimizer' and perhaps "
-    "'lr_scheduler' and 'monitor'; a list of such dicts; or None"
+    "'lr_scheduler', 'monitor' and 'frequency'; a list of such dicts; or None"
 )
-_OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor")
+_OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
 _SCHEDULER_KEYS = ("scheduler", "name", "interval", "frequency", "monitor", "strict", "reduce_on_plateau")
 
 
@@ -38,6 +41,7 @@ class LRSchedulerConfig:
         monitor: the logged metric that a plateau scheduler is given.
         strict: whether a missing metric is an error, or a warning and no step.
         reduce_on_plateau: whether it is given the metric, like `ReduceLROnPlateau`.
+        optimizer_idx: index of the optimizer whose steps it counts, where optimizers take turns; None for all.
     """
 
     scheduler: Any
@@ -47,13 +51,44 @@ class LRSchedulerConfig:
     monitor: str | None = None
     strict: bool = True
     reduce_on_plateau: bool = False
+    optimizer_idx: int | None = field(default=None, compare=False)
+
+
+class Turns:
+    """Order in which optimizers take turns: each has so many optimizer windows in a row, then the next one does.
+
+    It depends on the number of the window alone, so that a resumed run goes on within a turn.
+
+    Args:
+        frequencies: windows in a row, of each optimizer.
+
+    Example:
+        >>> turns = Turns([1, 2])
+        >>> [turns.at(window) for window in range(6)], turns.taken(1, 5)
+        ([0, 1, 1, 0, 1, 1], 3)
+    """
+
+    def __init__(self, frequencies: Sequence[int]) -> None:
+        self.frequencies = tuple(frequencies)
+        self._ends = list(accumulate(self.frequencies))
+
+    def at(self, window: int) -> int:
+        """Return the index of the optimizer that has a window, which is counted from 0."""
+        return bisect_right(self._ends, window % self._ends[-1])
+
+    def taken(self, index: int, windows: int) -> int:
+        """Return how many of the first `windows` windows were those of one optimizer."""
+        rounds, rest = divmod(windows, self._ends[-1])
+        own = self.frequencies[index]
+        return rounds * own + min(max(rest - (self._ends[index] - own), 0), own)
 
 
 class OptimizerSetup(NamedTuple):
-    """The optimizers and schedulers of a run."""
+    """The optimizers and schedulers of a run; `turns` where the optimizers take turns."""
 
     optimizers: list[Optimizer]
     schedulers: list[LRSchedulerConfig]
+    turns: Turns | None = None
 
 
 # ---- configure_optimizers
@@ -64,13 +99,15 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
 
     Args:
         result: an optimizer; a list of optimizers; `([optimizers], [schedulers])`; a dict with `optimizer` and perhaps
-            `lr_scheduler` (a scheduler, or a dict with the fields of `LRSchedulerConfig`) and `monitor`; a list of such
-            dicts; or None to train nothing.
+            `lr_scheduler` (a scheduler, or a dict with the fields of `LRSchedulerConfig`), `monitor` and `frequency`; a
+            list of such dicts; or None to train nothing. In automatic optimization several optimizers step together,
+            from one loss; where each dict has a `frequency` they take turns of so many optimizer windows.
         module: the module, placed on its device.
 
     Raises:
         HookError: any other form, unknown keys, a scheduler of another optimizer, a plateau scheduler without a
-            monitor, or several optimizers with automatic optimization.
+            monitor; with automatic optimization a frequency for some optimizers only, and of optimizers that step
+            together a parameter in two of them, or one that evaluates the loss itself, such as LBFGS.
 
     Example:
         >>> import torch
@@ -89,19 +126,69 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
     if not optimizers:
         raise HookError("configure_optimizers returned no optimizer. Return at least one, or None to train nothing.")
     automatic = getattr(module, "automatic_optimization", True)
-    if len(optimizers) > 1 and automatic:
-        raise HookError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
-            "self.automatic_optimization = False in __init__ and step them in training_step, or return one optimizer "
-            "with several parameter groups."
-        )
-    configs = [_scheduler_config(scheduler, monitor, optimizers, automatic) for scheduler, monitor in schedulers]
+    turns = _turns(result, automatic)
+    if len(optimizers) > 1 and automatic and turns is None:
+        _check_together(optimizers, module)
+    configs = [_scheduler_config(*given, optimizers, automatic) for given in schedulers]
     _warn_about_parameters(optimizers, module)
-    return OptimizerSetup(optimizers, configs)
+    return OptimizerSetup(optimizers, configs, turns)
 
 
-def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None]]]:
-    """Return the optimizers, and the schedulers with the monitor that stood beside them."""
+def _turns(result: Any, automatic: bool) -> Turns | None:
+    """Read the frequencies with which optimizers take turns; None where they do not."""
+    items = [result] if isinstance(result, Mapping | Optimizer) else result
+    dicts = [item for item in items if isinstance(item, Mapping)]
+    given = [item["frequency"] for item in dicts if item.get("frequency") is not None and "optimizer" in item]
+    if not given:
+        return None
+    if not automatic:
+        warn_user(
+            "configure_optimizers: 'frequency' is not used: in manual optimization training_step steps them itself"
+        )
+        return None
+    for frequency in given:
+        if not isinstance(frequency, int) or isinstance(frequency, bool) or frequency < 1:
+            raise HookError(
+                f"configure_optimizers: frequency={frequency!r} of an optimizer; use the number of optimizer windows "
+                "that it has in a row, an integer of at least 1"
+            )
+    if len(given) != len(dicts):
+        raise HookError(
+            f"configure_optimizers gave {len(given)} of {len(dicts)} optimizers a 'frequency'. Give it to all, and "
+            "they take turns; or to none, and they all step in every window."
+        )
+    return Turns(given) if len(given) > 1 else None
+
+
+def _check_together(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    """Raise where several optimizers cannot step together from one loss."""
+    for optimizer in optimizers:
+        if wants_closure(optimizer):
+            raise HookError(
+                f"configure_optimizers returned {len(optimizers)} optimizers, which step together, but "
+                f"{type(optimizer).__name__} evaluates the loss within its step. Give each a turn: "
+                "{'optimizer': ..., 'frequency': 1}; or set self.automatic_optimization = False."
+            )
+    seen: set[Tensor] = set()
+    for p in (p for optimizer in optimizers for p in dict.fromkeys(parameters_of(optimizer))):
+        if p in seen:
+            name = names_of(module).get(p, "one outside the module")  # pyright: ignore[reportArgumentType, reportCallIssue]
+            raise HookError(
+                f"configure_optimizers: the parameter {name} is in two optimizers that step together from one loss. "
+                "Leave it to one of them; or give each a turn: {'optimizer': ..., 'frequency': 1}."
+            )
+        seen.add(p)
+
+
+def wants_closure(optimizer: Optimizer | None) -> bool:
+    """Return whether the optimizer evaluates the loss itself, as L-BFGS: its `step` cannot do without a closure."""
+    step = getattr(type(optimizer), "step", None)
+    asked = inspect.signature(step).parameters.get("closure") if inspect.isfunction(step) else None
+    return asked is not None and asked.default is inspect.Parameter.empty
+
+
+def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None, int | None]]]:
+    """Return the optimizers, and each scheduler with its monitor and the index of its optimizer, if they tell."""
     if isinstance(result, Optimizer):
         return [result], []
     if isinstance(result, Mapping):
@@ -116,18 +203,20 @@ def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None]]]:
             if not isinstance(item["optimizer"], Optimizer):
                 raise HookError(f"configure_optimizers: 'optimizer' is {_kind(item['optimizer'])}, not an Optimizer")
         schedulers = [
-            (item["lr_scheduler"], item.get("monitor")) for item in result if item.get("lr_scheduler") is not None
+            (item["lr_scheduler"], item.get("monitor"), index)
+            for index, item in enumerate(result)
+            if item.get("lr_scheduler") is not None
         ]
         return [item["optimizer"] for item in result], schedulers
     if len(result) == 2 and isinstance(result[0], list | tuple) and all(isinstance(o, Optimizer) for o in result[0]):
         schedulers = result[1] if isinstance(result[1], list | tuple) else [result[1]]
-        return list(result[0]), [(scheduler, None) for scheduler in schedulers]
+        return list(result[0]), [(scheduler, None, None) for scheduler in schedulers]
     kinds = ", ".join(_kind(item) for item in result)
     raise HookError(f"configure_optimizers returned a {type(result).__name__} of {kinds}. Return {_FORMS}.")
 
 
 def _scheduler_config(
-    given: Any, monitor: str | None, optimizers: Sequence[Optimizer], automatic: bool
+    given: Any, monitor: str | None, index: int | None, optimizers: Sequence[Optimizer], automatic: bool
 ) -> LRSchedulerConfig:
     fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     _check_keys(fields, "the lr_scheduler dict", _SCHEDULER_KEYS)
@@ -137,12 +226,15 @@ def _scheduler_config(
     fields.setdefault("interval", getattr(type(scheduler), "interval", "epoch"))
     if fields.get("monitor") is None:
         fields["monitor"] = monitor
-    config = LRSchedulerConfig(**fields)
+    config = LRSchedulerConfig(**fields, optimizer_idx=index)
     lacking = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, name)]
     if lacking:
         raise HookError(f"configure_optimizers: the scheduler {_kind(scheduler)} has no {', '.join(lacking)}")
     owner = getattr(scheduler, "optimizer", None)
-    if isinstance(owner, Optimizer) and not any(owner is optimizer for optimizer in optimizers):
+    places = [place for place, optimizer in enumerate(optimizers) if owner is optimizer]
+    if places:
+        config.optimizer_idx = places[0]
+    elif isinstance(owner, Optimizer):
         raise HookError(
             f"configure_optimizers: {kind} belongs to an optimizer that was not returned. Return the "
             f"{type(owner).__name__} it was made with."

@@ -2,14 +2,16 @@
 
 `automatic_step` and `manual_step` resolve everything once and return one function that the loop calls per batch. The
 order of hooks is Lightning's: the gradients are zeroed between forward and backward of a window's first micro-batch.
+
+Several optimizers step together, from one backward, unless they take turns: then each has a step of its own here.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +24,8 @@ from instep.strategies import Strategy
 from instep.strategies.gradients import Gradients, parameters_of
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import is_overridden
-from instep.trainer.module import TrainModule, accepted_arguments
-from instep.trainer.optimizers import step_schedulers
+from instep.trainer.module import TrainModule, accepted_arguments, place_of
+from instep.trainer.optimizers import step_schedulers, wants_closure
 from instep.utils.warn import warn_user
 
 Step = Callable[..., Any]
@@ -41,28 +43,53 @@ def make_step(ctx: RunContext) -> Step:
 # ---- automatic optimization
 
 
+class Turn(NamedTuple):
+    """Optimizers that step together at the end of an optimizer window.
+
+    Attributes:
+        optimizers: all of the run, or the one whose turn it is.
+        index: of that one among those that take turns; None where all step in every window.
+    """
+
+    optimizers: Sequence[Optimizer]
+    index: int | None = None
+
+
 def automatic_step(ctx: RunContext) -> Step:
     """Make the step of automatic optimization."""
+    if ctx.guard is not None:
+        ctx.guard.forget_losses()  # of a window that the last epoch left unfinished
+    ctx.window_count, ctx.loaders.in_epoch = 0, True
+    turns, at = ctx.turns, ctx.position
+    if turns is None:
+        return window_step(ctx, Turn(ctx.optimizers))
+    steps = [window_step(ctx, Turn([optimizer], index)) for index, optimizer in enumerate(ctx.optimizers)]
+    return lambda batch, batch_idx: steps[turns.at(at.global_step)](batch, batch_idx)
+
+
+def window_step(ctx: RunContext, turn: Turn) -> Step:
+    """Make the step for the windows of a turn."""
     module, strategy, at, source, gradient = ctx.module, ctx.strategy, ctx.position, ctx.source, ctx.gradient
-    optimizer = _optimizer_of(ctx)
     accumulate, origin = ctx.loaders.accumulate, ctx.loaders.window_origin
-    if (most := ctx.loaders.most_accumulated) > 1 and _wants_closure(optimizer):
+    closures = [optimizer for optimizer in turn.optimizers if wants_closure(optimizer)]
+    if (most := ctx.loaders.most_accumulated) > 1 and closures:
         raise SettingError(
-            f"accumulate_grad_batches={most}: {type(optimizer).__name__} evaluates the loss within its "
+            f"accumulate_grad_batches={most}: {type(closures[0]).__name__} evaluates the loss within its "
             "step, which cannot be done for the micro-batches before the last. Use a larger batch.",
             field="accumulate_grad_batches",
             got=most,
         )
-    if ctx.guard is not None:
-        ctx.guard.forget_losses()  # of a window that the last epoch left unfinished
-    train = forward_backward(ctx)
-    prepare, finish = finish_window(ctx)
-    by_module = is_overridden(module, "optimizer_step", TrainModule) or _wants_closure(optimizer)
-    module_step = step_by_module(ctx, train, prepare, optimizer) if by_module and optimizer is not None else None
+    train = forward_backward(ctx, turn)
+    prepare, finish = finish_window(ctx, turn)
+    by_module = is_overridden(module, "optimizer_step", TrainModule) or closures
+    module_step = step_by_module(ctx, turn, train, prepare) if by_module and turn.optimizers else None
     schedules = [config for config in ctx.schedulers if config.interval == "step"]
+    count: Callable[[int], int] | None = None
+    if ctx.turns is not None and turn.index is not None:
+        schedules = [config for config in schedules if config.optimizer_idx == turn.index]
+        count = partial(ctx.turns.taken, turn.index)
     scheduler_hook = module.lr_scheduler_step if is_overridden(module, "lr_scheduler_step", TrainModule) else None
     plateau = any(config.reduce_on_plateau for config in schedules)
-    ctx.window_count, ctx.loaders.in_epoch = 0, True
 
     def step(batch: Any, batch_idx: int) -> Any:
         at.validated = False
@@ -84,11 +111,12 @@ def automatic_step(ctx: RunContext) -> Step:
         at.global_step += 1
         if schedules and stepped:
             metrics = ctx.trainer.callback_metrics if plateau else {}
-            step_schedulers(schedules, "step", at.global_step, metrics, scheduler_hook)
+            done = at.global_step if count is None else count(at.global_step)
+            step_schedulers(schedules, "step", done, metrics, scheduler_hook)
         return output
 
-    ctx.clock.watch("backward", step, "train")
-    ctx.clock.watch("optimizer", step, "finish" if module_step is None else "module_step")
+    ctx.clock.watch("backward", step, "train", turn.index)
+    ctx.clock.watch("optimizer", step, "finish" if module_step is None else "module_step", turn.index)
     return step
 
 
@@ -108,17 +136,16 @@ def step_of_phases(ctx: RunContext) -> Step:
     return step_and_change
 
 
-def forward_backward(ctx: RunContext) -> Step:
+def forward_backward(ctx: RunContext, turn: Turn) -> Step:
     """Make the function that runs forward and backward of one micro-batch; it returns what `training_step` did."""
     module, strategy, at, source, log, guard = ctx.module, ctx.strategy, ctx.position, ctx.source, ctx.log, ctx.guard
-    optimizer, buffer = _optimizer_of(ctx), ctx.log.buffer
+    trains, buffer = bool(turn.optimizers), ctx.log.buffer
     accumulate, origin = ctx.loaders.accumulate, ctx.loaders.window_origin
-    training_step = resolve_step(ctx, "training_step", "batch", "batch_idx")
-    before_zero_grad, before_backward = ctx.hooks["on_before_zero_grad"], ctx.hooks["on_before_backward"]
-    after_backward = ctx.hooks["on_after_backward"]
+    training_step = resolve_step(ctx, "training_step", "batch", "batch_idx", optimizer_idx=turn.index)
+    before_backward, after_backward = ctx.hooks["on_before_backward"], ctx.hooks["on_after_backward"]
     if guard is not None:
         before_backward = (*before_backward, guard.note_loss)
-    own_zero_grad = is_overridden(module, "optimizer_zero_grad", TrainModule)
+    zero_grad = _zero_grad(ctx, turn)
     own_backward = module.backward if is_overridden(module, "backward", TrainModule) else None
     backward = strategy.backward if own_backward is None else lambda loss: own_backward(strategy.gradients.scale(loss))
     backward = ctx.profiled(f"[Strategy]{type(strategy).__name__}.backward", backward)
@@ -134,16 +161,11 @@ def forward_backward(ctx: RunContext) -> Step:
         loss = output if type(output) is Tensor and output.requires_grad and not output.ndim else _loss_of(output, ctx)
         if loss is None:
             return None
-        if optimizer is None:
+        if not trains:
             return output
         weight = weight_of_full if batch_idx < full_batches else window_scale(source, batch_idx, accumulate, origin)
         if ctx.window_count == 0:
-            for hook in before_zero_grad:
-                hook(optimizer)
-            if own_zero_grad:
-                module.optimizer_zero_grad(at.epoch, batch_idx, optimizer)
-            else:
-                optimizer.zero_grad()
+            zero_grad()
         if weight != 1.0:  # 0: run to keep step with the other ranks, and nothing comes of it, not even of a nan
             loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         for hook in before_backward:
@@ -160,37 +182,75 @@ def forward_backward(ctx: RunContext) -> Step:
         ctx.window_count += 1
         return output
 
-    ctx.clock.watch("forward", train, "training_step")
-    return train
+    ctx.clock.watch("forward", train, "training_step", turn.index)
+    return train if turn.index is None else _of_turn(ctx, turn, train)
 
 
-def finish_window(ctx: RunContext) -> tuple[Callable[[], None], Callable[[], bool]]:
+def _zero_grad(ctx: RunContext, turn: Turn) -> Callable[[], Any]:
+    """Make the function that zeroes the gradients where a window begins."""
+    module, at, hooks = ctx.module, ctx.position, ctx.hooks["on_before_zero_grad"]
+    own = is_overridden(module, "optimizer_zero_grad", TrainModule)
+    if len(turn.optimizers) == 1 and not hooks and not own:
+        return turn.optimizers[0].zero_grad
+
+    def zero_grad() -> None:
+        for optimizer in turn.optimizers:
+            for hook in hooks:
+                hook(optimizer)
+            if own:
+                module.optimizer_zero_grad(at.epoch, at.batch, optimizer)
+            else:
+                optimizer.zero_grad()
+
+    return zero_grad
+
+
+def _of_turn(ctx: RunContext, turn: Turn, train: Step) -> Step:
+    """Let gradients reach none of the parameters that belong to the other optimizers alone, while `train` runs."""
+    mine = {p for optimizer in turn.optimizers for p in parameters_of(optimizer)}
+    others = dict.fromkeys(p for optimizer in ctx.optimizers for p in parameters_of(optimizer) if p not in mine)
+
+    def run(batch: Any, batch_idx: int) -> Any:
+        frozen = [p for p in others if p.requires_grad]
+        for p in frozen:
+            p.requires_grad = False
+        try:
+            return train(batch, batch_idx)
+        finally:
+            for p in frozen:
+                p.requires_grad = True
+
+    return run
+
+
+def finish_window(ctx: RunContext, turn: Turn) -> tuple[Callable[[], None], Callable[[], bool]]:
     """Make the two functions that end an optimizer window.
 
     Returns:
         The one that unscales, rescales, checks and clips the gradients, for a module that steps the optimizer itself;
-        and the one that does this where it is needed, steps the optimizer, and returns whether it stepped.
+        and the one that does this where it is needed, steps the optimizers, and returns whether they stepped.
     """
-    strategy, at, source, guard = ctx.strategy, ctx.position, ctx.source, ctx.guard
-    optimizer, scaler = _optimizer_of(ctx), ctx.strategy.precision.scaler
-    accumulate, origin = ctx.loaders.accumulate, ctx.loaders.window_origin
-    if optimizer is None:
+    strategy, at, source, guard, optimizers = ctx.strategy, ctx.position, ctx.source, ctx.guard, turn.optimizers
+    accumulate, origin, scaler = ctx.loaders.accumulate, ctx.loaders.window_origin, ctx.strategy.precision.scaler
+    if not optimizers:
         return lambda: None, lambda: False
-    hooks, clip = ctx.hooks["on_before_optimizer_step"], _clip_function(ctx, optimizer)
-    step_optimizer = optimizer_step(ctx)
+    hooks, clip = ctx.hooks["on_before_optimizer_step"], _clip_function(ctx, optimizers)
+    step_optimizer, optimizer = optimizer_step(ctx), optimizers[0]
     plain = scaler is None and guard is None and not is_overridden(strategy.gradients, "step", Gradients)
-    plain = plain and ctx.trainer.profiler.off
+    plain = plain and ctx.trainer.profiler.off and len(optimizers) == 1
     must_prepare = bool(scaler is not None or hooks or clip is not None or (accumulate > 1 and not source.plan.exact))
+    must_prepare = must_prepare or (guard is not None and len(optimizers) > 1)  # it looks at all before one steps
 
     def prepare() -> None:
-        strategy.gradients.unscale(optimizer)
+        strategy.gradients.unscale_together(optimizers)
         rescale = gradient_correction(source, at.batch, accumulate, origin)
-        if rescale != 1.0:
-            strategy.gradients.multiply(optimizer, rescale)
-        for hook in hooks:
-            hook(optimizer)
+        for each in optimizers:
+            if rescale != 1.0:
+                strategy.gradients.multiply(each, rescale)
+            for hook in hooks:
+                hook(each)
         if guard is not None:
-            guard.check(optimizer)
+            guard.check(optimizers)
         if clip is not None:
             clip()
 
@@ -200,40 +260,52 @@ def finish_window(ctx: RunContext) -> tuple[Callable[[], None], Callable[[], boo
         if plain:
             optimizer.step()
             return True
-        step_optimizer(optimizer)
-        return not strategy.gradients.step_was_skipped
+        stepped = False
+        for each in optimizers:
+            step_optimizer(each)
+            stepped = stepped or not strategy.gradients.step_was_skipped
+        return stepped
 
     return prepare, finish
 
 
-def step_by_module(ctx: RunContext, train: Step, prepare: Callable[[], None], optimizer: Optimizer) -> Step:
-    """Make the step where `TrainModule.optimizer_step` is overridden, or the optimizer needs a closure."""
+def step_by_module(ctx: RunContext, turn: Turn, train: Step, prepare: Callable[[], None]) -> Step:
+    """Make the step where `TrainModule.optimizer_step` is overridden, or the optimizer needs a closure.
+
+    Of optimizers that step together the first one's closure computes; those after it get the loss that it found.
+    """
     module, at = ctx.module, ctx.position
+    first, *others = [ctx.wrapped_optimizers[ctx.optimizers.index(optimizer)] for optimizer in turn.optimizers]
 
     def step(batch: Any, batch_idx: int) -> Any:
         outputs: list[Any] = []
-        before = ctx.window_count
+        before, found = ctx.window_count, None
 
         @torch.enable_grad()  # some optimizers turn gradients off around their step
         def closure() -> Any:
+            nonlocal found
             ctx.window_count = before  # L-BFGS asks several times: each time the gradients are made anew
             output = train(batch, batch_idx)
             outputs.append(output)
             if ctx.window_count:
                 prepare()
             else:
-                optimizer.zero_grad()  # nothing to step with: not the last window's gradients either
-            return None if output is None else _loss_of(output, ctx)
+                for optimizer in turn.optimizers:
+                    optimizer.zero_grad()  # nothing to step with: not the last window's gradients either
+            found = None if output is None else _loss_of(output, ctx)
+            return found
 
-        module.optimizer_step(at.epoch, batch_idx, ctx.wrapped_optimizers[0], closure)
+        module.optimizer_step(at.epoch, batch_idx, first, closure)
         if not outputs:
             raise HookError(
                 f"{type(module).__name__}.optimizer_step did not run its closure, so nothing was computed. Call "
                 "optimizer_closure() once, or pass it on: optimizer.step(closure=optimizer_closure)."
             )
+        for optimizer in others:
+            module.optimizer_step(at.epoch, batch_idx, optimizer, lambda: found)
         return outputs[-1]
 
-    ctx.clock.watch("backward", step, "train")
+    ctx.clock.watch("backward", step, "train", turn.index)
     return step
 
 
@@ -243,18 +315,19 @@ def optimizer_step(ctx: RunContext) -> Callable[..., Any]:
     return ctx.profiled(f"[Strategy]{type(ctx.strategy).__name__}.optimizer_step", step)
 
 
-def _clip_function(ctx: RunContext, optimizer: Optimizer) -> Callable[[], object] | None:
-    """Make the function that clips before each step; None where nothing clips."""
+def _clip_function(ctx: RunContext, optimizers: Sequence[Optimizer]) -> Callable[[], object] | None:
+    """Make the function that clips before each step; None where nothing clips.
+
+    The norm is that of all parameters that step together; the module's own hook is called for each optimizer.
+    """
     value, algorithm = ctx.settings.gradient_clip_val, ctx.settings.gradient_clip_algorithm
     if is_overridden(ctx.module, "configure_gradient_clipping", TrainModule):
-        return lambda: ctx.module.configure_gradient_clipping(optimizer, value, algorithm)
+        clip_own = ctx.module.configure_gradient_clipping
+        return lambda: [clip_own(optimizer, value, algorithm) for optimizer in optimizers]
     if value is None:
         return None
-    return lambda: ctx.strategy.gradients.clip(parameters_of(optimizer), value, algorithm)
-
-
-def _optimizer_of(ctx: RunContext) -> Optimizer | None:
-    return ctx.optimizers[0] if ctx.optimizers else None
+    gradients = ctx.strategy.gradients
+    return lambda: gradients.clip([p for o in optimizers for p in parameters_of(o)], value, algorithm)
 
 
 # ---- manual optimization
@@ -330,17 +403,24 @@ def _no_gradients_from(parameters: Iterable[Tensor]) -> Iterator[None]:
             hook.remove()
 
 
-def resolve_step(ctx: RunContext, name: str, *offered: str, needed_only: int = 0) -> Step:
+def resolve_step(
+    ctx: RunContext, name: str, *offered: str, needed_only: int = 0, optimizer_idx: int | None = None
+) -> Step:
     """Resolve a step method through strategy and precision; the result takes all `offered` arguments.
 
     Args:
         ctx: the run.
         name: the method.
         offered, needed_only: as in `accepted_arguments`.
+        optimizer_idx: what an argument of that name gets; None where there is nothing to pass.
     """
-    count = accepted_arguments(getattr(ctx.module, name), offered, needed_only)
+    method = getattr(ctx.module, name)
+    place = None if optimizer_idx is None else place_of(method, "optimizer_idx", len(offered))
+    count = accepted_arguments(method, offered, needed_only, passed=() if place is None else ("optimizer_idx",))
     step = ctx.profiled(f"[Strategy]{type(ctx.strategy).__name__}.{name}", ctx.strategy.step_function(name))
     accepted = step if count == len(offered) else lambda *args: step(*args[:count])
+    if place is not None:
+        accepted = lambda *args: step(*args[:place], optimizer_idx, *args[place:count])  # noqa: E731
     return within(ctx.precision.context(), accepted)
 
 
@@ -392,10 +472,3 @@ def detached_outputs(output: Any) -> Any:
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
-
-
-def _wants_closure(optimizer: Optimizer | None) -> bool:
-    """Return whether the optimizer evaluates the loss itself, as L-BFGS: its `step` cannot do without a closure."""
-    step = getattr(type(optimizer), "step", None)
-    asked = inspect.signature(step).parameters.get("closure") if inspect.isfunction(step) else None
-    return asked is not None and asked.default is inspect.Parameter.empty

@@ -585,7 +585,8 @@ ATTRIBUTES = {
 """What to do about attributes and methods that are not there, by instep's class."""
 
 STEP_ARGUMENTS = {
-    "optimizer_idx": "several optimizers need manual optimization: self.automatic_optimization = False",
+    "optimizer_idx": "it is passed where configure_optimizers gives each optimizer a turn, [{'optimizer': ..., "
+    "'frequency': 1}, ...]; to step several in one batch, use manual optimization",
     "dataloader_iter": "iterate in a loop of your own, with instep.Accelerator",
     "hiddens": "cut sequences in the data set, or use manual optimization",
 }

@@ -199,13 +199,6 @@ def test_no_optimizer_trains_nothing_and_says_so():
     assert trainer.global_step == 4
 
 
-def test_two_optimizers_need_manual_optimization():
-    module = Toy()
-    module.configure_optimizers = lambda: [torch.optim.SGD(module.parameters(), lr=1.0) for _ in range(2)]
-    with pytest.raises(HookError, match="automatic_optimization = False"):
-        quiet(max_epochs=1).fit(module, loader())
-
-
 # ---- schedulers
 
 

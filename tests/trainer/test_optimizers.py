@@ -72,7 +72,7 @@ def test_several_optimizers_in_manual_optimization():
 
 def test_none_trains_nothing(model):
     with pytest.warns(UserWarning, match="trains nothing"):
-        assert configure(None, model) == ([], [])
+        assert configure(None, model) == ([], [], None)
 
 
 def test_every_scheduler_option(model, opt):
@@ -122,7 +122,7 @@ def bad_forms() -> dict[str, Any]:
         "ReduceLROnPlateau needs the name": lambda opt: {"optimizer": opt, "lr_scheduler": ReduceLROnPlateau(opt)},
         "ExponentialLR needs the name": with_scheduler(reduce_on_plateau=True),
         "the scheduler int has no step, state_dict": lambda opt: {"optimizer": opt, "lr_scheduler": 3},
-        "2 optimizers, but automatic": lambda opt: [opt, opt],
+        "is in two optimizers that step together": lambda opt: [opt, opt],
         "ExponentialLR belongs to an optimizer that was not returned": lambda opt: (
             [opt],
             [ExponentialLR(SGD([nn.Parameter(torch.ones(1))], lr=0.1), 0.5)],
