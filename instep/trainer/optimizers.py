@@ -202,12 +202,12 @@ def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None, in
             _check_keys(item, "configure_optimizers' dict", _OPTIMIZER_KEYS)
             if not isinstance(item["optimizer"], Optimizer):
                 raise HookError(f"configure_optimizers: 'optimizer' is {_kind(item['optimizer'])}, not an Optimizer")
-        schedulers = [
+        beside: list[tuple[Any, str | None, int | None]] = [
             (item["lr_scheduler"], item.get("monitor"), index)
             for index, item in enumerate(result)
             if item.get("lr_scheduler") is not None
         ]
-        return [item["optimizer"] for item in result], schedulers
+        return [item["optimizer"] for item in result], beside
     if len(result) == 2 and isinstance(result[0], list | tuple) and all(isinstance(o, Optimizer) for o in result[0]):
         schedulers = result[1] if isinstance(result[1], list | tuple) else [result[1]]
         return list(result[0]), [(scheduler, None, None) for scheduler in schedulers]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,8 @@ def make_step(ctx: RunContext) -> Step:
 # ---- automatic optimization
 
 
-class Turn(NamedTuple):
+@dataclass(frozen=True)
+class Turn:
     """Optimizers that step together at the end of an optimizer window.
 
     Attributes:
