@@ -32,6 +32,8 @@ PUBLIC = {
         "seed_everything",
     ],
     "instep.callbacks": [
+        "BackboneFinetuning",
+        "BaseFinetuning",
         "BasePredictionWriter",
         "Callback",
         "DeviceStatsMonitor",

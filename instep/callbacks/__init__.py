@@ -6,6 +6,8 @@ from instep.callbacks.base import Callback
 from instep.utils.imports import loads
 
 _HOME = {
+    "BackboneFinetuning": "finetuning",
+    "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
     "DeviceStatsMonitor": "monitors.device_stats_monitor",
     "EarlyStopping": "early_stopping",
@@ -29,6 +31,8 @@ _HOME = {
 if TYPE_CHECKING:
     from instep.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from instep.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
+    from instep.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
+    from instep.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from instep.callbacks.gradient_accumulation_scheduler import (
         GradientAccumulationScheduler as GradientAccumulationScheduler,
     )

@@ -88,6 +88,10 @@ class Strategy:
     """Whether replicas are trained apart, and differ until `average_replicas`."""
     wraps_with_optimizer = False
     """Whether `wrap` needs the optimizer, and `gradients` hold what that one model's optimizer steps."""
+    takes_new_groups = True
+    """Whether parameter groups may be added to the optimizers while the module is trained."""
+    whole_parameters = True
+    """Whether each rank has the module's parameters whole, so that layers may be exchanged or reparametrized."""
     gradients_class: type[Gradients] = Gradients
     """Class of `gradients`, which scales and clips gradients and steps optimizers."""
 
@@ -188,6 +192,14 @@ class Strategy:
             module: what `prepare_module` got.
             optimizers: the optimizers over its parameters; empty for evaluation.
         """
+
+    def changing_trainable(self) -> AbstractContextManager[Any]:
+        """Return a context in which hooks may freeze and unfreeze parameters, and add groups to the optimizers.
+
+        The Trainer enters it between steps: around `on_fit_start` and `on_train_epoch_start`. What a strategy has built
+        on the parameters that require gradients, it builds anew at the end of the context. Collective.
+        """
+        return nullcontext()
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         """Spread a placed module for a handwritten loop, which calls what this returns instead of the module.

@@ -40,11 +40,12 @@ class BucketOrder:
         self.names: list[str] = []
         """The parameters in that order; empty before it is known, and where it does not matter."""
         self._ddp: DistributedDataParallel | None = ddp
+        self._parameters = _parameters(ddp)  # by their names of now, which pruning changes
         self._handles: list[Any] = []
         regroups = not ddp.find_unused_parameters and not ddp.static_graph
         if torch.distributed.get_world_size(ddp.process_group) > 2 and regroups:
             self._handles = [
-                p.register_post_accumulate_grad_hook(self._note(ddp, name)) for name, p in _parameters(ddp).items()
+                p.register_post_accumulate_grad_hook(self._note(ddp, name)) for name, p in self._parameters.items()
             ]
 
     def _note(self, ddp: DistributedDataParallel, name: str) -> Any:
@@ -67,7 +68,7 @@ class BucketOrder:
         ddp = self._ddp
         if ddp is None or not self._handles:
             return
-        parameters = _parameters(ddp)
+        parameters = self._parameters
         if len(names) != len(parameters) or set(names) != set(parameters):
             return
         self.stop()
@@ -185,6 +186,9 @@ class DDPStrategy(Strategy):
         self._order: BucketOrder | None = None
         self._local_sgd: PostLocalSGD | None = None
         self._shards: list[OptimizerShards | None] = []
+        self._optimizers: Sequence[Optimizer] = ()
+        self._trainable: set[nn.Parameter] = set()
+        """The parameters that required gradients when they were spread."""
         self._manual = False
         self._syncs = True
 
@@ -213,8 +217,22 @@ class DDPStrategy(Strategy):
         if self.takes_turns and self.ddp_options.get("static_graph"):
             raise _wrong("static_graph", True, "needs the same parameters in each step; optimizers that take turns "
                          "use some of them. Leave it out")  # fmt: skip
-        if self._spreads(module, trains=bool(optimizers)):
+        spreads = self._spreads(module, trains=bool(optimizers))
+        self._optimizers, self._trainable = optimizers, _trainable(module)
+        if spreads:
             self._ddp = self._distribute(StepForward(module), optimizers, unused=self._manual or self.takes_turns)
+
+    @contextmanager
+    def changing_trainable(self) -> Iterator[None]:
+        yield
+        before, self._trainable = self._trainable, _trainable(self.module)
+        if self._optimizers and before != self._trainable and torch.distributed.is_initialized():
+            again, self._ddp = self._ddp is not None, None
+            if self._order is not None:
+                self._order.stop()
+            if self._trainable:
+                module, unused = StepForward(self.module), self._manual or self.takes_turns
+                self._ddp = self._distribute(module, self._optimizers, unused=unused, again=again)
 
     def wrap(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         if self.local_sgd_plan is not None:
@@ -243,21 +261,25 @@ class DDPStrategy(Strategy):
         broadcast_weights(module)
         return False
 
-    def _distribute(self, module: nn.Module, optimizers: Sequence[Optimizer], unused: bool) -> DistributedDataParallel:
+    def _distribute(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], unused: bool, again: bool = False
+    ) -> DistributedDataParallel:
+        """Make torch's DDP; `again` in the middle of training, whose weights and buffers stay as they are."""
         ddp = DistributedDataParallel(
             module,
             device_ids=None if self.device.type == "cpu" else [self.device],
             find_unused_parameters=unused if self.find_unused_parameters is None else self.find_unused_parameters,
-            **self.ddp_options,
+            **{**self.ddp_options, **({"init_sync": False} if again else {})},
         )
         self.hook.register(ddp)
-        self._order = self._local_sgd = None
+        self._order = None
         if not self._manual and self.hook.name in ("no", "fp16", "bf16"):  # the others keep no sums, or start anew
             self._order = BucketOrder(ddp)
         if self.local_sgd_plan is not None:
             if len(optimizers) > 1 and self._manual:
                 raise _wrong("comm_hook", "post_local_sgd", f"counts the steps of one optimizer, not {len(optimizers)}")
-            self._local_sgd = PostLocalSGD(self.local_sgd_plan, self.module, optimizers, each=self.takes_turns)
+            if self._local_sgd is None or not again:
+                self._local_sgd = PostLocalSGD(self.local_sgd_plan, self.module, optimizers, each=self.takes_turns)
             self._local_sgd.attach(ddp)
         self._shards = [self._divide(optimizer) for optimizer in optimizers]
         return ddp
@@ -272,7 +294,7 @@ class DDPStrategy(Strategy):
 
     def teardown(self) -> None:
         # What they know goes into a checkpoint that is saved after the run.
-        self._ddp = None
+        self._ddp, self._optimizers = None, ()
         if self._order is not None:
             self._order.stop()
         if self._local_sgd is not None:
@@ -380,6 +402,10 @@ class DDPStrategy(Strategy):
             self._local_sgd.load_rank_state(state, own)
         if self._order is not None and own:
             self._order.restore(state.get("buckets", ()))
+
+
+def _trainable(module: nn.Module) -> set[nn.Parameter]:
+    return {p for p in module.parameters() if p.requires_grad}
 
 
 def _of_optimizers(tree: Any) -> Any:

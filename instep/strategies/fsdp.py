@@ -48,9 +48,8 @@ class FSDPGradients(Gradients):
     def leaves(self) -> Iterable[Tensor]:
         yield from super().leaves()
         for part in self.strategy._sharded:  # torch has no public name for what it gathers into
-            state = part._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                for entry in group.fsdp_params if group is not None else ():
+            for group in _param_groups(part):
+                for entry in group.fsdp_params:
                     if hasattr(entry, "_unsharded_param"):
                         yield entry._unsharded_param
 
@@ -115,6 +114,7 @@ class FSDPStrategy(Strategy):
     multi_process = True
     gradients_class = FSDPGradients
     sharded = True
+    whole_parameters = False
     inference_mode = False
 
     mesh: DeviceMesh
@@ -263,6 +263,14 @@ class FSDPStrategy(Strategy):
         self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._reshard()
         self._parameters = list(module.parameters())  # a gathered part shows others
+
+    @contextmanager
+    def changing_trainable(self) -> Iterator[None]:
+        self._reshard()  # a part that is gathered, as after a validation, shows copies, which are thrown away
+        yield
+        for part in self._sharded:
+            for group in _param_groups(part):
+                group._init_mp_dtypes()  # in which gradients are reduced: of a frozen group torch has noted none
 
     def _bring(self, module: nn.Module) -> None:
         """Bring to the device what no part has that `fully_shard` has brought there."""
@@ -460,6 +468,12 @@ class FSDPStrategy(Strategy):
 
     def local_shards(self, tree: Any) -> Any:
         return parts_to_write(tree, PartialState().is_main_process, self.mesh)
+
+
+def _param_groups(part: FSDPModule) -> list[Any]:
+    """Return torch's groups of parameters that are gathered together."""
+    state = part._get_fsdp_state()
+    return [group for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if group]
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -68,6 +68,7 @@ class OptimizerShards:
         if is_torch_zero(optimizer):
             return None
         shards = _divided.get(optimizer) or OptimizerShards(optimizer)
+        shards._assign(parameters_of(optimizer))  # groups may have been added since
         if not shards._handles:
             shards._handles = [
                 optimizer.register_step_pre_hook(shards._before_step),

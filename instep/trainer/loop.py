@@ -34,7 +34,8 @@ def fit(ctx: RunContext) -> None:
     """Train; the docstring of `Trainer.fit` shows the order of all hooks."""
     configure_optimizers(ctx)
     prepare_training(ctx)
-    ctx.hooks.call("on_fit_start")
+    with ctx.strategy.changing_trainable():
+        ctx.hooks.call("on_fit_start")
     resume(ctx)
     check_sanity(ctx)
     start_training(ctx)
@@ -227,7 +228,8 @@ def begin_epoch(ctx: RunContext) -> None:
     ctx.gradient.active_dataloader = ctx.source
     ctx.gradient.dataloader_references = [ctx.source]
     plan_validation(ctx)
-    ctx.hooks.call("on_train_epoch_start")
+    with ctx.strategy.changing_trainable():
+        ctx.hooks.call("on_train_epoch_start")
     if inside:
         assert restore_rest is not None
         restore_rest()  # the hook ran at this epoch's true start already

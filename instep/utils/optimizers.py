@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,10 @@ from torch.optim import Optimizer
 from instep.errors import SettingError
 from instep.utils.optimizer_state import check_alike
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # what schedulers keep of rates in the optimizer's groups
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # what schedulers keep of rates in the optimizer's groups
+_MOMENTA = ("base_momentum", "max_momentum")  # and of momenta
+_RATES_PER_GROUP = ("base_lrs", "max_lrs")
+_PER_GROUP = (*_RATES_PER_GROUP, "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
 
 
 def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], lr: float | Sequence[float]) -> None:
@@ -53,9 +57,63 @@ def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any
             for values in (getattr(leaf, "base_lrs", None), getattr(leaf, "max_lrs", None)):
                 if values is not None:
                     _put(values, index, _scaled(float(values[index]), old, new))
-    for scheduler in (*schedulers, *leaves):
-        if hasattr(scheduler, "_last_lr") and hasattr(scheduler, "optimizer"):
-            scheduler._last_lr = [_value(group["lr"]) for group in scheduler.optimizer.param_groups]
+    _note_rates((*schedulers, *leaves))
+
+
+def schedule_groups(
+    optimizer: Optimizer, schedulers: Sequence[Any], changed: Iterable[int], lr: float | None = None
+) -> None:
+    """Let schedules go on with parameter groups that were added, or whose learning rate was set by hand.
+
+    Such a group has the schedule of the first group, on another scale: as if it had begun with the rate that leads to
+    its present one. torch's schedulers know the groups only that the optimizer had when they were made.
+
+    Args:
+        optimizer: has the groups, with their present rates.
+        schedulers: torch's; those of other optimizers are left alone.
+        changed: indices of the groups, none of them 0.
+        lr: the first group's rate on its schedule, where it is not the present one.
+    """
+    own = [leaf for scheduler in schedulers for leaf in _leaves(scheduler)]
+    own = [leaf for leaf in own if getattr(leaf, "optimizer", None) is optimizer]
+    active = {id(leaf) for scheduler in schedulers for leaf in _active(scheduler)}
+    floor = max((float(getattr(leaf, "eta_min", 0.0)) for leaf in own if id(leaf) in active), default=0.0)
+    first = optimizer.param_groups[0]
+    begun, lr = float(first.get("initial_lr", first["lr"])), float(first["lr"]) if lr is None else lr
+    for index in sorted(changed):
+        group = optimizer.param_groups[index]
+        now = float(group["lr"])
+        begins = now if lr == floor else floor + (now - floor) * (begun - floor) / (lr - floor)
+        scale = begins / begun if begun else 1.0
+        for key in _RATES[1:]:
+            if key in first:
+                _put(group, key, float(first[key]) * scale)
+        for key in _MOMENTA:
+            if key in first:
+                group.setdefault(key, first[key])
+        for leaf in own:
+            _schedule_group(leaf, index, scale)
+    _note_rates((*schedulers, *own), optimizer)
+
+
+def _schedule_group(leaf: Any, index: int, scale: float) -> None:
+    """Give a scheduler's lists, one entry per group, an entry for a group that follows the first one."""
+    for name in _PER_GROUP:
+        values = getattr(leaf, name, None)
+        if not isinstance(values, list) or not values:
+            continue
+        if index == len(values):
+            values.append(deepcopy(values[0]))  # a factor may be an object that counts its calls
+        if name in _RATES_PER_GROUP:
+            _put(values, index, float(values[0]) * scale)
+
+
+def _note_rates(schedulers: Iterable[Any], optimizer: Optimizer | None = None) -> None:
+    """Let schedulers say the present rates as their last ones."""
+    for scheduler in schedulers:
+        owner = getattr(scheduler, "optimizer", None)
+        if hasattr(scheduler, "_last_lr") and owner is not None and (optimizer is None or optimizer is owner):
+            scheduler._last_lr = [_value(group["lr"]) for group in owner.param_groups]
 
 
 def rates_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -55,8 +55,9 @@ MOVED = {
         **{
             name: f"instep.callbacks.{name}"
             for name in (
-                "BasePredictionWriter", "Callback", "DeviceStatsMonitor", "EarlyStopping", "EarlyStoppingReason",
-                "GradientAccumulationScheduler", "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint",
+                "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "Callback", "DeviceStatsMonitor",
+                "EarlyStopping", "EarlyStoppingReason", "GradientAccumulationScheduler", "LambdaCallback",
+                "LearningRateMonitor", "ModelCheckpoint",
                 "ModelSummary", "ProgressBar", "SpikeDetection", "ThroughputMonitor", "Timer", "summarize",
             )
         },
@@ -194,7 +195,7 @@ ADVICE = {
     **dict.fromkeys(("NeptuneLogger", "LitLogger"), _OWN_LOGGER),
     **dict.fromkeys(
         (
-            "BackboneFinetuning", "BaseFinetuning", "BatchSizeFinder", "LearningRateFinder", "ModelPruning",
+            "BatchSizeFinder", "LearningRateFinder", "ModelPruning",
         ),
         _OWN_CALLBACK,
     ),

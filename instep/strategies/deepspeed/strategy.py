@@ -202,6 +202,7 @@ class DeepSpeedStrategy(Strategy):
     name = "deepspeed"
     multi_process = True
     wraps_with_optimizer = True
+    takes_new_groups = False
     gradients_class = DeepSpeedGradients
     gradients: DeepSpeedGradients  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -260,6 +261,7 @@ class DeepSpeedStrategy(Strategy):
         self.stage = check_config(config)
         self.config = config
         self.sharded = self.stage > 0
+        self.whole_parameters = self.stage == 0
         self.inference_mode = self.stage < 3  # weights that were gathered in it could not be trained on
 
     # ---- life

@@ -1,0 +1,380 @@
+"""Fine-tuning: layers that are frozen at first, and join the training later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from instep.callbacks.base import Callback
+from instep.errors import CheckpointError, HookError, SettingError
+from instep.utils.checks import FLAG, above_zero, at_least, or_none
+from instep.utils.optimizer_state import clean_name, names_of
+from instep.utils.optimizers import schedule_groups
+from instep.utils.rank_zero import rank_zero_only
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+Modules = nn.Module | Iterable[Any]
+"""A module, or an iterable of modules and of such iterables."""
+
+
+class BaseFinetuning(Callback):
+    """Freeze parts of a module before training, and let them join it at the start of later epochs.
+
+    Override `freeze_before_training` and `finetune_function`. The first runs before `configure_optimizers`, which
+    should give the optimizer the parameters only that require gradients; the second at the start of every epoch, once.
+
+    A checkpoint holds which parameters were frozen and the optimizer's groups. A run that goes on from it, within an
+    epoch too and under another strategy or world size, has the same groups before the optimizer's state is loaded.
+    Learning-rate schedules go on with a new group as if it had begun with the rate that leads to its present one.
+
+    Raises:
+        SettingError: at the start, the strategy takes no new parameter groups (DeepSpeed).
+        HookError: one of the two methods is not overridden.
+
+    Example:
+        >>> class UnfreezeEncoder(BaseFinetuning):
+        ...     def __init__(self, epoch):
+        ...         super().__init__()
+        ...         self.epoch = epoch
+        ...
+        ...     def freeze_before_training(self, module):
+        ...         self.freeze(module.encoder)
+        ...
+        ...     def finetune_function(self, module, epoch, optimizer):
+        ...         if epoch == self.epoch:
+        ...             self.unfreeze_and_add_param_group(module.encoder, optimizer)
+        >>> layer = nn.Linear(2, 2)
+        >>> BaseFinetuning.freeze(layer)
+        >>> layer.weight.requires_grad
+        False
+    """
+
+    def __init__(self) -> None:
+        self._internal_optimizer_metadata: dict[int, list[dict[str, Any]]] = {}
+        """By optimizer: its groups after the last `finetune_function`, with names of parameters."""
+        self._frozen: list[str] = []
+        self._untracked: list[str] = []  # BatchNorm layers without running statistics
+        self._tuned_epoch: int | None = None
+        self._fitted: ref[nn.Module] | None = None
+        self._restarting = False
+
+    # ---- to override
+
+    def freeze_before_training(self, module: TrainModule) -> None:
+        """Freeze what is not trained at first, by `freeze`. Called before `configure_optimizers`."""
+        raise HookError(f"{type(self).__name__} has no freeze_before_training(module); BaseFinetuning calls it")
+
+    def finetune_function(self, module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze what joins at this epoch, by `unfreeze_and_add_param_group`. Called once per epoch and optimizer."""
+        raise HookError(
+            f"{type(self).__name__} has no finetune_function(module, epoch, optimizer); BaseFinetuning calls it"
+        )
+
+    # ---- what they use
+
+    @staticmethod
+    def flatten_modules(modules: Modules) -> list[nn.Module]:
+        """Return all modules within that have no children, or have parameters of their own.
+
+        Args:
+            modules: a module, or an iterable of modules and of such iterables.
+        """
+        if isinstance(modules, nn.Module):
+            every: Iterable[nn.Module] = modules.modules()
+        else:
+            every = [found for part in modules for found in BaseFinetuning.flatten_modules(part)]
+        return [module for module in every if module._parameters or not any(True for _ in module.children())]
+
+    @staticmethod
+    def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
+        """Give the parameters that are trained, or those that are not.
+
+        Args:
+            modules: as for `flatten_modules`.
+            train_bn: False leaves out those of BatchNorm layers.
+            requires_grad: which of the two.
+        """
+        for module in BaseFinetuning.flatten_modules(modules):
+            if train_bn or not isinstance(module, _BatchNorm):
+                for parameter in module.parameters(recurse=False):
+                    if parameter.requires_grad == requires_grad:
+                        yield parameter
+
+    @staticmethod
+    def make_trainable(modules: Modules) -> None:
+        """Let parameters require gradients, and BatchNorm layers keep running statistics."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, _BatchNorm):
+                module.track_running_stats = True
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad = True
+
+    @staticmethod
+    def freeze_module(module: nn.Module) -> None:
+        """Freeze a module's own parameters, not those of its children."""
+        if isinstance(module, _BatchNorm):
+            module.track_running_stats = False
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad = False
+
+    @staticmethod
+    def freeze(modules: Modules, train_bn: bool = True) -> None:
+        """Freeze the parameters of modules and of all modules within.
+
+        Args:
+            modules: as for `flatten_modules`.
+            train_bn: leave BatchNorm layers trainable.
+        """
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, _BatchNorm) and train_bn:
+                BaseFinetuning.make_trainable(module)
+            else:
+                BaseFinetuning.freeze_module(module)
+
+    @staticmethod
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters that an optimizer does not have; warn of the others."""
+        there = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        every = list(dict.fromkeys(params))  # a tied one comes twice
+        new = [parameter for parameter in every if id(parameter) not in there]
+        if len(new) < len(every):
+            name = type(optimizer).__name__
+            _warn(
+                "The provided params to be frozen already exist within another group of this optimizer: "
+                f"{len(every) - len(new)} of {len(every)}, which are left where they are. Did you init your optimizer "
+                f"in `configure_optimizers` with all parameters? Give it those that are trained from the start: {name}"
+                "(filter(lambda p: p.requires_grad, self.parameters()), ...)"
+            )
+        return new
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Let modules be trained: their parameters become a new group of the optimizer.
+
+        Args:
+            modules: as for `flatten_modules`.
+            optimizer: parameters that it has already stay in their group.
+            lr: the new group's learning rate.
+            initial_denom_lr: without `lr`, the first group's rate divided by this.
+            train_bn: whether parameters of BatchNorm layers are among them.
+        """
+        BaseFinetuning.make_trainable(modules)
+        rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
+        trained = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
+        norms = BaseFinetuning._norms_of(modules, optimizer)  # `freeze` leaves them trained, by default
+        new = BaseFinetuning.filter_on_optimizer(optimizer, [p for p in trained if id(p) not in norms])
+        if new:
+            optimizer.add_param_group({"params": new, "lr": rate})
+
+    @staticmethod
+    def _norms_of(modules: Modules, optimizer: Optimizer) -> set[int]:
+        """Return the ids of parameters of BatchNorm layers that the optimizer has."""
+        layers = [layer for layer in BaseFinetuning.flatten_modules(modules) if isinstance(layer, _BatchNorm)]
+        own = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+        return own & {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+    # ---- the run
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if not trainer.strategy.takes_new_groups:
+            strategy = type(trainer.strategy).__name__.removesuffix("Strategy")
+            raise SettingError(
+                f"{type(self).__name__} does not support running with the {strategy} strategy, whose engine takes no "
+                "parameter groups while it trains. Use strategy='fsdp' or 'ddp'; or, without this callback, give the "
+                "optimizer all parameters from the start, in groups with schedules of their own.",
+                field="strategy",
+                got=trainer.strategy.name,
+            )
+        if stage == "fit":
+            again = trainer.global_step > 0 and self._fitted is not None and self._fitted() is module
+            if not again:
+                self._internal_optimizer_metadata, self._tuned_epoch = {}, None
+            self._restarting = again and bool(self._internal_optimizer_metadata)
+            self._fitted = ref(module)
+            self.freeze_before_training(module)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Give the module and the optimizers, freshly made, what the checkpoint or the last fit had of them."""
+        if self._restarting:
+            self._restore(trainer, module)
+            self._restarting = False
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        epoch = trainer.current_epoch
+        if epoch == self._tuned_epoch:
+            return  # resumed within the epoch
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        for index, optimizer in enumerate(trainer.optimizers):
+            before = [float(group["lr"]) for group in optimizer.param_groups]
+            self.finetune_function(module, epoch, optimizer)
+            groups = optimizer.param_groups
+            changed = [i for i in range(1, len(groups)) if i >= len(before) or float(groups[i]["lr"]) != before[i]]
+            if changed:
+                schedule_groups(optimizer, schedulers, changed, before[0])
+            names = names_of(module, [optimizer])
+            self._internal_optimizer_metadata[index] = [
+                {**group, "params": [names[parameter] for parameter in group["params"]]} for group in groups
+            ]
+        self._frozen = [name for parameter, name in names_of(module).items() if not parameter.requires_grad]
+        self._untracked = [
+            clean_name(name)
+            for name, part in module.named_modules()
+            if isinstance(part, _BatchNorm) and not part.track_running_stats
+        ]
+        self._tuned_epoch = epoch
+
+    def _restore(self, trainer: Trainer, module: TrainModule) -> None:
+        for parameter, name in names_of(module).items():
+            parameter.requires_grad_(name not in self._frozen)
+        for name, part in module.named_modules():
+            if isinstance(part, _BatchNorm):
+                part.track_running_stats = clean_name(name) not in self._untracked
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        for index, optimizer in enumerate(trainer.optimizers):
+            saved = self._internal_optimizer_metadata.get(index)
+            if saved is not None:
+                count = len(optimizer.param_groups)
+                self._restore_groups(module, optimizer, saved)
+                added = range(max(1, count), len(optimizer.param_groups))
+                if added:
+                    schedule_groups(optimizer, schedulers, added)
+
+    def _restore_groups(self, module: TrainModule, optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
+        parameters = {name: parameter for parameter, name in names_of(module, [optimizer]).items()}
+        missing = [name for group in saved for name in group["params"] if name not in parameters]
+        if missing:
+            raise CheckpointError(
+                f"the optimizer of the checkpoint had parameters that {type(module).__name__} does not have: "
+                f"{', '.join(missing[:5])}{', ...' * (len(missing) > 5)}. Resume with the module of that run, or from "
+                "the weights alone by fit(..., resume=Resume.weights())."
+            )
+        groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in saved]
+        own = [{id(parameter) for parameter in group["params"]} for group in optimizer.param_groups]
+        if own != [{id(parameter) for parameter in group["params"]} for group in groups[: len(own)]]:
+            optimizer.param_groups.clear()  # `finetune_function` has moved some: all groups as they were
+        for group in groups[len(optimizer.param_groups) :]:
+            optimizer.add_param_group(group)
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "internal_optimizer_metadata": dict(self._internal_optimizer_metadata),
+            "frozen": self._frozen,
+            "untracked": self._untracked,
+            "epoch": self._tuned_epoch,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._internal_optimizer_metadata = state_dict["internal_optimizer_metadata"]
+        self._frozen, self._untracked = state_dict["frozen"], state_dict["untracked"]
+        self._tuned_epoch = state_dict["epoch"]
+        self._restarting = self._tuned_epoch is not None
+
+
+@rank_zero_only
+def _warn(text: str) -> None:
+    warn_user(text)
+
+
+def multiplicative(epoch: int) -> float:
+    """Return 2: the backbone's learning rate doubles with every epoch."""
+    return 2.0
+
+
+class BackboneFinetuning(BaseFinetuning):
+    """Train `module.backbone` from some epoch on, with a learning rate that grows to that of the rest.
+
+    Args:
+        unfreeze_backbone_at_epoch: when it joins; epochs count from 0.
+        lambda_func: takes the number of the epoch plus one, and returns the factor by which the backbone's learning
+            rate grows at the epoch's start.
+        backbone_initial_ratio_lr: its first rate, as a part of the first group's.
+        backbone_initial_lr: its first rate, in place of that.
+        should_align: stop where the rate reaches the first group's, and follow that from there on.
+        initial_denom_lr: accepted for Lightning's sake: the first rate is always one of the two above.
+        train_bn: whether BatchNorm layers of the backbone are trained with it. Before, they are in any case.
+        verbose: print the rates.
+        rounding: digits of the printed rates.
+
+    Raises:
+        SettingError: an argument is wrong. At the start: the module has no `backbone`, or the strategy takes no new
+            parameter groups.
+
+    Example:
+        >>> BackboneFinetuning(unfreeze_backbone_at_epoch=3, lambda_func=lambda epoch: 1.5).unfreeze_backbone_at_epoch
+        3
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = multiplicative,
+        backbone_initial_ratio_lr: float = 10e-2,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
+        super().__init__()
+        positive = above_zero("above 0")
+        self.unfreeze_backbone_at_epoch = at_least(0)("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch)
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = positive("backbone_initial_ratio_lr", backbone_initial_ratio_lr)
+        self.backbone_initial_lr = or_none(positive)("backbone_initial_lr", backbone_initial_lr)
+        self.should_align = FLAG("should_align", should_align)
+        self.initial_denom_lr = positive("initial_denom_lr", initial_denom_lr)
+        self.train_bn = FLAG("train_bn", train_bn)
+        self.verbose = FLAG("verbose", verbose)
+        self.rounding = at_least(0)("rounding", rounding)
+        self.previous_backbone_lr: float | None = None
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if not isinstance(getattr(module, "backbone", None), nn.Module):
+            raise SettingError(
+                f"{type(module).__name__}: The TrainModule should have a nn.Module `backbone` attribute, which "
+                "BackboneFinetuning freezes: set it in __init__, or write a BaseFinetuning of your own."
+            )
+        super().setup(trainer, module, stage)
+
+    def freeze_before_training(self, module: TrainModule) -> None:
+        self.freeze(module.backbone)
+
+    def finetune_function(self, module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
+        lr = float(optimizer.param_groups[0]["lr"])
+        if epoch == self.unfreeze_backbone_at_epoch:
+            first = self.backbone_initial_lr
+            rate = lr * self.backbone_initial_ratio_lr if first is None else first
+            self.unfreeze_and_add_param_group(module.backbone, optimizer, rate, self.initial_denom_lr, self.train_bn)
+        elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
+            grown = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            rate = lr if self.should_align and grown > lr else grown
+            optimizer.param_groups[-1]["lr"] = rate
+        else:
+            return
+        self.previous_backbone_lr = rate
+        if self.verbose:
+            module.print(f"Current lr: {round(lr, self.rounding)}, Backbone lr: {round(rate, self.rounding)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.previous_backbone_lr = state_dict["previous_backbone_lr"]
