@@ -17,12 +17,17 @@ _HOME = {
     "ImageSampler": "image_sampler",
     "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "monitors.lr_monitor",
+    "LiveProgressBar": "progress",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "PredictionWriter": "prediction_writer",
     "ProgressBar": "progress",
     "ReplicaCheck": "replica_check",
+    "RichModelSummary": "model_summary",
+    "RichProgressBar": "progress.rich_progress",
+    "RichProgressBarTheme": "progress.rich_progress",
     "SpikeDetection": "monitors.spike_detection",
+    "TQDMProgressBar": "progress.tqdm_progress",
     "ThroughputMonitor": "monitors.throughput_monitor",
     "Timer": "timer",
     "summarize": "model_summary",
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
     from instep.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from instep.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from instep.callbacks.model_summary import ModelSummary as ModelSummary
+    from instep.callbacks.model_summary import RichModelSummary as RichModelSummary
     from instep.callbacks.model_summary import summarize as summarize
     from instep.callbacks.monitors.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from instep.callbacks.monitors.gradient_monitor import GradientMonitor as GradientMonitor
@@ -48,7 +54,11 @@ if TYPE_CHECKING:
     from instep.callbacks.monitors.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from instep.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from instep.callbacks.prediction_writer import PredictionWriter as PredictionWriter
+    from instep.callbacks.progress import LiveProgressBar as LiveProgressBar
     from instep.callbacks.progress import ProgressBar as ProgressBar
+    from instep.callbacks.progress.rich_progress import RichProgressBar as RichProgressBar
+    from instep.callbacks.progress.rich_progress import RichProgressBarTheme as RichProgressBarTheme
+    from instep.callbacks.progress.tqdm_progress import TQDMProgressBar as TQDMProgressBar
     from instep.callbacks.replica_check import ReplicaCheck as ReplicaCheck
     from instep.callbacks.timer import Timer as Timer
 

@@ -44,10 +44,14 @@ class Callback:
         'CountBatches'
     """
 
+    runs_first: bool = False
+    """True: its hooks run before those of all other callbacks, wherever it stands among them."""
+
     runs_last: bool = False
     """True: `on_..._end` hooks run after the module's own, so that they see its metrics."""
 
     _module: TrainModule | None = None  # the one that runs
+    _origin = ""  # who added it, where that was not the user by the Trainer's argument
 
     @property
     def state_key(self) -> str:

@@ -15,7 +15,8 @@ from torch import nn
 from instep.callbacks.base import Callback
 from instep.distributed import find_batch_size, send_to_device
 from instep.distributed.nested import map_leaves
-from instep.utils.checks import at_least
+from instep.errors import SettingError
+from instep.utils.checks import is_int
 from instep.utils.flops import FlopCounter
 from instep.utils.seed import isolate_rng
 
@@ -24,8 +25,18 @@ if TYPE_CHECKING:
 
 UNKNOWN_SIZE = "?"
 LEFTOVER_PARAMS_NAME = "other params"
+_NUMBERS = ("Params", "Trainable", "FLOPs")  # columns of numbers, which stand on the right
 _MB = 1_000_000
-_DEPTH = at_least(-1, "-1 for all, 0 for totals only")
+
+
+def _check_depth(depth: Any) -> int:
+    if not is_int(depth, -1):
+        raise SettingError(
+            f"`max_depth` can be -1, 0 or > 0, got {depth}. -1 shows all modules, 0 the totals only.",
+            field="max_depth",
+            got=depth,
+        )
+    return depth
 
 
 @dataclass(frozen=True)
@@ -96,36 +107,32 @@ class Summary:
     in_sizes = property(lambda self: [row.in_size or UNKNOWN_SIZE for row in self.rows])
     out_sizes = property(lambda self: [row.out_size or UNKNOWN_SIZE for row in self.rows])
 
-    def columns(self) -> list[tuple[str, bool, list[str]]]:
-        """Return the table's columns: title, whether it is of numbers, and a text for each row."""
+    def columns(self) -> list[tuple[str, list[str]]]:
+        """Return the table's columns: a title, and a text for each row; none where there are no rows."""
         rows = self.rows if self.leftover is None else (*self.rows, self.leftover)
+        if not self.rows:
+            return []
         columns = [
-            ("", False, [str(number) for number in range(len(rows))]),
-            ("Name", False, [row.name for row in rows]),
-            ("Type", False, [row.type for row in rows]),
-            ("Params", True, [count(row.params) for row in rows]),
-            ("Trainable", True, [count(row.trainable) for row in rows]),
-            ("Mode", False, [row.mode for row in rows]),
+            (" ", [str(number) for number in range(len(rows))]),
+            ("Name", [row.name for row in rows]),
+            ("Type", [row.type for row in rows]),
+            ("Params", [count(row.params) for row in rows]),
+            ("Trainable", [count(row.trainable) for row in rows]),
+            ("Mode", [row.mode for row in rows]),
         ]
         if any(row.in_size is not None for row in rows):
             columns += [
-                ("FLOPs", True, ["" if row.flops is None else count(row.flops) for row in rows]),
-                ("In sizes", False, [str(row.in_size or UNKNOWN_SIZE) for row in rows]),
-                ("Out sizes", False, [str(row.out_size or UNKNOWN_SIZE) for row in rows]),
+                ("FLOPs", ["" if row.flops is None else count(row.flops) for row in rows]),
+                ("In sizes", [str(row.in_size or UNKNOWN_SIZE) for row in rows]),
+                ("Out sizes", [str(row.out_size or UNKNOWN_SIZE) for row in rows]),
             ]
         return columns
 
-    def totals(self) -> list[str]:
-        """Return the lines below the table."""
-        lines = [
-            f"{count(self.total_params)} parameters, {count(self.trainable_params)} trainable, "
-            f"{count(self.frozen_params)} frozen; {self.size_mb:,.3f} MB"
-        ]
-        if self.total_flops:
-            sample = "" if self.flops_per_sample is None else f", {count(round(self.flops_per_sample))} a sample"
-            lines.append(
-                f"{count(self.total_flops)} floating-point operations in a forward pass of the example{sample}"
-            )
+    def notes(self) -> list[str]:
+        """Return the lines below the totals."""
+        lines = []
+        if self.total_flops and self.flops_per_sample is not None:
+            lines.append(f"{count(round(self.flops_per_sample))} of these operations a sample")
         if self.has_lazy:
             lines.append("Some parameters have no shape before the first batch and are not counted.")
         if self.has_absent:
@@ -133,14 +140,8 @@ class Summary:
         return lines
 
     def __str__(self) -> str:
-        columns = self.columns()
-        padded = []
-        for title, is_number, texts in columns:
-            width = max(len(text) for text in (title, *texts))
-            padded.append([text.rjust(width) if is_number else text.ljust(width) for text in (title, *texts)])
-        text = ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
-        text.insert(1, "-" * max(map(len, text)))
-        return "\n".join([*(text if self.rows else []), *self.totals()])
+        totals = _totals(self.total_params, self.trainable_params, self.size_mb, self.total_flops)
+        return "\n".join([*_plain(self.columns()), *totals, *self.notes()])
 
     __repr__ = __str__
 
@@ -167,7 +168,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
         >>> summarize(nn.Linear(3, 2)).total_params
         8
     """
-    _DEPTH("max_depth", max_depth)
+    _check_depth(max_depth)
     rows: list[SummaryRow] = []
     absent = {part for part in module.modules() if hasattr(part, "_absent_name")}
     shown = {
@@ -294,12 +295,14 @@ def _shape(data: Any) -> Any:
 
 
 class ModelSummary(Callback):
-    """Print a table of the model's parts before training: parameters, trainable ones, size.
+    """Print a table of the model's parts before training, and the order in which the callbacks run.
 
-    A rich table on a terminal, plain text elsewhere; on global rank 0 only.
+    A rich table on a terminal, plain text elsewhere; on global rank 0 only. A subclass may print it in another way:
+    see `summarize`.
 
     Args:
         max_depth: rows for the modules down to this depth: 1 the children, 0 totals only, -1 all.
+        **summarize_kwargs: passed on to `summarize`.
 
     Raises:
         SettingError: `max_depth` is below -1.
@@ -309,34 +312,120 @@ class ModelSummary(Callback):
         'ModelSummary'
     """
 
-    def __init__(self, max_depth: int = 1) -> None:
-        self.max_depth = _DEPTH("max_depth", max_depth)
+    def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+        self.max_depth = _check_depth(max_depth)
+        self._summarize_kwargs = summarize_kwargs
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         # Counted on every rank: a sharded module may gather to tell its size.
         summary = summarize(module, self.max_depth)
         if not trainer.is_global_zero:
             return
-        if sys.stdout.isatty() and summary.rows:
-            _print_rich(summary)
+        self.summarize(
+            summary.columns(),
+            summary.total_params,
+            summary.trainable_params,
+            summary.size_mb,
+            dict(summary.total_training_modes),
+            total_flops=summary.total_flops,
+            **self._summarize_kwargs,
+        )
+        for note in summary.notes():
+            trainer.print(note)
+        said = (f"{type(each).__name__}{each._origin and f' ({each._origin})'}" for each in trainer.callbacks)
+        trainer.print(f"Callbacks, as they run: {', '.join(said)}")
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int,
+        **summarize_kwargs: Any,
+    ) -> None:
+        """Print the summary; override to print it in another way. Called on global rank 0 only.
+
+        Args:
+            summary_data: the table's columns: a title and the texts of the rows; empty where there are no rows.
+            total_parameters: number of parameters.
+            trainable_parameters: of those that are trained.
+            model_size: parameters and buffers in megabytes.
+            total_training_modes: modules in "train" and in "eval" mode.
+            total_flops: operations of a forward pass of the example; 0 where there is none.
+            **summarize_kwargs: the callback's own.
+        """
+        totals = _totals(total_parameters, trainable_parameters, model_size, total_flops)
+        if sys.stdout.isatty() and summary_data:
+            _print_rich(summary_data, totals, "bold", box=None, pad_edge=False)
         else:
-            trainer.print(str(summary))
+            print("\n".join([*_plain(summary_data), *totals]))  # noqa: T201  it is a table to read
 
 
-def _print_rich(summary: Summary) -> None:
-    from rich.console import Console  # slow to import, and only needed on a terminal
+class RichModelSummary(ModelSummary):
+    """A `ModelSummary` that is a rich table wherever it is printed.
+
+    Args:
+        max_depth: as in `ModelSummary`.
+        **summarize_kwargs: passed on to `summarize`, which knows `header_style`, a style of rich's.
+
+    Example:
+        >>> RichModelSummary(max_depth=2, header_style="bold green").max_depth
+        2
+    """
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int,
+        **summarize_kwargs: Any,
+    ) -> None:
+        """Print the summary by rich; arguments as in `ModelSummary.summarize`."""
+        totals = [
+            *_totals(total_parameters, trainable_parameters, model_size, total_flops),
+            f"{total_training_modes['train']} modules in train mode, {total_training_modes['eval']} in eval mode",
+        ]
+        _print_rich(summary_data, totals, summarize_kwargs.get("header_style", "bold magenta"))
+
+
+def _totals(params: int, trainable: int, size_mb: float, flops: int) -> list[str]:
+    """Return the lines below the table."""
+    lines = [f"{count(params)} parameters, {count(trainable)} trainable, {count(params - trainable)} frozen; "]
+    lines[0] += f"{size_mb:,.3f} MB"
+    return lines + [f"{count(flops)} floating-point operations in a forward pass of the example"] * bool(flops)
+
+
+def _plain(columns: list[tuple[str, list[str]]]) -> list[str]:
+    """Write the columns as lines of text; nothing where there are no rows."""
+    padded = []
+    for title, texts in columns:
+        width = max(len(text) for text in (title, *texts))
+        number = title in _NUMBERS
+        padded.append([text.rjust(width) if number else text.ljust(width) for text in (title.strip(), *texts)])
+    text = ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+    return [*text[:1], "-" * max(map(len, text)), *text[1:]] if text else []
+
+
+def _print_rich(columns: list[tuple[str, list[str]]], totals: list[str], header_style: str, **look: Any) -> None:
+    from rich.console import Console  # slow to import, and only needed where it is drawn
     from rich.table import Table
 
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    columns = summary.columns()
-    for title, is_number, _ in columns:
-        style = {"": "dim", "Type": "green", "Name": None}.get(title, None if is_number else "dim")
-        table.add_column(title, justify="right" if is_number else "left", style=style, no_wrap=title == "Name")
-    for line in zip(*(texts for _, _, texts in columns), strict=True):
-        table.add_row(*line)
     console = Console()
-    console.print(table)
-    for line in summary.totals():
+    if columns:
+        table = Table(header_style=header_style, **look)
+        for title, _ in columns:
+            number = title in _NUMBERS
+            style = {" ": "dim", "Type": "green", "Name": None}.get(title, None if number else "dim")
+            table.add_column(title, justify="right" if number else "left", style=style, no_wrap=title == "Name")
+        for line in zip(*(texts for _, texts in columns), strict=True):
+            table.add_row(*line)
+        console.print(table)
+    for line in totals:
         console.print(line, highlight=False)
 
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.callbacks.base import Callback
+from instep.errors import SettingError
 from instep.utils.checks import choice, parse_duration
 
 if TYPE_CHECKING:
@@ -43,7 +44,12 @@ class Timer(Callback):
         interval: Literal["step", "epoch"] = "step",
         verbose: bool = True,
     ) -> None:
-        choice("step", "epoch")("interval", interval)
+        if interval not in ("step", "epoch"):
+            raise SettingError(
+                f"Unsupported parameter value interval={interval!r} of Timer. Use one of: step, epoch.",
+                field="interval",
+                got=interval,
+            )
         self.duration_s = (
             None if duration is None else parse_duration("duration", duration, or_zero=True).total_seconds()
         )

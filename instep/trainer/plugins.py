@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points  # the strategies' registry has loaded it
 from types import CodeType
 from typing import Any
 
@@ -13,7 +17,7 @@ from instep.trainer.context import RunContext
 from instep.trainer.hooks import LOADERS, ModuleHooks, is_overridden, misspelt, nearest, own_methods
 from instep.trainer.module import TrainModule
 from instep.trainer.settings import Settings, check_value
-from instep.utils.checks import constructor_call
+from instep.utils.checks import constructor_call, read_flag
 from instep.utils.seed import isolate_rng
 from instep.utils.warn import warn_user
 
@@ -93,28 +97,45 @@ def saves(callback: Callback) -> bool:
     return hasattr(callback, "save_now")
 
 
-def default_callbacks(settings: Settings, enable_checkpointing: bool | None) -> list[Callback]:
-    """Add the default callbacks to the user's; those that save stand last, since they save the others' state.
+def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Sort callbacks as they run: what sets the run up first, what writes checkpoints last, since it saves the others.
+
+    A checkpoint for an exception stands behind all others, whose `on_exception` it must not forestall.
+    """
+
+    def place(callback: Callback) -> int:
+        if getattr(type(callback), "runs_first", False):
+            return 0
+        return 2 if saves(callback) else 3 if hasattr(callback, "own_folder") else 1
+
+    return sorted(callbacks, key=place)
+
+
+def default_callbacks(settings: Settings, given: Mapping[str, Any]) -> list[Callback]:
+    """Add the default callbacks to the user's, and those of installed packages, in the order in which they run.
 
     Args:
         settings: the Trainer's.
-        enable_checkpointing: as the user gave it.
+        given: its arguments as the user gave them.
 
     Raises:
-        SettingError: a ModelCheckpoint was given although checkpoints are turned off.
+        SettingError: there are two progress bars, or something was given although it is turned off.
     """
-    callbacks = [callback for callback in settings.callbacks if not saves(callback)]
-    savers = [callback for callback in settings.callbacks if saves(callback)]
-    if savers and enable_checkpointing is False:
-        raise SettingError(
-            "`enable_checkpointing=False` but found `ModelCheckpoint` in callbacks. Leave one of them out.",
-            field="enable_checkpointing",
-        )
     from instep import callbacks as room  # its names load when used: each default only when it is on
 
+    callbacks = list(settings.callbacks)
+    bar = _check_bars(callbacks)
+    for kind, found, switch in (
+        ("ModelCheckpoint", any(map(saves, callbacks)), "enable_checkpointing"),
+        (type(bar).__name__, bar is not None, "enable_progress_bar"),
+    ):
+        if found and given[switch] is False:
+            raise SettingError(
+                f"Trainer was configured with `{switch}=False` but found `{kind}` in callbacks. Leave one of them out.",
+                field=switch,
+            )
     if settings.fast_dev_run:
-        savers = []
-        callbacks = [callback for callback in callbacks if not isinstance(callback, room.EarlyStopping)]
+        callbacks = [one for one in callbacks if not saves(one) and not isinstance(one, room.EarlyStopping)]
     if settings.max_time is not None:
         if any(isinstance(callback, room.Timer) for callback in callbacks):
             raise SettingError(
@@ -123,26 +144,115 @@ def default_callbacks(settings: Settings, enable_checkpointing: bool | None) -> 
             )
         callbacks.append(room.Timer(settings.max_time))
     if settings.barebones:
-        return callbacks
+        return in_order(callbacks)
     if settings.enable_model_summary and not any(isinstance(c, room.ModelSummary) for c in callbacks):
-        callbacks.append(room.ModelSummary())
-    if settings.enable_progress_bar and not any(isinstance(c, room.ProgressBar) for c in callbacks):
-        callbacks.append(room.ProgressBar())
-    if settings.enable_checkpointing and not savers:
-        savers = [room.ModelCheckpoint()]
-    return callbacks + savers
+        callbacks.append(getattr(room, "ModelSummary" if bar is None else bar.goes_with)())
+    if settings.enable_progress_bar and bar is None:
+        callbacks.append(room.LiveProgressBar())
+    if settings.enable_checkpointing and not any(map(saves, callbacks)):
+        callbacks.append(room.ModelCheckpoint())
+    callbacks += external_callbacks()
+    _check_bars(callbacks)
+    return in_order(callbacks)
+
+
+def progress_bars(callbacks: Iterable[Callback]) -> list[Any]:
+    """Find the progress bars among callbacks, without loading their classes."""
+    return [callback for callback in callbacks if hasattr(type(callback), "sanity_check_description")]
+
+
+def _check_bars(callbacks: Iterable[Callback]) -> Any:
+    """Return the progress bar; None where there is none.
+
+    Raises:
+        SettingError: there are two.
+    """
+    bars = progress_bars(callbacks)
+    if len(bars) > 1:
+        raise SettingError(
+            f"You added multiple progress bar callbacks ({', '.join(type(bar).__name__ for bar in bars)}), and a "
+            "Trainer has one. Leave the others out.",
+            field="callbacks",
+        )
+    return bars[0] if bars else None
+
+
+EXTERNAL = "instep.callbacks_factory"
+"""Group of the entry points by which installed packages add callbacks to every Trainer."""
+_EXTERNAL_OFF = "INSTEP_EXTERNAL_CALLBACKS"
+
+
+def external_callbacks() -> list[Callback]:
+    """Make the callbacks of installed packages: each entry point is a function that returns a callback or several.
+
+    Raises:
+        SettingError: one cannot be loaded, raises, or returns something else; names the distribution.
+    """
+    switch = os.environ.get(_EXTERNAL_OFF, "1")
+    try:
+        if not read_flag(switch):
+            return []
+    except ValueError:
+        raise SettingError(f"{_EXTERNAL_OFF}={switch!r}: expected 1 or 0", field=_EXTERNAL_OFF, got=switch) from None
+    found: list[Callback] = []
+    for entry in _external(tuple((path, _changed(path)) for path in sys.path)):
+        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "?"
+        told = f"the entry point {entry.name} = {entry.value} of the installed package {package}"
+        advice = f"Mend or uninstall the package, or set {_EXTERNAL_OFF}=0 to do without all such callbacks."
+        try:
+            made = entry.load()()
+        except Exception as error:
+            raise SettingError(
+                f"{told} (group {EXTERNAL}) made no callback: {type(error).__name__}: {error}. {advice}",
+                field="callbacks",
+            ) from error
+        several = list(made) if isinstance(made, list | tuple) else [made]
+        for callback in several:
+            if not isinstance(callback, Callback):
+                raise SettingError(
+                    f"{told} (group {EXTERNAL}) returned {callback!r}, which is no Callback. {advice}",
+                    field="callbacks",
+                    got=callback,
+                )
+            callback._origin = f"of {package}"
+        found += several
+    return found
+
+
+@lru_cache(maxsize=1)
+def _external(_: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
+    """Find the entry points; the next Trainer pays 4 ms for it again only where a folder of packages has changed."""
+    return tuple(entry_points(group=EXTERNAL))
+
+
+def _changed(path: str) -> int:
+    try:
+        return os.stat(path or ".").st_mtime_ns
+    except OSError:  # no folder, as a zip file that is gone
+        return 0
 
 
 def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list[Callback]:
-    """Merge the Trainer's callbacks with those of `configure_callbacks`, which replace the ones of the same type.
+    """Merge the Trainer's callbacks with those of `configure_callbacks`.
+
+    One of the module's replaces the Trainer's of its class and of its base classes; its progress bar replaces any.
 
     Raises:
-        SettingError: two of them keep their state under the same key.
+        SettingError: two of them keep their state under the same key, or there are two progress bars.
     """
     own = module.configure_callbacks() if is_overridden(module, "configure_callbacks", ModuleHooks) else []
     own = [own] if isinstance(own, Callback) else list(own or ())
-    kinds = {type(callback) for callback in own}
-    merged = sorted([c for c in callbacks if type(c) not in kinds] + own, key=saves)
+    kinds = tuple({type(callback) for callback in own})
+    bars = progress_bars(callbacks) if _check_bars(own) is not None else []
+    for callback in own:
+        callback._origin = "of the module"
+
+    def is_replaced(callback: Callback) -> bool:
+        kind = type(callback)
+        return callback in bars or (kind is not Callback and any(issubclass(mine, kind) for mine in kinds))
+
+    merged = in_order([*(callback for callback in callbacks if not is_replaced(callback)), *own])
+    _check_bars(merged)
     keys = [callback.state_key for callback in merged]
     alike = [callback for callback in merged if keys.count(callback.state_key) > 1]  # only they are asked for a state
     keys = [callback.state_key for callback in alike if callback.state_dict()]

@@ -26,7 +26,7 @@ from instep.state import PartialState, find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
 from instep.strategies.base import check_sync_batchnorm
 from instep.strategies.registry import asked_strategy
-from instep.trainer import replay, run_state
+from instep.trainer import plugins, replay, run_state
 from instep.trainer.context import Position, Progress, RunContext, TrainerState
 from instep.trainer.devices import count_devices, launch, on_nodes_there
 from instep.trainer.evaluation import evaluate, predict
@@ -194,7 +194,7 @@ class Trainer:
         self.strategy = resolve_strategy(self.settings.strategy, world_size, kind, options)
         if self.settings.sync_batchnorm and world_size > 1:
             check_sync_batchnorm(kind)
-        self.callbacks = default_callbacks(self.settings, enable_checkpointing)
+        self.callbacks = default_callbacks(self.settings, given)
         self.profiler = make_profiler(self.settings.profiler)
         self._loggers: list[Logger] | None = None
         self.position = Position()
@@ -739,7 +739,7 @@ class Trainer:
         lambda t: next(iter(t.early_stopping_callbacks), None)
     )
     progress_bar_callback: ReadOnly[ProgressBar | None] = ReadOnly(
-        lambda t: next((callback for callback in t.callbacks if hasattr(callback, "refreshes_per_s")), None)
+        lambda t: next(iter(plugins.progress_bars(t.callbacks)), None)
     )
 
     sanity_checking: ReadOnly[bool] = ReadOnly(lambda t: t.state.stage == "sanity_check")
@@ -785,9 +785,9 @@ class Trainer:
             warn_user(message)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` on the main process only."""
+        """`print` on the main process only, above the progress bar."""
         if self.is_global_zero:
-            print(*args, **kwargs)  # noqa: T201  it is a print
+            (print if (bar := self.progress_bar_callback) is None else bar.print)(*args, **kwargs)
 
     # ------------------------------------------------------------------ what `TrainModule` calls
 

@@ -56,14 +56,19 @@ MOVED = {
             name: f"instep.callbacks.{name}"
             for name in (
                 "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "Callback", "DeviceStatsMonitor",
-                "EarlyStopping", "EarlyStoppingReason", "GradientAccumulationScheduler", "LambdaCallback",
-                "LearningRateMonitor", "ModelCheckpoint",
-                "ModelSummary", "ProgressBar", "SpikeDetection", "ThroughputMonitor", "Timer", "summarize",
+                "EarlyStopping", "EarlyStoppingReason", "GradientAccumulationScheduler", "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint",
+                "ModelSummary", "ProgressBar", "RichModelSummary", "RichProgressBar", "RichProgressBarTheme",
+                "SpikeDetection", "TQDMProgressBar", "ThroughputMonitor", "Timer", "summarize",
             )
         },
-        "RichModelSummary": "instep.callbacks.ModelSummary",
-        "TQDMProgressBar": "instep.callbacks.ProgressBar",
-        "RichProgressBar": "instep.callbacks.ProgressBar",
+        "Tqdm": "instep.callbacks.progress.tqdm_progress.Tqdm",
+        **{
+            name: f"instep.callbacks.progress.rich_progress.{name}"
+            for name in (
+                "BatchesProcessedColumn", "CustomBarColumn", "CustomTimeColumn", "MetricsTextColumn",
+                "ProcessingSpeedColumn",
+            )
+        },
         **{
             name: f"instep.loggers.{name}"
             for name in ("CSVLogger", "CometLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
@@ -241,7 +246,6 @@ ADVICE = {
 NOT_A_BASE = {
     "Logger": "its hooks are other ones: `_log_metrics`, `_log_hyperparams`, `_start`, `_finalize`",
     "Strategy": "its methods are other ones: see instep/strategies/base.py",
-    "ProgressBar": "it draws by itself; override `get_metrics` to show other values",
 }
 """Classes that keep their place when used, but not when subclassed: by instep's name."""
 
@@ -316,10 +320,6 @@ DROPPED = {
         )
     },
     "seed_everything": {"verbose": "nothing is printed"},
-    "ProgressBar": {
-        "refresh_rate": "it draws some times a second",
-        "process_position": "there is one bar",
-    },
     "Accelerator": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
     "DataLoaderConfiguration": {"use_seedable_sampler": "the order always is a function of seed and epoch"},
 }  # fmt: skip
@@ -469,7 +469,6 @@ VALUES = {
 
 POSITIONAL = {
     "TensorBoardLogger": 7,
-    "ProgressBar": 0,
     "Trainer": 0,
     "Accelerator": 0,
     "DDPStrategy": 0,
@@ -663,8 +662,8 @@ def hint_for(name: str) -> str | None:
     """Say what there is for a name that a room of instep has not; None for a name of nobody's.
 
     Example:
-        >>> hint_for("RichProgressBar")
-        'use instep.callbacks.ProgressBar'
+        >>> hint_for("LightningModule")
+        'use instep.TrainModule'
     """
     for root in ("lightning", "accelerate"):
         if (found := successor(f"{root}.{name}")) is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from instep import TrainModule
-from instep.callbacks import ModelSummary, summarize
+from instep.callbacks import ModelCheckpoint, ModelSummary, RichModelSummary, summarize
 from instep.callbacks import model_summary as module
 from instep.errors import SettingError
 from instep.strategies.pipeline.split import Absent
@@ -68,12 +68,12 @@ def test_parts_that_are_on_other_ranks_have_no_row():
 
 
 def test_plain_text(capsys):
-    trainer = FakeTrainer()
-    ModelSummary().on_fit_start(trainer, model())
-    (text,) = trainer.printed
+    trainer = FakeTrainer(callbacks=[ModelSummary(), ModelCheckpoint()])
+    trainer.callbacks[0].on_fit_start(trainer, model())
+    text = capsys.readouterr().out
     assert text.splitlines()[0].split() == ["Name", "Type", "Params", "Trainable", "Mode"]
     assert "365 parameters, 260 trainable, 105 frozen" in text
-    assert capsys.readouterr().out == ""
+    assert trainer.printed == ["Callbacks, as they run: ModelSummary, ModelCheckpoint"]
 
 
 def test_a_rich_table_on_a_terminal(capsys, monkeypatch):
@@ -81,15 +81,32 @@ def test_a_rich_table_on_a_terminal(capsys, monkeypatch):
     trainer = FakeTrainer()
     ModelSummary(max_depth=-1).on_fit_start(trainer, model())
     shown = capsys.readouterr().out
-    assert trainer.printed == []
     assert "body.1" in shown
     assert "365 parameters" in shown
 
 
-def test_only_rank_zero_prints():
+def test_a_summary_of_ones_own(capsys):
+    """What Lightning's users override, called with its arguments."""
+    seen = {}
+
+    class Mine(RichModelSummary):
+        @staticmethod
+        def summarize(summary_data, total_parameters, trainable_parameters, model_size, total_training_modes, **kwargs):
+            seen.update(kwargs, columns=dict(summary_data), counts=(total_parameters, trainable_parameters, model_size))
+            seen["modes"] = total_training_modes
+
+    Mine(header_style="bold").on_fit_start(FakeTrainer(), model())
+    assert (seen["columns"]["Name"], seen["counts"]) == (["body", "head"], (365, 260, pytest.approx(0.001628)))
+    assert (seen["header_style"], seen["total_flops"], sum(seen["modes"].values())) == ("bold", 0, 4)
+    assert capsys.readouterr().out == ""
+    RichModelSummary().on_fit_start(FakeTrainer(), model())
+    assert "┃ Name ┃" in capsys.readouterr().out, "rich's, though it is no terminal"
+
+
+def test_only_rank_zero_prints(capsys):
     trainer = FakeTrainer(global_rank=1)
     ModelSummary().on_fit_start(trainer, model())
-    assert trainer.printed == []
+    assert (trainer.printed, capsys.readouterr().out) == ([], "")
 
 
 def test_wrong_depth():
@@ -176,7 +193,10 @@ def test_the_forward_pass_leaves_no_trace():
     assert (summary.leftover.params, summary.leftover.trainable, summary.total_layer_params) == (3, 0, 6)
     lines = str(summary).splitlines()
     assert lines[3].split()[:4] == ["1", "other", "params", "3"]
-    assert lines[-1] == "32 floating-point operations in a forward pass of the example, 8 a sample"
+    assert lines[-2:] == [
+        "32 floating-point operations in a forward pass of the example",
+        "8 of these operations a sample",
+    ]
     assert repr(summary) == str(summary)
 
 

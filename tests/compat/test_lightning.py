@@ -67,7 +67,7 @@ L.fabric.utilities.imports._IS_WINDOWS
 """
     assert [(line, text.partition(":")[0]) for line, text in warned(code)] == [
         (4, "ModelCheckpoint is instep.callbacks.ModelCheckpoint"),
-        (4, "TQDMProgressBar is instep.callbacks.ProgressBar"),
+        (4, "TQDMProgressBar is instep.callbacks.TQDMProgressBar"),
         (6, "LightningCLI is instep.cli.TrainerCLI"),
         (9, "LightningModule is instep.TrainModule"),
         (11, "rank_zero_only is instep.utils.rank_zero.rank_zero_only"),
@@ -81,6 +81,7 @@ def test_arguments_that_are_left_out_or_have_another_name(tmp_path: Path) -> Non
     code = f"""
 from instep.compat import lightning as L
 bar = L.pytorch.callbacks.TQDMProgressBar(refresh_rate=10)
+assert bar.refresh_rate == 10
 trainer = L.Trainer(
     num_processes=1, strategy="ddp_spawn", enable_autolog_hparams=True, callbacks=bar,
     default_root_dir={str(tmp_path)!r},
@@ -90,7 +91,6 @@ L.seed_everything(1, verbose=False)
 """
     texts = [text for _, text in warned(code)]
     for text in (
-        "ProgressBar(refresh_rate=): leave it out: it draws some times a second",
         "Trainer(num_processes=): use devices=...",
         "Trainer(strategy='ddp_spawn'): write strategy='ddp'",
         "seed_everything(verbose=): leave it out: nothing is printed",

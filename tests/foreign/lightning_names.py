@@ -40,8 +40,6 @@ BY_HAND: dict[str, tuple[str, ...]] = {
     "Optimizable": ("torch.optim.Optimizer",),
     **dict.fromkeys(("Tensor", "DataLoader", "Any"), ("typing.Any",)),
 }
-# Their arguments are made when a file of tests loads: it would not load without them.
-FIRST = {name: (f"instep.compat.lightning.{name}",) for name in ("TQDMProgressBar", "RichProgressBar")}
 _ANY = (
     "STEP_OUTPUT",
     "LRSchedulerPLType",
@@ -108,7 +106,7 @@ def resolve(name: str) -> Any:
         return lambda message, rank: message
     short = porting.canonical(name)
     found = porting.successor(short) if short else None
-    for dotted in (*FIRST.get(leaf, ()), *((found,) if found else ()), *BY_HAND.get(leaf, ())):
+    for dotted in (*((found,) if found else ()), *BY_HAND.get(leaf, ())):
         try:
             return _load(dotted)
         except (ImportError, AttributeError):

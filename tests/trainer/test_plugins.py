@@ -6,6 +6,7 @@ import copy
 import csv
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,14 @@ from instep import Callback, Trainer, TrainModule
 from instep.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
+    LiveProgressBar,
     ModelCheckpoint,
     ModelSummary,
     ProgressBar,
+    RichModelSummary,
+    RichProgressBar,
     Timer,
+    TQDMProgressBar,
 )
 from instep.errors import SettingError, UsageError
 from instep.loggers import CSVLogger, TensorBoardLogger
@@ -129,7 +134,7 @@ def test_learning_rates_reach_the_logs(tmp_path: Path):
 
 def test_the_default_callbacks(tmp_path: Path):
     trainer = Trainer(accelerator="cpu", max_time="00:01:00:00", default_root_dir=tmp_path)
-    assert [type(callback) for callback in trainer.callbacks] == [Timer, ModelSummary, ProgressBar, ModelCheckpoint]
+    assert [type(callback) for callback in trainer.callbacks] == [Timer, ModelSummary, LiveProgressBar, ModelCheckpoint]
     mine = [ModelCheckpoint(), ModelSummary(max_depth=2), ProgressBar(), EarlyStopping("x")]
     given = Trainer(accelerator="cpu", callbacks=mine)
     assert given.callbacks == [*mine[1:], mine[0]]
@@ -151,6 +156,89 @@ def test_a_modules_own_callbacks_take_the_place_of_the_same_type():
     trainer.fit(module, loader())
     trainer.fit(module, loader())
     assert trainer.callbacks == [other, own]
+
+
+def test_the_modules_callbacks_replace_base_classes_too_and_its_bar_any():
+    class Own(TQDMProgressBar):
+        pass
+
+    class Summary(ModelSummary):
+        pass
+
+    module, own, stopping = Toy(), [Own(refresh_rate=0), Summary()], EarlyStopping("x")
+    module.configure_callbacks = lambda: own
+    trainer = Trainer(max_epochs=0, accelerator="cpu", callbacks=stopping, logger=False, enable_checkpointing=False)
+    assert type(trainer.progress_bar_callback) is LiveProgressBar
+    trainer.fit(module, loader())
+    trainer.fit(module, loader())
+    assert trainer.callbacks == [stopping, *own]
+    module.configure_callbacks = lambda: [Own(), LiveProgressBar()]
+    with pytest.raises(SettingError, match=r"You added multiple progress bar callbacks \(Own, LiveProgressBar\)"):
+        trainer.fit(module, loader())
+
+
+def test_one_progress_bar():
+    with pytest.raises(SettingError, match=r"^You added multiple progress bar callbacks"):
+        Trainer(accelerator="cpu", callbacks=[TQDMProgressBar(), RichProgressBar()])
+    with pytest.raises(SettingError, match="enable_progress_bar=False` but found `TQDMProgressBar"):
+        Trainer(accelerator="cpu", callbacks=TQDMProgressBar(), enable_progress_bar=False)
+    rich = Trainer(accelerator="cpu", callbacks=RichProgressBar(), logger=False, enable_checkpointing=False)
+    assert [type(callback) for callback in rich.callbacks] == [RichProgressBar, RichModelSummary]
+    assert isinstance(ProgressBar(leave=True), LiveProgressBar)
+
+
+FACTORY = """
+from instep import Callback
+
+
+class Watcher(Callback):
+    pass
+
+
+def several():
+    return [Watcher(), Watcher()]
+
+
+def none():
+    return []
+
+
+def wrong():
+    return 3
+"""
+
+
+def test_callbacks_of_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    def install(function: str) -> Trainer:
+        folder = tmp_path / function
+        (folder / "watcher-1.5.dist-info").mkdir(parents=True)
+        (folder / "watcher-1.5.dist-info" / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: watcher\nVersion: 1.5\n"
+        )
+        lines = "[instep.callbacks_factory]\n" + "\n".join(f"{n} = watcher_pkg:{n}" for n in ("none", function))
+        (folder / "watcher-1.5.dist-info" / "entry_points.txt").write_text(lines)
+        (folder / "watcher_pkg.py").write_text(FACTORY)
+        with monkeypatch.context() as path:
+            path.syspath_prepend(folder)
+            return Trainer(accelerator="cpu", max_epochs=0, callbacks=EarlyStopping("x"), default_root_dir=tmp_path)
+
+    trainer = install("several")
+    names = ["EarlyStopping", "ModelSummary", "LiveProgressBar", "Watcher", "Watcher", "ModelCheckpoint"]
+    assert [type(callback).__name__ for callback in trainer.callbacks] == names
+    trainer.fit(Toy(), loader())
+    said = (
+        "EarlyStopping, ModelSummary, LiveProgressBar, Watcher (of watcher 1.5), Watcher (of watcher 1.5), ModelCheckp"
+    )
+    assert f"Callbacks, as they run: {said}" in capsys.readouterr().out
+    with pytest.raises(
+        SettingError, match=r"wrong = watcher_pkg:wrong of the installed package watcher 1\.5.*returned 3"
+    ):
+        install("wrong")
+    with pytest.raises(SettingError, match=r"package watcher 1\.5.*made no callback: AttributeError.*CALLBACKS=0"):
+        install("missing")
+    monkeypatch.setenv("INSTEP_EXTERNAL_CALLBACKS", "0")
+    shutil.rmtree(tmp_path / "several")
+    assert len(install("several").callbacks) == 4
 
 
 def test_two_stateful_callbacks_of_one_key_are_refused():

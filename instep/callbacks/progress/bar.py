@@ -11,11 +11,12 @@ import time
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from instep.callbacks.base import Callback
+from instep.callbacks.progress.progress_bar import ProgressBar
 from instep.callbacks.progress.screen import Lines, open_screen
 from instep.callbacks.progress.view import (
     Best,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 _JOIN_S = 2.0  # a thread that is stuck in a stopped terminal is left behind
 
 
-class ProgressBar(Callback):
+class LiveProgressBar(ProgressBar, default=True):
     """Shows a run while it goes on: bars, speed, time left, metrics with their best value, memory, the loss's course.
 
     There is no hook per step: a daemon thread reads `trainer.progress` and `trainer.progress_bar_metrics` 2.5 times a
@@ -62,16 +63,18 @@ class ProgressBar(Callback):
         SettingError: a rate is not positive.
 
     Example:
-        >>> class Short(ProgressBar):
+        >>> class Short(LiveProgressBar):
         ...     def get_metrics(self, trainer, module):
         ...         shown = super().get_metrics(trainer, module)
         ...         return {name: value for name, value in shown.items() if not name.endswith("_step")}
     """
 
+    _console_options: Mapping[str, Any] = MappingProxyType({})  # of rich's console
     _screen: Lines | None = None
     _thread: threading.Thread | None = None
 
     def __init__(self, refreshes_per_s: float = 2.5, plain_every_s: float = 5.0, leave: bool = False) -> None:
+        super().__init__()
         rate = above_zero("above 0; Trainer(enable_progress_bar=False) shows no bar")
         self.refreshes_per_s = rate("refreshes_per_s", refreshes_per_s)
         self.plain_every_s = rate("plain_every_s", plain_every_s)
@@ -91,15 +94,27 @@ class ProgressBar(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no thread, and makes an event of its own when it starts one.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_screen", "_thread", "_stopping")}
+        own = ("_screen", "_thread", "_stopping")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
 
-    def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, float | int | str]:
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the bar shows anything in this process."""
+        return self._enabled
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether it shows nothing."""
+        return not self.is_enabled
+
+    def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
         """Return the metrics to show; override to hide some. Runs in the bar's thread: must not touch a device."""
         return showable(trainer.progress_bar_metrics)
 
     # ---- when it runs
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        super().setup(trainer, module, stage)
         self._run = stage
 
     def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -167,7 +182,7 @@ class ProgressBar(Callback):
             return  # there is no stderr to say it on; `error` has it
 
     def _start(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._thread is None and trainer.is_global_zero:
+        if self._thread is None and self.is_enabled and trainer.is_global_zero:
             self.error = None
             self._guard(self._open, trainer, module)
 
@@ -177,7 +192,7 @@ class ProgressBar(Callback):
         self._curve, self._best = None, _best_so_far(trainer)
         self._loop_start_s = self._train_start_s = time.monotonic()
         self._started = (self._loop_start_s, _part_done(trainer) or 0.0)
-        self._screen = open_screen()
+        self._screen = open_screen(self._console_options)
         self._thread = threading.Thread(
             # In this thread's context: a notebook's kernel tells by it which cell the output is for.
             target=contextvars.copy_context().run,

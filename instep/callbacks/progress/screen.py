@@ -6,11 +6,14 @@ import io
 import os
 import sys
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from instep.callbacks.progress.view import View
 
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _COLUMNS = 100  # of a notebook's cell
 _PRE = (
     '<pre style="white-space: pre; overflow-x: auto; font-size: 13px; line-height: 1.3; margin: 0; '
@@ -49,17 +52,18 @@ class Terminal(Lines):
 
     Args:
         stream: the terminal.
+        options: of rich's console.
     """
 
     live = True
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, options: Mapping[str, Any] = _NO_OPTIONS) -> None:
         from rich.console import Console  # slow to import, and only needed on a terminal
         from rich.live import Live
 
         super().__init__()
         self._out = sys.stdout
-        self._console = Console(file=stream)
+        self._console = Console(**{"file": stream, **options})
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -71,13 +75,13 @@ class Terminal(Lines):
         self._live.start()
 
     @staticmethod
-    def takes(stream: TextIO) -> bool:
+    def takes(stream: TextIO, options: Mapping[str, Any] = _NO_OPTIONS) -> bool:
         """Return whether a live display can be drawn on the stream."""
-        if not _is_terminal(stream):
+        if not (_is_terminal(stream) or options.get("force_terminal")):
             return False
         from rich.console import Console
 
-        console = Console(file=stream)
+        console = Console(**{"file": stream, **options})
         return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
 
     def show(self, view: View) -> None:
@@ -141,14 +145,19 @@ def html(view: View, columns: int = _COLUMNS) -> str:
     return console.export_html(inline_styles=True, code_format=_PRE).replace("\n</pre>", "</pre>")
 
 
-def open_screen() -> Lines:
-    """Open the notebook's cell if there is one, else the terminal that stderr or else stdout is connected to."""
+def open_screen(options: Mapping[str, Any] = _NO_OPTIONS) -> Lines:
+    """Open the notebook's cell if there is one, else the terminal that stderr or else stdout is connected to.
+
+    Args:
+        options: of rich's console, where one is made; a `file` among them stands for stderr and stdout.
+    """
     # Not imported: where a notebook runs it is loaded.
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if getattr(shell, "kernel", None) is not None:
         return Notebook(shell)
-    stream = next((stream for stream in (sys.stderr, sys.stdout) if Terminal.takes(stream)), None)
-    return Lines() if stream is None else Terminal(stream)
+    streams = (options["file"],) if options.get("file") is not None else (sys.stderr, sys.stdout)
+    stream = next((stream for stream in streams if Terminal.takes(stream, options)), None)
+    return Lines() if stream is None else Terminal(stream, options)
 
 
 class _Forks:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from instep import Trainer
-from instep.callbacks import Callback, ModelCheckpoint, ProgressBar
+from instep.callbacks import Callback, LiveProgressBar, ModelCheckpoint
 from instep.callbacks.progress import bar as module
 from instep.callbacks.progress import screen
 from instep.callbacks.progress.view import Line, View
@@ -108,8 +108,8 @@ def no_thread_is_left() -> Iterator[None]:
     assert screen._forks.screen is None
 
 
-def started(trainer: FakeTrainer, run: str = "fit", **options: Any) -> ProgressBar:
-    bar = ProgressBar(**{"refreshes_per_s": 200.0, "plain_every_s": 0.005, **options})
+def started(trainer: FakeTrainer, run: str = "fit", **options: Any) -> LiveProgressBar:
+    bar = LiveProgressBar(**{"refreshes_per_s": 200.0, "plain_every_s": 0.005, **options})
     bar.setup(trainer, None, run)
     if run == "fit":
         bar.on_train_start(trainer, None)
@@ -178,7 +178,7 @@ def test_the_other_runs(terminal, run, stage, title):
 def test_sanity_check(terminal):
     terminal.connect()
     trainer = FakeTrainer(progress=FakeProgress("sanity", batch=1, total=2))
-    bar = ProgressBar(refreshes_per_s=200.0)
+    bar = LiveProgressBar(refreshes_per_s=200.0)
     bar.setup(trainer, None, "fit")
     bar.on_sanity_check_start(trainer, None)
     thread = bar._thread
@@ -302,7 +302,7 @@ def test_the_time_left_ends_with_the_steps():
 def test_the_steps_left_count_the_micro_batches_of_a_global_batch(tmp_path):
     seen = []
 
-    class Bar(ProgressBar):
+    class Bar(LiveProgressBar):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             seen.append(self._train_line(trainer, True, 0.0).end)
 
@@ -363,7 +363,7 @@ def test_a_failure_never_reaches_the_training(terminal, monkeypatch):
     monkeypatch.setattr(sys, "__stderr__", said)
     trainer = FakeTrainer()
 
-    class Broken(ProgressBar):
+    class Broken(LiveProgressBar):
         def get_metrics(self, trainer, module):
             raise RuntimeError("no such metric")
 
@@ -457,7 +457,7 @@ def test_a_forked_worker_may_print(terminal):
 def test_wrong_rates():
     for option in ("refreshes_per_s", "plain_every_s"):
         with pytest.raises(SettingError, match=option):
-            ProgressBar(**{option: 0})
+            LiveProgressBar(**{option: 0})
 
 
 def test_facts_of_a_run(monkeypatch, tmp_path):
@@ -467,7 +467,7 @@ def test_facts_of_a_run(monkeypatch, tmp_path):
     class Monitor(Callback):
         metrics = {"train/device/items_per_sec": 40617.0, "train/device/mfu": 0.341, "train/items_per_sec": 81234.0}
 
-    class Watched(ProgressBar):
+    class Watched(LiveProgressBar):
         def on_validation_end(self, trainer, module):
             super().on_validation_end(trainer, module)
             self._speed("train").value = 10.0

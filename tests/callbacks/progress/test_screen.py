@@ -16,11 +16,11 @@ CELLS = (
     """
 import threading, torch
 from instep import Trainer, notebook_launcher
-from instep.callbacks import ProgressBar
+from instep.callbacks import LiveProgressBar
 from tests.trainer.resuming import Net, Plain
 
 
-class Bar(ProgressBar):
+class Bar(LiveProgressBar):
     def __init__(self):
         super().__init__(refreshes_per_s=50.0)
         self.read = threading.Event()
