@@ -131,6 +131,7 @@ def test_tqdm(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert out.count("a line of the step and its end\n") == 10, "above the bar"
     assert "on_host=4.000, val=0.500, mine]" in out
     assert (bar.total_train_batches, bar.total_val_batches, bar.refresh_rate) == (5, 5, 2)
+    bar.bars.clear()
     assert pickle.loads(pickle.dumps(bar)).refresh_rate == 2
 
 
