@@ -56,7 +56,8 @@ MOVED = {
             name: f"instep.callbacks.{name}"
             for name in (
                 "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "Callback", "DeviceStatsMonitor",
-                "EarlyStopping", "EarlyStoppingReason", "GradientAccumulationScheduler", "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint",
+                "EarlyStopping", "EarlyStoppingReason", "GradientAccumulationScheduler", "LambdaCallback",
+                "LearningRateMonitor", "ModelCheckpoint",
                 "ModelSummary", "ProgressBar", "RichModelSummary", "RichProgressBar", "RichProgressBarTheme",
                 "SpikeDetection", "TQDMProgressBar", "ThroughputMonitor", "Timer", "summarize",
             )
