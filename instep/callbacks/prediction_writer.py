@@ -15,7 +15,7 @@ from torch import Tensor
 
 from instep.callbacks.base import Callback
 from instep.distributed.nested import map_leaves
-from instep.distributed.objects import gather_object, raise_together, wait_for_everyone
+from instep.distributed.objects import gather_object, raise_together
 from instep.errors import DataError, DistributedError, SettingError
 from instep.types import PathLike
 from instep.utils.atomic import replacing
@@ -166,19 +166,21 @@ class PredictionWriter(BasePredictionWriter):
         self.output_dir = Path(output_dir)
         self.file_format = choice("safetensors", "jsonl")("file_format", file_format)
         self._written: dict[int, list[str]] = {}  # by loader, the names of this rank's files
+        self._writes = True
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._written = {}
         if trainer.is_global_zero:
             for folder in (self.output_dir / "predictions", *self.output_dir.glob("predictions-*")):
                 _clear(folder)  # of a prediction that was cut short, or longer
-        wait_for_everyone()
+        readers: list[int] = gather_object(trainer.strategy.data_rank)
+        self._writes = readers.index(trainer.strategy.data_rank) == trainer.global_rank  # others have the same data
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if not trainer.strategy.contributes:
-            return  # another rank has the same data
+        if not self._writes:
+            return
         indices = trainer._run.source.sample_indices(batch_idx)
         columns = _columns(map_leaves(_to_cpu, outputs), None if indices is None else len(indices))
         if indices is not None:

@@ -380,12 +380,12 @@ class Trainer:
             model: as in `validate`.
             dataloaders: as in `validate`.
             datamodule: in place of loaders.
-            return_predictions: keep the outputs and return them; True by default.
+            return_predictions: keep the outputs of all ranks and return them; True by default.
             ckpt_path: as in `validate`.
 
         Returns:
-            This rank's outputs, one for each batch, on the CPU; a list of such lists with several loaders. None with
-            `return_predictions=False`.
+            The outputs of all batches on the CPU, in the order of the data and the same on every rank; a list of such
+            lists with several loaders. None with `return_predictions=False`: for more than memory holds.
         """
         datamodule, dataloaders = check_data(datamodule, dataloaders)
         self._launch()
