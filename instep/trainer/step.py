@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,17 +43,16 @@ def make_step(ctx: RunContext) -> Step:
 # ---- automatic optimization
 
 
-@dataclass(frozen=True)
 class Turn:
     """Optimizers that step together at the end of an optimizer window.
 
-    Attributes:
+    Args:
         optimizers: all of the run, or the one whose turn it is.
         index: of that one among those that take turns; None where all step in every window.
     """
 
-    optimizers: Sequence[Optimizer]
-    index: int | None = None
+    def __init__(self, optimizers: Sequence[Optimizer], index: int | None = None) -> None:
+        self.optimizers, self.index = optimizers, index
 
 
 def automatic_step(ctx: RunContext) -> Step:
