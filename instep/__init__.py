@@ -23,6 +23,7 @@ _HOME = {
     "Strategy": "instep.strategies",
     "TrainModule": "instep.trainer",
     "Trainer": "instep.trainer",
+    "Tuner": "instep.tuner",
     "debug_launcher": "instep.launchers.notebook",
     "notebook_launcher": "instep.launchers.notebook",
     "seed_everything": "instep.utils.seed",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from instep.strategies import Strategy as Strategy
     from instep.trainer import Trainer as Trainer
     from instep.trainer import TrainModule as TrainModule
+    from instep.tuner import Tuner as Tuner
     from instep.utils.seed import seed_everything as seed_everything
 
 __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

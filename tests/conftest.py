@@ -61,7 +61,7 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
 # What `make test` leaves out.
 _EXTRAS = (
     *("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi"),
-    *("browser", "notebook", "trackers", "plots", "onnx"),
+    *("browser", "notebook", "trackers", "plots", "onnx", "optuna"),
 )
 
 
@@ -80,6 +80,7 @@ def _missing() -> dict[str, str | None]:
         "browser": browser.missing(),
         "plots": None if all(map(find_spec, ("plotext", "plotly", "matplotlib"))) else "instep[plots] is not installed",
         "onnx": None if all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))) else "instep[onnx] is not installed",
+        "optuna": None if find_spec("optuna") else "optuna is not installed: pip install instep[optuna]",
         "notebook": None if all(map(find_spec, ("nbclient", "ipykernel"))) else "instep[docs] is not installed",
     }
 

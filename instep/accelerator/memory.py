@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, TypeVar, overload
 
-import torch
-
+from instep.distributed.out_of_memory import clear_device_cache, is_out_of_memory
 from instep.distributed.rank_zero import fail_together, from_every_rank
 from instep.errors import DistributedError, HookError, SettingError, UsageError
-from instep.state import DEVICE_KINDS
 from instep.utils.checks import at_least, is_int
 
 R = TypeVar("R")
-
-# Allocators without an exception class of their own, and what a remote or chained error says of those that have one.
-_OUT_OF_MEMORY = (
-    "out of memory",  # CUDA, XPU, MPS, NPU
-    "OutOfMemoryError",
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN says when its workspace does not fit
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on a device or host, here or on the rank it came from.
-
-    Example:
-        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
-        (True, False)
-    """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, MemoryError | torch.OutOfMemoryError):
-            return True
-        if isinstance(seen, RuntimeError):
-            text = str(seen)
-            if any(mark in text for mark in _OUT_OF_MEMORY) or "\nMemoryError" in text:
-                return True
-        seen = seen.__cause__
-    return False
 
 
 def _halve(batch_size: int) -> int:
@@ -205,16 +172,3 @@ def release_memory(*objects: Any) -> list[None]:
     """
     clear_device_cache(garbage_collection=True)
     return [None for _ in objects]
-
-
-def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give torch's cached memory back to the accelerator, where there is one.
-
-    Args:
-        garbage_collection: collect reference cycles first, which may hold tensors.
-    """
-    if garbage_collection:
-        gc.collect()
-    for name in ("cuda", "xpu", "npu", "mps"):
-        if DEVICE_KINDS[name].count():
-            getattr(torch, name).empty_cache()

@@ -8,6 +8,7 @@ from instep.utils.imports import loads
 _HOME = {
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
+    "BatchSizeFinder": "batch_size_finder",
     "BasePredictionWriter": "prediction_writer",
     "DeviceStatsMonitor": "monitors.device_stats_monitor",
     "EarlyStopping": "early_stopping",
@@ -15,11 +16,14 @@ _HOME = {
     "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "GradientMonitor": "monitors.gradient_monitor",
     "ImageSampler": "image_sampler",
+    "LRFinder": "lr_finder",
     "LambdaCallback": "lambda_callback",
+    "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "monitors.lr_monitor",
     "LiveProgressBar": "progress",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
+    "OptunaPruning": "optuna_pruning",
     "PredictionWriter": "prediction_writer",
     "ProgressBar": "progress",
     "ReplicaCheck": "replica_check",
@@ -34,6 +38,7 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    from instep.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from instep.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from instep.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
     from instep.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
     )
     from instep.callbacks.image_sampler import ImageSampler as ImageSampler
     from instep.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+    from instep.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
+    from instep.callbacks.lr_finder import LRFinder as LRFinder
     from instep.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from instep.callbacks.model_summary import ModelSummary as ModelSummary
     from instep.callbacks.model_summary import RichModelSummary as RichModelSummary
@@ -52,6 +59,7 @@ if TYPE_CHECKING:
     from instep.callbacks.monitors.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from instep.callbacks.monitors.spike_detection import SpikeDetection as SpikeDetection
     from instep.callbacks.monitors.throughput_monitor import ThroughputMonitor as ThroughputMonitor
+    from instep.callbacks.optuna_pruning import OptunaPruning as OptunaPruning
     from instep.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from instep.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from instep.callbacks.progress import LiveProgressBar as LiveProgressBar

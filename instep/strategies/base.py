@@ -84,6 +84,8 @@ class Strategy:
     """Whether its modules can be evaluated in `torch.inference_mode`; else it is `no_grad`."""
     runs_on_xla = False
     """Whether it ends the graphs that XLA devices record; others are refused there."""
+    steps_can_be_undone = True
+    """Whether a step leaves nothing behind once weights, buffers, gradients and the optimizers' states are put back."""
     replicas_diverge = False
     """Whether replicas are trained apart, and differ until `average_replicas`."""
     wraps_with_optimizer = False
@@ -267,6 +269,12 @@ class Strategy:
 
     def prepare_backward(self, loss: Tensor) -> None:
         """Prepare a backward of manual optimization, where the loss does not leave through the step."""
+
+    def abandon_step(self) -> None:
+        """Let go of a step that an error, on this rank or another, has left in the middle; its gradients are lost.
+
+        `prepare_training` must follow before the next step.
+        """
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context for a micro-batch whose gradients need not be reduced yet."""

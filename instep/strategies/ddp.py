@@ -305,6 +305,11 @@ class DDPStrategy(Strategy):
 
     # ---- the step
 
+    def abandon_step(self) -> None:
+        if self._ddp is not None:  # whoever holds it still: it must not wait for the rest of that step's gradients
+            self._ddp.reducer._remove_autograd_hooks()
+            self.teardown()
+
     def step_function(self, name: str) -> Callable[..., Any]:
         ddp = self._ddp
         if ddp is None or name != "training_step":

@@ -47,11 +47,16 @@ class FSDPGradients(Gradients):
 
     def leaves(self) -> Iterable[Tensor]:
         yield from super().leaves()
-        for part in self.strategy._sharded:  # torch has no public name for what it gathers into
+        for entry in self.gathered():
+            yield entry._unsharded_param
+
+    def gathered(self) -> Iterator[Any]:
+        """Give what torch keeps of each parameter that has been gathered; it has no public name for that."""
+        for part in self.strategy._sharded:
             for group in _param_groups(part):
                 for entry in group.fsdp_params:
                     if hasattr(entry, "_unsharded_param"):
-                        yield entry._unsharded_param
+                        yield entry
 
     def clip(
         self, parameters: Sequence[Tensor], value: float, algorithm: str = "norm", norm_type: float = 2.0
@@ -404,6 +409,18 @@ class FSDPStrategy(Strategy):
         if not isinstance(module, FSDPModule):
             return super().step_function(name)
         return gathered_methods(module).through(getattr(module, name), module)
+
+    def abandon_step(self) -> None:
+        for part in self._sharded:
+            state = part._get_fsdp_state()
+            if state._is_root and hasattr(part, "reset_iter_state"):
+                part.reset_iter_state()
+            elif state._training_state.name != "IDLE":
+                raise self._refused("cannot go on after a step that was left in the middle; torch can from 2.13 on.")
+        gradients: Any = self.gradients
+        for entry in gradients.gathered():  # of micro-batches whose gradients were not reduced yet
+            entry._unsharded_param.grad = entry.unsharded_accumulated_grad = None
+        self._reshard()
 
     def _reshard(self) -> None:
         for part in self._sharded:

@@ -101,6 +101,7 @@ class XLAStrategy(Strategy):
     """
 
     multi_process = True
+    steps_can_be_undone = False
     inference_mode = False
     runs_on_xla = True
     gradients_class = XLAGradients

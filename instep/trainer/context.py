@@ -234,6 +234,7 @@ class RunContext:
         ckpt_path: checkpoint or file of weights that was asked for; a restarted job puts its own there.
         resumes: whether the same command, started again, goes on by itself.
         parts: parts of that checkpoint that are loaded; None for all, or where there is no checkpoint.
+        aside: the run looks for a setting: nothing of it is logged or saved.
         settings: the Trainer's arguments.
         strategy: the Trainer's strategy.
         clock: where the time of the run goes.
@@ -279,6 +280,7 @@ class RunContext:
     datamodule: DataModule | None
     ckpt_path: Any = None
     parts: Resume | None = None
+    aside: bool = False
     resumes: bool = field(init=False)
     settings: Settings = field(init=False)
     strategy: Strategy = field(init=False)

@@ -56,6 +56,7 @@ def open_run(
     loaders: dict[str, Any],
     ckpt_path: Any = None,
     parts: Resume | None = None,
+    aside: bool = False,
 ) -> Iterator[RunContext]:
     """Set up a run, give its context to the block, and undo everything after it, on an error too.
 
@@ -67,8 +68,9 @@ def open_run(
         loaders: what the user passed, by stage: `train`, `val`, `test`, `predict`.
         ckpt_path: as passed to the Trainer.
         parts: which parts of it are loaded; None for all.
+        aside: it looks for a setting, so that nothing of it is logged, saved or taken up after a restart.
     """
-    ctx = RunContext(trainer, fn, module, datamodule, ckpt_path, parts)
+    ctx = RunContext(trainer, fn, module, datamodule, ckpt_path, parts, aside)
     try:
         _connect(ctx, loaders)
         _set_up(ctx)
@@ -123,13 +125,14 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
 def _set_up(ctx: RunContext) -> None:
     """configure_callbacks › prepare_data › setup › configure_model › weights; the module is on its device then."""
     trainer, module, heartbeat = ctx.trainer, ctx.module, ctx.heartbeat
-    ctx.callbacks = trainer.callbacks = add_module_callbacks(trainer.callbacks, module)
+    callbacks = add_module_callbacks(trainer.callbacks, module)
+    ctx.callbacks = trainer.callbacks = [each for each in callbacks if not (ctx.aside and saves(each))]
     for callback in ctx.callbacks:
         callback._module = module
     trainer.profiler.attach(trainer, module)
     ctx.hooks = HookTable(trainer, module, ctx.callbacks)
     check_hooks(ctx)
-    if ctx.fn == "fit":
+    if ctx.fn == "fit" and not ctx.aside:
         trainer.run_folder.leave_visited()
         run_folder.resume_restarted_job(ctx)
     folder = trainer.run_folder.path
@@ -150,7 +153,8 @@ def _set_up(ctx: RunContext) -> None:
         run_state.resume_plugins(ctx, ctx.resumed)
     if ctx.report is not None and trainer.run_folder.path is None:
         ctx.undo.push(partial(_forget_folder, ctx))
-    start_loggers(ctx, module, ctx.datamodule)
+    if not ctx.aside:
+        start_loggers(ctx, module, ctx.datamodule)
     _lease_folders(ctx)  # the run folder's, which is chosen now
     heartbeat.set_folder(trainer.run_folder.path)
     trainer.profiler.setup(ctx.fn, ctx.rank if ctx.world_size > 1 else None, trainer.log_dir)
@@ -159,7 +163,8 @@ def _set_up(ctx: RunContext) -> None:
     if is_overridden(module, "configure_model", ModuleHooks):
         with ctx.strategy.model_context():
             module.configure_model()
-    draw_graphs(ctx)  # while it is one plain module
+    if not ctx.aside:
+        draw_graphs(ctx)  # while it is one plain module
     if ctx.settings.sync_batchnorm:
         sync_batchnorm(module, ctx.device)
     ctx.strategy.prepare_module(module)

@@ -114,6 +114,7 @@ class Loaders:
         window_origin: the batch of the epoch that optimizer windows are counted from.
         in_epoch: the training step was made for the accumulation as it is.
         prepared_train: the training data, where it is prepared already.
+        settings: the Trainer's, of which the limits of batches may be exchanged before data is prepared.
     """
 
     def __init__(
@@ -125,12 +126,12 @@ class Loaders:
         device: torch.device,
         gradient: GradientRecord,
     ) -> None:
-        self._trainer, self._settings, self._strategy = trainer, trainer.settings, trainer.strategy
+        self._trainer, self.settings, self._strategy = trainer, trainer.settings, trainer.strategy
         self._module, self._datamodule = module, datamodule
         self._given = given
         self._device = device
         self._gradient = gradient
-        self.accumulate = self._settings.accumulate_grad_batches
+        self.accumulate = self.settings.accumulate_grad_batches
         self.phases: dict[int, int] | None = None
         self.window_origin = 0
         self.in_epoch = False
@@ -138,6 +139,20 @@ class Loaders:
         self._eval: dict[str, list[BatchSource]] = {}
         self._loaded_epoch: int | None = None  # in which validation's were asked for
         self._users: dict[str, Any] = {}
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that the run has."""
+        return tuple(self._given)
+
+    def given(self, stage: str) -> Any:
+        """Return the loaders that were passed to the Trainer's method; None where methods of the user's give them."""
+        return self._given.get(stage)
+
+    def raw(self, stage: str) -> Any:
+        """Return the user's loaders as they came: those that were asked for already, else ask now."""
+        users = self._users.get(stage)
+        return self._ask(stage) if users is None else users
 
     def has(self, stage: str) -> bool:
         """Return whether the run has this stage's loaders."""
@@ -188,7 +203,7 @@ class Loaders:
         return self.prepared_train
 
     def _prepare_train(self) -> BatchSource:
-        settings = self._settings
+        settings = self.settings
         raw = self._raw("train")
         if raw is None:
             raise HookError(f"fit needs training data: {self.how_to_give('train')}")
@@ -250,9 +265,9 @@ class Loaders:
                 f"trainer.accumulate_grad_batches = {accumulate} within an epoch: set it before its first batch, in "
                 "on_train_epoch_start; Trainer(global_batch_size={0: 64, 1000: 256}) changes within epochs."
             )
-        if self._settings.global_batch_size is not None:
+        if self.settings.global_batch_size is not None:
             raise UsageError(
-                f"trainer.accumulate_grad_batches = {accumulate}: global_batch_size={self._settings.global_batch_size} "
+                f"trainer.accumulate_grad_batches = {accumulate}: global_batch_size={self.settings.global_batch_size} "
                 "derives it. Leave one of them out; global_batch_size={0: 64, 1000: 256} changes at step 1000."
             )
         self.begin_windows(step, batch, accumulate)
@@ -273,7 +288,7 @@ class Loaders:
         return self._eval[stage]
 
     def _prepare_evaluation(self, stage: str) -> list[BatchSource]:
-        settings = self._settings
+        settings = self.settings
         limit = (settings.overfit_batches if stage == "val" else 0) or getattr(settings, f"limit_{stage}_batches")
         raw = self._raw(stage)
         if raw is None or limit == 0:
@@ -289,12 +304,19 @@ class Loaders:
         loaders = list(raw) if isinstance(raw, (list, tuple)) and not _is_batches(raw) else [raw]
         return [self._prepare(loader, stage, limit, None) for loader in loaders]
 
+    def reload_evaluation(self) -> None:
+        """Ask the user for the evaluation loaders again; who holds the list of the old ones has the new ones then."""
+        for stage, sources in list(self._eval.items()):
+            for source in sources:
+                source.close()
+            sources[:] = self._prepare_evaluation(stage) if sources else []
+
     @property
     def validates(self) -> bool:
         """Whether fit has a validation to run; a loader without a `validation_step` is warned of."""
         module = self._module
         # With reloading they are asked for by the epochs that validate, and not before.
-        later = self._settings.reload_dataloaders_every_n_epochs and self._settings.limit_val_batches != 0
+        later = self.settings.reload_dataloaders_every_n_epochs and self.settings.limit_val_batches != 0
         if not (self._has("val") if later else self.evaluation("val")):
             return False
         if not is_overridden(module, "validation_step", TrainModule):
@@ -318,7 +340,7 @@ class Loaders:
         That is in the first epoch that validates, and from there in every epoch that validates and is so many epochs
         after the one before: a function of the epoch alone, so that a resumed run does the same.
         """
-        every, check_every = self._settings.reload_dataloaders_every_n_epochs, self._settings.check_val_every_n_epoch
+        every, check_every = self.settings.reload_dataloaders_every_n_epochs, self.settings.check_val_every_n_epoch
         if every and self._loaded_epoch is not None:
             step = check_every or 1
             distance = -(-every // step) * step
@@ -333,7 +355,7 @@ class Loaders:
     # ---- both
 
     def _prepare(self, loader: Any, stage: str, limit: int | float, micro_batch: int | None) -> BatchSource:
-        settings = self._settings
+        settings = self.settings
         if isinstance(loader, type) or loader is None or not hasattr(loader, "__iter__"):
             raise DataError(f"the {stage} loader must be iterable, such as a DataLoader; got {loader!r}")
         return room.prepare_loader(

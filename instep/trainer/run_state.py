@@ -381,13 +381,13 @@ def resume_plugins(ctx: RunContext, saved: SavedRun) -> None:
         if key in state["loggers"]:
             with taking_up(saved.path, f"the logger {key[0]}"):
                 logger.load_state_dict(state["loggers"][key])
-    if ctx.rank == 0 and parts.position and parts.lr is None:
-        _warn_of_changes(state["hyper_parameters"], plain_values(ctx.module.hparams), saved.path)
     if ctx.datamodule is not None and state["datamodule"] is not None and parts.position:
         with taking_up(saved.path, "the datamodule"):
             ctx.datamodule.load_state_dict(state["datamodule"])
     if parts.callbacks:
         _resume_callbacks(ctx, saved.path, state["callbacks"])
+    if ctx.rank == 0 and parts.position and parts.lr is None:  # callbacks may have set some that they had found
+        _warn_of_changes(state["hyper_parameters"], plain_values(ctx.module.hparams), saved.path)
 
 
 def _resume_callbacks(ctx: RunContext, path: Path, states: dict[str, Any]) -> None:

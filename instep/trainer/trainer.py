@@ -26,7 +26,7 @@ from instep.state import PartialState, find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
 from instep.strategies.base import check_sync_batchnorm
 from instep.strategies.registry import asked_strategy
-from instep.trainer import plugins, replay, run_state
+from instep.trainer import plugins, replay, run_state, trials
 from instep.trainer.context import Position, Progress, RunContext, TrainerState
 from instep.trainer.devices import count_devices, launch, on_nodes_there
 from instep.trainer.evaluation import evaluate, predict
@@ -211,8 +211,7 @@ class Trainer:
         self.resume_report: ResumeReport | None = None
         self.run_summary: RunSummary | None = None
         self.stop_reason = ""
-        self._stop_agreed = False
-        self._epoch_over = False  # its end hooks have run
+        self._stop_agreed = self._epoch_over = False  # the epoch's end hooks have run
         self._loaded: Location | None = None
         self._asked_for: Location | None = None  # `ckpt_path` as the user set it
         self._data: dict[str, StageData] = {}  # of the last runs
@@ -572,6 +571,10 @@ class Trainer:
         lambda t: t._ctx and t._ctx.continues, "Checkpoint that the running fit was resumed from."
     )
 
+    def trial(self) -> trials.Trial:
+        """Make a trial: steps that leave no trace, for callbacks that look for a setting; see `Trial`."""
+        return trials.Trial(self._run)
+
     def set_trigger(self, name: str, reason: str = "") -> None:
         """Set a trigger on any rank: "stop", "save", "preempted", or a name of your own. Local and free.
 
@@ -637,10 +640,9 @@ class Trainer:
         log = self._log
         return as_tensors({**self.metrics.callback, **({} if log is None else log.callback_values)})
 
-    @property
-    def logged_metrics(self) -> dict[str, Tensor]:
-        """Values that were sent to the loggers last."""
-        return as_tensors(self.metrics.logged)
+    logged_metrics: ReadOnly[dict[str, Tensor]] = ReadOnly(
+        lambda t: as_tensors(t.metrics.logged), "Values that were sent to the loggers last."
+    )
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
@@ -662,11 +664,9 @@ class Trainer:
     num_devices: ReadOnly[int] = ReadOnly(lambda t: t._device_count, "Devices on this machine.")
     world_size: ReadOnly[int] = ReadOnly(lambda t: t._device_count * t.settings.num_nodes, "Processes of the run.")
 
-    @property
-    def device_ids(self) -> list[int]:
-        """Indices of the devices on this machine."""
-        devices = self.settings.devices
-        return list(devices) if isinstance(devices, tuple) else list(range(self._device_count))
+    device_ids: ReadOnly[list[int]] = ReadOnly(
+        lambda t: list(t.settings.devices if isinstance(t.settings.devices, tuple) else range(t._device_count))
+    )
 
     @property
     def lightning_module(self) -> TrainModule | None:

@@ -228,3 +228,40 @@ def _named(arg: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         f"save_hyperparameters got a {type(arg).__name__}. Pass names of __init__ arguments, or a dict, Namespace or "
         "dataclass."
     )
+
+
+def holders(name: str, *owners: Any) -> list[Callable[..., Any]]:
+    """Find a setting by its name, on modules and datamodules and in their hyperparameters.
+
+    Args:
+        name: such as "lr" or "batch_size".
+        owners: where it may be; None is passed over.
+
+    Returns:
+        A function for each place: called without an argument it returns the value there, with one it sets it. The
+        datamodule's come last, and theirs is the value that counts.
+
+    Example:
+        >>> class Model(HyperParameters):
+        ...     def __init__(self, lr=0.1):
+        ...         self.save_hyperparameters()
+        >>> model = Model()
+        >>> [place] = holders("lr", model)
+        >>> place(0.5)
+        >>> place(), model.hparams.lr
+        (0.5, 0.5)
+    """
+
+    def attribute(owner: Any) -> Callable[..., Any]:
+        return lambda *value: setattr(owner, name, *value) if value else getattr(owner, name)
+
+    def entry(hparams: dict[str, Any]) -> Callable[..., Any]:
+        return lambda *value: hparams.__setitem__(name, *value) if value else hparams[name]
+
+    found: list[Callable[..., Any]] = []
+    for owner in owners:
+        if owner is not None and hasattr(owner, name):
+            found.append(attribute(owner))
+        if owner is not None and name in owner.hparams:
+            found.append(entry(owner.hparams))
+    return found

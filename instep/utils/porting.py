@@ -49,15 +49,16 @@ MOVED = {
     "lightning": {
         "LightningModule": "instep.TrainModule",
         "LightningDataModule": "instep.DataModule",
+        "Tuner": "instep.Tuner",
         "Trainer": "instep.Trainer",
         **{name: f"instep.trainer.{name}" for name in ("RunningStage", "TrainerFn", "TrainerState", "TrainerStatus")},
         "seed_everything": "instep.seed_everything",
         **{
             name: f"instep.callbacks.{name}"
             for name in (
-                "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "Callback", "DeviceStatsMonitor",
-                "EarlyStopping", "EarlyStoppingReason", "GradientAccumulationScheduler", "LambdaCallback",
-                "LearningRateMonitor", "ModelCheckpoint",
+                "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "BatchSizeFinder", "Callback",
+                "DeviceStatsMonitor", "EarlyStopping", "EarlyStoppingReason", "GradientAccumulationScheduler",
+                "LambdaCallback", "LearningRateFinder", "LearningRateMonitor", "ModelCheckpoint",
                 "ModelSummary", "ProgressBar", "RichModelSummary", "RichProgressBar", "RichProgressBarTheme",
                 "SpikeDetection", "TQDMProgressBar", "ThroughputMonitor", "Timer", "summarize",
             )
@@ -70,6 +71,8 @@ MOVED = {
                 "ProcessingSpeedColumn",
             )
         },
+        "_LRFinder": "instep.callbacks.LRFinder",
+        "PyTorchLightningPruningCallback": "instep.callbacks.OptunaPruning",
         **{
             name: f"instep.loggers.{name}"
             for name in ("CSVLogger", "CometLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger")
@@ -179,7 +182,6 @@ _OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger wit
 
 ADVICE = {
     "measure_flops": "instep.callbacks.ThroughputMonitor counts; torch.utils.flop_counter.FlopCounterMode does by hand",
-    "Tuner": "try learning rates in a loop of short fits; global_batch_size=... keeps the meaning of a batch",
     **dict.fromkeys(("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "SWA", "EMA"), _AVERAGING),
     "OnExceptionCheckpoint": "use ModelCheckpoint(save_on_exception=True)",
     "from_compiled": "give the Trainer what torch.compile(module) returned, or write module.compile()",
@@ -199,12 +201,7 @@ ADVICE = {
     "DeepSpeedPlugin": 'use strategy="deepspeed_stage_2", or DeepSpeedStrategy, which takes the plugin\'s values',
     "MegatronLMPlugin": "use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=))",
     **dict.fromkeys(("NeptuneLogger", "LitLogger"), _OWN_LOGGER),
-    **dict.fromkeys(
-        (
-            "BatchSizeFinder", "LearningRateFinder", "ModelPruning",
-        ),
-        _OWN_CALLBACK,
-    ),
+    "ModelPruning": _OWN_CALLBACK,
     "XLAProfiler": 'use Trainer(profiler="simple"), or torch_xla.debug.profiler around fit',
     **dict.fromkeys(
         (
@@ -337,8 +334,8 @@ INSTEAD: dict[str, dict[str, str]] = {
         "model_registry": "upload the checkpoint folder, or export plain safetensors from it",
         "resume_from_checkpoint": "use trainer.fit(..., ckpt_path=...)",
         "checkpoint_callback": "use enable_checkpointing=... or callbacks=[ModelCheckpoint(...)]",
-        "auto_lr_find": "try learning rates in a loop of short fits",
-        "auto_scale_batch_size": "use global_batch_size=... with a loader batch_size that fits in memory",
+        "auto_lr_find": "use instep.Tuner(trainer).lr_find(model), or callbacks=[LearningRateFinder()]",
+        "auto_scale_batch_size": "use instep.Tuner(trainer).scale_batch_size(model), or callbacks=[BatchSizeFinder()]",
         "gradient_accumulation_steps": "use accumulate_grad_batches=...",
         "max_grad_norm": "use gradient_clip_val=...",
         "mixed_precision": "use precision='bf16-mixed' or '16-mixed'",
@@ -547,7 +544,7 @@ ANYWHERE = {
 }
 """Attributes with names that nobody else has, so what holds them need not be known."""
 
-_SHORT_FITS = "try learning rates in a loop of short fits"
+_TUNER = "use instep.Tuner(trainer).lr_find(model) or .scale_batch_size(model)"
 _UNCALLED = {old: f"use `{new}`" for old, new in HOOKS_UNCALLED.items()}
 _LOOPS = (
     "`trainer.current_epoch` and `trainer.global_step` say where a run stands, and `trainer.max_epochs = ...` between "
@@ -565,7 +562,7 @@ ATTRIBUTES = {
         "precision_plugin": "`trainer.precision` is its name",
         "scaler": "the strategy owns it",
         "init_module": "build large layers in `configure_model`",
-        **dict.fromkeys(("tune", "tuner", "lr_find"), _SHORT_FITS),
+        **dict.fromkeys(("tune", "tuner", "lr_find"), _TUNER),
         **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOPS),
     },
     "TrainModule": {

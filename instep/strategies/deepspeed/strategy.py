@@ -203,6 +203,7 @@ class DeepSpeedStrategy(Strategy):
     multi_process = True
     wraps_with_optimizer = True
     takes_new_groups = False
+    steps_can_be_undone = False  # its engine has weights and states of its own
     gradients_class = DeepSpeedGradients
     gradients: DeepSpeedGradients  # pyright: ignore[reportIncompatibleVariableOverride]
 

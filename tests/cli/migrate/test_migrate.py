@@ -159,7 +159,6 @@ def test_small_pieces(old: str, new: str | None) -> None:
     ("source", "line", "kind", "text"),
     [
         ("from lightning import *", 1, "todo", "name what is used"),
-        ("from lightning.pytorch.tuner import Tuner", 1, "todo", "Tuner: try learning rates"),
         (_L + "L.Fabric()\nL.Fabric()", 2, "todo", "(also in line 3): instep.Accelerator is for"),
         (_L + "L.Trainer(plugins=[])", 2, "todo", "use precision=... and strategy=..."),
         (_L + "L.Trainer(max_epoch=1)", 2, "todo", "did you mean max_epochs"),

@@ -1,0 +1,321 @@
+"""A learning rate found by trying many: a few steps each, undone after them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from instep.callbacks.base import Callback
+from instep.errors import HookError, SettingError
+from instep.utils.checks import FLAG, above_zero, at_least, choice, is_number, wrong
+from instep.utils.hparams import holders
+from instep.utils.imports import require
+from instep.utils.optimizers import set_learning_rates
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+log = logging.getLogger(__name__)
+
+_MODES = ("linear", "exponential")
+_NAMES = ("lr", "learning_rate")
+_BETA = 0.98  # of the running mean of losses
+
+
+class LRFinder:
+    """Losses that a range of learning rates gave, and the rate that they suggest.
+
+    Args:
+        mode: "exponential" or "linear": how the rate grew from step to step.
+        lr_min: the first rate.
+        lr_max: the last rate.
+        num_training: steps from the one to the other.
+
+    Attributes:
+        results: "lr", the rates, and "loss", the smoothed loss at each.
+
+    Example:
+        >>> finder = LRFinder("linear", 0.0, 4.0, 4)
+        >>> finder.results = {"lr": [0.0, 1.0, 2.0, 3.0, 4.0], "loss": [5.0, 4.9, 3.0, 2.95, 9.0]}
+        >>> finder.suggestion(skip_begin=0)
+        1.0
+    """
+
+    def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
+        self.mode = choice(*_MODES)("mode", mode)
+        self.lr_min, self.lr_max, self.num_training = lr_min, lr_max, num_training
+        self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+        self._optimal_idx: int | None = None
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """Suggest the rate at which the loss falls most steeply; losses that are not finite are left out.
+
+        Args:
+            skip_begin: points left out at the beginning, where the mean has little behind it.
+            skip_end: points left out at the end, where the loss may have begun to grow.
+
+        Returns:
+            The rate; None, with an error in the log that says why, where fewer than two points are left.
+        """
+        stop = len(self.results["loss"]) - skip_end
+        points = [
+            (index, float(rate), float(loss))
+            for index, (rate, loss) in enumerate(zip(self.results["lr"], self.results["loss"], strict=True))
+            if skip_begin <= index < stop and math.isfinite(loss)
+        ]
+        self._optimal_idx = None
+        if len(points) < 2:
+            log.error(
+                "Failed to compute suggestion for learning rate because there are not enough points: of %d losses %d "
+                "are left without the first %d, the last %d and those that are not finite, and 2 are needed. Take more "
+                "steps (num_training), skip less, or raise early_stop_threshold.",
+                len(self.results["loss"]), len(points), skip_begin, skip_end,
+            )  # fmt: skip
+            return None
+        rates = torch.tensor([rate for _, rate, _ in points], dtype=torch.float64)
+        losses = torch.tensor([loss for _, _, loss in points], dtype=torch.float64)
+        (slopes,) = torch.gradient(losses, spacing=[rates])
+        best = self._optimal_idx = points[int(slopes.argmin())][0]
+        return self.results["lr"][best]
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Draw the loss over the learning rate, with matplotlib.
+
+        Args:
+            suggest: mark the suggestion with a red point.
+            show: open a window.
+            ax: the matplotlib Axes to draw on; by default those of a new figure.
+
+        Returns:
+            The figure.
+
+        Raises:
+            MissingPackageError: there is no matplotlib.
+        """
+        plt = require("matplotlib.pyplot", extra="plots", purpose="LRFinder.plot")
+        if ax is None:
+            _, ax = plt.subplots()
+        rates, losses = self.results["lr"], self.results["loss"]
+        ax.plot(rates, losses)
+        if self.mode == "exponential":
+            ax.set_xscale("log")
+        ax.set_xlabel("Learning rate")
+        ax.set_ylabel("Loss")
+        if suggest and self.suggestion() is not None and self._optimal_idx is not None:
+            at = self._optimal_idx
+            ax.plot(rates[at], losses[at], markersize=10, marker="o", color="red")
+        if show:
+            plt.show()
+        return ax.figure
+
+
+class LearningRateFinder(Callback):
+    """Look for a learning rate before training, by steps with growing rates that are undone afterwards.
+
+    The loss at each step is the mean over its micro-batches and all ranks, smoothed by a running mean. The suggestion
+    is written into the module's learning rate, and into the optimizer, whose schedules go on as if they had begun with
+    it. Nothing else is left of the steps; a run that is resumed keeps the rate and does not look again.
+
+    Call `lr_find(trainer, module)` in `on_train_epoch_start` of a subclass to look at other epochs.
+
+    Args:
+        min_lr: the first rate.
+        max_lr: the last rate.
+        num_training_steps: optimizer steps from the one to the other.
+        mode: "exponential": each rate is the last one times a factor. "linear": plus a number.
+        early_stop_threshold: end once the smoothed loss is this many times the best one, or not finite; None tries all.
+        update_attr: write the suggestion into the module.
+        attr_name: the attribute of the module, its hyperparameters or the datamodule that has the rate; by default `lr`
+            or `learning_rate`, whichever there is.
+        weights_only: as in Lightning, whose trial writes a checkpoint; nothing is written here.
+
+    Attributes:
+        optimal_lr: the result, an `LRFinder`; None before it has run.
+
+    Raises:
+        SettingError: an argument is wrong.
+        HookError: (in the run) there is not one optimizer.
+        AttributeError: (in the run) the module has no such attribute.
+
+    Example:
+        >>> class FineTuneLearningRateFinder(LearningRateFinder):
+        ...     def __init__(self, milestones, **kwargs):
+        ...         super().__init__(**kwargs)
+        ...         self.milestones = milestones
+        ...
+        ...     def on_fit_start(self, trainer, module):
+        ...         pass
+        ...
+        ...     def on_train_epoch_start(self, trainer, module):
+        ...         if trainer.current_epoch in self.milestones:
+        ...             self.lr_find(trainer, module)
+        >>> FineTuneLearningRateFinder(milestones=(5, 10), num_training_steps=50).state_key
+        'FineTuneLearningRateFinder'
+
+    Source:
+        Smith: Cyclical Learning Rates for Training Neural Networks, WACV 2017 (https://arxiv.org/abs/1506.01186).
+    """
+
+    SUPPORTED_MODES = _MODES
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training_steps: int = 100,
+        mode: Literal["exponential", "linear"] | str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+        weights_only: bool | None = None,
+    ) -> None:
+        mode = str(mode).lower()
+        if mode not in _MODES:
+            raise SettingError(f"`mode` should be either of {_MODES}, got {mode!r}", field="mode", got=mode)
+        for field, rate in (("min_lr", min_lr), ("max_lr", max_lr)):
+            above_zero("above 0")(field, rate)
+        if early_stop_threshold is not None and not is_number(early_stop_threshold):
+            raise wrong("early_stop_threshold", early_stop_threshold, "a number, or None")
+        self._rates = _Rates(float(min_lr), float(max_lr), at_least(1)("num_training_steps", num_training_steps), mode)
+        self._early_stop_threshold = early_stop_threshold
+        self._update_attr = FLAG("update_attr", update_attr)
+        self._attr_name = attr_name
+        self.optimal_lr: LRFinder | None = None
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.lr_find(trainer, module)
+
+    def check(self, module: TrainModule, datamodule: Any = None) -> str:
+        """Return the name of the attribute that gets the rate; empty where none does.
+
+        Raises:
+            AttributeError: there is no such attribute.
+        """
+        return _attribute(self._attr_name, module, datamodule) if self._update_attr else ""
+
+    def apply(self, module: TrainModule, datamodule: Any = None) -> float | None:
+        """Write the suggestion, where there is one, into the attribute, and return it."""
+        if self.optimal_lr is None or not self._update_attr:
+            return None
+        rate = self.optimal_lr.suggestion()
+        for place in holders(self.check(module, datamodule), module, datamodule) if rate is not None else ():
+            place(rate)
+        return rate
+
+    def lr_find(self, trainer: Trainer, module: TrainModule) -> None:
+        """Look for a learning rate now: at fit's start, or at the start of an epoch. Collective."""
+        if trainer.fast_dev_run:
+            warn_user("Skipping learning rate finder since `fast_dev_run` is enabled.")
+            return
+        trial = trainer.trial()
+        if trial.repeats:
+            return
+        self.check(module, trainer.datamodule)
+        if len(trainer.optimizers) != 1:
+            raise HookError(
+                f"configure_optimizers returned {len(trainer.optimizers)} optimizers, but the learning rate finder "
+                "only works with single optimizer."
+            )
+        with trial:
+            found = self._try(trial.step, trial.optimizers[0].param_groups)
+        if found is None:
+            return
+        self.optimal_lr = found
+        suggestion = self.apply(module, trainer.datamodule)
+        if suggestion is not None:
+            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+            set_learning_rates(trainer.optimizers, schedulers, suggestion)
+            trainer.print(f"LearningRateFinder: learning rate set to {suggestion:g}")
+
+    def _try(self, step: Callable[[], float | None], groups: Sequence[dict[str, Any]]) -> LRFinder | None:
+        """Try the rates one after the other; None where the trial was left."""
+        rates, threshold = self._rates, self._early_stop_threshold
+        found = LRFinder(rates.mode, rates.first, rates.last, rates.count)
+        mean = best = 0.0
+        for index in range(rates.count):
+            rate = rates.at(index)
+            for group in groups:
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+            loss = step()
+            if loss is None:
+                return None
+            found.results["lr"].append(rate)
+            if math.isnan(loss):
+                smoothed = loss  # the batch had none, and the mean goes on without it
+            else:
+                mean = _BETA * mean + (1 - _BETA) * loss
+                smoothed = mean / (1 - _BETA ** (index + 2))
+            found.results["loss"].append(smoothed)
+            diverges = threshold is not None and (math.isinf(smoothed) or (index > 0 and smoothed > threshold * best))
+            if diverges:
+                log.info("LR finder stopped early after %d steps due to diverging loss.", index + 1)
+                break
+            if index == 0 or smoothed < best:
+                best = smoothed
+        return found
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.optimal_lr is None:
+            return {}
+        found = self.optimal_lr
+        points = torch.tensor([found.results["lr"], found.results["loss"]], dtype=torch.float64)
+        return {"mode": found.mode, "range": [found.lr_min, found.lr_max, found.num_training], "points": points}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        first, last, count = state_dict["range"]
+        found = self.optimal_lr = LRFinder(state_dict["mode"], float(first), float(last), int(count))
+        found.results["lr"], found.results["loss"] = state_dict["points"].tolist()
+        if self._module is not None:  # before its optimizers are made
+            self.apply(self._module, self._module.trainer.datamodule)
+
+
+class _Rates:
+    """The learning rates of a search.
+
+    Args:
+        first, last: the ends.
+        count: how many.
+        mode: "exponential" or "linear".
+    """
+
+    def __init__(self, first: float, last: float, count: int, mode: str) -> None:
+        self.first, self.last, self.count, self.mode = first, last, count, mode
+
+    def at(self, index: int) -> float:
+        """Return the rate of a step, from 0: the first one, and from the second step on (step + 1) / count of the way.
+
+        Source: as Lightning's scheduler has it, so that both try the same rates.
+        """
+        if index == 0:
+            return self.first
+        way = (index + 1) / self.count
+        if self.mode == "linear":
+            return self.first + way * (self.last - self.first)
+        return self.first * (self.last / self.first) ** way
+
+
+def _attribute(name: str, module: TrainModule, datamodule: Any) -> str:
+    """Return the name of the attribute that has the learning rate."""
+    for one in (name,) if name else _NAMES:
+        if holders(one, module, datamodule):
+            return one
+    if name:
+        raise AttributeError(
+            f"The attribute name for the learning rate was set to {name}, but could not find this as a field in "
+            "`model` or `model.hparams`."
+        )
+    raise AttributeError(
+        f"When using the learning rate finder, either `model` or `model.hparams` should have one of these fields: "
+        f"{_NAMES}. If your model has a different name for the learning rate, set it with `attr_name=...`; "
+        "update_attr=False writes it nowhere."
+    )

@@ -1,0 +1,18 @@
+"""Trials: steps of a run that leave no trace, with which callbacks look for a learning rate or a batch size.
+
+`keep.py` notes what steps change and puts it back; `trial.py` runs the steps.
+"""
+
+from typing import TYPE_CHECKING
+
+from instep.utils.imports import loads
+
+_HOME = {"Keeper": "keep", "Trial": "trial"}
+
+if TYPE_CHECKING:
+    from instep.trainer.trials.keep import Keeper as Keeper
+    from instep.trainer.trials.trial import Trial as Trial
+
+__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+__getattr__, __dir__ = loads(__name__, _HOME)

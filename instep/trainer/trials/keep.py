@@ -1,0 +1,220 @@
+"""What is noted of objects before a trial, and put back after it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from instep.errors import UsageError
+from instep.utils.seed import rng_state, set_rng_state
+
+Put = Callable[[], Any]
+
+
+class Keeper:
+    """Note of objects, which it can put back as they were, as often as asked.
+
+    Tensors get their old values in their old memory, and containers (dicts, lists, sets, at any depth) and random
+    generators their old content; other values are put back as the objects that they were. Copies of tensors lie in the
+    CPU's memory, so that a trial finds the device's as free as the run will.
+
+    Example:
+        >>> layer, keeper = nn.Linear(2, 2), Keeper()
+        >>> keeper.keep_module(layer)
+        >>> before = layer.weight.clone()
+        >>> layer.weight.data.add_(1); layer.count = 3  # doctest: +ELLIPSIS
+        tensor(...)
+        >>> keeper.restore()
+        >>> bool((layer.weight == before).all()), hasattr(layer, "count")
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._puts: list[Put] = []
+        self._known: dict[int, tuple[Any, Put]] = {}  # with the object, whose id is no other's as long as it lives
+
+    def restore(self) -> None:
+        """Put everything back."""
+        with torch.inference_mode(False), torch.no_grad():
+            for put in self._puts:
+                put()
+
+    def keep(self, put: Put) -> None:
+        """Add what puts one more thing back."""
+        self._puts.append(put)
+
+    def keep_attributes(self, owner: Any) -> None:
+        """Note an object's attributes, their contents included."""
+        with torch.inference_mode(False):
+            self._puts.append(self._noted(vars(owner)))
+
+    def keep_module(self, module: nn.Module) -> None:
+        """Note weights, buffers, gradients, modes and plain attributes of a module and all of its parts.
+
+        Raises:
+            UsageError: a weight has no shape yet.
+        """
+        lazy = next((name for name, p in module.named_parameters() if is_lazy(p)), None)
+        if lazy is not None:
+            raise UsageError(
+                f"{lazy} has no shape before the first batch, so it could not be put back after trying steps. Run one "
+                "batch through the module first."
+            )
+        for part in module.modules():
+            self.keep_attributes(part)
+        with torch.inference_mode(False):
+            for p in module.parameters():
+                self._puts.append(self._of_gradient(p))
+
+    def keep_plain_attributes(self, module: nn.Module) -> None:
+        """Note what a module and its parts have beside weights, buffers, parts and hooks, and what needs gradients.
+
+        For a run that may place the module anew: it keeps its place, and attributes that are new.
+        """
+        with torch.inference_mode(False):
+            for part in module.modules():
+                plain = {
+                    name: self._noted(value)
+                    for name, value in vars(part).items()
+                    if name not in _OF_TORCH and not name.endswith("_hooks") and not name.startswith("_forward_hooks")
+                }
+                self._puts.append(partial(_put_plain, part, plain))
+        needed = {name: p.requires_grad for name, p in module.named_parameters()}
+        self._puts.append(partial(_put_needed, module, needed))
+
+    def keep_optimizer(self, optimizer: Optimizer) -> None:
+        """Note an optimizer's states and groups."""
+        self.keep_attributes(optimizer)
+
+    def keep_random(self) -> None:
+        """Note the state of every random generator of this process."""
+        state = rng_state()
+        self._puts.append(lambda: set_rng_state(state))
+
+    def _of_gradient(self, p: Tensor) -> Put:
+        requires_grad, gradient = p.requires_grad, p.grad
+        put = None if gradient is None else self._noted(gradient)
+
+        def back() -> None:
+            p.requires_grad_(requires_grad)
+            p.grad = None if put is None else put()
+
+        return back
+
+    def _noted(self, value: Any) -> Put:
+        """Note a value, and return what gives it with its old content."""
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
+        make = next((make for kind, make in _KINDS if isinstance(value, kind)), None)
+        if make is None:
+            return lambda: value
+        later: list[Put] = []
+        self._known[id(value)] = value, lambda: later[0]()  # a container may hold itself
+        later.append(make(self, value))
+        self._known[id(value)] = value, later[0]
+        return later[0]
+
+    def _of_dict(self, value: dict[Any, Any]) -> Put:
+        puts = [(key, self._noted(item)) for key, item in value.items()]
+        busy = False
+
+        def back() -> dict[Any, Any]:
+            nonlocal busy
+            if not busy:
+                busy = True
+                items = [(key, put()) for key, put in puts]
+                value.clear()
+                value.update(items)
+                busy = False
+            return value
+
+        return back
+
+    def _of_list(self, value: list[Any]) -> Put:
+        puts = [self._noted(item) for item in value]
+        busy = False
+
+        def back() -> list[Any]:
+            nonlocal busy
+            if not busy:
+                busy = True
+                value[:] = [put() for put in puts]
+                busy = False
+            return value
+
+        return back
+
+    def _of_set(self, value: set[Any]) -> Put:
+        items = set(value)
+
+        def back() -> set[Any]:
+            value.clear()
+            value.update(items)
+            return value
+
+        return back
+
+    def _of_tensor(self, value: Tensor) -> Put:
+        local = getattr(value, "_local_tensor", value)  # a DTensor's part
+        if local.is_meta or local.is_sparse or is_lazy(local):
+            return lambda: value
+        copy = local.detach().to("cpu", copy=True)
+
+        def back() -> Tensor:
+            here = getattr(value, "_local_tensor", value).detach()
+            if here.shape == copy.shape:
+                here.copy_(copy)
+            else:
+                value.data = copy.to(here.device)
+            return value
+
+        return back
+
+    def _of_generator(self, value: torch.Generator) -> Put:
+        state = value.get_state()
+
+        def back() -> torch.Generator:
+            value.set_state(state)
+            return value
+
+        return back
+
+    def _of_random(self, value: random.Random) -> Put:
+        state = value.getstate()
+
+        def back() -> random.Random:
+            value.setstate(state)
+            return value
+
+        return back
+
+
+_OF_TORCH = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_trainer", "_log_buffer")
+
+
+def _put_plain(part: nn.Module, plain: dict[str, Put]) -> None:
+    vars(part).update({name: put() for name, put in plain.items()})
+
+
+def _put_needed(module: nn.Module, needed: dict[str, bool]) -> None:
+    for name, p in module.named_parameters():
+        if needed.get(name, p.requires_grad) != p.requires_grad:
+            p.requires_grad_(needed[name])
+
+
+_KINDS: tuple[tuple[type, Callable[[Keeper, Any], Put]], ...] = (
+    (Tensor, Keeper._of_tensor),
+    (dict, Keeper._of_dict),
+    (list, Keeper._of_list),
+    (set, Keeper._of_set),
+    (torch.Generator, Keeper._of_generator),
+    (random.Random, Keeper._of_random),
+)

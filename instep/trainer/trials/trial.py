@@ -1,0 +1,403 @@
+"""Steps of a run that leave no trace: the run's own step, on a place, data, log and hooks of their own."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from instep.data import BatchSource
+from instep.distributed import Triggers
+from instep.distributed.out_of_memory import clear_device_cache, out_of_memory
+from instep.distributed.rank_zero import from_every_rank
+from instep.errors import DataError, HookError, UsageError
+from instep.loggers.base import NoExperiment
+from instep.trainer.context import Progress, RunContext
+from instep.trainer.evaluation import evaluate, predict
+from instep.trainer.hooks import HookTable
+from instep.trainer.loaders import Loaders
+from instep.trainer.log import MetricLog, Metrics, NullBuffer
+from instep.trainer.loop import plan_validation
+from instep.trainer.optimizers import TrainOptimizer
+from instep.trainer.step import detached_outputs, make_step, manual_optimizer_step, optimizer_step
+from instep.trainer.trials.keep import Keeper
+from instep.types import Stateful
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+_STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+_HOOKS = {  # in which a trial may be made: no batch is under way
+    "fit": ("on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_epoch_start"),
+    "validate": ("on_validation_start", "on_validation_epoch_start"),
+    "test": ("on_test_start", "on_test_epoch_start"),
+    "predict": ("on_predict_start", "on_predict_epoch_start"),
+}
+_NEVER = "never"  # an interval of schedulers that never comes
+
+
+class SilentLogger(NoExperiment):
+    """Stands for a logger while steps are tried: nothing of them is logged."""
+
+    @property
+    def experiment(self) -> NoExperiment:
+        """What nothing comes of either."""
+        return NoExperiment()
+
+
+class Trial:
+    """Trial within a run: inside of the block steps are taken, and at its end all is as it was, after an error too.
+
+    Put back, bit for bit: the module (weights, buffers, gradients, modes, plain attributes), optimizers, the gradient
+    scaler, random generators, the place in the data, log, loggers, metrics, triggers and the Trainer's counters. The
+    module's own hooks of a batch and of an epoch's start are called; callbacks and schedulers are left out. Collective.
+
+    Args:
+        ctx: the run. No batch of it may be under way.
+
+    Raises:
+        SettingError: steps cannot be undone under the run's strategy.
+        UsageError: the run is in the middle of an epoch, or its data can be read once only.
+
+    Example:
+        >>> with trainer.trial() as trial:  # doctest: +SKIP
+        ...     losses = [trial.step() for _ in range(10)]
+    """
+
+    def __init__(self, ctx: RunContext) -> None:
+        self._run = ctx
+        self._trainer, self._module, self._strategy = ctx.trainer, ctx.module, ctx.strategy
+        self._stage = _STAGES[ctx.fn]
+        self._ctx = ctx
+        self._keeper = Keeper()
+        self._undo = ExitStack()
+        self._batches: Iterator[Any] | None = None
+        self._step: Callable[..., Any] | None = None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a resumed run calls this hook once more: what was to be found was found before."""
+        run = self._run
+        return run.restore_rest is not None or (run.continues is not None and run.resumed is not None)
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The run's optimizers, whose rates may be set; they are put back as well."""
+        return self._run.optimizers
+
+    def check_batch_size(self) -> None:
+        """Raise where the loaders do not come from methods, which alone can use another batch size.
+
+        Raises:
+            UsageError: some were passed to the Trainer's method.
+        """
+        if any(self._run.loaders.given(stage) is not None for stage in self._run.loaders.stages):
+            raise UsageError(
+                f"The Batch size finder cannot be used with dataloaders passed directly to `.{self._run.fn}()`: they "
+                "have their batch size already. Give the module or a DataModule methods that use the attribute."
+            )
+
+    # ---- begin and end
+
+    def __enter__(self) -> Trial:
+        run, trainer, module = self._run, self._trainer, self._module
+        self._check()
+        of_rank = copy.deepcopy(self._strategy.rank_state())
+        self._strategy.abandon_step()  # weights that stand gathered are no weights to keep
+        keeper = self._keeper = Keeper()
+        keeper.keep_module(module)
+        for optimizer in run.optimizers:
+            keeper.keep_optimizer(optimizer)
+        for config in run.schedulers:
+            for scheduler in (config.scheduler, *getattr(config.scheduler, "_schedulers", ())):
+                keeper.keep_attributes(scheduler)
+        keeper.keep_attributes(self._strategy.gradients)
+        if run.precision.scaler is not None:
+            keeper.keep_attributes(run.precision.scaler)
+        keeper.keep_random()
+        with self._undo as undo:  # closed at once if one of these fails
+            undo.callback(self._put_back, of_rank)
+            undo.callback(vars(trainer).update, {**vars(trainer), "_data": dict(trainer._data)})
+            gradient = {entry.name: copy.copy(getattr(run.gradient, entry.name)) for entry in fields(run.gradient)}
+            undo.callback(lambda: [setattr(run.gradient, name, value) for name, value in gradient.items()])
+            undo.callback(setattr, self._strategy, "loss_weight", self._strategy.loss_weight)
+            undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+            undo.callback(self._close_data)
+            self._strategy.prepare_training(module, run.optimizers)
+            self._open()
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._undo.close()
+        clear_device_cache()
+
+    def _check(self) -> None:
+        run = self._run
+        if not self._strategy.steps_can_be_undone:
+            raise self._strategy._refused(
+                "cannot undo steps, which looking for a learning rate or a batch size needs. Look for it under "
+                "another strategy, such as 'ddp' or 'fsdp'."
+            )
+        hook = "" if self._trainer._log is None else self._trainer._log._hook
+        if hook and hook not in _HOOKS[run.fn]:
+            raise UsageError(
+                f"steps can be tried while no batch is under way, and this is {hook}. In {run.fn} do it in "
+                f"{' or '.join(_HOOKS[run.fn])}."
+            )
+        given = run.loaders.given(self._stage)
+        if given is not None and hasattr(given, "__next__"):
+            raise UsageError(
+                f"the {self._stage} data is a {type(given).__name__}, which can be read once only: what a trial takes "
+                "would be missing in the run. Pass what makes it, such as a DataLoader or a list."
+            )
+
+    def _open(self) -> None:
+        """Make a context like the run's, and let the Trainer and the module see it in the run's place."""
+        run, trainer, module = self._run, self._trainer, self._module
+        ctx = self._ctx = copy.copy(run)
+        ctx.position = copy.copy(run.position)
+        if ctx.position.epoch_ended:
+            ctx.position.next_epoch()
+        ctx.position.batch = ctx.position.window_batch = 0
+        ctx.hooks = HookTable(trainer, module, ())
+        ctx.guard, ctx.deferred, ctx.validation = None, [], copy.copy(run.validation)
+        ctx.triggers = Triggers(run.settings.trigger_every)  # what the module sets is not meant for the run
+        ctx.window_count = ctx.manual_steps = ctx.batches_without_loss = 0
+        ctx.log = MetricLog("train", run.world_size)
+        ctx.log.buffer = NullBuffer()
+        automatic = module.automatic_optimization
+        if automatic:
+            ctx.schedulers = [replace(config, interval=_NEVER) for config in run.schedulers]
+        on_step = optimizer_step(ctx) if automatic else manual_optimizer_step(ctx)
+        ctx.wrapped_optimizers = [
+            TrainOptimizer(optimizer, module, on_step=on_step, no_sync=self._strategy.no_sync)
+            for optimizer in run.optimizers
+        ]
+        silent = [SilentLogger() for _ in trainer.loggers]
+        vars(trainer).update(
+            _ctx=ctx, position=ctx.position, metrics=Metrics(trainer), _log=ctx.log, _loggers=silent,
+            progress=Progress(ctx.position), _epoch_over=False,
+        )  # fmt: skip
+        module._log_buffer = ctx.log.buffer
+        if run.fn == "fit":
+            torch.set_grad_enabled(True)
+        self._new_data(fresh=False)
+
+    def _put_back(self, of_rank: dict[str, Any]) -> None:
+        self._reset()
+        self._strategy.load_rank_state(of_rank, own=True)
+        self._keeper.restore()
+
+    def _reset(self) -> None:
+        """Bring module, optimizers and strategy to where the trial began, from wherever a step has left them."""
+        self._strategy.abandon_step()
+        self._keeper.restore()
+        self._strategy.prepare_training(self._module, self._run.optimizers)  # DDP's reducer is as a new one again
+        self._keeper.restore()  # the buffers too, which that may have made alike on all ranks
+
+    # ---- data
+
+    def _new_data(self, fresh: bool, steps: int | None = None) -> None:
+        """Begin with the data anew.
+
+        Args:
+            fresh: ask the user's methods for the loaders again; else those that the run has are read.
+            steps: batches of each evaluation loader.
+        """
+        run, ctx = self._run, self._ctx
+        self._close_data()
+        given = dict.fromkeys(run.loaders.stages) if fresh else {self._stage: run.loaders.raw(self._stage)}
+        ctx.loaders = Loaders(self._trainer, self._module, run.datamodule, given, run.device, run.gradient)
+        if run.settings.global_batch_size is None:  # which decides it by the loader's batch size
+            ctx.loaders.accumulate = run.loaders.accumulate
+        if steps is not None:
+            limited = {f"limit_{stage}_batches": steps for stage in ("val", "test", "predict")}
+            limited = {name: steps for name in limited if getattr(run.settings, name) != 0}
+            ctx.loaders.settings = replace(run.settings, **limited)
+        self._batches = self._step = None
+
+    def _close_data(self) -> None:
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches.close()  # pyright: ignore[reportAttributeAccessIssue]
+        if self._ctx.loaders is not self._run.loaders:
+            self._ctx.loaders.close()
+
+    def _training_batches(self) -> Iterator[Any]:
+        """Give batches, epoch after epoch; make the step anew in each as the loop does."""
+        ctx, at = self._ctx, self._ctx.position
+        source = ctx.source = ctx.loaders.train
+        kept = _state_of(source)
+        first, at.batch, at.window_batch = at.epoch, 0, 0
+        try:
+            if self._run.position.global_step == 0:
+                ctx.hooks.call("on_train_start")
+            while True:
+                source.set_epoch(at.epoch)
+                ctx.loaders.begin_windows(at.global_step, at.batch)
+                ctx.gradient.active_dataloader, ctx.gradient.dataloader_references = source, [source]
+                ctx.hooks.call("on_train_epoch_start")
+                ctx.log.enter("training_step")
+                self._step = make_step(ctx)
+                yield from ctx.loaders.on_device(source)
+                if at.batch == 0:
+                    raise DataError("the training loader gives no batch, so no step can be tried")
+                at.next_epoch()
+        finally:
+            source.set_epoch(first)  # the user's samplers and data sets are told of it
+            kept()
+
+    # ---- steps
+
+    def step(self) -> float | None:
+        """Take one optimizer step on the next batches.
+
+        Returns:
+            The mean loss of its samples over all ranks; infinity where it is not finite, nan where `training_step` gave
+            none. None: a signal came, or a stop was asked for, on some rank: the trial is to be left.
+
+        Raises:
+            HookError: in manual optimization, `training_step` returned no loss.
+        """
+        total, weight = self._window()
+        parts = from_every_rank((total, weight, self._run.triggers.pending))
+        if any(pending for _, _, pending in parts):
+            return None
+        weight = sum(part for _, part, _ in parts)
+        loss = sum(part for part, _, _ in parts) / weight if weight else math.nan
+        return loss if math.isfinite(loss) or not weight else math.inf
+
+    def _window(self) -> tuple[float, float]:
+        """Run the micro-batches of one optimizer step; return the sum of their losses, and the samples behind it."""
+        ctx, at = self._ctx, self._ctx.position
+        if self._batches is None:
+            self._batches = self._training_batches()
+        total = weight = 0.0
+        while True:
+            batch = next(self._batches)
+            assert self._step is not None
+            index, share = at.batch, ctx.source.share
+            ctx.log.batch, ctx.log.weight = batch, share.mine
+            for hook in ctx.hooks["on_train_batch_start"]:
+                hook(batch, index)
+            output = self._step(batch, index)
+            for hook in ctx.hooks["on_train_batch_end"]:
+                hook(detached_outputs(output), batch, index)
+            loss = output.get("loss") if isinstance(output, dict) else output
+            if isinstance(loss, Tensor) and share.mine != 0:
+                samples = 1 if share.mine is None else share.mine
+                total, weight = total + float(loss.detach()) * samples, weight + samples
+            elif loss is None and not self._module.automatic_optimization:
+                raise HookError(
+                    "training_step returned no loss, so there is nothing to measure. In manual optimization return it "
+                    "too, or a dict with it under 'loss'."
+                )
+            if at.window_batch == at.batch:
+                return total, weight
+
+    def out_of_memory(self, steps: int) -> str:
+        """Run some steps as the run would with the batch size that module and data have now. Collective.
+
+        In fit these are optimizer steps, and then batches of each validation loader; else batches of each loader.
+
+        Args:
+            steps: how many.
+
+        Returns:
+            Why they did not fit: the error of the rank that ran out of memory; empty where they fitted on all ranks.
+        """
+        clear_device_cache(garbage_collection=self._run.device.type != "cpu")
+        self._new_data(fresh=True, steps=steps)
+        self._sources()  # collective, so not within what may be left on one rank alone
+        why = out_of_memory(lambda: self._run_steps(steps), f"trying batches ({self._run.fn})")
+        self._close_data()
+        if why:
+            self._reset()
+            self._module._log_buffer = self._ctx.log.buffer
+            clear_device_cache(garbage_collection=True)
+        return why
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal came, or a stop was asked for, on some rank: the trial is to be left. Collective."""
+        return any(from_every_rank(self._run.triggers.pending))
+
+    def reload_data(self) -> None:
+        """After the trial: let the run ask for its loaders again, which have another batch size now. Collective."""
+        run = self._run
+        loaders = run.loaders
+        loaders.reload_evaluation()
+        if run.fn != "fit":
+            return
+        loaders.reload_train()
+        run.source = loaders.train
+        run.source.set_epoch(run.position.epoch)
+        self._trainer.progress.outer_total = run.source.num_batches
+        if run.gradient.dataloader_references:  # within an epoch
+            run.gradient.active_dataloader, run.gradient.dataloader_references = run.source, [run.source]
+            plan_validation(run)
+
+    def samples(self) -> int | None:
+        """Return how many samples a batch of one rank can have at most; None while unknown."""
+        known = [_samples(source) for source in self._sources()]
+        sizes = [size for size in known if size is not None]
+        most = -(-max(sizes) // self._strategy.data_world_size) if sizes else None
+        of_all = self._run.settings.global_batch_size if self._run.fn == "fit" else None
+        if of_all is None:
+            return most
+        of_all = of_all if isinstance(of_all, int) else max(of_all.values())
+        share = max(1, of_all // self._strategy.data_world_size)
+        return share if most is None else min(most, share)
+
+    def _sources(self) -> list[BatchSource]:
+        loaders = self._ctx.loaders
+        if self._run.fn != "fit":
+            return loaders.evaluation(self._stage)
+        if self._run.validation.enabled:
+            loaders.evaluation("val")
+        return [loaders.train]
+
+    def _run_steps(self, steps: int) -> None:
+        ctx = self._ctx
+        if ctx.fn == "fit":
+            for _ in range(steps):
+                self._window()
+            sources = ctx.loaders.evaluation("val") if self._run.validation.enabled else []
+            if sources:
+                ctx.log.leave("")
+                evaluate(ctx, "validate", sources)
+        elif ctx.fn == "predict":
+            predict(ctx, ctx.loaders.evaluation("predict"), keep=False)
+        else:
+            evaluate(ctx, ctx.fn, ctx.loaders.evaluation(self._stage))
+
+
+def _samples(source: Any) -> int | None:
+    """Return the number of samples in a source's data; of several together the largest one's."""
+    parts = getattr(source, "flattened", None)
+    if parts is not None:
+        sizes = [size for size in map(_samples, parts) if size is not None]
+        return max(sizes, default=None)
+    try:
+        return len(source.dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _state_of(source: Any) -> Callable[[], None]:
+    """Note the state of data sets that keep one beyond an epoch, and return what puts it back."""
+    data = [getattr(part, "dataset", None) for part in getattr(source, "flattened", [source])]
+    kept = [(one, copy.deepcopy(one.state_dict())) for one in data if isinstance(one, Stateful)]
+
+    def put() -> None:
+        for one, state in kept:
+            one.load_state_dict(state)
+
+    return put

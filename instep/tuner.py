@@ -1,0 +1,231 @@
+"""`Tuner`: a learning rate or batch size looked for outside of a run, of which nothing is left but the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from instep.errors import SettingError
+from instep.profilers import make_profiler
+from instep.trainer.context import Progress, RunContext, TrainerState
+from instep.trainer.lifecycle import open_run
+from instep.trainer.log import Metrics
+from instep.trainer.loop import agree_on_triggers, configure_optimizers, prepare_training
+from instep.trainer.plugins import check_data, check_module, need_loaders, saves
+from instep.trainer.run_folder import RunFolder
+from instep.trainer.trials import Keeper
+from instep.trainer.trials.trial import SilentLogger
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.callbacks import BatchSizeFinder, LearningRateFinder
+    from instep.callbacks.lr_finder import LRFinder
+    from instep.data import DataModule
+    from instep.trainer import Trainer, TrainModule
+
+_METHODS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+
+
+class Tuner:
+    """Search for settings of a Trainer's run, before the run.
+
+    `lr_find` and `scale_batch_size` set up a run as the Trainer would, take steps in it, and undo them. What they leave
+    is the answer, in the module's or datamodule's attribute: no folder, log or checkpoint, the Trainer's counters and
+    the random generators as they were, the module's weights too. The module stays on its device. Callbacks are set up
+    and torn down, and no other hook of theirs is called; those that save or show something are left out.
+
+    Args:
+        trainer: whose devices, strategy, precision, accumulation and limits hold.
+
+    Example:
+        >>> tuner = Tuner(trainer)  # doctest: +SKIP
+        >>> tuner.lr_find(model, datamodule=data).suggestion()  # doctest: +SKIP
+        0.0033
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def lr_find(
+        self,
+        model: TrainModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        method: Literal["fit"] | str = "fit",
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+        weights_only: bool | None = None,
+    ) -> LRFinder | None:
+        """Look for a learning rate by steps with growing rates.
+
+        Args:
+            model: what to train.
+            train_dataloaders, val_dataloaders, datamodule: as for `Trainer.fit`.
+            dataloaders: None: the data is that of fit.
+            method: "fit", the only one that trains.
+            min_lr, max_lr, mode, early_stop_threshold, update_attr, attr_name, weights_only: as for
+                `LearningRateFinder`.
+            num_training: steps from `min_lr` to `max_lr`.
+
+        Returns:
+            The losses by rate, with `suggestion` and `plot`; None with `fast_dev_run`.
+
+        Raises:
+            SettingError: an argument is wrong, or the Trainer has a LearningRateFinder of its own.
+            HookError: there is not one optimizer.
+            AttributeError: the module has no such attribute.
+        """
+        from instep.callbacks import LearningRateFinder
+
+        if method != "fit":
+            raise SettingError("method='fit' is the only valid configuration to run lr finder.", field="method")
+        _check(method, train_dataloaders, val_dataloaders, dataloaders)
+        self._refuse_twice(LearningRateFinder)
+        finder = LearningRateFinder(
+            min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name, weights_only
+        )
+        if self._trainer.fast_dev_run:
+            warn_user("Skipping learning rate finder since `fast_dev_run` is enabled.")
+            return None
+        finder.check(check_module(model), datamodule)
+        with self._aside(method, model, datamodule, train_dataloaders, val_dataloaders):
+            finder.lr_find(self._trainer, model)
+        finder.apply(model, datamodule)
+        return finder.optimal_lr
+
+    def scale_batch_size(
+        self,
+        model: TrainModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        method: Literal["fit", "validate", "test", "predict"] | str = "fit",
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> int | None:
+        """Look for the largest batch size that fits into memory, on all ranks.
+
+        Args:
+            model: what to run.
+            train_dataloaders, val_dataloaders, dataloaders: None: the data comes from methods, which use the size.
+            datamodule: as for the Trainer's methods.
+            method: the Trainer's method whose steps are run.
+            mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val: as for `BatchSizeFinder`.
+
+        Returns:
+            The size, which is in the attribute too; None with `fast_dev_run`.
+
+        Raises:
+            SettingError: an argument is wrong, or the Trainer has a BatchSizeFinder of its own.
+            UsageError: the data does not come from methods that could use the size, or no size fits.
+        """
+        from instep.callbacks import BatchSizeFinder
+
+        _check(method, train_dataloaders, val_dataloaders, dataloaders)
+        self._refuse_twice(BatchSizeFinder)
+        finder = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
+        if self._trainer.fast_dev_run:
+            warn_user("Skipping batch size scaler since `fast_dev_run` is enabled.")
+            return None
+        train = train_dataloaders if method == "fit" else dataloaders
+        with self._aside(method, check_module(model), datamodule, train, val_dataloaders):
+            finder.setup(self._trainer, model, method)
+            finder.scale_batch_size(self._trainer, model)
+        finder.apply(model, datamodule)
+        return finder.optimal_batch_size
+
+    def _refuse_twice(self, kind: type[LearningRateFinder] | type[BatchSizeFinder]) -> None:
+        if any(isinstance(callback, kind) for callback in self._trainer.callbacks):
+            raise SettingError(
+                f"Trainer is already configured with a `{kind.__name__}` callback. Please remove it if you want to use "
+                "the Tuner.",
+                field="callbacks",
+            )
+
+    @contextmanager
+    def _aside(
+        self, fn: str, model: TrainModule, datamodule: DataModule | None, data: Any, val_data: Any
+    ) -> Iterator[RunContext]:
+        """Open a run of which nothing is left: the Trainer has its own things again at the end, after an error too."""
+        trainer = self._trainer
+        datamodule, data = check_data(datamodule, data, val_data)
+        trainer._launch()
+        keeper = Keeper()
+        keeper.keep_plain_attributes(model)
+        callbacks = [c for c in trainer.callbacks if fn == "fit" and not (saves(c) or _shows(c))]
+        for callback in callbacks:
+            keeper.keep_attributes(callback)
+        keeper.keep_random()
+        of_data = {} if datamodule is None else dict(vars(datamodule))
+        before = {**vars(trainer), "_data": dict(trainer._data)}
+        position = copy(trainer.position)
+        vars(trainer).update(
+            settings=replace(trainer.settings, enable_progress_bar=False), callbacks=callbacks, position=position,
+            progress=Progress(position), metrics=Metrics(trainer), state=TrainerState(), profiler=make_profiler(None),
+            run_folder=RunFolder(trainer.settings.default_root_dir), _loggers=[SilentLogger() for _ in trainer.loggers],
+        )  # fmt: skip
+        loaders = {"train": data, "val": val_data} if fn == "fit" else {_METHODS[fn]: data}
+        try:
+            trainer._begin(model)
+            with open_run(trainer, fn, model, datamodule, loaders, aside=True) as ctx:
+                if fn == "fit":
+                    configure_optimizers(ctx)
+                    prepare_training(ctx)
+                else:
+                    ctx.strategy.prepare_training(model, [])
+                    need_loaders(ctx, ctx.loaders.evaluation(_METHODS[fn]))
+                yield ctx
+                if fn == "fit":
+                    agree_on_triggers(ctx)  # a signal that came meanwhile ends the process as it would have
+        finally:
+            known, last = trainer._data, before["_last_ctx"] or trainer._last_ctx
+            vars(trainer).clear()
+            vars(trainer).update(before, model=model, _data=known, _last_ctx=last)
+            keeper.restore()
+            model.trainer = trainer
+            if datamodule is not None:
+                vars(datamodule).clear()
+                vars(datamodule).update(of_data)
+                datamodule.trainer = trainer
+
+
+def _shows(callback: Any) -> bool:
+    """Return whether a callback prints something of the run: the progress bar, or the module's summary."""
+    from instep.callbacks import ModelSummary, ProgressBar
+
+    return isinstance(callback, ModelSummary | ProgressBar)
+
+
+def _check(method: str, train_dataloaders: Any, val_dataloaders: Any, dataloaders: Any) -> None:
+    if method not in _METHODS:
+        raise SettingError(
+            f"method {method!r} is invalid. Should be one of {tuple(_METHODS)}.", field="method", got=method
+        )
+    if method == "fit" and dataloaders is not None:
+        raise SettingError(
+            "In tuner with method='fit', `dataloaders` argument should be None, please consider setting "
+            "`train_dataloaders` and `val_dataloaders` instead.",
+            field="dataloaders",
+        )
+    if method != "fit" and (train_dataloaders is not None or val_dataloaders is not None):
+        raise SettingError(
+            f"In tuner with `method`={method!r}, `train_dataloaders` and `val_dataloaders` arguments should be None, "
+            "please consider setting `dataloaders` instead.",
+            field="train_dataloaders",
+        )
