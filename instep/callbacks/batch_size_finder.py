@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from instep.callbacks.base import Callback
+from instep.callbacks.lr_finder import holders
 from instep.errors import SettingError, UsageError
 from instep.utils.checks import TEXT, Check, at_least, is_number
-from instep.utils.hparams import holders
 from instep.utils.rank_zero import rank_zero_info
 from instep.utils.warn import warn_user
 

@@ -12,7 +12,6 @@ import torch
 from instep.callbacks.base import Callback
 from instep.errors import HookError, SettingError
 from instep.utils.checks import FLAG, above_zero, at_least, choice, is_number, wrong
-from instep.utils.hparams import holders
 from instep.utils.imports import require
 from instep.utils.optimizers import set_learning_rates
 from instep.utils.warn import warn_user
@@ -319,3 +318,41 @@ def _attribute(name: str, module: TrainModule, datamodule: Any) -> str:
         f"{_NAMES}. If your model has a different name for the learning rate, set it with `attr_name=...`; "
         "update_attr=False writes it nowhere."
     )
+
+
+def holders(name: str, *owners: Any) -> list[Callable[..., Any]]:
+    """Find a setting by its name, on modules and datamodules and in their hyperparameters.
+
+    Args:
+        name: such as "lr" or "batch_size".
+        owners: where it may be; None is passed over.
+
+    Returns:
+        A function for each place: called without an argument it returns the value there, with one it sets it. The
+        datamodule's come last, and theirs is the value that counts.
+
+    Example:
+        >>> from instep.utils.hparams import HyperParameters
+        >>> class Model(HyperParameters):
+        ...     def __init__(self, lr=0.1):
+        ...         self.save_hyperparameters()
+        >>> model = Model()
+        >>> [place] = holders("lr", model)
+        >>> place(0.5)
+        >>> place(), model.hparams.lr
+        (0.5, 0.5)
+    """
+
+    def attribute(owner: Any) -> Callable[..., Any]:
+        return lambda *value: setattr(owner, name, *value) if value else getattr(owner, name)
+
+    def entry(hparams: dict[str, Any]) -> Callable[..., Any]:
+        return lambda *value: hparams.__setitem__(name, *value) if value else hparams[name]
+
+    found: list[Callable[..., Any]] = []
+    for owner in owners:
+        if owner is not None and hasattr(owner, name):
+            found.append(attribute(owner))
+        if owner is not None and name in owner.hparams:
+            found.append(entry(owner.hparams))
+    return found

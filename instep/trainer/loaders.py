@@ -114,6 +114,7 @@ class Loaders:
         window_origin: the batch of the epoch that optimizer windows are counted from.
         in_epoch: the training step was made for the accumulation as it is.
         prepared_train: the training data, where it is prepared already.
+        given: loaders that the user passed to the Trainer's method, by stage; None where a method gives them.
         settings: the Trainer's, of which the limits of batches may be exchanged before data is prepared.
     """
 
@@ -128,7 +129,7 @@ class Loaders:
     ) -> None:
         self._trainer, self.settings, self._strategy = trainer, trainer.settings, trainer.strategy
         self._module, self._datamodule = module, datamodule
-        self._given = given
+        self.given = given
         self._device = device
         self._gradient = gradient
         self.accumulate = self.settings.accumulate_grad_batches
@@ -140,15 +141,6 @@ class Loaders:
         self._loaded_epoch: int | None = None  # in which validation's were asked for
         self._users: dict[str, Any] = {}
 
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The stages that the run has."""
-        return tuple(self._given)
-
-    def given(self, stage: str) -> Any:
-        """Return the loaders that were passed to the Trainer's method; None where methods of the user's give them."""
-        return self._given.get(stage)
-
     def raw(self, stage: str) -> Any:
         """Return the user's loaders as they came: those that were asked for already, else ask now."""
         users = self._users.get(stage)
@@ -156,7 +148,7 @@ class Loaders:
 
     def has(self, stage: str) -> bool:
         """Return whether the run has this stage's loaders."""
-        return stage in self._given
+        return stage in self.given
 
     def data(self, stage: str) -> StageData:
         """Return the data of a stage that the run has, as users see it."""
@@ -175,8 +167,8 @@ class Loaders:
         return users
 
     def _ask(self, stage: str) -> Any:
-        if self._given.get(stage) is not None:
-            return self._given[stage]
+        if self.given.get(stage) is not None:
+            return self.given[stage]
         name, module, datamodule = f"{stage}_dataloader", self._module, self._datamodule
         if datamodule is not None:
             return getattr(datamodule, name)() if getattr(datamodule, name) is not None else None
@@ -332,7 +324,7 @@ class Loaders:
         """Return whether there are loaders, as far as can be said without asking for them."""
         name, owner = f"{stage}_dataloader", self._datamodule or self._module
         base = ModuleHooks if self._datamodule is None else DataModule
-        return self._given.get(stage) is not None or is_overridden(owner, name, base)
+        return self.given.get(stage) is not None or is_overridden(owner, name, base)
 
     def validation(self, epoch: int) -> list[BatchSource]:
         """Return validation's loaders for this epoch, asked for again as `reload_dataloaders_every_n_epochs` says.
@@ -413,7 +405,7 @@ class Loaders:
         """End loader workers. The Trainer keeps the user's loaders, and how many batches each had."""
         known = {stage: self.data(stage) for stage in (*(["train"] if self.prepared_train else []), *self._eval)}
         self._trainer._data |= known
-        if "train" in self._given and "val" in known:
+        if "train" in self.given and "val" in known:
             self._trainer._data["sanity"] = known["val"]
         self._close_train()
         for sources in self._eval.values():

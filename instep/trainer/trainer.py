@@ -26,7 +26,7 @@ from instep.state import PartialState, find_device_kind, read_environment
 from instep.strategies import Strategy, resolve_strategy
 from instep.strategies.base import check_sync_batchnorm
 from instep.strategies.registry import asked_strategy
-from instep.trainer import plugins, replay, run_state, trials
+from instep.trainer import plugins, replay, run_state
 from instep.trainer.context import Position, Progress, RunContext, TrainerState
 from instep.trainer.devices import count_devices, launch, on_nodes_there
 from instep.trainer.evaluation import evaluate, predict
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.background import PendingSave
     from instep.checkpoint.resume import Resume, ResumeReport
     from instep.profilers.run_clock import RunSummary
+    from instep.trainer.trials import Trial
 
 
 class Trainer:
@@ -461,8 +462,7 @@ class Trainer:
 
     def _begin(self, model: TrainModule) -> None:
         """Reset what the last fit left; the position stays, so that a new fit goes on counting, as in Lightning."""
-        self.model = model
-        self.resume_report = self.run_summary = None
+        self.model, self.resume_report, self.run_summary = model, None, None
         self._stop_agreed, self.stop_reason = False, ""
         self._epoch_over = self.position.epoch_ended
 
@@ -571,9 +571,11 @@ class Trainer:
         lambda t: t._ctx and t._ctx.continues, "Checkpoint that the running fit was resumed from."
     )
 
-    def trial(self) -> trials.Trial:
+    def trial(self) -> Trial:
         """Make a trial: steps that leave no trace, for callbacks that look for a setting; see `Trial`."""
-        return trials.Trial(self._run)
+        from instep.trainer.trials import Trial  # late: only who looks for one pays for it
+
+        return Trial(self._run)
 
     def set_trigger(self, name: str, reason: str = "") -> None:
         """Set a trigger on any rank: "stop", "save", "preempted", or a name of your own. Local and free.
@@ -637,8 +639,7 @@ class Trainer:
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """All logged values as 0-dim tensors: epoch values once reduced, training's step values as they stand."""
-        log = self._log
-        return as_tensors({**self.metrics.callback, **({} if log is None else log.callback_values)})
+        return as_tensors({**self.metrics.callback, **({} if self._log is None else self._log.callback_values)})
 
     logged_metrics: ReadOnly[dict[str, Tensor]] = ReadOnly(
         lambda t: as_tensors(t.metrics.logged), "Values that were sent to the loggers last."

@@ -97,7 +97,7 @@ class Trial:
         Raises:
             UsageError: some were passed to the Trainer's method.
         """
-        if any(self._run.loaders.given(stage) is not None for stage in self._run.loaders.stages):
+        if any(loaders is not None for loaders in self._run.loaders.given.values()):
             raise UsageError(
                 f"The Batch size finder cannot be used with dataloaders passed directly to `.{self._run.fn}()`: they "
                 "have their batch size already. Give the module or a DataModule methods that use the attribute."
@@ -151,7 +151,7 @@ class Trial:
                 f"steps can be tried while no batch is under way, and this is {hook}. In {run.fn} do it in "
                 f"{' or '.join(_HOOKS[run.fn])}."
             )
-        given = run.loaders.given(self._stage)
+        given = run.loaders.given.get(self._stage)
         if given is not None and hasattr(given, "__next__"):
             raise UsageError(
                 f"the {self._stage} data is a {type(given).__name__}, which can be read once only: what a trial takes "
@@ -213,7 +213,7 @@ class Trial:
         """
         run, ctx = self._run, self._ctx
         self._close_data()
-        given = dict.fromkeys(run.loaders.stages) if fresh else {self._stage: run.loaders.raw(self._stage)}
+        given = dict.fromkeys(run.loaders.given) if fresh else {self._stage: run.loaders.raw(self._stage)}
         ctx.loaders = Loaders(self._trainer, self._module, run.datamodule, given, run.device, run.gradient)
         if run.settings.global_batch_size is None:  # which decides it by the loader's batch size
             ctx.loaders.accumulate = run.loaders.accumulate
