@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from instep.checkpoint.lease import Lease
     from instep.checkpoint.resume import Resume, ResumeReport
     from instep.checkpoint.run_state import SavedRun
+    from instep.data.taken import BatchTaker
     from instep.profilers.run_clock import RunClock
     from instep.trainer.nonfinite import NonFiniteGuard
 
@@ -248,6 +249,7 @@ class RunContext:
         guard: watches for values that are not finite, with `Trainer(nonfinite=...)`.
         position: place in the training; the Trainer's, so that a second fit goes on from it.
         source: training data of fit, in predict the loader in hand; unset before it is prepared.
+        taker: what a step that takes its batches itself is given; None before the first one, and for other steps.
         log: open sums and step values of training.
         validation: when fit validates.
         deferred: triggers that were agreed on within an evaluation, to be acted on after it.
@@ -306,6 +308,7 @@ class RunContext:
     # ---- place
     position: Position = field(init=False)
     source: BatchSource = field(init=False)
+    taker: BatchTaker | None = None
     log: MetricLog = field(default_factory=lambda: MetricLog("train"))
     validation: ValidationPlan = field(default_factory=ValidationPlan)
     deferred: list[Trigger] = field(default_factory=list)

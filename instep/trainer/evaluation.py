@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,7 @@ from instep.distributed.nested import map_leaves
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.hooks import Hook
 from instep.trainer.log import EpochMetric, MetricLog, uncounted
-from instep.trainer.module import TrainModule, accepted_arguments
+from instep.trainer.module import TrainModule, accepted_arguments, takes_batches
 from instep.trainer.step import Step, resolve_step
 
 _GATHERED = 32  # batches of predictions that ranks exchange at once
@@ -88,6 +89,7 @@ def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
     trainer, progress, gradient = ctx.trainer, ctx.trainer.progress, ctx.gradient
     outer_log, outer_stage, outer_progress = ctx.switch_log(log), trainer.state.stage, progress.stage
     outer_end, outer_loaders = gradient.end_of_dataloader, len(gradient.dataloader_references)
+    outer_taker = ctx.taker
     modes = _modes(ctx.module)
     trainer.state.stage = RunningStage(stage)
     progress.stage = "sanity" if stage == "sanity_check" else stage
@@ -100,7 +102,7 @@ def _stage(ctx: RunContext, stage: str, log: MetricLog) -> Iterator[None]:
             yield
     finally:
         _restore(modes)
-        gradient.end_of_dataloader = outer_end
+        gradient.end_of_dataloader, ctx.taker = outer_end, outer_taker
         del gradient.dataloader_references[outer_loaders:]
         gradient.active_dataloader = gradient.dataloader_references[-1] if outer_loaders else None
         ctx.switch_log(outer_log)
@@ -114,7 +116,7 @@ def _batch_loop(
 ) -> Callable[[], bool]:
     """Make the loop over all batches of all loaders; it returns False where the ranks agreed to leave the rest."""
     trainer, module, progress, gradient = ctx.trainer, ctx.module, ctx.trainer.progress, ctx.gradient
-    step = _evaluation_step(ctx, f"{name}_step", sources)
+    step, takes = _evaluation_step(ctx, f"{name}_step", sources), takes_batches(getattr(module, f"{name}_step"))
     batch_start, batch_end = _batch_hooks(ctx, name, sources)
     tick = ctx.triggers.tick if ctx.fn == "fit" else lambda _: ()
     beats, log_every = ctx.heartbeat.numbers, ctx.settings.log_every_n_steps
@@ -131,15 +133,23 @@ def _batch_loop(
             gradient.active_dataloader = source
             batches = islice(ctx.loaders.on_device(source, loader_idx, name), limit)
             batches = ctx.profiled_batches(f"[EvaluationLoop].{name}_dataloader_next", batches)
+            if takes:
+                batches = take_batches(ctx, batches, source, log, dataloader_idx=loader_idx, limit=limit)
             for batch_idx, batch in enumerate(batches):
                 gradient.end_of_dataloader = source.share.last
                 log.batch, log.weight = batch, source.share.mine
-                with uncounted(module) if log.weight == 0 else nullcontext():
+                if takes and ctx.taker:
+                    batch_idx = ctx.taker.fetched
+                with uncounted(module) if log.weight == 0 and not takes else nullcontext():
                     for hook in batch_start:
                         hook(batch, batch_idx, loader_idx)
                     log.enter(f"{name}_step")
                     outputs = step(batch, batch_idx, loader_idx)
                     log.leave("")
+                    if takes and ctx.taker:
+                        batch, batch_idx = ctx.taker.batch, ctx.taker.batch_idx
+                        if ctx.taker.ended:
+                            break
                     for hook in batch_end:
                         hook(outputs, batch, batch_idx, loader_idx)
                 progress.eval_batch = batch_idx + 1
@@ -156,6 +166,17 @@ def _batch_loop(
         return True
 
     return run
+
+
+def take_batches(
+    ctx: RunContext, batches: Iterator[Any], source: BatchSource, log: Any, **place: Any
+) -> Iterator[None]:
+    """Hand the batches to the steps that take them themselves, by `ctx.taker`; give None for each step."""
+    from instep.data.taken import BatchTaker, noting  # late: few steps take their batches
+
+    replay = partial(uncounted, ctx.module)
+    ctx.taker = BatchTaker(batches, source, note=noting(ctx.trainer.progress, log), replay=replay, **place)
+    return ctx.taker.steps()
 
 
 def _evaluation_step(ctx: RunContext, name: str, sources: Sequence[BatchSource]) -> Step:
@@ -201,7 +222,7 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
         lists with several loaders.
     """
     module, hooks, progress = ctx.module, ctx.hooks, ctx.trainer.progress
-    step = _evaluation_step(ctx, "predict_step", sources)
+    step, takes = _evaluation_step(ctx, "predict_step", sources), takes_batches(module.predict_step)
     batch_start, batch_end = _batch_hooks(ctx, "predict", sources)
     modes = _modes(module)
     progress.stage = "predict"
@@ -220,11 +241,18 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                 source.set_epoch(0)
                 batches = ctx.loaders.on_device(source, loader_idx, "predict")
                 batches = ctx.profiled_batches("[PredictionLoop].predict_dataloader_next", batches)
+                if takes:
+                    batches = take_batches(ctx, batches, source, None, dataloader_idx=loader_idx)
                 for batch_idx, batch in enumerate(batches):
-                    replayed = source.share.mine == 0
+                    if takes and ctx.taker:
+                        batch_idx = ctx.taker.fetched
+                    replayed = source.share.mine == 0 and not takes
                     for hook in () if replayed else batch_start:
                         hook(batch, batch_idx, loader_idx)
                     outputs = step(batch, batch_idx, loader_idx)
+                    if takes and ctx.taker:
+                        batch, batch_idx = ctx.taker.batch, ctx.taker.batch_idx
+                        replayed = source.share.mine == 0 or ctx.taker.ended
                     beats[BATCH] = progress.eval_batch = batch_idx + 1
                     if replayed:
                         continue

@@ -19,10 +19,10 @@ from instep.distributed.heartbeat import BATCH, STEP
 from instep.errors import HookError, Preempted, SettingError
 from instep.trainer import run_state
 from instep.trainer.context import RunContext, RunningStage
-from instep.trainer.evaluation import evaluate
+from instep.trainer.evaluation import evaluate, take_batches
 from instep.trainer.hooks import Hook, is_overridden
 from instep.trainer.log import MetricLog, metric_states, restore_metric_states
-from instep.trainer.module import TrainModule
+from instep.trainer.module import TrainModule, takes_batches
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
 from instep.trainer.plugins import saves
 from instep.trainer.step import detached_outputs, make_step, manual_optimizer_step, optimizer_step
@@ -44,7 +44,7 @@ def fit(ctx: RunContext) -> None:
     agree_on_triggers(ctx)
     hooks, at, log, tick, trainer = ctx.hooks, ctx.position, ctx.log, ctx.triggers.tick, ctx.trainer
     progress, beats, validation = trainer.progress, ctx.heartbeat.numbers, ctx.validation
-    batch_start, batch_end = hooks["on_train_batch_start"], hooks["on_train_batch_end"]
+    batch_start, batch_end = hooks["on_train_batch_start"], after_batch(ctx)
     max_steps, hand_over_every = ctx.settings.max_steps, ctx.settings.log_every_n_steps or 500
 
     while not is_finished(ctx):
@@ -112,6 +112,13 @@ def prepare_training(ctx: RunContext) -> None:
     ctx.log = MetricLog("train", ctx.world_size, counts=ctx.strategy.contributes)
     with ctx.trainer.profiler.profile("setup_train_dataloader"):
         ctx.source = ctx.loaders.train
+    if (most := ctx.loaders.most_accumulated) > 1 and takes_batches(ctx.module.training_step):
+        raise SettingError(
+            f"accumulate_grad_batches={most}: training_step(dataloader_iter) takes its batches itself, so let it take "
+            "as many as an optimizer step needs, and leave accumulation out (global_batch_size may ask for it, too).",
+            field="accumulate_grad_batches",
+            got=most,
+        )
     ctx.validation.enabled = ctx.loaders.validates
     if isinstance(ctx.settings.val_check_interval, timedelta):
         ctx.validation.next_time_s = time.monotonic() + ctx.settings.val_check_interval.total_seconds()
@@ -249,7 +256,19 @@ def rest_of_epoch(ctx: RunContext) -> Iterator[Any]:
     if ctx.position.skipped_rest:
         return iter(())  # resumed after on_train_batch_start had left them out
     batches = ctx.profiled_batches("[TrainingLoop].train_dataloader_next", ctx.loaders.on_device(ctx.source))
+    if takes_batches(ctx.module.training_step):
+        batches = take_batches(ctx, batches, ctx.source, ctx.log, first=ctx.position.batch)
     return ctx.clock.sampled(batches)
+
+
+def after_batch(ctx: RunContext) -> tuple[Hook, ...]:
+    """Return the hooks after a training batch; where the step takes its batches, they get the last that it took."""
+    hooks = ctx.hooks["on_train_batch_end"]
+    if not takes_batches(ctx.module.training_step):
+        return hooks
+    from instep.data.taken import after_taken  # late: few steps take their batches
+
+    return after_taken(ctx, hooks)
 
 
 def skips_rest(ctx: RunContext, hooks: tuple[Hook, ...], batch: Any, batch_idx: int) -> bool:

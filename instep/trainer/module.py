@@ -84,6 +84,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss of one batch: `training_step(self, batch, batch_idx)`.
 
+        As `training_step(self, dataloader_iter)` it takes its batches itself, one or more:
+        `batch, batch_idx, dataloader_idx = next(dataloader_iter)`. So do the steps of evaluation, loader by loader.
+
         Args:
             batch: what the training loader gave, on the module's device.
             batch_idx: its index in the epoch, from 0. May be left out of the signature.
@@ -712,19 +715,36 @@ def _bare(optimizer: Any) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, TrainOptimizer) else optimizer
 
 
+def takes_batches(step: Any) -> bool:
+    """Return whether a step method takes its batches itself: its argument is named `dataloader_iter`.
+
+    Raises:
+        HookError: it has others besides, which nothing passes.
+    """
+    names = list(inspect.signature(step).parameters)
+    if "dataloader_iter" not in names:
+        return False
+    if {*names, "optimizer_idx"} != {"dataloader_iter", "optimizer_idx"}:
+        raise HookError(
+            f"{getattr(step, '__qualname__', step)} has dataloader_iter and {', '.join(names)}: dataloader_iter stands "
+            "alone, since next(dataloader_iter) gives (batch, batch_idx, dataloader_idx)"
+        )
+    return True
+
+
 def place_of(step: Any, name: str, most: int) -> int | None:
     """Return the place of a step method's positional argument; None where the method has none of that name.
 
     Raises:
         HookError: nothing can be passed at its place, which is after `most` other arguments at the latest.
     """
-    parameters = [p for p in inspect.signature(step).parameters.values() if p.kind is not p.VAR_POSITIONAL]
-    found = [place for place, p in enumerate(parameters) if p.name == name]
-    if not found:
+    parameters = inspect.signature(step).parameters
+    if name not in parameters:
         return None
-    if found[0] > most or parameters[found[0]].kind is inspect.Parameter.KEYWORD_ONLY:
+    place = list(parameters).index(name)
+    if place > most or parameters[name].kind is inspect.Parameter.KEYWORD_ONLY:
         raise HookError(f"{getattr(step, '__qualname__', step)}: put {name} among the first {most + 1} arguments")
-    return found[0]
+    return place
 
 
 def accepted_arguments(step: Any, offered: tuple[str, ...], needed_only: int = 0, passed: tuple[str, ...] = ()) -> int:
@@ -740,7 +760,7 @@ def accepted_arguments(step: Any, offered: tuple[str, ...], needed_only: int = 0
 
     parameters = [p for p in inspect.signature(step).parameters.values() if p.name not in passed]
     for p in parameters:
-        if p.name in STEP_ARGUMENTS and (p.default is p.empty or p.name != "hiddens"):
+        if p.name in STEP_ARGUMENTS and p.name not in offered and (p.default is p.empty or p.name != "hiddens"):
             name = getattr(step, "__qualname__", step)
             raise HookError(f"{name} has an argument {p.name}, which nothing passes: {STEP_ARGUMENTS[p.name]}")
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

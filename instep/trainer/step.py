@@ -24,7 +24,7 @@ from instep.strategies import Strategy
 from instep.strategies.gradients import Gradients, parameters_of
 from instep.trainer.context import RunContext
 from instep.trainer.hooks import is_overridden
-from instep.trainer.module import TrainModule, accepted_arguments, place_of
+from instep.trainer.module import TrainModule, accepted_arguments, place_of, takes_batches
 from instep.trainer.optimizers import step_schedulers, wants_closure
 from instep.utils.warn import warn_user
 
@@ -37,6 +37,10 @@ def make_step(ctx: RunContext) -> Step:
         step = manual_step(ctx)
     else:
         step = automatic_step(ctx) if ctx.loaders.phases is None else step_of_phases(ctx)
+    if takes_batches(ctx.module.training_step):
+        from instep.data.taken import count_taken  # late: few steps take their batches
+
+        step = count_taken(ctx, step)
     return ctx.profiled("run_training_batch", step)
 
 
@@ -152,7 +156,12 @@ def forward_backward(ctx: RunContext, turn: Turn) -> Step:
     plain = own_backward is None and strategy.precision.scaler is None and ctx.trainer.profiler.off
     plain = plain and not is_overridden(strategy, "backward", Strategy)
     full_batches, weight_of_full = source.plan.full_batches(accumulate, origin), 1.0 / accumulate
-    strategy.loss_weight = lambda: window_scale(source, at.batch, accumulate, origin)
+    scale: Callable[..., float] = window_scale
+    if takes_batches(module.training_step):
+        from instep.data.taken import weight_of_taken  # late: as above
+
+        full_batches, scale = 0, weight_of_taken(ctx)
+    strategy.loss_weight = lambda: scale(source, at.batch, accumulate, origin)
 
     def train(batch: Any, batch_idx: int) -> Any:
         output = training_step(batch, batch_idx)
@@ -163,7 +172,7 @@ def forward_backward(ctx: RunContext, turn: Turn) -> Step:
             return None
         if not trains:
             return output
-        weight = weight_of_full if batch_idx < full_batches else window_scale(source, batch_idx, accumulate, origin)
+        weight = weight_of_full if batch_idx < full_batches else scale(source, batch_idx, accumulate, origin)
         if ctx.window_count == 0:
             zero_grad()
         if weight != 1.0:  # 0: run to keep step with the other ranks, and nothing comes of it, not even of a nan
@@ -415,13 +424,20 @@ def resolve_step(
         optimizer_idx: what an argument of that name gets; None where there is nothing to pass.
     """
     method = getattr(ctx.module, name)
+    takes = takes_batches(method)
+    offered = ("dataloader_iter",) if takes else offered
     place = None if optimizer_idx is None else place_of(method, "optimizer_idx", len(offered))
     count = accepted_arguments(method, offered, needed_only, passed=() if place is None else ("optimizer_idx",))
     step = ctx.profiled(f"[Strategy]{type(ctx.strategy).__name__}.{name}", ctx.strategy.step_function(name))
     accepted = step if count == len(offered) else lambda *args: step(*args[:count])
     if place is not None:
         accepted = lambda *args: step(*args[:place], optimizer_idx, *args[place:count])  # noqa: E731
-    return within(ctx.precision.context(), accepted)
+    accepted = within(ctx.precision.context(), accepted)
+    if not takes:
+        return accepted
+    from instep.data.taken import run_taking  # late: as above
+
+    return run_taking(ctx, accepted, trains=name == "training_step")
 
 
 def within(context: AbstractContextManager[Any] | None, function: Step) -> Step:

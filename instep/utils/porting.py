@@ -585,7 +585,7 @@ ATTRIBUTES = {
 STEP_ARGUMENTS = {
     "optimizer_idx": "it is passed where configure_optimizers gives each optimizer a turn, [{'optimizer': ..., "
     "'frequency': 1}, ...]; to step several in one batch, use manual optimization",
-    "dataloader_iter": "iterate in a loop of your own, with instep.Accelerator",
+    "dataloader_iter": "it stands alone in a step, which takes its batches from it",
     "hiddens": "cut sequences in the data set, or use manual optimization",
 }
 """Parameters of step methods that nothing passes."""

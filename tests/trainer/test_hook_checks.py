@@ -209,7 +209,7 @@ def test_a_step_of_any_arguments_gets_a_dataloader_idx_only_with_several_loaders
 
 @pytest.mark.parametrize(
     ("name", "advice"),
-    [("optimizer_idx", "manual optimization"), ("dataloader_iter", "Accelerator"), ("hiddens", "manual optimization")],
+    [("optimizer_idx", "manual optimization"), ("hiddens", "manual optimization")],
 )
 def test_an_argument_of_a_step_that_nothing_passes_is_named(name: str, advice: str):
     module = Toy()
