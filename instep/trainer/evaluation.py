@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from instep.data import BatchSource
-from instep.distributed import Trigger, gather_object
+from instep.distributed import Trigger
 from instep.distributed.heartbeat import BATCH
 from instep.distributed.nested import map_leaves
 from instep.trainer.context import RunContext, RunningStage
@@ -20,8 +20,6 @@ from instep.trainer.hooks import Hook
 from instep.trainer.log import EpochMetric, MetricLog, uncounted
 from instep.trainer.module import TrainModule, accepted_arguments, takes_batches
 from instep.trainer.step import Step, resolve_step
-
-_GATHERED = 32  # batches of predictions that ranks exchange at once
 
 
 def evaluate(
@@ -262,35 +260,15 @@ def predict(ctx: RunContext, sources: Sequence[BatchSource], keep: bool) -> list
                         kept.append(_to_cpu(outputs))
                 ctx.heartbeat.enter("predict")  # the next loader begins
             if keep and ctx.world_size > 1:
-                results = [_of_all_ranks(ctx, kept) for kept in results]
+                from instep.data.gathered import gather_in_order  # late: only predictions of several ranks need it
+
+                results = gather_in_order(results, ctx.strategy.data_rank)
             hooks.call("on_predict_epoch_end")
             hooks.call("on_predict_end")
     finally:
         _restore(modes)
         progress.stage = None
     return results[0] if len(results) == 1 else results
-
-
-def _of_all_ranks(ctx: RunContext, kept: Sequence[Any]) -> list[Any]:
-    """Give every rank the predictions of all: batch by batch, of each the ranks' parts in their order. Collective."""
-    predictions: list[Any] = []
-    ranks: list[tuple[int, int]] = gather_object((ctx.strategy.data_rank, len(kept)))
-    readers = dict(reversed([(data_rank, rank) for rank, (data_rank, _) in enumerate(ranks)]))  # the first of each
-    order = [readers[data_rank] for data_rank in sorted(readers)]
-    mine = [map_leaves(_alone, outputs) for outputs in kept] if ctx.rank in order else []
-    for start in range(0, max(count for _, count in ranks), _GATHERED):
-        parts = gather_object((mine[start : start + _GATHERED],))
-        by_rank = [parts[rank][0] for rank in order]
-        for batch_idx in range(_GATHERED):
-            predictions += [batches[batch_idx] for batches in by_rank if batch_idx < len(batches)]
-    return predictions
-
-
-def _alone(leaf: Any) -> Any:
-    """Return a tensor without the rest of the storage that it is a view of, which a pickle would take along."""
-    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-        return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
-    return leaf
 
 
 def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:

@@ -1,0 +1,46 @@
+"""Outputs of all ranks in the order of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from instep.distributed import gather_object
+from instep.distributed.nested import map_leaves
+from instep.state import PartialState
+
+_AT_ONCE = 32  # batches that ranks exchange in one message
+
+
+def gather_in_order(outputs: Sequence[Sequence[Any]], data_rank: int) -> list[list[Any]]:
+    """Give every rank the outputs of all: batch by batch, of each the ranks' parts in their order. Collective.
+
+    Args:
+        outputs: for each loader this rank's outputs by batch, on the CPU; anything that can be pickled.
+        data_rank: which part of the data this rank read; of ranks with the same part the first one's outputs count.
+
+    Returns:
+        For each loader the outputs of all parts of the data.
+    """
+    readers: list[int] = gather_object(data_rank)
+    order = [readers.index(part) for part in sorted(set(readers))]
+    reads = readers.index(data_rank) == PartialState().process_index
+    return [_of_loader(kept if reads else (), order) for kept in outputs]
+
+
+def _of_loader(kept: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    mine, gathered = [map_leaves(_alone, batch) for batch in kept], []
+    for start in range(0, max(gather_object(len(mine))), _AT_ONCE):
+        parts = gather_object((mine[start : start + _AT_ONCE],))
+        for number in range(_AT_ONCE):
+            gathered += [batches[number] for rank in order if number < len(batches := parts[rank][0])]
+    return gathered
+
+
+def _alone(leaf: Any) -> Any:
+    """Return a tensor without the rest of the storage that it is a view of, which a pickle would take along."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
+    return leaf
