@@ -11,6 +11,7 @@ _HOME = {
     "BatchSizeFinder": "batch_size_finder",
     "BasePredictionWriter": "prediction_writer",
     "DeviceStatsMonitor": "monitors.device_stats_monitor",
+    "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
     "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
@@ -31,9 +32,11 @@ _HOME = {
     "RichProgressBar": "progress.rich_progress",
     "RichProgressBarTheme": "progress.rich_progress",
     "SpikeDetection": "monitors.spike_detection",
+    "StochasticWeightAveraging": "stochastic_weight_avg",
     "TQDMProgressBar": "progress.tqdm_progress",
     "ThroughputMonitor": "monitors.throughput_monitor",
     "Timer": "timer",
+    "WeightAveraging": "weight_averaging",
     "summarize": "model_summary",
 }
 
@@ -68,7 +71,10 @@ if TYPE_CHECKING:
     from instep.callbacks.progress.rich_progress import RichProgressBarTheme as RichProgressBarTheme
     from instep.callbacks.progress.tqdm_progress import TQDMProgressBar as TQDMProgressBar
     from instep.callbacks.replica_check import ReplicaCheck as ReplicaCheck
+    from instep.callbacks.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
     from instep.callbacks.timer import Timer as Timer
+    from instep.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+    from instep.callbacks.weight_averaging import WeightAveraging as WeightAveraging
 
 __all__ = ["Callback", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 

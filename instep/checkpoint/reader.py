@@ -19,7 +19,11 @@ from instep.checkpoint.remote import files_of
 from instep.checkpoint.tensors import StoredTensor, read_tensors
 from instep.distributed.nested import map_leaves
 from instep.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from instep.utils.checks import choice
 from instep.utils.untrusted_files import STATE_BYTES, parse_json
+
+WEIGHT_SETS = ("live", "averaged")
+"""Kinds of weights that a checkpoint can have: those that are trained, and their average."""
 
 
 class Reader:
@@ -113,20 +117,50 @@ class Reader:
         )
         return tree if lazy else map_leaves(lambda leaf: leaf.read() if isinstance(leaf, LazyTensor) else leaf, tree)
 
-    def weights(self) -> dict[str, Tensor]:
+    @property
+    def weight_sets(self) -> tuple[str, ...]:
+        """Kinds of weights that it has, the plain ones first: "live", those that are trained, or "averaged" ones."""
+        plain = self.manifest.info.get("weights")
+        plain = plain if plain in WEIGHT_SETS else WEIGHT_SETS[0]
+        return (plain, *(kind for kind in WEIGHT_SETS if kind != plain and self._files_of_set(kind)))
+
+    def weights(self, which: str | None = None) -> dict[str, Tensor]:
         """Read the model's weights, whole: of `model.safetensors`, or of the parts that each rank wrote.
 
+        Args:
+            which: "live" or "averaged"; None for the plain ones.
+
         Raises:
-            CheckpointNotFoundError: there are none.
+            CheckpointNotFoundError: there are none, or none of that kind.
             CorruptCheckpointError: a file is not what was written.
         """
-        if self.has("model.safetensors"):
-            return self.tensors("model.safetensors")
-        return read_all(self._stored(self._weight_files()))
+        whole = self.has("model.safetensors")
+        plain = self.tensors("model.safetensors") if whole else read_all(self._stored(self._weight_files()))
+        return plain | read_all(self._stored(self._other_files(which)))
 
-    def stored_weights(self) -> Mapping[str, StoredTensor]:
-        """Open the model's weights, each left in its file until it, or a box of it, is read."""
-        return self._stored(self._weight_files())
+    def stored_weights(self, which: str | None = None) -> Mapping[str, StoredTensor]:
+        """Open the model's weights, each left in its file until it, or a box of it, is read.
+
+        Args:
+            which: as for `weights`.
+        """
+        return {**self._stored(self._weight_files()), **self._stored(self._other_files(which))}
+
+    def _other_files(self, which: str | None) -> list[str]:
+        """List the files that hold what differs from the plain weights."""
+        kinds = self.weight_sets
+        if which is not None:
+            choice(*WEIGHT_SETS)("which_weights", which)
+        if which is not None and which not in kinds:
+            raise CheckpointNotFoundError(
+                f"{self.path} has no {which} weights: it has {' and '.join(kinds)} ones. Both are in a full checkpoint "
+                "of a run with WeightAveraging.",
+                path=self.path,
+            )
+        return [] if which is None or which == kinds[0] else self._files_of_set(which)
+
+    def _files_of_set(self, kind: str) -> list[str]:
+        return sorted(name for name in self.manifest.files if whole_name(name) == f"{kind}.safetensors")
 
     def _weight_files(self) -> list[str]:
         files = sorted(name for name in self.manifest.files if name.endswith(".safetensors"))

@@ -1,6 +1,7 @@
 """State of a run in a checkpoint, the same for the Trainer and the Accelerator: written, read again and restored.
 
 model.safetensors              weights and buffers, under names without wrappers
+averaged.safetensors, live.safetensors   a second set of weights, where a run averages them: what differs from the first
 model_extra.json               what state dicts have beside tensors
 optimizer.json/.safetensors    the optimizers' states by parameter name
                                all three as `model-00000-of-00002.safetensors` ... where each rank writes its own part
@@ -11,7 +12,7 @@ rank-00000.json/.safetensors   what each rank has of its own: random generators,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Size, Tensor
@@ -45,6 +46,7 @@ class RunState:
         optimizers: the optimizers' states; None where this rank writes none.
         shared: what the ranks share; rank 0 writes it.
         own: what this rank has of its own; None where only weights are saved.
+        other: another set of weights, by its kind ("live" or "averaged"), as `weights`.
     """
 
     name: str
@@ -53,6 +55,7 @@ class RunState:
     optimizers: list[Any] | None
     shared: dict[str, Any]
     own: dict[str, Any] | None
+    other: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def write(self, writer: BaseWriter) -> None:
         """Write this rank's files."""
@@ -62,6 +65,8 @@ class RunState:
             writer.tensors(f"model{part}.safetensors", tensors, {"format": "pt"})
             if extra:
                 writer.state(f"model_extra{part}", extra)
+        for kind, weights in self.other.items():
+            writer.tensors(f"{kind}{part}.safetensors", _split(weights)[0], {"format": "pt"})
         if self.optimizers is not None:
             writer.state(f"optimizer{part}", self.optimizers)
         if writer.rank == 0:
@@ -79,6 +84,8 @@ class RunState:
 
         tensors, extra = _split(self.weights or {})
         encode(self.shared)
+        for kind, weights in self.other.items():
+            encode(_split(weights)[0], kind)
         for owner, value in (("model", tensors), ("extra", extra), ("optimizers", self.optimizers), ("own", self.own)):
             encode(value, owner)
 
@@ -189,13 +196,14 @@ class SavedRun:
         counted = own.get("counts", strategy.contributes)
         return now == (self.shared["world_size"], self.shared["data_world_size"], own["data_rank"], counted)
 
-    def model_state(self, lazy: bool) -> dict[str, Any]:
+    def model_state(self, lazy: bool, which: str | None = None) -> dict[str, Any]:
         """Read the weights, and what state dicts have beside tensors.
 
         Args:
             lazy: leave the tensors where they are until they, or boxes of them, are read.
+            which: "live" or "averaged"; None for the plain ones.
         """
-        state: dict[str, Any] = dict(self.reader.stored_weights() if lazy else self.reader.weights())
+        state: dict[str, Any] = dict(self.reader.stored_weights(which) if lazy else self.reader.weights(which))
         return state | self.reader.state("model_extra") if self.reader.has_state("model_extra") else state
 
     def optimizer_trees(self, lazy: bool) -> list[Any]:

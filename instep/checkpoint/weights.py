@@ -35,7 +35,7 @@ _HUB_INDEX = "model.safetensors.index.json"  # as the Hugging Face hub has it
 _Weights: TypeAlias = "Mapping[str, StoredTensor] | Mapping[str, Tensor]"
 
 
-def load_weights(path: Location) -> dict[str, Tensor]:
+def load_weights(path: Location, which: str | None = None) -> dict[str, Tensor]:
     """Read a model's weights.
 
     A file written by torch.save is read with `weights_only=True`: one that would run code is refused.
@@ -44,6 +44,7 @@ def load_weights(path: Location) -> dict[str, Tensor]:
         path: a path or URL: a checkpoint folder (with or without "-<attempt>"), a .safetensors file, a .pt, .pth, .ckpt
             or .bin file that holds a state dict, by itself or under "state_dict", "model" or "model_state_dict", the
             .index.json of several such files, or a folder that DeepSpeed or torch.distributed.checkpoint wrote.
+        which: "live" or "averaged", of a checkpoint of a run with WeightAveraging; None for its plain weights.
 
     Returns:
         Parameter or buffer name -> tensor on the CPU; tied ones under every name.
@@ -59,25 +60,37 @@ def load_weights(path: Location) -> dict[str, Tensor]:
     path = to_path(path)
     if path.is_file():
         if path.suffix not in (*_FOREIGN, _INDEX):
+            _check_plain(path, which)
             return read_tensors(path)
         found = _stored_in(path)
     else:
         found = _stored_folder(path)
         if found is None:
-            return Reader(find_checkpoint(path)).weights()
+            return Reader(find_checkpoint(path)).weights(which)
+    _check_plain(path, which)
     return {name: tensor if isinstance(tensor, Tensor) else tensor.read() for name, tensor in found.items()}
 
 
-def stored_weights(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
+def _check_plain(path: Path, which: str | None) -> None:
+    if which is not None:
+        raise CheckpointError(
+            f"{path} is no checkpoint of instep, and has one set of weights: leave out which_weights={which!r}",
+            path=path,
+        )
+
+
+def stored_weights(path: Path, which: str | None = None) -> Mapping[str, StoredTensor] | Mapping[str, Tensor]:
     """Open the weights that `load_weights` would read, each left there until it, or a box of it, is read.
 
     Args:
         path: what is neither a checkpoint nor a safetensors file is read whole.
+        which: as for `load_weights`.
     """
-    if not path.is_file():
-        foreign = _stored_folder(path)
-        return Reader(find_checkpoint(path)).stored_weights() if foreign is None else foreign
-    return _stored_in(path)
+    foreign = _stored_in(path) if path.is_file() else _stored_folder(path)
+    if foreign is None:
+        return Reader(find_checkpoint(path)).stored_weights(which)
+    _check_plain(path, which)
+    return foreign
 
 
 def _stored_folder(path: Path) -> Mapping[str, StoredTensor] | Mapping[str, Tensor] | None:
@@ -134,7 +147,7 @@ def _is_state_dict(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
     return isinstance(value, Mapping) and len(value) > 0 and all(isinstance(v, Tensor) for v in value.values())
 
 
-def merge(path: Location, file: PathLike) -> Path:
+def merge(path: Location, file: PathLike, which: str | None = None) -> Path:
     """Make one safetensors file of a checkpoint's weights, which anybody reads without instep.
 
     One tensor at a time is in memory, where they lie in safetensors files. Tied weights are written under each of their
@@ -144,6 +157,7 @@ def merge(path: Location, file: PathLike) -> Path:
     Args:
         path: what `load_weights` reads, of one rank or of many.
         file: what is written; it must not exist.
+        which: as for `load_weights`.
 
     Returns:
         The file.
@@ -157,11 +171,11 @@ def merge(path: Location, file: PathLike) -> Path:
         >>> merge("runs/checkpoints/best", "model.safetensors")  # doctest: +SKIP
         >>> safetensors.torch.load_file("model.safetensors")  # doctest: +SKIP
     """
-    weights = stored_weights(to_path(path))
+    weights = stored_weights(to_path(path), which)
     return write_new(local_path(file), lambda part: write_plain(weights, part))
 
 
-def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
+def merge_in_parts(path: Location, folder: PathLike, max_bytes: int, which: str | None = None) -> Path:
     """Write a checkpoint's weights as safetensors files with an index, as the Hugging Face hub has large models.
 
     Args:
@@ -169,6 +183,7 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
         folder: what is made; it must not exist.
         max_bytes: of tensors in each file; a tensor that is larger has a file of its own. Where all fit into one, it is
             `model.safetensors`, without an index.
+        which: as for `load_weights`.
 
     Returns:
         The folder.
@@ -176,7 +191,7 @@ def merge_in_parts(path: Location, folder: PathLike, max_bytes: int) -> Path:
     Raises:
         CheckpointNotFoundError: as for `merge`, as are the others.
     """
-    weights = stored_weights(to_path(path))
+    weights = stored_weights(to_path(path), which)
     files, index = parts_of(weights, max_bytes)
 
     def write(temporary: Path) -> None:

@@ -32,6 +32,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", help="bytes of each file in a folder, such as 5GB (default: one file)"
     )
+    parser.add_argument(
+        "--weights", choices=("live", "averaged"), help="of a run with WeightAveraging; default: the plain weights"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -54,9 +57,10 @@ def run(args: argparse.Namespace) -> int:
         )
     source = _source(args.src)
     if is_file:
-        merge(source, out)
+        merge(source, out, args.weights)
     else:
-        merge_in_parts(source, out, parse_size("max_shard_size", args.max_shard_size or "1000000TB"))
+        max_bytes = parse_size("max_shard_size", args.max_shard_size or "1000000TB")
+        merge_in_parts(source, out, max_bytes, args.weights)
     files = [out] if is_file else sorted(out.iterdir())
     result = {
         "source": str(source),

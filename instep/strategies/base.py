@@ -241,7 +241,18 @@ class Strategy:
         return nullcontext()
 
     def average_replicas(self) -> None:
-        """Give replicas that were trained apart their mean: before validation and when training ends. Collective."""
+        """Give all ranks the first one's buffers, and replicas that were trained apart their mean. Collective.
+
+        Called before validation and when training ends. Without it the metrics of a validation would depend on what
+        each rank's BatchNorm layers saw since the last resume, of which a checkpoint has the first rank's.
+        """
+        if PartialState().num_processes > 1:
+            state = self.module.state_dict(keep_vars=True)
+            with torch.no_grad():
+                for name, _ in self.module.named_buffers():
+                    buffer = state.get(name)
+                    if type(buffer) is Tensor:  # no part of one that is spread
+                        buffer.copy_(broadcast(buffer))
 
     def teardown(self) -> None:
         """Release what `prepare_training` and `wrap` took. May be called twice, and after an error."""
@@ -303,6 +314,34 @@ class Strategy:
             strict: whether a missing or unexpected name is an error.
         """
         return self.module.load_state_dict({name: whole(value) for name, value in state.items()}, strict=strict)
+
+    def held_weights(self) -> dict[str, Tensor]:
+        """Return this rank's part of each parameter and buffer of the module's `state_dict()`, to be read or written.
+
+        What is written into one in place changes the module, once all ranks have called `show_weights`. Local.
+        """
+        state = self.module.state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def show_weights(self) -> None:
+        """Let the next forward see what was written into `held_weights`. Collective."""
+
+    def state_with(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what `model_state` would if `held_weights` had other values. Collective.
+
+        Args:
+            held: the other values, by the names of `held_weights`.
+        """
+        return {**self.model_state(), **held}
+
+    def held_part(self, name: str, value: Any) -> Tensor:
+        """Return the part of a whole tensor that this rank would have in `held_weights`. Local.
+
+        Args:
+            name: its name there.
+            value: `Tensor` or `StoredTensor`.
+        """
+        return whole(value)
 
     def full_model_state(self) -> dict[str, Any]:
         """Return the whole module's `state_dict()` as plain tensors, on the first rank; empty elsewhere. Collective."""

@@ -104,6 +104,11 @@ def take_part(value: Tensor | StoredTensor, like: Tensor) -> Tensor:
     return _distributed(local, like, like.placements)
 
 
+def with_local(local: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor that is cut as another one is, with this part on this rank."""
+    return _distributed(local, like, like.placements) if isinstance(like, DTensor) else local
+
+
 def take_parts(tree: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return an optimizer's whole state, cut as its parameters are. Local.
 

@@ -19,8 +19,15 @@ from torch.optim import Optimizer
 from instep.errors import SettingError, one_of
 from instep.state import PartialState
 from instep.strategies.base import Strategy, broadcast_weights, whole
-from instep.strategies.clipping import clip_norm_, clip_value_
-from instep.strategies.dtensors import gather_whole, parts_to_write, take_part, take_parts, take_state
+from instep.strategies.clipping import clip_norm_, clip_value_, local_part
+from instep.strategies.dtensors import (
+    gather_whole,
+    parts_to_write,
+    take_part,
+    take_parts,
+    take_state,
+    with_local,
+)
 from instep.strategies.gradients import Gradients
 from instep.strategies.materialize import Materializer
 from instep.strategies.precision import Precision
@@ -461,6 +468,17 @@ class FSDPStrategy(Strategy):
         result = self.module.load_state_dict(taken, strict=strict)
         self._without_values -= state.keys()
         return result
+
+    def held_weights(self) -> dict[str, Tensor]:
+        self._reshard()
+        return {name: local_part(value) for name, value in super().held_weights().items()}
+
+    def state_with(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
+        state = self.module.state_dict()
+        return state | {name: with_local(value, state[name]) for name, value in held.items()}
+
+    def held_part(self, name: str, value: Any) -> Tensor:
+        return local_part(take_part(value, self.module.state_dict(keep_vars=True)[name]))
 
     def full_model_state(self) -> dict[str, Any]:
         main = PartialState().is_main_process

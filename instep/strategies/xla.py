@@ -263,6 +263,12 @@ class XLAStrategy(Strategy):
     def model_state(self) -> dict[str, Any]:
         return _on_host(self.module.state_dict(keep_vars=True))
 
+    def average_replicas(self) -> None:
+        """Do nothing: what is broadcast here is on the host."""
+
+    def state_with(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
+        return _on_host({**self.module.state_dict(keep_vars=True), **held})
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return _on_host(super().optimizer_state(optimizer))
 

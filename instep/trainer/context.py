@@ -272,6 +272,7 @@ class RunContext:
         leases: folders that this fit saves in; the main process holds the lease.
         cleaned: folders that were cleared of what killed processes had left.
         saver: writes checkpoints beside the training.
+        plain_weights: kind of the plain weights that were collected last for a checkpoint: "live" or "averaged".
         logger_states: states of loggers for the next checkpoint, where it must not hold their present ones.
     """
 
@@ -333,6 +334,7 @@ class RunContext:
     leases: dict[Path, Lease | None] = field(default_factory=dict)
     cleaned: set[Path] = field(default_factory=set)
     saver: BackgroundSaver | None = None
+    plain_weights = "live"
     logger_states: dict[tuple[str, int], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:

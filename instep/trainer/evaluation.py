@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,9 +18,13 @@ from instep.distributed.heartbeat import BATCH
 from instep.distributed.nested import map_leaves
 from instep.trainer.context import RunContext, RunningStage
 from instep.trainer.hooks import Hook
-from instep.trainer.log import EpochMetric, MetricLog, uncounted
+from instep.trainer.log import EpochMetric, MetricLog, metric_states, restore_metric_states, uncounted
 from instep.trainer.module import TrainModule, accepted_arguments, takes_batches
 from instep.trainer.step import Step, resolve_step
+from instep.utils.seed import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer
 
 
 def evaluate(
@@ -304,3 +309,36 @@ def _by_loader(metrics: Sequence[EpochMetric], loaders: int) -> list[dict[str, f
 
 def _to_cpu(outputs: Any) -> Any:
     return map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, outputs)
+
+
+# ---- the training data, once more
+
+
+def forward_training_data(trainer: Trainer, before_batch: Callable[[bool], Any]) -> None:
+    """Run `training_step` over the training data without gradients, beside the training. Collective.
+
+    What it logs is dropped; the place in the data, random generators and metric objects stay as they are.
+
+    Args:
+        trainer: in a fit, in automatic optimization.
+        before_batch: called before each batch: whether the batch counts, or is replayed to keep ranks in step.
+    """
+    ctx = trainer._run
+    log = MetricLog("sanity_check", ctx.world_size)  # whose values nobody gets
+    rng, counted = rng_state(), copy.deepcopy(metric_states(ctx.module))
+    outer, step = ctx.switch_log(log), resolve_step(ctx, "training_step", "batch", "batch_idx")
+    source = ctx.loaders.prepare_train()
+    try:
+        source.set_epoch(ctx.position.epoch)
+        with torch.no_grad(), ctx.heartbeat.within("validate"):
+            for batch_idx, batch in enumerate(ctx.loaders.on_device(source)):
+                log.batch, log.weight = batch, source.share.mine
+                before_batch(source.share.mine != 0)
+                log.enter("training_step")
+                step(batch, batch_idx)
+                log.leave("")
+    finally:
+        source.close()
+        ctx.switch_log(outer)
+        restore_metric_states(ctx.module, counted)
+        set_rng_state(rng)

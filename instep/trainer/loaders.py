@@ -191,12 +191,17 @@ class Loaders:
     def train(self) -> BatchSource:
         """The training data."""
         if self.prepared_train is None:
-            self.prepared_train = self._prepare_train()
+            self.prepared_train = self.prepare_train(self._raw("train"))
         return self.prepared_train
 
-    def _prepare_train(self) -> BatchSource:
+    def prepare_train(self, raw: Any = None) -> BatchSource:
+        """Prepare the training data, also once more, to be read from its start while the training keeps its place.
+
+        Args:
+            raw: what the user gave; None for what was given when the training began.
+        """
+        raw = self._users["train"] if raw is None else raw
         settings = self.settings
-        raw = self._raw("train")
         if raw is None:
             raise HookError(f"fit needs training data: {self.how_to_give('train')}")
         micro_batch = None

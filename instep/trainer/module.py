@@ -459,6 +459,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         map_location: Any = None,
         hparams_file: PathLike | None = None,
         strict: bool | None = None,
+        which_weights: str | None = None,
         **kwargs: Any,
     ) -> M:
         """Make a module from a checkpoint: `__init__` gets the saved hyperparameters, then the weights are loaded.
@@ -468,6 +469,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             map_location: device to move the module to; also in the other forms that `torch.load` takes.
             hparams_file: a JSON or YAML file of hyperparameters that take the saved ones' place.
             strict: whether names must match exactly; default the module's `strict_loading`.
+            which_weights: "live" or "averaged", of a run with WeightAveraging; None: the checkpoint's plain weights.
             **kwargs: arguments of `__init__`, before the saved ones.
 
         Raises:
@@ -475,7 +477,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         """
         from instep.trainer.weights import load_module  # late: the checkpoint room is loaded when used
 
-        return load_module(cls, checkpoint_path, map_location, hparams_file, strict, kwargs)
+        return load_module(cls, checkpoint_path, map_location, hparams_file, strict, kwargs, which_weights)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile `forward` and the step methods in place, with the arguments of `torch.compile`.

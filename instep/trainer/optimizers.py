@@ -6,7 +6,6 @@ import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from instep.errors import HookError, SettingError
 from instep.strategies.gradients import parameters_of
 from instep.utils.optimizer_state import names_of
-from instep.utils.optimizers import OptimizerProxy
+from instep.utils.optimizers import LRSchedulerConfig, OptimizerProxy
 from instep.utils.warn import warn_user
 
 _FORMS = (
@@ -26,32 +25,6 @@ _FORMS = (
 )
 _OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
 _SCHEDULER_KEYS = ("scheduler", "name", "interval", "frequency", "monitor", "strict", "reduce_on_plateau")
-
-
-@dataclass
-class LRSchedulerConfig:
-    """A learning-rate scheduler and when it steps.
-
-    Args:
-        scheduler: anything with `step`, `state_dict` and `load_state_dict`.
-        name: what LearningRateMonitor calls it.
-        interval: `step`, counted in optimizer steps, or `epoch`; by default what the scheduler's class says by an
-            attribute of this name, as those of `instep.schedules` do, else `epoch`.
-        frequency: it steps every so many intervals.
-        monitor: the logged metric that a plateau scheduler is given.
-        strict: whether a missing metric is an error, or a warning and no step.
-        reduce_on_plateau: whether it is given the metric, like `ReduceLROnPlateau`.
-        optimizer_idx: index of the optimizer whose steps it counts, where optimizers take turns; None for all.
-    """
-
-    scheduler: Any
-    name: str | None = None
-    interval: str = "epoch"
-    frequency: int = 1
-    monitor: str | None = None
-    strict: bool = True
-    reduce_on_plateau: bool = False
-    optimizer_idx: int | None = field(default=None, compare=False)
 
 
 class Turns:

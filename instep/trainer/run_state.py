@@ -46,7 +46,12 @@ def _collect(ctx: RunContext, weights_only: bool = False) -> RunState:
     # Collective, and so before the user's hooks, which may fail on one rank only.
     optimizers = [] if weights_only else [strategy.optimizer_state(optimizer) for optimizer in ctx.optimizers]
     view = _user_view(ctx)
-    weights = strategy.local_shards(view.pop("state_dict"))
+    live, averaged = view.pop("state_dict"), view.pop("averaged_state_dict", None)
+    ctx.plain_weights = view.pop("plain_weights", "live")
+    if averaged is not None:
+        averaged = {name: value for name, value in averaged.items() if name in live}
+    plain = {**live, **averaged} if averaged is not None and ctx.plain_weights == "averaged" else live
+    weights = strategy.local_shards(plain)
     shared: dict[str, Any] = {
         "instep_version": __version__,
         "epoch": ctx.position.epoch,
@@ -61,6 +66,10 @@ def _collect(ctx: RunContext, weights_only: bool = False) -> RunState:
     state = RunState("trainer", strategy.sharded, None if weights is None else clean_names(weights), None, shared, None)
     if weights_only:
         return state
+    if averaged is not None:
+        kind, second = ("averaged", averaged) if plain is live else ("live", {name: live[name] for name in averaged})
+        shards = strategy.local_shards(second)
+        state.other = {} if shards is None else {kind: clean_names(shards)}
     state.optimizers = strategy.local_shards(optimizers) or None
     strategy.gradients.update_scaler()
     shared |= {
@@ -141,7 +150,8 @@ def _about(ctx: RunContext, weights_only: bool, info: dict[str, Any]) -> dict[st
     """JSON values for the manifest."""
     kind = "weights" if weights_only else "full"
     job = {} if ctx.fit_of_job is None else {"job": ctx.fit_of_job}  # by which a restarted job finds it
-    return {"kind": kind, "epoch": ctx.position.epoch, **job, **info}
+    plain = {} if ctx.plain_weights == "live" else {"weights": ctx.plain_weights}
+    return {"kind": kind, "epoch": ctx.position.epoch, **plain, **job, **info}
 
 
 def save(
@@ -351,7 +361,9 @@ def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> None:
         read = checkpoint.stored_weights if ctx.strategy.sharded else checkpoint.load_weights
         view: dict[str, Any] = {"state_dict": dict(read(path))}
     else:
-        view = view_of(saved, lazy=ctx.strategy.sharded)
+        # What the optimizers go on with is what they have stepped; anything new begins with the plain weights.
+        goes_on = ctx.fn == "fit" and parts.optimizer
+        view = view_of(saved, ctx.strategy.sharded, "live" if goes_on and "live" in saved.reader.weight_sets else None)
         if ctx.fn != "fit":
             saved.forget()
     if is_overridden(ctx.module, "on_load_checkpoint", ModuleHooks):

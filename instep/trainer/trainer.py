@@ -29,7 +29,7 @@ from instep.strategies.registry import asked_strategy
 from instep.trainer import plugins, replay, run_state
 from instep.trainer.context import Position, Progress, RunContext, TrainerState
 from instep.trainer.devices import count_devices, launch, on_nodes_there
-from instep.trainer.evaluation import evaluate, predict
+from instep.trainer.evaluation import evaluate, forward_training_data, predict
 from instep.trainer.lifecycle import open_run
 from instep.trainer.loaders import StageData, accumulation, data_of, estimate_steps, sanity_batches, users_loaders
 from instep.trainer.log import MetricLog, Metrics, as_tensors, print_results
@@ -116,12 +116,10 @@ class Trainer:
             (leave the update out and raise NonFiniteError), "skip" (leave it out, count the step, go on) or
             "continue" (report it only). None does not look.
         grace_period_s: seconds from the first SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 until a process that has not saved
-            and ended by then is ended where it is; float("inf") for no limit. Under plain torchrun at most 25, since
-            that kills after 30.
+            and ended by then is ended; float("inf") for no limit. Under plain torchrun at most 25: that kills after 30.
         hang_timeout_s: seconds without a step after which the ranks count as hung: their stacks are written into the
-            run folder and they end with exit code 76, which elastic launchers start again. Starting, the first batch of
-            a loop, loading, saving, compiling and an epoch's end may take ten times as long. By default what the
-            variable INSTEP_HANG_TIMEOUT_S says, else nobody watches.
+            run folder and they end with exit code 76, which elastic launchers start again. Starting, loading,
+            saving, compiling, a loop's first batch and its end may take ten times as long. None: INSTEP_HANG_TIMEOUT_S
         **unknown: anything else is an error that names the replacement.
 
     Raises:
@@ -780,6 +778,7 @@ class Trainer:
     estimated_stepping_batches: ReadOnly[int | float] = ReadOnly(
         estimate_steps, "Optimizer steps of the whole fit, for schedulers; usable in `configure_optimizers`."
     )
+    _forward_training_data = forward_training_data
 
     def _warn(self, message: str) -> None:
         if self.is_global_zero:

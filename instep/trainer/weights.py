@@ -95,11 +95,11 @@ def check_full(saved: SavedRun) -> None:
         check(saved.shared["position"], {}, "its position", _POSITION)
 
 
-def view_of(saved: SavedRun, lazy: bool = False) -> dict[str, Any]:
-    """Return the dict that `on_load_checkpoint` hooks see and change."""
+def view_of(saved: SavedRun, lazy: bool = False, which: str | None = None) -> dict[str, Any]:
+    """Return the dict that `on_load_checkpoint` hooks see and change, with the weights of a kind; None: the plain."""
     trainer = saved.shared
     kept = {key: trainer.get(key) for key in VIEW - {"state_dict"}}
-    return {**kept, **trainer["user"], "state_dict": saved.model_state(lazy)}
+    return {**kept, **trainer["user"], "state_dict": saved.model_state(lazy, which)}
 
 
 def load_into(
@@ -204,14 +204,15 @@ def load_module(
     hparams_file: PathLike | None,
     strict: bool | None,
     arguments: dict[str, Any],
+    which: str | None = None,
 ) -> M:
     """Make a module and load its weights, for `TrainModule.load_from_checkpoint`."""
     given = to_path(path)
     folder = given if given.is_file() else checkpoint.find_checkpoint(given)
     if folder.is_file():
-        view: dict[str, Any] = {"state_dict": checkpoint.load_weights(folder), "hyper_parameters": {}}
+        view: dict[str, Any] = {"state_dict": checkpoint.load_weights(folder, which), "hyper_parameters": {}}
     else:
-        view = view_of(saved_run(checkpoint.CheckpointStore(folder.parent).read(folder)))
+        view = view_of(saved_run(checkpoint.CheckpointStore(folder.parent).read(folder)), which=which)
     return _loaded(cls, folder, view, map_location, hparams_file, strict, arguments)
 
 

@@ -1,10 +1,11 @@
-"""Learning rates that change in the middle of a schedule, and a proxy that passes for an optimizer."""
+"""When a schedule steps, learning rates that change in its middle, and a proxy that passes for an optimizer."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,32 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # what schedulers k
 _MOMENTA = ("base_momentum", "max_momentum")  # and of momenta
 _RATES_PER_GROUP = ("base_lrs", "max_lrs")
 _PER_GROUP = (*_RATES_PER_GROUP, "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
+
+
+@dataclass
+class LRSchedulerConfig:
+    """A learning-rate scheduler and when it steps.
+
+    Args:
+        scheduler: anything with `step`, `state_dict` and `load_state_dict`.
+        name: what LearningRateMonitor calls it.
+        interval: `step`, counted in optimizer steps, or `epoch`; by default what the scheduler's class says by an
+            attribute of this name, as those of `instep.schedules` do, else `epoch`.
+        frequency: it steps every so many intervals.
+        monitor: the logged metric that a plateau scheduler is given.
+        strict: whether a missing metric is an error, or a warning and no step.
+        reduce_on_plateau: whether it is given the metric, like `ReduceLROnPlateau`.
+        optimizer_idx: index of the optimizer whose steps it counts, where optimizers take turns; None for all.
+    """
+
+    scheduler: Any
+    name: str | None = None
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    reduce_on_plateau: bool = False
+    optimizer_idx: int | None = field(default=None, compare=False)
 
 
 def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], lr: float | Sequence[float]) -> None:

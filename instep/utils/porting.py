@@ -61,6 +61,7 @@ MOVED = {
                 "LambdaCallback", "LearningRateFinder", "LearningRateMonitor", "ModelCheckpoint",
                 "ModelSummary", "ProgressBar", "RichModelSummary", "RichProgressBar", "RichProgressBarTheme",
                 "SpikeDetection", "TQDMProgressBar", "ThroughputMonitor", "Timer", "summarize",
+                "EMAWeightAveraging", "StochasticWeightAveraging", "WeightAveraging",
             )
         },
         "Tqdm": "instep.callbacks.progress.tqdm_progress.Tqdm",
@@ -177,12 +178,12 @@ DEFINED = {
 _BY_ITSELF = "leave it out: the launcher's environment is read by itself"
 _NO_BIG_MODELS = "keep Accelerate for it: instep has nothing in its place"
 _OWN_CALLBACK = "write it as a Callback of your own"
-_AVERAGING = f"torch.optim.swa_utils has the averaging; {_OWN_CALLBACK}"
+_AVERAGING = "use instep.callbacks.EMAWeightAveraging or StochasticWeightAveraging"
 _OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger with `_log_metrics`"
 
 ADVICE = {
     "measure_flops": "instep.callbacks.ThroughputMonitor counts; torch.utils.flop_counter.FlopCounterMode does by hand",
-    **dict.fromkeys(("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "SWA", "EMA"), _AVERAGING),
+    **dict.fromkeys(("SWA", "EMA"), _AVERAGING),
     "OnExceptionCheckpoint": "use ModelCheckpoint(save_on_exception=True)",
     "from_compiled": "give the Trainer what torch.compile(module) returned, or write module.compile()",
     "to_uncompiled": "make the module anew and load its weights: a compiled one stays compiled",

@@ -15,7 +15,7 @@ from torch import Tensor
 from instep import __version__
 from instep.checkpoint import CheckpointStore, Writer, load_weights, names, read_tensors
 from instep.checkpoint.lazy import join_tensors, read_parts
-from instep.checkpoint.reader import whole_name
+from instep.checkpoint.reader import WEIGHT_SETS, whole_name
 from instep.checkpoint.scan import folder_names
 from instep.checkpoint.weights import write_new, write_plain
 from instep.errors import CheckpointError
@@ -112,11 +112,18 @@ class Contents:
         return kept
 
 
-def read_instep(path: Path) -> Contents:
-    """Read an instep checkpoint; every file is verified."""
+def read_instep(path: Path, which: str | None = None) -> Contents:
+    """Read an instep checkpoint; every file is verified.
+
+    Args:
+        path: its folder.
+        which: "live" or "averaged" weights; None: the plain ones.
+    """
     reader = CheckpointStore(path.parent).read(path)
-    contents = Contents(load_weights(path), epoch=0, global_step=reader.manifest.step)
+    contents = Contents(load_weights(path, which), epoch=0, global_step=reader.manifest.step)
     files = {whole_name(name) for name in reader.manifest.files if not name.startswith("model")}
+    files -= {f"{kind}.safetensors" for kind in WEIGHT_SETS}
+    contents.left_out += [f"{kind} weights" for kind in reader.weight_sets if kind != (which or reader.weight_sets[0])]
     if reader.has_state("model_extra"):
         contents.extra = reader.state("model_extra")
     if reader.has("trainer.json"):

@@ -8,6 +8,7 @@ Examples:
   instep checkpoint convert runs/best weights.safetensors       for anyone with safetensors
   instep checkpoint convert runs/best model.ckpt                a Lightning checkpoint, with optimizers
   instep checkpoint convert runs/best folder --to accelerate
+  instep checkpoint convert runs/best live.safetensors --weights live    those that were trained, not their average
   instep checkpoint convert foreign.ckpt runs/imported        from Lightning, Accelerate or safetensors
 """
 
@@ -31,6 +32,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("src", metavar="SRC", help="an instep checkpoint, a file, or an Accelerate folder")
     parser.add_argument("dst", metavar="DST", help="what is written; neither it nor DST-<attempt> may exist")
     parser.add_argument("--to", choices=_FORMATS, help="the format of DST; default: by its ending")
+    parser.add_argument(
+        "--weights", choices=("live", "averaged"), help="of a run with WeightAveraging; default: the plain weights"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -45,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"{args.dst}: into what? End it with {' or '.join(_ENDINGS)}, or add --to {{{','.join(_FORMATS)}}}"
         )
+    if args.weights is not None and kind != "instep":
+        raise UsageError(f"--weights chooses between two sets of weights, and {args.src} has one: leave it out")
     readers: dict[str, Any] = {
         "instep": contents.read_instep,
         "safetensors": contents.read_safetensors,
@@ -58,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         "accelerate": foreign.write_accelerate,
     }
     with reading(source, f"cannot be read as one of {kind}"):
-        what = readers[kind](source)
+        what = readers[kind](source) if args.weights is None else contents.read_instep(source, args.weights)
     written = writers[target](what, to_path(args.dst).absolute())
     result = {
         "source": str(source),

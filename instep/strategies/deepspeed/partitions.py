@@ -124,6 +124,19 @@ def _stage_3(zero: Any, parameter: Any) -> Partition:
     return Partition(cut.shape, cut.begin, cut.count, flat, offset, fetch, store, at_hand)
 
 
+def write_cut_weights(zero: Any, parts: Mapping[Tensor, Partition]) -> None:
+    """Write stage 3's float32 weights, which something else has changed, into those of the forward. Collective."""
+    for p, part in parts.items():
+        parameter: Any = p
+        if parameter.data.numel():  # gathered, as small ones stay
+            parameter.partition()
+        cut = cut_part(parameter)
+        cut.of(cut.flat).copy_(part.weights())
+    kept = list(getattr(zero, "persistent_parameters", ()))
+    if kept:
+        kept[0].all_gather(kept)
+
+
 def take_run(value: Tensor | StoredTensor, begin: int, count: int) -> Tensor:
     """Return some elements of a whole tensor, flattened; of a stored one only the rows are read that hold them."""
     if isinstance(value, Tensor):

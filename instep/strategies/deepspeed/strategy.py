@@ -527,6 +527,42 @@ class DeepSpeedStrategy(Strategy):
         }
         return {name: cut.get(name, shape) for name, shape in shapes_of(self.module).items()}
 
+    def held_weights(self) -> dict[str, Tensor]:
+        held, runs = super().held_weights(), dict[Tensor, Tensor]()
+        for name, part in self._spread_parts(held):
+            if part is None or not part.count:
+                del held[name]  # others hold all of it
+            elif part.fetch is not None:
+                raise self._refused("keeps weights on a disk ('nvme'), where nothing else can read or write them")
+            else:
+                held[name] = runs.setdefault(held[name], part.weights())
+        return held
+
+    def show_weights(self) -> None:
+        if self._engine is None or not self._parts:
+            return
+        if self.stage < 3:
+            self._zero.update_lp_params()
+        else:
+            partitions.write_cut_weights(self._zero, self._parts)
+
+    def state_with(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
+        state = {**self.model_state(), **held}
+        for name, part in self._spread_parts(held):
+            if part is not None:
+                state[name] = part.shard(held[name])
+        return state
+
+    def held_part(self, name: str, value: Any) -> Tensor:
+        part = next((part for _, part in self._spread_parts([name])), None)
+        return whole(value) if part is None else take_run(value, part.begin, part.count)
+
+    def _spread_parts(self, names: Iterable[str]) -> list[tuple[str, Partition | None]]:
+        """Return those of some names whose weights are spread, each with this rank's part of it."""
+        wanted, first = set(names), names_of(self.module)
+        own = self.module.named_parameters(remove_duplicate=False)
+        return [(name, self._part_of(p)) for name, p in own if name in wanted and self._is_spread(p, first[p])]
+
     def full_model_state(self) -> dict[str, Any]:
         state, first = self.module.state_dict(), names_of(self.module)
         main = PartialState().is_main_process

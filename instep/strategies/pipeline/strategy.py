@@ -436,6 +436,14 @@ class PipelinedStrategy(FSDPStrategy):
             state = self._cut.loaded_here(state, self.module.state_dict(), strict)
         return super().load_model_state(state, strict)
 
+    def average_replicas(self) -> None:
+        if self._cut is None:  # else the stages have buffers of their own
+            super().average_replicas()
+
+    def state_with(self, held: Mapping[str, Tensor]) -> dict[str, Any]:
+        state = super().state_with(held)
+        return state if self._cut is None else self._cut.saved_here(state)
+
     def full_model_state(self) -> dict[str, Any]:
         if self._cut is None:
             return super().full_model_state()

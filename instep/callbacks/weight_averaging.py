@@ -1,0 +1,397 @@
+"""`WeightAveraging`: the callback that keeps an average of the weights beside those that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from instep.callbacks.base import Callback
+from instep.checkpoint.edge import check, count, number
+from instep.errors import SettingError
+from instep.utils.checks import FLAG, Check, at_least, choice, is_number, or_none, wrong
+from instep.utils.optimizer_state import clean_name
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+    from instep.strategies import Strategy
+
+_STATE = {"n_averaged": count, "latest_update_step": count, "latest_update_epoch": number}
+USES = ("val", "save", "end")
+_FUNCTIONS = ("avg_fn", "multi_avg_fn")
+
+
+class WeightAveraging(Callback):
+    """Keep an average of the weights, updated after optimizer steps or epochs, and use it in place of the trained ones.
+
+    The arithmetic is torch's `AveragedModel`; each rank averages the part of the weights that it holds, so every
+    strategy that shards them works, and a step waits for no other rank. Override `should_update` to choose when the
+    average is updated; by default it is after every optimizer step, and all updates weigh the same. Until the first
+    update the trained weights are used.
+
+    A checkpoint holds both: its plain weights, which everything that knows nothing of averages loads, and the others
+    beside them. A resumed run goes on from the trained weights and the average, bit for bit, on any number of ranks
+    and under any strategy. `load_from_checkpoint(path, which_weights="live")` and `instep merge-weights --weights live`
+    choose.
+
+    Weights of 16 bits are averaged in float32, in which small updates are not lost.
+
+    Args:
+        device: where the average is kept; "cpu" leaves the GPU's memory alone. None: where the weights are.
+        use_buffers: average floating-point buffers too, such as BatchNorm's statistics; False takes the module's.
+        use_for: what the average is used for, one name or several: "val", validation within fit; "save", the plain
+            weights of checkpoints; "end", what the module holds after fit, with which `trainer.test` and
+            `trainer.predict` go on.
+        kwargs: `avg_fn` or `multi_avg_fn`, as torch's `AveragedModel` takes them.
+
+    Raises:
+        SettingError: an argument is wrong. When training starts: there is another averaging callback, or the strategy
+            trains replicas apart or keeps weights where they cannot be reached.
+
+    Example:
+        >>> averaging = WeightAveraging(use_for="val")
+        >>> averaging.should_update(step_idx=0), averaging.should_update(epoch_idx=0)
+        (True, False)
+
+    Source:
+        Izmailov et al.: Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018
+        (https://arxiv.org/abs/1803.05407), as built in `torch.optim.swa_utils`.
+    """
+
+    runs_last = True  # the average has what the module's own hooks have done to the weights
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        *,
+        use_for: str | Sequence[str] = USES,
+        **kwargs: Any,
+    ) -> None:
+        for name in kwargs:
+            if name not in _FUNCTIONS:
+                raise wrong(name, kwargs[name], f"no such argument; functions are {' and '.join(_FUNCTIONS)}")
+        given = {name: function for name, function in kwargs.items() if function is not None}
+        for name, function in given.items():
+            if not callable(function):
+                raise wrong(name, function, "a function; The `avg_fn` should be callable")
+        if len(given) > 1:
+            raise SettingError("avg_fn and multi_avg_fn were both given; give one of them", field="avg_fn")
+        self.device = None if device is None else torch.device(device)
+        self.use_buffers = FLAG("use_buffers", use_buffers)
+        self.use_for = _uses(use_for)
+        self._functions = given
+        self._average_model: AveragedModel | None = None
+        self._parameters: list[str] = []  # the names of what is averaged, in the order of the AveragedModel
+        self._buffers: list[str] = []
+        self._copied: dict[str, Tensor] = {}  # what has no average: integers; as it was at the last update
+        self._live: dict[str, Tensor] | None = None  # the trained weights, while the module holds the average
+        self._in_validation = False
+        self._updates: int | None = None  # of a checkpoint's average, until that is loaded
+        self._latest_update_step = 0
+        self._latest_update_epoch = -1
+        self._asked_step = 0
+        self._begins_late = False
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether to update the average now: after every optimizer step, unless overridden.
+
+        Args:
+            step_idx: index of the optimizer step that has ended, from 0; None at an epoch's end.
+            epoch_idx: index of the epoch that has ended, from 0; None after an optimizer step.
+        """
+        return step_idx is not None
+
+    @property
+    def n_averaged(self) -> int:
+        """Updates of the average so far."""
+        return 0 if self._average_model is None else int(self._average_model.n_averaged)
+
+    # ---- the run
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        strategy = trainer.strategy
+        if sum(isinstance(callback, WeightAveraging) for callback in trainer.callbacks) > 1:
+            raise SettingError(
+                "two callbacks average the weights, and only one average can be validated and saved. Leave one of them "
+                "out.",
+                field="callbacks",
+            )
+        if strategy.replicas_diverge:
+            raise SettingError(
+                f"{type(self).__name__} needs replicas that are alike, and strategy={strategy.name!r} trains them "
+                "apart between two means (comm_hook='post_local_sgd'). Leave one of the two out.",
+                field="callbacks",
+            )
+        self._live, self._in_validation = None, False
+        self._make(module, strategy.held_weights())
+        saved, updates, self._updates = trainer.resumed_from, self._updates, None
+        if updates and saved is not None and "averaged" in saved.weight_sets:
+            self._load(strategy, saved.stored_weights("averaged"), updates)
+        else:
+            self._latest_update_step, self._latest_update_epoch = 0, -1
+        self._begins_late = saved is not None and updates is None
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._asked_step = trainer.global_step
+        if self._begins_late and trainer.global_step and trainer.is_global_zero:
+            warn_user(
+                f"the checkpoint that this run goes on from has no average for {type(self).__name__}: the average "
+                f"begins with the weights after step {trainer.global_step}"
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step <= self._asked_step:
+            return  # in the middle of an optimizer window
+        self._asked_step = step
+        if self.should_update(step_idx=step - 1):
+            self._update(trainer.strategy)
+            self._latest_update_step = step
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        epoch = trainer.position.epoch
+        if epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
+            self._update(trainer.strategy)
+            self._latest_update_epoch = epoch
+
+    def on_validation_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.state.fn == "fit" and "val" in self.use_for:
+            self._in_validation = self._live is None
+            if self._in_validation:
+                self._swap_models(trainer)
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._in_validation:
+            self._in_validation = False
+            self._swap_models(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if "end" in self.use_for:
+            self._copy_average_to_current(trainer)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        if self._in_validation and self._live is not None:  # other ranks may be gone: nothing collective
+            self._in_validation = False
+            _write(self._live, trainer.strategy.held_weights())
+            self._live = None
+
+    # ---- what is saved
+
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        if self._average_model is None or not self.n_averaged:
+            return
+        if trainer.state.fn != "fit":
+            if trainer.is_global_zero:
+                warn_user(
+                    f"{type(self).__name__}: this checkpoint is saved after a {trainer.state.fn}, which may have "
+                    "loaded other weights; it has those of the module, without an average. Save it after fit"
+                )
+            return
+        strategy, held = trainer.strategy, trainer.strategy.held_weights()
+        if self._live is not None:
+            checkpoint["state_dict"] = strategy.state_with(_by_all_names(self._live, held))
+        checkpoint["averaged_state_dict"] = strategy.state_with(_by_all_names(self._averages(), held))
+        checkpoint["plain_weights"] = "averaged" if "save" in self.use_for else "live"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how often the average was updated, and when last; the average itself lies beside the weights."""
+        return {
+            "n_averaged": self.n_averaged,
+            "latest_update_step": self._latest_update_step,
+            "latest_update_epoch": self._latest_update_epoch,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        check({name: state_dict.get(name) for name in _STATE}, _STATE, "it")
+        self._updates = state_dict["n_averaged"]
+        self._latest_update_step = state_dict["latest_update_step"]
+        self._latest_update_epoch = state_dict["latest_update_epoch"]
+
+    # ---- the average
+
+    def _make(self, module: TrainModule, held: Mapping[str, Tensor]) -> None:
+        once, buffers = _once(held), {name for name, _ in module.named_buffers()}
+        floating = [name for name, tensor in once.items() if tensor.is_floating_point() or tensor.is_complex()]
+        self._parameters = [name for name in floating if name not in buffers]
+        self._buffers = [name for name in floating if name in buffers]
+        copies = _Copies([held[name] for name in self._parameters], [held[name] for name in self._buffers])
+        if self.device is not None:
+            copies.to(self.device)
+        self._average_model = AveragedModel(copies, use_buffers=self.use_buffers, **self._functions)
+        self._copied = {name: tensor.detach().clone() for name, tensor in once.items() if name not in floating}
+
+    def _averages(self) -> dict[str, Tensor]:
+        """Return the average by name; what has no average, as it was at the last update."""
+        assert self._average_model is not None
+        copies = self._average_model.module
+        names, tensors = [*self._parameters, *self._buffers], [*copies.parameters(), *copies.buffers()]
+        return dict(zip(names, tensors, strict=True)) | self._copied
+
+    @torch.no_grad()
+    def _load(self, strategy: Strategy, saved: Mapping[str, Any], updates: int) -> None:
+        """Load a checkpoint's average of so many updates, of which this rank takes its part."""
+        assert self._average_model is not None
+        for name, average in self._averages().items():
+            whole = saved.get(clean_name(name))
+            if whole is not None:
+                average.copy_(strategy.held_part(name, whole))
+        self._average_model.n_averaged.fill_(updates)
+
+    @torch.no_grad()
+    def _update(self, strategy: Strategy) -> None:
+        assert self._average_model is not None
+        held = strategy.held_weights()
+        view: Any = _View([held[name] for name in self._parameters], [held[name] for name in self._buffers])
+        self._average_model.update_parameters(view)
+        for name, tensor in self._copied.items():
+            tensor.copy_(held[name])
+
+    @torch.no_grad()
+    def _take_buffers(self, strategy: Strategy) -> None:
+        """Take the module's buffers for the average's."""
+        held, averages = strategy.held_weights(), self._averages()
+        for name in (*self._buffers, *self._copied):
+            averages[name].copy_(held[name])
+
+    def _swap_models(self, trainer: Trainer) -> None:
+        """Write the average into the module, or back what was trained. Collective."""
+        if not self.n_averaged:
+            return
+        strategy = trainer.strategy
+        held = strategy.held_weights()
+        if self._live is None:
+            averages = self._averages()
+            self._live = {name: held[name].detach().to(averages[name].device, copy=True) for name in averages}
+            _write(averages, held)
+            strategy.average_replicas()  # that is, buffers
+        else:
+            _write(self._live, held)
+            self._live = None
+        strategy.show_weights()
+
+    def _copy_average_to_current(self, trainer: Trainer) -> None:
+        """Leave the average in the module. What was trained is kept, for a checkpoint of the fit's end. Collective."""
+        if self._live is None:
+            self._swap_models(trainer)
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """`WeightAveraging` whose average is an exponential moving one: average = decay * average + (1 - decay) * weights.
+
+    Args:
+        device: as for `WeightAveraging`, like `use_buffers` and `use_for`.
+        use_buffers: average floating-point buffers too.
+        decay: from 0 to 1: the higher, the longer the average remembers.
+        update_every_n_steps: optimizer steps between two updates; 0: none after steps.
+        update_starting_at_step: index of the first optimizer step after which it is updated, from 0. None: the first.
+        update_starting_at_epoch: index of the first epoch at whose end it is updated, from 0. None: after no epoch.
+        use_for: what the average is used for.
+
+    Example:
+        >>> averaging = EMAWeightAveraging(decay=0.99, update_every_n_steps=5, update_starting_at_step=10)
+        >>> [step for step in range(20) if averaging.should_update(step_idx=step)]
+        [10, 15]
+
+    Source:
+        `torch.optim.swa_utils.get_ema_multi_avg_fn`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        *,
+        use_for: str | Sequence[str] = USES,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs:
+            name = next(iter(kwargs))
+            raise wrong(name, kwargs[name], "no such argument: decay gives the function; WeightAveraging takes one")
+        _DECAY("decay", decay)
+        self.decay = decay
+        self.update_every_n_steps = at_least(0)("update_every_n_steps", update_every_n_steps)
+        self.update_starting_at_step = _START("update_starting_at_step", update_starting_at_step)
+        self.update_starting_at_epoch = _START("update_starting_at_epoch", update_starting_at_epoch)
+        super().__init__(device, use_buffers, use_for=use_for, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether to update the average now, as the arguments of the constructor say."""
+        if step_idx is not None:
+            started = self.update_starting_at_step is None or step_idx >= self.update_starting_at_step
+            every = self.update_every_n_steps
+            return started and every > 0 and step_idx % every == 0
+        first = self.update_starting_at_epoch
+        return epoch_idx is not None and first is not None and epoch_idx >= first
+
+
+_DECAY = Check(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+_START = or_none(at_least(0))
+
+
+class _Copies(nn.Module):
+    """Tensors in the form that `AveragedModel` copies: parameters and buffers of one module."""
+
+    def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        super().__init__()
+        for index, tensor in enumerate(parameters):
+            self.register_parameter(f"parameter_{index}", nn.Parameter(_wide(tensor), requires_grad=False))
+        for index, tensor in enumerate(buffers):
+            self.register_buffer(f"buffer_{index}", _wide(tensor))
+
+
+class _View:
+    """Tensors in the form that `AveragedModel.update_parameters` reads, made anew for each update."""
+
+    def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        self._parameters, self._buffers = parameters, buffers
+
+    def parameters(self) -> Iterator[Tensor]:
+        return map(_wide, self._parameters)
+
+    def buffers(self) -> Iterator[Tensor]:
+        return map(_wide, self._buffers)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, in float32 where it has fewer bits."""
+    tensor = tensor.detach()
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize < _FLOAT_BYTES else tensor
+
+
+_FLOAT_BYTES = 4
+
+
+def _once(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return each tensor by its first name: tied ones have several."""
+    first: dict[int, str] = {}
+    return {name: tensor for name, tensor in held.items() if first.setdefault(id(tensor), name) == name}
+
+
+def _by_all_names(values: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return values under each of the names that their tensor has."""
+    first: dict[int, str] = {}
+    return {name: values[first.setdefault(id(tensor), name)] for name, tensor in held.items()}
+
+
+@torch.no_grad()
+def _write(values: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        held[name].copy_(value)
+
+
+def _uses(use_for: str | Sequence[str]) -> tuple[str, ...]:
+    uses = (use_for,) if isinstance(use_for, str) else tuple(use_for)
+    for use in uses:
+        choice(*USES)("use_for", use)
+    return uses
