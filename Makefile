@@ -34,6 +34,8 @@ $(VENV)/.torch: constraints-dev.txt
 
 $(VENV)/.examples $(VENV)/.test $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml $(VENV)/.torch
 	$(PIP) -e '.[$*]'
+# timm wants torchvision, whose wheels fit a torch with CUDA only; tests/helpers/no_torchvision.py stands in for it.
+	$(if $(filter %.dev,$@),$(PIP) --no-deps timm)
 	@touch $@
 
 quickstart: $(VENV)/.examples  ## train the digits example, then say where its dashboard is
@@ -44,7 +46,7 @@ quickstart: $(VENV)/.examples  ## train the digits example, then say where its d
 
 test: $(VENV)/.test  ## run the tests, but for those of the benchmarks, of large packages, of SLURM, MPI and a browser
 	$(PYTEST) -m 'not extras'
-	@echo 'Left out: the benchmarks in miniature, and what needs deepspeed, Hydra, ray, transformers, plotext, SLURM, MPI, a browser or a notebook kernel (make test-all), torch_xla (make test-xla), and trackers (make test-trackers).'
+	@echo 'Left out: the benchmarks in miniature, and what needs deepspeed, Hydra, ray, transformers, the packages of the recipes, plotext, SLURM, MPI, a browser or a notebook kernel (make test-all), torch_xla (make test-xla), and trackers (make test-trackers).'
 
 test-all: $(VENV)/.dev  ## run what make test leaves out
 	$(PYTEST) -m extras

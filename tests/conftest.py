@@ -61,8 +61,11 @@ def bucket(object_store_environment: dict[str, str]) -> Iterator[Any]:
 # What `make test` leaves out.
 _EXTRAS = (
     *("benchmarks", "deepspeed", "hydra", "ray", "transformers", "slurm", "mpi"),
-    *("browser", "notebook", "trackers", "plots", "onnx", "optuna"),
+    *("browser", "notebook", "trackers", "plots", "onnx", "optuna", "recipes"),
 )
+
+
+_RECIPES = ("gymnasium", "peft", "statsmodels", "timm", "transformers")
 
 
 def _missing() -> dict[str, str | None]:
@@ -81,6 +84,7 @@ def _missing() -> dict[str, str | None]:
         "plots": None if all(map(find_spec, ("plotext", "plotly", "matplotlib"))) else "instep[plots] is not installed",
         "onnx": None if all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))) else "instep[onnx] is not installed",
         "optuna": None if find_spec("optuna") else "optuna is not installed: pip install instep[optuna]",
+        "recipes": None if all(map(find_spec, _RECIPES)) else "instep[recipes] or timm is not installed",
         "notebook": None if all(map(find_spec, ("nbclient", "ipykernel"))) else "instep[docs] is not installed",
     }
 
