@@ -54,7 +54,7 @@ class FunctionData(DataModule):
 class TextClassifier(TrainModule):
     """A transformer whose forward gives loss and logits, as those of Hugging Face do."""
 
-    def __init__(self, lr: float = 2e-3, dropout: float = 0.0) -> None:
+    def __init__(self, lr: float = 1e-3, dropout: float = 0.0) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.model = make_model(dropout)
@@ -75,7 +75,7 @@ class TextClassifier(TrainModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         schedule = torch.optim.lr_scheduler.LinearLR(
-            optimizer, 1.0, 0.1, total_iters=int(self.trainer.estimated_stepping_batches)
+            optimizer, 1.0, 0.01, total_iters=int(self.trainer.estimated_stepping_batches)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Tell the standard library's packages apart by their functions.")
     parser.add_argument("--precision", help="32-true, bf16-mixed, 16-mixed ... (default: what the launch says)")
     parser.add_argument("--micro-batch", type=int, default=GLOBAL_BATCH, metavar="N", help="functions at a time")
-    parser.add_argument("--epochs", type=int, default=6, metavar="N")
+    parser.add_argument("--epochs", type=int, default=4, metavar="N")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint under --root")
     parser.add_argument("--smoke", action="store_true", help="a tenth of the data, two epochs: seconds")
     parser.add_argument("--root", type=Path, default=Path("runs/text_classifier"), help="where runs go")

@@ -58,13 +58,13 @@ def main(argv: list[str] | None = None) -> None:
     train_data = Functions(train_functions, args.root)
     val_data = Functions(read_functions(validation=True, only_every=only_every), args.root)
     model = make_model(dropout=0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     epochs = 2 if args.smoke else args.epochs
     steps = epochs * -(-len(train_data) // GLOBAL_BATCH)
     model, optimizer, schedule, train, val = accelerator.prepare(
         model,
         optimizer,
-        torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=steps),
+        torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=steps),
         DataLoader(train_data, GLOBAL_BATCH // args.accumulate, shuffle=True),
         DataLoader(val_data, 128),
     )
@@ -103,7 +103,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tell the standard library's packages apart by their functions.")
     parser.add_argument("--mixed-precision", help="no, bf16 or fp16 (default: what the launch says)")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches per step")
-    parser.add_argument("--epochs", type=int, default=6, metavar="N")
+    parser.add_argument("--epochs", type=int, default=4, metavar="N")
     parser.add_argument("--save-every", type=int, metavar="N", help="save a state every N steps too")
     parser.add_argument("--max-steps", type=int, metavar="N", help="end after N steps")
     parser.add_argument("--resume", action="store_true", help="go on from the newest state under --root")
