@@ -143,14 +143,16 @@ def _check_together(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
                 "{'optimizer': ..., 'frequency': 1}; or set self.automatic_optimization = False."
             )
     seen: set[Tensor] = set()
-    for p in (p for optimizer in optimizers for p in dict.fromkeys(parameters_of(optimizer))):
-        if p in seen:
-            name = names_of(module).get(p, "one outside the module")  # pyright: ignore[reportArgumentType, reportCallIssue]
+    for optimizer in optimizers:
+        mine = parameters_of(optimizer)
+        if not seen.isdisjoint(mine):
+            both: Any = next(p for p in mine if p in seen)
+            name = names_of(module).get(both, "one outside the module")
             raise HookError(
                 f"configure_optimizers: the parameter {name} is in two optimizers that step together from one loss. "
                 "Leave it to one of them; or give each a turn: {'optimizer': ..., 'frequency': 1}."
             )
-        seen.add(p)
+        seen.update(mine)
 
 
 def wants_closure(optimizer: Optimizer | None) -> bool:

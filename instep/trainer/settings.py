@@ -266,6 +266,14 @@ ATTRIBUTES = frozenset(field.name for field in fields(Settings)) - {"strategy", 
 """Arguments that `trainer.<name> = ...` sets by `change`."""
 
 
+def no_attribute(name: str) -> AttributeError:
+    """Make the error for an attribute that the Trainer does not have, and say what to do where it is Lightning's."""
+    from instep.utils.porting import ATTRIBUTES  # late: only an error reads these tables
+
+    hint = None if name.startswith("_") else ATTRIBUTES["Trainer"].get(name)
+    return AttributeError(f"Trainer has no attribute {name!r}{f': {hint}' if hint else ''}")
+
+
 def change(settings: Settings, name: str, value: Any) -> Settings:
     """Return the settings with another value of one argument, for the runs to come.
 

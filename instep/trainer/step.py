@@ -216,13 +216,15 @@ def _zero_grad(ctx: RunContext, turn: Turn) -> Callable[[], Any]:
 
 def _of_turn(ctx: RunContext, turn: Turn, train: Step) -> Step:
     """Let gradients reach none of the parameters that belong to the other optimizers alone, while `train` runs."""
-    mine = {p for optimizer in turn.optimizers for p in parameters_of(optimizer)}
-    others = dict.fromkeys(p for optimizer in ctx.optimizers for p in parameters_of(optimizer) if p not in mine)
+    mine = set(_parameters(turn.optimizers))
+    others = set(_parameters(ctx.optimizers)) - mine
 
     def run(batch: Any, batch_idx: int) -> Any:
-        frozen = [p for p in others if p.requires_grad]
-        for p in frozen:
-            p.requires_grad = False
+        frozen: list[Tensor] = []
+        for p in others:
+            if p.requires_grad:
+                p.requires_grad = False
+                frozen.append(p)
         try:
             return train(batch, batch_idx)
         finally:
@@ -336,7 +338,11 @@ def _clip_function(ctx: RunContext, optimizers: Sequence[Optimizer]) -> Callable
     if value is None:
         return None
     gradients = ctx.strategy.gradients
-    return lambda: gradients.clip([p for o in optimizers for p in parameters_of(o)], value, algorithm)
+    return lambda: gradients.clip(_parameters(optimizers), value, algorithm)
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [p for optimizer in optimizers for p in parameters_of(optimizer)]
 
 
 # ---- manual optimization

@@ -38,7 +38,7 @@ from instep.trainer.module import TrainModule
 from instep.trainer.optimizers import LRSchedulerConfig
 from instep.trainer.plugins import change_in_run, check_data, check_module, default_callbacks, need_loaders
 from instep.trainer.run_folder import RunFolder
-from instep.trainer.settings import ATTRIBUTES, change, check_value, resolve
+from instep.trainer.settings import ATTRIBUTES, change, check_value, no_attribute, resolve
 from instep.trainer.step import manual_backward
 from instep.types import Location, PathLike, ReadOnly
 from instep.utils.paths import to_path
@@ -481,7 +481,7 @@ class Trainer:
         # Arguments can be read under their own names; only what is no attribute comes here.
         settings = self.__dict__.get("settings")
         if settings is None or not hasattr(settings, name):
-            raise AttributeError(f"Trainer has no attribute {name!r}")
+            raise no_attribute(name)
         return getattr(settings, name)
 
     # ---- saving and triggers
