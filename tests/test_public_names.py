@@ -52,6 +52,7 @@ PUBLIC = {
         "LiveProgressBar",
         "ModelCheckpoint",
         "ModelSummary",
+        "OnExceptionCheckpoint",
         "OptunaPruning",
         "PredictionWriter",
         "ProgressBar",

@@ -24,6 +24,7 @@ _HOME = {
     "LiveProgressBar": "progress",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
+    "OnExceptionCheckpoint": "on_exception_checkpoint",
     "OptunaPruning": "optuna_pruning",
     "PredictionWriter": "prediction_writer",
     "ProgressBar": "progress",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from instep.callbacks.monitors.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from instep.callbacks.monitors.spike_detection import SpikeDetection as SpikeDetection
     from instep.callbacks.monitors.throughput_monitor import ThroughputMonitor as ThroughputMonitor
+    from instep.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from instep.callbacks.optuna_pruning import OptunaPruning as OptunaPruning
     from instep.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from instep.callbacks.prediction_writer import PredictionWriter as PredictionWriter

@@ -52,6 +52,7 @@ class BatchSizeFinder(Callback):
     """
 
     SUPPORTED_MODES = _MODES
+    runs_first = True
 
     def __init__(
         self,

@@ -161,6 +161,7 @@ class LearningRateFinder(Callback):
     """
 
     SUPPORTED_MODES = _MODES
+    runs_first = True
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from instep.callbacks.base import Callback, acts_now
 from instep.checkpoint import names, retention
 from instep.checkpoint.edge import check, count, flag, none_or, number, text
 from instep.checkpoint.retention import Retention, Saved
+from instep.distributed.after_error import all_arrive
 from instep.errors import CorruptCheckpointError, NonFiniteError, Preempted, SettingError, UsageError
 from instep.types import Location
 from instep.utils.checks import FLAG, METRIC, Check, at_least, choice, or_none, wrong
@@ -392,7 +393,7 @@ class ModelCheckpoint(Callback):
             self._record(trainer, pending[0].path, pending[1])
         if not self.save_on_exception or isinstance(exception, Preempted | NonFiniteError) or trainer.global_step == 0:
             return
-        if trainer.all_ranks_arrive(timeout_s=10.0):
+        if all_arrive(timeout_s=10.0):
             kind = "weights" if self.save_weights_only else "exception"
             name = self._name(trainer)
             path = trainer.save_to(self.own_folder, name, weights_only=self.save_weights_only, kind=kind)

@@ -364,6 +364,10 @@ class Strategy:
         """
         return load_optimizer_state(self.module, optimizer, map_leaves(whole, tree), strict)
 
+    def holds_all(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Return whether this rank holds the whole state, and gives it without the others. Local."""
+        return False
+
     def local_shards(self, tree: Any) -> Any:
         """Return the shards of a state that this rank writes. Local.
 

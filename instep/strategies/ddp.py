@@ -393,6 +393,9 @@ class DDPStrategy(Strategy):
     def load_optimizer_state(self, optimizer: Optimizer, tree: Mapping[str, Any], strict: bool = True) -> list[str]:
         return load_part(self.module, optimizer, tree, strict)
 
+    def holds_all(self, optimizers: Sequence[Optimizer]) -> bool:
+        return not self.sharded and self._local_sgd is None and not any(map(is_divided, optimizers))
+
     def local_shards(self, tree: Any) -> Any:
         if PartialState().is_main_process:
             return tree

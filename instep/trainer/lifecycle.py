@@ -35,7 +35,14 @@ from instep.trainer.devices import connect, device_of, grace_period, torch_flags
 from instep.trainer.hooks import HookTable, ModuleHooks, is_overridden
 from instep.trainer.loaders import Loaders
 from instep.trainer.module import TrainModule
-from instep.trainer.plugins import add_module_callbacks, check_hooks, draw_graphs, saves, start_loggers
+from instep.trainer.plugins import (
+    add_module_callbacks,
+    check_hooks,
+    draw_graphs,
+    saves,
+    start_loggers,
+    writes_checkpoints,
+)
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer
@@ -90,7 +97,8 @@ def _connect(ctx: RunContext, loaders: dict[str, Any]) -> None:
     trainer, settings = ctx.trainer, ctx.settings
     process = connect(settings)
     if trainer._seed is None:
-        trainer._seed = int(broadcast_object(torch.initial_seed() & (2**63 - 1)))
+        seed = torch.initial_seed() & (2**63 - 1)
+        trainer._seed, trainer.run_id = broadcast_object((seed, trainer.run_id))  # any rank may save after an error
     ctx.world_size, ctx.rank = process.num_processes, process.process_index
     ctx.device = ctx.clock.device = device_of(settings, process, trainer._environment)
     ctx.triggers = Triggers(settings.trigger_every)
@@ -177,7 +185,7 @@ def _set_up(ctx: RunContext) -> None:
 def _lease_folders(ctx: RunContext) -> None:
     """Take the folders that this fit will save checkpoints in, as far as they are known."""
     for callback in ctx.callbacks if ctx.fn == "fit" else ():
-        if saves(callback):
+        if writes_checkpoints(callback):
             folder: Path | None = getattr(callback, "own_folder", None) or ctx.trainer.run_folder.checkpoints
             if folder is not None:
                 ctx.lease_folder(folder)
@@ -216,7 +224,7 @@ def _close(ctx: RunContext, error: BaseException | None) -> None:
         ctx.trainer.state.status = TrainerStatus.INTERRUPTED
     undo: list[Callable[[], Any]] = [
         lambda: _close_saver(ctx, error),
-        *([] if error is None else [lambda: _call_on_exception(ctx, error)]),
+        *([] if error is None else [partial(hook, error) for hook in _exception_hooks(ctx)]),
         lambda: _call_teardown(ctx),
         ctx.trainer.profiler.describe,
         lambda: ctx.trainer.profiler.teardown(ctx.fn),
@@ -268,11 +276,10 @@ def _close_saver(ctx: RunContext, error: BaseException | None) -> None:
         saver.close(None if error is None else 0.0 if stop else LAST_SAVE_S)
 
 
-def _call_on_exception(ctx: RunContext, error: BaseException) -> None:
-    for hook in HookTable(ctx.trainer, ctx.module, ctx.callbacks).of_callbacks("on_exception"):
-        hook(error)
-    if ctx.datamodule is not None:
-        ctx.datamodule.on_exception(error)
+def _exception_hooks(ctx: RunContext) -> list[Callable[[BaseException], Any]]:
+    """List the hooks that are told of an error, each even if another fails: the callbacks', then the datamodule's."""
+    hooks = HookTable(ctx.trainer, ctx.module, ctx.callbacks).of_callbacks("on_exception")
+    return [*hooks, *([] if ctx.datamodule is None else [ctx.datamodule.on_exception])]
 
 
 def _call_teardown(ctx: RunContext) -> None:

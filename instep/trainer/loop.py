@@ -24,7 +24,7 @@ from instep.trainer.hooks import Hook, is_overridden
 from instep.trainer.log import MetricLog, metric_states, restore_metric_states
 from instep.trainer.module import TrainModule, takes_batches
 from instep.trainer.optimizers import TrainOptimizer, configure, step_schedulers
-from instep.trainer.plugins import saves
+from instep.trainer.plugins import saves, writes_checkpoints
 from instep.trainer.step import detached_outputs, make_step, manual_optimizer_step, optimizer_step
 from instep.utils.seed import rng_state, set_rng_state
 from instep.utils.warn import warn_user
@@ -187,7 +187,7 @@ def check_saving(ctx: RunContext) -> None:
 
     The `state_dict` and `on_save_checkpoint` of callbacks and modules are called once for this.
     """
-    if ctx.trainer.checkpoint_callback is not None:
+    if any(map(writes_checkpoints, ctx.callbacks)):
         run_state.dry_run(ctx)
 
 

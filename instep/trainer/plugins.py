@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points  # the strategies' registry has loaded it
 from types import CodeType
 from typing import Any
 
@@ -17,7 +13,7 @@ from instep.trainer.context import RunContext
 from instep.trainer.hooks import LOADERS, ModuleHooks, is_overridden, misspelt, nearest, own_methods
 from instep.trainer.module import TrainModule
 from instep.trainer.settings import Settings, check_value
-from instep.utils.checks import constructor_call, read_flag
+from instep.utils.checks import constructor_call
 from instep.utils.seed import isolate_rng
 from instep.utils.warn import warn_user
 
@@ -97,6 +93,11 @@ def saves(callback: Callback) -> bool:
     return hasattr(callback, "save_now")
 
 
+def writes_checkpoints(callback: Callback) -> bool:
+    """Return whether a callback writes checkpoints: a ModelCheckpoint, or one that does so after an error."""
+    return saves(callback) or hasattr(callback, "own_folder")
+
+
 def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
     """Sort callbacks as they run: what sets the run up first, what writes checkpoints last, since it saves the others.
 
@@ -106,7 +107,7 @@ def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
     def place(callback: Callback) -> int:
         if getattr(type(callback), "runs_first", False):
             return 0
-        return 2 if saves(callback) else 3 if hasattr(callback, "own_folder") else 1
+        return 2 if saves(callback) else 3 if writes_checkpoints(callback) else 1
 
     return sorted(callbacks, key=place)
 
@@ -151,6 +152,8 @@ def default_callbacks(settings: Settings, given: Mapping[str, Any]) -> list[Call
         callbacks.append(room.LiveProgressBar())
     if settings.enable_checkpointing and not any(map(saves, callbacks)):
         callbacks.append(room.ModelCheckpoint())
+    from instep.callbacks.external import external_callbacks  # late: importing the Trainer does not pay for it
+
     callbacks += external_callbacks()
     _check_bars(callbacks)
     return in_order(callbacks)
@@ -175,61 +178,6 @@ def _check_bars(callbacks: Iterable[Callback]) -> Any:
             field="callbacks",
         )
     return bars[0] if bars else None
-
-
-EXTERNAL = "instep.callbacks_factory"
-"""Group of the entry points by which installed packages add callbacks to every Trainer."""
-_EXTERNAL_OFF = "INSTEP_EXTERNAL_CALLBACKS"
-
-
-def external_callbacks() -> list[Callback]:
-    """Make the callbacks of installed packages: each entry point is a function that returns a callback or several.
-
-    Raises:
-        SettingError: one cannot be loaded, raises, or returns something else; names the distribution.
-    """
-    switch = os.environ.get(_EXTERNAL_OFF, "1")
-    try:
-        if not read_flag(switch):
-            return []
-    except ValueError:
-        raise SettingError(f"{_EXTERNAL_OFF}={switch!r}: expected 1 or 0", field=_EXTERNAL_OFF, got=switch) from None
-    found: list[Callback] = []
-    for entry in _external(tuple((path, _changed(path)) for path in sys.path)):
-        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "?"
-        told = f"the entry point {entry.name} = {entry.value} of the installed package {package}"
-        advice = f"Mend or uninstall the package, or set {_EXTERNAL_OFF}=0 to do without all such callbacks."
-        try:
-            made = entry.load()()
-        except Exception as error:
-            raise SettingError(
-                f"{told} (group {EXTERNAL}) made no callback: {type(error).__name__}: {error}. {advice}",
-                field="callbacks",
-            ) from error
-        several = list(made) if isinstance(made, list | tuple) else [made]
-        for callback in several:
-            if not isinstance(callback, Callback):
-                raise SettingError(
-                    f"{told} (group {EXTERNAL}) returned {callback!r}, which is no Callback. {advice}",
-                    field="callbacks",
-                    got=callback,
-                )
-            callback._origin = f"of {package}"
-        found += several
-    return found
-
-
-@lru_cache(maxsize=1)
-def _external(_: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
-    """Find the entry points; the next Trainer pays 4 ms for it again only where a folder of packages has changed."""
-    return tuple(entry_points(group=EXTERNAL))
-
-
-def _changed(path: str) -> int:
-    try:
-        return os.stat(path or ".").st_mtime_ns
-    except OSError:  # no folder, as a zip file that is gone
-        return 0
 
 
 def add_module_callbacks(callbacks: list[Callback], module: TrainModule) -> list[Callback]:

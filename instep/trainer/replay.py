@@ -183,7 +183,9 @@ class _Recorder(Callback):
     def _end(self, trainer: Trainer) -> NoReturn:
         """End at once: neither hooks nor the rest of the program may act on a run that only repeats another."""
         self._file.close()
-        trainer.all_ranks_arrive(_ALL_ARRIVE_S)
+        from instep.distributed.after_error import all_arrive  # late: importing the Trainer does not pay for it
+
+        all_arrive(_ALL_ARRIVE_S)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch's DataLoader raises here for a worker that is killed
         for worker in multiprocessing.active_children():
             worker.kill()

@@ -45,7 +45,7 @@ from instep.health.run_status import (
 from instep.loggers.folders import RUNS, folder_name, is_free, is_run, leads_out, next_version, runs_in
 from instep.state.environment import read_job
 from instep.trainer.context import RunContext
-from instep.trainer.plugins import saves
+from instep.trainer.plugins import saves, writes_checkpoints
 from instep.trainer.weights import check_full, saved_run
 from instep.utils.paths import to_path
 from instep.utils.process_id import this_process
@@ -134,6 +134,23 @@ class RunFolder:
         return (None, None) if reader is None else (reader.path, saved_run(reader))
 
     def _resolve(self, ctx: RunContext, ckpt_path: str) -> Reader | None:
+        apart = [each.own_folder for each in ctx.callbacks if writes_checkpoints(each) and not saves(each)]  # type: ignore[attr-defined]
+        if ckpt_path == "best" or not apart:
+            return self._resolve_regular(ctx, ckpt_path)
+        kind = None if ctx.fn != "fit" or (ctx.parts is not None and ctx.parts.weights_only) else "full"
+        after_errors = [
+            found for folder in apart if (found := checkpoint.CheckpointStore(folder).newest_verified(kind)) is not None
+        ]
+        try:
+            regular = self._resolve_regular(ctx, ckpt_path)
+        except CheckpointNotFoundError:
+            if not after_errors:
+                raise
+            regular = None
+        every = [*([] if regular is None else [regular]), *after_errors]
+        return max(every, key=lambda found: found.manifest.step, default=None)  # of one step the regular one
+
+    def _resolve_regular(self, ctx: RunContext, ckpt_path: str) -> Reader | None:
         weights = ctx.fn != "fit" or (ctx.parts is not None and ctx.parts.weights_only)
         kind = None if weights else "full"
         callback = ctx.trainer.checkpoint_callback
@@ -575,7 +592,7 @@ def _newest(ctx: RunContext, job: str) -> Reader | None:
     runs = [own.path] if own.path else on_rank_zero(lambda: own.runs_of(job), f"looking in {own.base}")
     folders: dict[Path, Path | None] = {}
     for callback in ctx.callbacks:
-        if saves(callback):
+        if writes_checkpoints(callback):
             chosen = getattr(callback, "own_folder", None)
             folders |= {chosen: None} if chosen else {path / "checkpoints": path for path in runs}
     newest, of_run = None, None

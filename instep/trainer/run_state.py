@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from instep.loggers.base import Logger
 
 
-def _collect(ctx: RunContext, weights_only: bool = False) -> RunState:
+def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) -> RunState:
     """Collect this rank's state of the run. Collective; hooks of the user's are called, and may fail on one rank only.
 
     Args:
         ctx: the run.
         weights_only: leave out all that only a resumed run needs.
+        alone: collect all of the state here, as a run of one process would, and wait for nobody.
     """
     trainer, strategy = ctx.trainer, ctx.strategy
     trainer.metrics.log_steps(ctx.log.bring_to_host(ctx.position.global_step))  # before the loggers' state
@@ -51,12 +52,13 @@ def _collect(ctx: RunContext, weights_only: bool = False) -> RunState:
     if averaged is not None:
         averaged = {name: value for name, value in averaged.items() if name in live}
     plain = {**live, **averaged} if averaged is not None and ctx.plain_weights == "averaged" else live
-    weights = strategy.local_shards(plain)
+    local = (lambda tree: tree) if alone else strategy.local_shards
+    weights = local(plain)
     shared: dict[str, Any] = {
         "instep_version": __version__,
         "epoch": ctx.position.epoch,
         "global_step": trainer.global_step,
-        "world_size": ctx.world_size,
+        "world_size": 1 if alone else ctx.world_size,
         "data_world_size": strategy.data_world_size,
         "hyper_parameters": view.pop("hyper_parameters"),
         "hparams_name": view.pop("hparams_name"),
@@ -68,9 +70,9 @@ def _collect(ctx: RunContext, weights_only: bool = False) -> RunState:
         return state
     if averaged is not None:
         kind, second = ("averaged", averaged) if plain is live else ("live", {name: live[name] for name in averaged})
-        shards = strategy.local_shards(second)
+        shards = local(second)
         state.other = {} if shards is None else {kind: clean_names(shards)}
-    state.optimizers = strategy.local_shards(optimizers) or None
+    state.optimizers = local(optimizers) or None
     strategy.gradients.update_scaler()
     shared |= {
         "run_id": trainer.run_id,
@@ -146,7 +148,7 @@ def by_class(loggers: list[Logger]) -> dict[tuple[str, int], Logger]:
 _COLLECTING = "collecting the state of the run"
 
 
-def _about(ctx: RunContext, weights_only: bool, info: dict[str, Any]) -> dict[str, Any]:
+def about(ctx: RunContext, weights_only: bool, info: dict[str, Any]) -> dict[str, Any]:
     """JSON values for the manifest."""
     kind = "weights" if weights_only else "full"
     job = {} if ctx.fit_of_job is None else {"job": ctx.fit_of_job}  # by which a restarted job finds it
@@ -166,14 +168,14 @@ def save(
         weights_only: leave out all that only a resumed run needs.
         info: what the manifest says beside: monitor, mode, score; or another kind.
     """
-    with _saving(ctx):
+    with saving(ctx):
         _prepare(ctx, store, weights_only)
         with together(_COLLECTING):
-            state = _collect(ctx, weights_only)
+            state = collect(ctx, weights_only)
         path = store.save(
             ctx.position.global_step,
             state.write,
-            info=_about(ctx, weights_only, info),
+            info=about(ctx, weights_only, info),
             name=name,
             run_id=ctx.trainer.run_id,
         )
@@ -201,14 +203,14 @@ def save_later(
         info: what the manifest says beside.
     """
     saver = ctx.saver = ctx.saver or checkpoint.BackgroundSaver()
-    with _saving(ctx):
+    with saving(ctx):
         _prepare(ctx, store, weights_only)
-        recorder = record(saver, lambda writer: _collect(ctx, weights_only).write(writer), _COLLECTING)
+        recorder = record(saver, lambda writer: collect(ctx, weights_only).write(writer), _COLLECTING)
     pending = saver.start(
         store,
         ctx.position.global_step,
         recorder,
-        info=_about(ctx, weights_only, info),
+        info=about(ctx, weights_only, info),
         name=name,
         run_id=ctx.trainer.run_id,
         to_delete=to_delete,
@@ -226,14 +228,14 @@ def finish(ctx: RunContext, pending: PendingSave) -> Path:
     Raises:
         BaseException: the save's error, on all ranks.
     """
-    with _saving(ctx):
+    with saving(ctx):
         path = pending.outcome(RankGroup())
         _tell(ctx, path, pending.weights_only)
     return path
 
 
 @contextmanager
-def _saving(ctx: RunContext) -> Iterator[None]:
+def saving(ctx: RunContext) -> Iterator[None]:
     """Tell the profiler, the run's clock and the heartbeat that the run saves."""
     with ctx.trainer.profiler.profile("save_checkpoint"), ctx.clock.within("saving"), ctx.heartbeat.within("save"):
         yield
@@ -272,7 +274,7 @@ def dry_run(ctx: RunContext) -> None:
         UnsavableStateError: names the owner and the key.
     """
     with together(_COLLECTING):
-        state = _collect(ctx)
+        state = collect(ctx)
     with together("checking that the run can be saved"):
         try:
             state.check()

@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,7 +17,7 @@ from instep import checkpoint  # its names load when used
 from instep.callbacks.base import Callback
 from instep.data import DataModule
 from instep.data.plan import rank_weight
-from instep.distributed import broadcast_object, control_group
+from instep.distributed import broadcast_object
 from instep.errors import UsageError
 from instep.loggers.base import Logger
 from instep.profilers import Profiler, ProfilerName, make_profiler
@@ -554,16 +553,15 @@ class Trainer:
         """Main process's value on every rank: for decisions that all must take alike. Collective."""
         return broadcast_object(value)
 
-    def all_ranks_arrive(self, timeout_s: float) -> bool:
-        """Return whether every rank gets here within `timeout_s`, after an error. No rank waits longer."""
-        group = control_group()
-        if group is None:
-            return True
-        try:
-            torch.distributed.monitored_barrier(group, timeout=timedelta(seconds=timeout_s))
-        except RuntimeError:
-            return False
-        return True
+    def save_after(self, error: BaseException, dirpath: Path | None, name: str | None) -> Path | None:
+        """Save the run that an error has ended; what `OnExceptionCheckpoint` does. Arguments as in `save_to`.
+
+        Returns:
+            The folder; None where the other processes do not come, and this one does not hold the whole state.
+        """
+        from instep.trainer.salvage import save_after  # late: only a run that fails pays for it
+
+        return save_after(self._run, self._store(dirpath), error, name)
 
     resumed_from: ReadOnly[Reader | None] = ReadOnly(
         lambda t: t._ctx and t._ctx.continues, "Checkpoint that the running fit was resumed from."

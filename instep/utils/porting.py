@@ -59,7 +59,8 @@ MOVED = {
                 "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "BatchSizeFinder", "Callback",
                 "DeviceStatsMonitor", "EarlyStopping", "EarlyStoppingReason", "GradientAccumulationScheduler",
                 "LambdaCallback", "LearningRateFinder", "LearningRateMonitor", "ModelCheckpoint",
-                "ModelSummary", "ProgressBar", "RichModelSummary", "RichProgressBar", "RichProgressBarTheme",
+                "ModelSummary", "OnExceptionCheckpoint", "ProgressBar", "RichModelSummary", "RichProgressBar",
+                "RichProgressBarTheme",
                 "SpikeDetection", "TQDMProgressBar", "ThroughputMonitor", "Timer", "summarize",
                 "EMAWeightAveraging", "StochasticWeightAveraging", "WeightAveraging",
             )
@@ -184,7 +185,6 @@ _OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger wit
 ADVICE = {
     "measure_flops": "instep.callbacks.ThroughputMonitor counts; torch.utils.flop_counter.FlopCounterMode does by hand",
     **dict.fromkeys(("SWA", "EMA"), _AVERAGING),
-    "OnExceptionCheckpoint": "use ModelCheckpoint(save_on_exception=True)",
     "from_compiled": "give the Trainer what torch.compile(module) returned, or write module.compile()",
     "to_uncompiled": "make the module anew and load its weights: a compiled one stays compiled",
     "MisconfigurationException": "instep raises instep.errors.SettingError, a ValueError",

@@ -1,0 +1,100 @@
+"""A checkpoint of a run that an exception ends, from which the same command goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from instep.callbacks.base import Callback
+from instep.checkpoint.names import base_name
+from instep.checkpoint.scan import read_or_say
+from instep.checkpoint.store import CheckpointStore
+from instep.errors import NonFiniteError, Preempted, SettingError
+from instep.types import Location
+from instep.utils.paths import to_path
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.callbacks.base import Trainer, TrainModule
+
+
+class OnExceptionCheckpoint(Callback):
+    """Save a checkpoint when an exception ends fit, so that nothing since the last regular one is lost.
+
+    `ckpt_path="auto"` and `"last"` resume from it where it is the newest, with a `ModelCheckpoint` beside it or
+    without, and so does a job that its launcher starts again. It holds the state after the last optimizer step. What
+    came out of an optimizer's step may be half a step: that is kept as a checkpoint that only its path resumes. If the
+    batch that failed had drawn random numbers, or run through a BatchNorm, it does so a second time.
+
+    With several processes all of them save together. Where only some have failed, which the others cannot know, those
+    save on their own if each process holds the whole state (`ddp`): other strategies have their regular checkpoints.
+
+    It is deleted once the same run, resumed, has ended well and has a newer checkpoint that verifies. What a
+    preemption ends has been saved already, and a NonFiniteError's state is not worth it.
+
+    Args:
+        dirpath: a folder or URL. It may be shared with a `ModelCheckpoint`.
+        filename: the checkpoint's name; an attempt number follows.
+
+    Raises:
+        SettingError: `filename` is empty, or gives no name of a folder.
+
+    Example:
+        >>> OnExceptionCheckpoint("checkpoints").filename
+        'on_exception'
+    """
+
+    runs_last = True
+
+    def __init__(self, dirpath: Location, filename: str = "on_exception") -> None:
+        if not filename:
+            raise SettingError("The filename cannot be empty", field="filename", got=filename)
+        base_name(0, filename)
+        self.own_folder: Path = to_path(dirpath).absolute()
+        self.filename = filename
+        self.saved_path = ""
+        """The checkpoint that the last run's exception left; "" while there is none."""
+
+    @property
+    def dirpath(self) -> str:
+        """The folder of its checkpoints."""
+        return str(self.own_folder)
+
+    @property
+    def ckpt_path(self) -> str:
+        """The checkpoint's name in its folder; `ckpt_path=` finds the newest attempt of it."""
+        return str(self.own_folder / self.filename)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        begun = trainer.state.fn == "fit" and trainer.progress.stage is not None and trainer.global_step > 0
+        if not begun or isinstance(exception, Preempted | NonFiniteError):
+            return
+        path = trainer.save_after(exception, self.own_folder, self.filename)
+        if path is None:
+            warn_user("no checkpoint of the failed run: not all processes got to saving it, and none holds all of it")
+            return
+        self.saved_path = str(path)
+        said = f"Saved {path} of the run that failed. To go on, run it again with ckpt_path='auto'."
+        print(said, flush=True)  # noqa: T201  on whatever rank did it
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Delete what this run's exceptions left, once a newer checkpoint of a ModelCheckpoint has verified."""
+        newer, old = trainer.agree(self._superseded(trainer) if trainer.is_global_zero else ("", []))
+        if old and not trainer.verify_checkpoint(Path(newer)):
+            for path in old:
+                trainer.delete_checkpoint(Path(path))
+            self.saved_path = ""
+
+    def _superseded(self, trainer: Trainer) -> tuple[str, list[str]]:
+        """Find the newest checkpoint of a ModelCheckpoint, and those of this run's exceptions that are not newer."""
+        paths = [each.last_model_path for each in trainer.checkpoint_callbacks if each.last_model_path]
+        regular = [(found.step, path) for path in paths if (found := read_or_say(to_path(path))[0]) is not None]
+        step, newest = max(regular, default=(-1, ""))
+        old = [
+            str(info.path)
+            for info in CheckpointStore(self.own_folder).scan()
+            if info.path.name.rpartition("-")[0] == self.filename
+            and info.manifest.run_id == trainer.run_id
+            and info.step <= step
+        ]
+        return newest, old

@@ -1,0 +1,56 @@
+"""What a rank can still do with the others, or without them, once an error has ended its run."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed import irecv, isend
+
+from instep.distributed.rank_zero import RankGroup
+from instep.state import PartialState
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+
+class Alone(RankGroup):
+    """This process as a group of its own, for when the others may be gone."""
+
+    def rank_and_size(self) -> tuple[int, int]:
+        return 0, 1
+
+
+_HERE, _ALL_HERE = 7_301, 7_302  # tags that nothing else has: a rank that is elsewhere must not take them for its own
+
+
+def all_arrive(timeout_s: float) -> bool:
+    """Return whether every rank gets here within `timeout_s`, after an error. No rank waits much longer.
+
+    Not by `monitored_barrier`, in which all but the first rank wait as long as the group does: half an hour. After
+    False the control group is closed.
+    """
+    group = PartialState().control_group
+    if group is None:
+        return True
+    deadline_s = time.monotonic() + timeout_s
+    word = torch.zeros(1)
+    try:
+        if group.rank() != 0:
+            _finish(isend(word, 0, group, _HERE), deadline_s)
+            _finish(irecv(word, 0, group, _ALL_HERE), deadline_s + 1.0)  # the first rank's clock may be behind
+            return True
+        for each in [irecv(torch.zeros(1), rank, group, _HERE) for rank in range(1, group.size())]:
+            _finish(each, deadline_s)
+        for each in [isend(word, rank, group, _ALL_HERE) for rank in range(1, group.size())]:
+            _finish(each, deadline_s + 1.0)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _finish(work: Work | None, deadline_s: float) -> None:
+    assert work is not None, "this rank is one of the group"
+    work.wait(timedelta(seconds=max(0.01, deadline_s - time.monotonic())))
