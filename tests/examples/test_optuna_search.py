@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.spawn import run_command
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "optuna_search.py"
+
+
+@pytest.mark.optuna
+@pytest.mark.dist
+@pytest.mark.parametrize("launch", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]], ids=["1", "2"])
+def test_it_searches(launch: list[str], tmp_path: Path) -> None:
+    done = run_command([sys.executable, *launch, str(EXAMPLE), "--smoke"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"3 trials, (\d) pruned; best loss ([\d.]+) with", done.stdout)
+    assert found, done.stdout
+    assert float(found[2]) < 0.5
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,58 @@
+"""Two ranks: the same answer, nothing left of the steps, and no rank that waits for one whose memory ran out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep import Tuner, seed_everything
+from instep.callbacks import BatchSizeFinder, LearningRateFinder
+from tests.helpers.spawn import run_ranks
+from tests.trainer.trials.toys import Data, Model, different, quiet, trained
+
+
+def _trained(strategy: str, where: str, find: str, size: int = 4, lr: float = 0.1) -> tuple[dict[str, Any], int, float]:
+    seed_everything(1)
+    module, data = Model(lr, limit=20, where=where, on_rank=1), Data(size)
+    rates = LearningRateFinder(num_training_steps=25)
+    callbacks: dict[str, Any] = {"size": BatchSizeFinder("binsearch"), "rate": rates}
+    trainer = quiet(
+        max_epochs=1,
+        devices=2,
+        strategy=strategy,
+        accumulate_grad_batches=2,
+        callbacks=[callbacks[find]] if find in callbacks else [],
+    )
+    if find == "tuned":
+        Tuner(trainer).scale_batch_size(module, datamodule=data, mode="binsearch")
+    elif find == "tuned rate":
+        Tuner(trainer).lr_find(module, datamodule=data, num_training=25)
+    return trained(trainer, module, data), data.hparams.batch_size, module.hparams.lr
+
+
+def _rank(strategy: str, folder: Path, where: str, size: str, rate: str) -> Any:
+    os.chdir(folder)
+    one, found, _ = _trained(strategy, where, size)
+    other, _, _ = _trained(strategy, where, "", found)
+    same_at_size = different(one, other)
+    one, _, lr = _trained(strategy, "", rate)
+    other, _, _ = _trained(strategy, "", "", lr=lr)
+    return found, same_at_size, lr, different(one, other)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("strategy", "where", "size", "rate"),
+    [("ddp", "forward", "tuned", "rate"), ("fsdp", "backward", "size", "tuned rate")],
+)
+def test_all_ranks_agree(strategy: str, where: str, size: str, rate: str, tmp_path: Path) -> None:
+    first, second = run_ranks(_rank, 2, strategy, tmp_path, where, size, rate)
+    assert first == second
+    found, same_at_size, lr, same_at_rate = first
+    assert found == 19  # 20, where rank 1 runs out of memory, less 5 %
+    assert lr != 0.1
+    assert (same_at_size, same_at_rate) == ([], [])
+    assert list(tmp_path.rglob("*")) == []
