@@ -39,17 +39,17 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
     if request["package"] == "lightning":
         import lightning.pytorch as package
-        from lightning.pytorch.tuner import Tuner
+        from lightning.pytorch.tuner import Tuner as LightningTuner
 
         base: Any = package.LightningModule
         trainer_of: Callable[..., Any] = package.Trainer
+        tuner_of: Callable[..., Any] = LightningTuner
         for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
             logging.getLogger(name).setLevel(logging.ERROR)
     else:
         import instep
-        from instep import Tuner
 
-        base, trainer_of = instep.TrainModule, instep.Trainer
+        base, trainer_of, tuner_of = instep.TrainModule, instep.Trainer, instep.Tuner
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     digits: Any = load_digits()
@@ -82,7 +82,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
             max_epochs=20, accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False,
             enable_progress_bar=False,
         )  # fmt: skip
-        tuner: Any = Tuner(trainer)
+        tuner = tuner_of(trainer)
         started = time.perf_counter()
         if kind == "lr_find":
             found = tuner.lr_find(module)
