@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -28,28 +27,30 @@ MOST = 300  # samples of a batch that "fit into memory"
 SEARCHES = ("lr_find", "power", "binsearch")
 
 
-def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Search by one package in this process: answers, and seconds."""
+def classes_of(package: str) -> tuple[Any, Any, Any]:
+    """Return the package's module, Trainer and Tuner."""
     import logging
 
+    if package == "instep":
+        import instep
+
+        return instep.TrainModule, instep.Trainer, instep.Tuner
+    import lightning.pytorch as lightning
+    from lightning.pytorch.tuner import Tuner
+
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return lightning.LightningModule, lightning.Trainer, Tuner
+
+
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Search by one package in this process: answers, and seconds."""
     import torch
     from sklearn.datasets import load_digits
     from torch import Tensor, nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    if request["package"] == "lightning":
-        import lightning.pytorch as package
-        from lightning.pytorch.tuner import Tuner as LightningTuner
-
-        base: Any = package.LightningModule
-        trainer_of: Callable[..., Any] = package.Trainer
-        tuner_of: Callable[..., Any] = LightningTuner
-        for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-    else:
-        import instep
-
-        base, trainer_of, tuner_of = instep.TrainModule, instep.Trainer, instep.Tuner
+    base, trainer_of, tuner_of = classes_of(request["package"])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     digits: Any = load_digits()
