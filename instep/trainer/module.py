@@ -762,7 +762,7 @@ def accepted_arguments(step: Any, offered: tuple[str, ...], needed_only: int = 0
 
     parameters = [p for p in inspect.signature(step).parameters.values() if p.name not in passed]
     for p in parameters:
-        if p.name in STEP_ARGUMENTS and p.name not in offered and (p.default is p.empty or p.name != "hiddens"):
+        if p.name in STEP_ARGUMENTS and p.name not in offered and p.default is p.empty:
             name = getattr(step, "__qualname__", step)
             raise HookError(f"{name} has an argument {p.name}, which nothing passes: {STEP_ARGUMENTS[p.name]}")
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "AttributeDict": "hparams",
+    "HyperParameters": "hparams",
     "rank_zero_debug": "rank_zero",
     "rank_zero_deprecation": "rank_zero",
     "rank_zero_info": "rank_zero",
@@ -18,6 +19,7 @@ _HOME = {
 
 if TYPE_CHECKING:
     from instep.utils.hparams import AttributeDict as AttributeDict
+    from instep.utils.hparams import HyperParameters as HyperParameters
     from instep.utils.rank_zero import rank_zero_debug as rank_zero_debug
     from instep.utils.rank_zero import rank_zero_deprecation as rank_zero_deprecation
     from instep.utils.rank_zero import rank_zero_info as rank_zero_info

@@ -90,6 +90,7 @@ MOVED = {
         "ParallelStrategy": "instep.strategies.Strategy",
         "CombinedLoader": "instep.data.CombinedLoader",
         "AttributeDict": "instep.utils.AttributeDict",
+        "HyperparametersMixin": "instep.utils.HyperParameters",
         "TrainingSpikeException": "instep.errors.TrainingSpikeError",
         "grad_norm": "instep.callbacks.monitors.gradient_monitor.grad_norm",
         "isolate_rng": "instep.utils.seed.isolate_rng",

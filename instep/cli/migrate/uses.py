@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -59,15 +60,22 @@ def has_attribute(target: str, name: str) -> bool:
     return any(name in attributes(each) for each in classes)
 
 
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function or class; those of a dict are anything."""
+    if isinstance(function, type) and issubclass(function, dict):
+        return inspect.signature(lambda *args, **unknown_too: None).parameters
+    return inspect.signature(function).parameters
+
+
 def has_argument(function: Any, argument: str) -> bool:
     """Tell whether a function or class has an argument of this name."""
-    found = inspect.signature(function).parameters.get(argument)
+    found = _parameters(function).get(argument)
     return found is not None and found.kind is not found.VAR_KEYWORD
 
 
 def count_positional(function: Any) -> float:
     """Count the arguments that a function or class takes without a name; infinity for `*args`."""
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    parameters = [p for p in _parameters(function).values() if p.name != "self"]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return float("inf")
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
@@ -83,7 +91,7 @@ def refused(function: Any, argument: str) -> str | None:
     """
     if has_argument(function, argument):
         return None
-    parameters = inspect.signature(function).parameters
+    parameters = _parameters(function)
     others = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
     if others is None:
         return f"it takes {', '.join(name for name in parameters if name != 'self') or 'no arguments'}"
@@ -167,7 +175,7 @@ class Uses(cst.CSTVisitor):
             self.plan.todo(method.name, f"{name} is not called: {porting.ATTRIBUTES[kind][name]}")
         if name.endswith("_step"):
             for parameter in method.params.params:
-                if parameter.name.value in porting.STEP_ARGUMENTS:
+                if parameter.name.value in porting.STEP_ARGUMENTS and parameter.default is None:
                     text = porting.STEP_ARGUMENTS[parameter.name.value]
                     self.plan.todo(parameter, f"{name}({parameter.name.value}): {text}")
 
