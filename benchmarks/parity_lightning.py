@@ -17,6 +17,7 @@ use are stood in for by empty modules, in both.
 Repositories are cloned into `--sources` where they are not there.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -47,8 +48,6 @@ EPOCHS, SEED, LIMIT = 2, 7, 1e-6
 
 class _StandIn(types.ModuleType):
     """Module of a package that is imported and not used."""
-
-    __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -105,7 +104,7 @@ def train(case: Case, framework: str, out: Path) -> None:
             losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
 
     seed(SEED)
-    module, train_loader, val_loader = case.build(framework)
+    module, train_loader, val_loader = case.build()
     seed(SEED)
     folder = tempfile.mkdtemp()
     trainer = Trainer(
@@ -152,9 +151,9 @@ def copy(case: Case, sources: Path, folder: Path) -> str:
             shutil.copytree(checkout / source, place, ignore=shutil.ignore_patterns("__pycache__", "nursery", "mx"))
         else:
             shutil.copy(checkout / source, place)
-    for name in case.empty:  # `__init__` files that import parts which need further packages
+    for name, text in case.written:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("")
+        (folder / name).write_text(text, encoding="utf-8")
     edit(case, case.first, folder)
     head = subprocess.run(["git", "-C", str(checkout), "log", "-1", "--format=%h"], capture_output=True, text=True)
     return head.stdout.strip() or case.commit
@@ -178,6 +177,8 @@ def port(case: Case, folder: Path, env: dict[str, str]) -> dict[str, Any]:
         "lines_by_migrate": changed,
         "todo_by_migrate": sorted(set(todo)),
         "by_hand": [{"file": file, "was": old, "is": new} for file, old, new in case.by_hand],
+        "written": [name for name, _ in case.written],
+        "stand_ins": list(case.stand_ins),
         "first_for_lightning_2": [{"file": file, "was": old, "is": new} for file, old, new in case.first],
     }
 
@@ -224,10 +225,13 @@ def compare(case: Case, sources: Path, packages: list[str]) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Compare the cases, print a line for each and write all into a file of results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", help="names of modules; default: all")
     parser.add_argument("--sources", type=Path, default=Path("parity_sources"), help="folder of the repositories")
-    parser.add_argument("--packages", nargs="*", default=[], help="folders to import from; without one: what to install")
+    parser.add_argument(
+        "--packages", nargs="*", default=[], help="folders to import from; without one: what to install"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "parity_lightning.json")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()

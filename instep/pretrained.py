@@ -106,8 +106,8 @@ def config_of(values: Mapping[str, Any], hparams_name: str | None, class_name: s
 
 def _json_of(value: Any, name: str) -> Any:
     """Return a hyperparameter as JSON has it: what the types of the constructor's arguments lead back."""
-    if isinstance(value, Enum):
-        return value.name
+    if isinstance(value, Enum):  # pydantic knows members by their values, and our own reader by either
+        return value.value if isinstance(value.value, bool | int | str) else value.name
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float) and value - value == 0:  # neither inf nor nan, which JSON has not

@@ -51,10 +51,10 @@ def test_a_folder_has_safetensors_and_the_hyperparameters_and_comes_back(tmp_pat
     ]  # fmt: skip
     said = json.loads((folder / "config.json").read_text())
     assert (said["width"], said["sizes"], said["_instep"]["class"]) == (6, [1, 2], "Net")
-    assert said["options"] == {"where": "a/b", "colour": "RED", "dtype": "torch.float16"}
+    assert said["options"] == {"where": "a/b", "colour": 1, "dtype": "torch.float16"}
     back = Net.from_pretrained(folder, sizes=(3,))
     assert weights_of(back) == weights_of(module)
-    assert (back.hparams.width, back.hparams.sizes, back.hparams.options.colour) == (6, (3,), "RED")
+    assert (back.hparams.width, back.hparams.sizes, back.hparams.options.colour) == (6, (3,), 1)
 
     smaller = Net(3)
     smaller.save_pretrained(folder)  # over the larger one
@@ -187,6 +187,9 @@ def sharded(folder: str) -> tuple[list[str], str]:
     module = Toy(lr=0.2)
     trainer = quiet(max_epochs=1, strategy="fsdp", devices=2)
     trainer.fit(module, loader(16))
+    assert module.device_mesh is not None
+    everyone = module.all_gather(torch.tensor(module.global_rank), torch.distributed.group.WORLD)
+    assert everyone.tolist() == [0, 1]
     module.save_pretrained(f"{folder}/m")
     trainer.save_checkpoint(f"{folder}/c")
     with pytest.raises(UsageError, match="sharded over processes") as error:

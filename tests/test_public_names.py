@@ -238,6 +238,7 @@ PUBLIC = {
     "instep.trainer": ["RunningStage", "TrainModule", "Trainer", "TrainerFn", "TrainerState", "TrainerStatus"],
     "instep.utils": [
         "AttributeDict",
+        "HyperParameters",
         "rank_zero_debug",
         "rank_zero_deprecation",
         "rank_zero_info",

@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 PACKAGES = (
-    "lightning", "pytorch_lightning", "torchmetrics", "torch_geometric", "pandas", "rdkit", "gluonts", "toolz",
+    "lightning", "pytorch_lightning", "torchmetrics", "torch_geometric", "pandas", "rdkit", "gluonts==0.14.4", "toolz",
     "utilsforecast", "narwhals", "pytz", "python-dateutil", "tzdata", "six", "astartes", "xarray", "psutil", "aiohttp",
     "multidict", "yarl", "frozenlist", "propcache", "aiosignal", "attrs", "aiohappyeyeballs", "pyparsing", "requests",
-    "cloudpathlib", "configargparse", "scikit-base",
+    "cloudpathlib", "configargparse", "scikit-base", "multiprocess", "dill",
 )  # fmt: skip
 """What the modules import, beside torch and what instep's extras install."""
 
@@ -37,8 +37,9 @@ class Case:
         commit: of it.
         module: its LightningModule.
         files: what is copied of the repository, and where to.
-        build: makes the module, its training loader, and its validation loader or None; called with the framework.
-        empty: `__init__.py` files that are written empty, because they import parts that need more packages.
+        build: makes the module, its training loader, and its validation loader or None.
+        written: files that take the place of the repository's, with their content: empty `__init__.py` where it imports
+            parts that need more packages.
         stand_ins: packages that are imported and not used.
         first: changes made in both copies, because Lightning 2 does not run the module as it is: as `by_hand`.
         by_hand: changes made in the ported copy after `instep migrate --write`: file, what was there, what is.
@@ -51,8 +52,8 @@ class Case:
     commit: str
     module: str
     files: dict[str, str]
-    build: Callable[[str], Loaders]
-    empty: tuple[str, ...] = ()
+    build: Callable[[], Loaders]
+    written: tuple[tuple[str, str], ...] = ()
     stand_ins: tuple[str, ...] = ()
     first: tuple[tuple[str, str, str], ...] = ()
     by_hand: tuple[tuple[str, str, str], ...] = ()
@@ -86,7 +87,8 @@ def images(count: int, *shape: int) -> TensorDataset:
     )
 
 
-def lightning_hydra_template(framework: str) -> Loaders:
+def lightning_hydra_template() -> Loaders:
+    """Make the module of lightning_hydra_template, and its data."""
     from mnist_module import MNISTLitModule
     from simple_dense_net import SimpleDenseNet
 
@@ -95,7 +97,8 @@ def lightning_hydra_template(framework: str) -> Loaders:
     return module, DataLoader(images(320, 1, 28, 28), 32), DataLoader(images(64, 1, 28, 28), 32)
 
 
-def pytorch_vae(framework: str) -> Loaders:
+def pytorch_vae() -> Loaders:
+    """Make the module of pytorch_vae, and its data."""
     from experiment import VAEXperiment
     from models import VanillaVAE
 
@@ -104,7 +107,8 @@ def pytorch_vae(framework: str) -> Loaders:
     return module, DataLoader(images(32, 3, 64, 64), 8), None  # its validation draws pictures by torchvision
 
 
-def pytorch_geometric(framework: str) -> Loaders:
+def pytorch_geometric() -> Loaders:
+    """Make the module of pytorch_geometric, and its data."""
     from gin import Model
     from torch_geometric.data import Data
     from torch_geometric.loader import DataLoader as GraphLoader
@@ -117,7 +121,8 @@ def pytorch_geometric(framework: str) -> Loaders:
     return Model(8, 3), GraphLoader(graphs[:48], batch_size=8), GraphLoader(graphs[48:], batch_size=8)
 
 
-def chemprop(framework: str) -> Loaders:
+def chemprop() -> Loaders:
+    """Make the module of chemprop, and its data."""
     from chemprop import data, models
     from chemprop import nn as parts
 
@@ -132,7 +137,8 @@ def chemprop(framework: str) -> Loaders:
     return module, loader(data.MoleculeDataset(points[:40])), loader(data.MoleculeDataset(points[40:]))
 
 
-def gluonts(framework: str) -> Loaders:
+def gluonts() -> Loaders:
+    """Make the module of gluonts, and its data."""
     from gluonts.torch.model.deepar.lightning_module import DeepARLightningModule
 
     sizes = {"freq": "D", "context_length": 12, "prediction_length": 4, "hidden_size": 16, "lags_seq": [1, 2, 7]}
@@ -154,7 +160,8 @@ def gluonts(framework: str) -> Loaders:
     return module, DataLoader(Rows(rows[:32]), 8), DataLoader(Rows(rows[32:]), 8)
 
 
-def lag_llama(framework: str) -> Loaders:
+def lag_llama() -> Loaders:
+    """Make the module of lag_llama, and its data."""
     from gluonts.torch.distributions import StudentTOutput
     from lag_llama.gluon.lightning_module import LagLlamaLightningModule
 
@@ -177,13 +184,16 @@ def lag_llama(framework: str) -> Loaders:
     return module, DataLoader(Rows(rows[:32]), 8), DataLoader(Rows(rows[32:]), 8)
 
 
-def pytorch_forecasting(framework: str) -> Loaders:
+def pytorch_forecasting() -> Loaders:
+    """Make the module of pytorch_forecasting, and its data."""
     import pandas as pd
     from pytorch_forecasting.data import TimeSeriesDataSet
     from pytorch_forecasting.models.nbeats import NBeats
 
     values = torch.rand(4 * 60, generator=generator()).numpy()
-    frame = pd.DataFrame({"value": values, "time": list(range(60)) * 4, "group": sum(([g] * 60 for g in "abcd"), [])})
+    frame = pd.DataFrame(
+        {"value": values, "time": list(range(60)) * 4, "group": [g for g in "abcd" for _ in range(60)]}
+    )
     data = TimeSeriesDataSet(
         frame, time_idx="time", target="value", group_ids=["group"], max_encoder_length=12, max_prediction_length=4,
         time_varying_unknown_reals=["value"],
@@ -195,7 +205,8 @@ def pytorch_forecasting(framework: str) -> Loaders:
     return module, loader(train=True, shuffle=False), loader(train=False)
 
 
-def neuralforecast(framework: str) -> Loaders:
+def neuralforecast() -> Loaders:
+    """Make the module of neuralforecast, and its data."""
     import pandas as pd
     from neuralforecast.models.nhits import NHITS
     from neuralforecast.tsdataset import TimeSeriesDataset, TimeSeriesLoader
@@ -211,7 +222,8 @@ def neuralforecast(framework: str) -> Loaders:
     return module, TimeSeriesLoader(data, batch_size=2), None
 
 
-def asteroid(framework: str) -> Loaders:
+def asteroid() -> Loaders:
+    """Make the module of asteroid, and its data."""
     from asteroid.engine.system import System
 
     net = nn.Sequential(nn.Conv1d(1, 8, 5, padding=2), nn.PReLU(), nn.Conv1d(8, 2, 5, padding=2))
@@ -226,7 +238,8 @@ def asteroid(framework: str) -> Loaders:
     return module, None, None  # it has its own loaders
 
 
-def schnetpack(framework: str) -> Loaders:
+def schnetpack() -> Loaders:
+    """Make the module of schnetpack, and its data."""
     from schnetpack.task import AtomisticTask, ModelOutput
     from torchmetrics import MeanAbsoluteError
 
@@ -309,7 +322,13 @@ CASES = (
         imports="pytorch_lightning",
     ),
     Case(
-        "chemprop", "chemprop/chemprop", "9a0b47ad", "MPNN", {"chemprop": "chemprop"}, chemprop, stand_ins=("astartes",)
+        "chemprop",
+        "chemprop/chemprop",
+        "9a0b47ad",
+        "MPNN",
+        {"chemprop": "chemprop"},
+        chemprop,
+        stand_ins=("astartes", "descriptastorus", "mordred", "cuik_molmaker"),
     ),
     Case(
         "gluonts",
@@ -318,6 +337,14 @@ CASES = (
         "DeepARLightningModule",
         {"src/gluonts": "gluonts"},
         gluonts,
+        written=(("gluonts/meta/_version.py", '__version__ = "0.16"\n'),),
+        by_hand=(
+            (
+                "gluonts/torch/model/lightning_util.py",
+                "    return trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()\n",
+                "    return trainer.val_dataloaders is not None\n",
+            ),
+        ),
     ),
     Case(
         "lag-llama",
@@ -346,9 +373,7 @@ CASES = (
         "5ffa0d08",
         "NHITS",
         {
-            **{
-                f"neuralforecast/{name}": f"neuralforecast/{name}" for name in ("losses", "tsdataset.py", "utils.py")
-            },
+            **{f"neuralforecast/{name}": f"neuralforecast/{name}" for name in ("losses", "tsdataset.py", "utils.py")},
             **{
                 f"neuralforecast/common/{name}.py": f"neuralforecast/common/{name}.py"
                 for name in ("_base_model", "_modules", "_scalers", "enums")
@@ -356,7 +381,11 @@ CASES = (
             "neuralforecast/models/nhits.py": "neuralforecast/models/nhits.py",
         },
         neuralforecast,
-        empty=("neuralforecast/__init__.py", "neuralforecast/common/__init__.py", "neuralforecast/models/__init__.py"),
+        written=(
+            ("neuralforecast/__init__.py", ""),
+            ("neuralforecast/common/__init__.py", ""),
+            ("neuralforecast/models/__init__.py", ""),
+        ),
         imports="pytorch_lightning",
     ),
     Case(
@@ -369,7 +398,7 @@ CASES = (
             "asteroid/utils/generic_utils.py": "asteroid/utils/__init__.py",
         },
         asteroid,
-        empty=("asteroid/__init__.py", "asteroid/engine/__init__.py"),
+        written=(("asteroid/__init__.py", ""), ("asteroid/engine/__init__.py", "")),
         imports="pytorch_lightning",
         logger=True,
     ),
@@ -380,7 +409,7 @@ CASES = (
         "AtomisticTask",
         {"src/schnetpack/task.py": "schnetpack/task.py"},
         schnetpack,
-        empty=("schnetpack/__init__.py",),
+        written=(("schnetpack/__init__.py", ""),),
         stand_ins=("schnetpack.model",),
         imports="pytorch_lightning",
     ),

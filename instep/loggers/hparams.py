@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
@@ -15,6 +13,7 @@ from typing import Any
 from instep.errors import SettingError
 from instep.utils import plain_yaml
 from instep.utils.atomic import replacing
+from instep.utils.hparams import as_container
 
 NAME = "hparams.yaml"
 
@@ -24,8 +23,8 @@ _MAX_ITEMS = 64  # of a tensor or array: more than that is data, not a setting
 def plain(value: Any) -> Any:
     """Return a value as JSON would have it.
 
-    Mappings, namespaces and dataclasses become dicts; sequences and sets lists; small tensors and arrays their values;
-    classes and functions their dotted name; anything else its text.
+    Mappings, namespaces, dataclasses, pydantic models and OmegaConf's containers become dicts; sequences and sets
+    lists; small tensors and arrays their values; classes and functions their dotted name; anything else its text.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -35,12 +34,9 @@ def plain(value: Any) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else repr(float(value))
-    if isinstance(value, Namespace):
-        return plain(vars(value))
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
-    if dataclasses.is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    value = as_container(value)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

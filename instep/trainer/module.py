@@ -63,6 +63,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     automatic_optimization = True
     """False: `training_step` calls `manual_backward` and the optimizers' `step` itself."""
 
+    prepare_data_per_node = True
+    """Whether `prepare_data` runs on one process of each node; False: on one of the whole job."""
+
     strict_loading = True
     """Whether a checkpoint must hold exactly this module's weights."""
 
@@ -411,6 +414,11 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         return self.device.type == "cuda"
 
     @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """Mesh of the devices that a strategy shards the module over; None where there is none, or no run yet."""
+        return None if self._trainer is None else getattr(self._trainer.strategy, "mesh", None)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The first floating parameter's dtype."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
@@ -422,19 +430,22 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         else:
             self._trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather tensors of all ranks, stacked in a new first dimension; one process gets its data back. Collective.
 
         Args:
             data: a tensor, or a nest of them, alike in shape on all ranks.
+            group: a process group, of which all ranks call it; None: of all processes.
             sync_grads: let gradients flow back to the ranks the tensors came from.
         """
         if self.trainer.world_size == 1:
             return data
-        if sync_grads:
+        if sync_grads or group is not None:
             from torch.distributed.nn.functional import all_gather  # late: slow to import
 
-            return map_leaves(lambda t: torch.stack(all_gather(t)) if isinstance(t, Tensor) else t, data)
+            group = group or torch.distributed.group.WORLD
+            with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+                return map_leaves(lambda t: torch.stack(all_gather(t, group)) if isinstance(t, Tensor) else t, data)
         return map_leaves(lambda t: gather(t.unsqueeze(0)) if isinstance(t, Tensor) else t, data)
 
     # ---- weights

@@ -150,6 +150,7 @@ def _make(
     name: str | None,
     hparams_file: PathLike | None,
     arguments: dict[str, Any],
+    of_json: bool = False,
 ) -> T:
     """Make an object of a class from its hyperparameters.
 
@@ -160,8 +161,9 @@ def _make(
         name: the one argument that they came in; None where they are arguments.
         hparams_file: more of them, which take the saved ones' place.
         arguments: the program's, before all of these.
+        of_json: the saved ones come from a JSON file, where a path is a text.
     """
-    from instep.utils.rebuild import build_configured, with_dataclasses  # late: only who loads weights pays for it
+    from instep.utils.rebuild import build_configured, with_structures  # late: only who loads weights pays for it
 
     if hparams_file is not None:
         saved = {**saved, **_read_hparams(local_path(hparams_file))}
@@ -174,7 +176,7 @@ def _make(
     try:
         if CLASS_PATH in saved:
             return build_configured(cls, saved, arguments)
-        return cls(**with_attributes(with_dataclasses(cls, merged)), **arguments)
+        return cls(**with_attributes(with_structures(cls, merged, of_json)), **arguments)
     except TypeError as error:
         raise CheckpointError(
             f"cannot make {cls.__name__} from {path}: {error}. Pass the missing arguments to load_from_checkpoint, or "
@@ -226,7 +228,8 @@ def _loaded(
     arguments: dict[str, Any],
 ) -> M:
     """Make a module of what was read of a checkpoint: its hyperparameters and weights."""
-    module = _make(cls, path, view["hyper_parameters"], view.get("hparams_name"), hparams_file, arguments)
+    of_json = "epoch" not in view
+    module = _make(cls, path, view["hyper_parameters"], view.get("hparams_name"), hparams_file, arguments, of_json)
     if is_overridden(module, "configure_model", ModuleHooks):
         module.configure_model()
     if is_overridden(module, "on_load_checkpoint", ModuleHooks):

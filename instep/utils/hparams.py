@@ -64,23 +64,41 @@ class AttributeDict(dict[str, Any]):
 def plain_values(value: Any) -> Any:
     """Return hyperparameters as a checkpoint holds them: plain dicts and lists in place of other containers.
 
-    Dataclasses, Namespaces, OmegaConf's containers (with their interpolations resolved) and other mappings become
-    dicts, or lists. Other values stay as they are.
+    Dataclasses, pydantic models, Namespaces, OmegaConf's containers (with their interpolations resolved) and other
+    mappings become dicts, or lists. Other values stay as they are.
 
     Example:
         >>> plain_values(Namespace(lr=0.1, net=AttributeDict(width=8)))
         {'lr': 0.1, 'net': {'width': 8}}
     """
+    value = as_container(value)
+    if isinstance(value, Mapping):
+        return {key: plain_values(item) for key, item in value.items()}
+    return _of_items(plain_values, value)
+
+
+def as_container(value: Any) -> Any:
+    """Return the fields of a configuration object as a dict, or its items as a list; another value stays as it is."""
     omegaconf = sys.modules.get("omegaconf")  # its values exist only where it is loaded
     if omegaconf is not None and isinstance(value, omegaconf.Container):
         return omegaconf.OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Namespace):
-        value = vars(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: plain_values(item) for key, item in value.items()}
-    return _of_items(plain_values, value)
+        return vars(value)
+    if is_model(type(value)):
+        named = {name: getattr(value, name) for name in type(value).model_fields}
+        return named["root"] if list(named) == ["root"] else {**named, **(value.model_extra or {})}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if type(value).__module__.startswith(("pydantic.", "pydantic_core.")) and not hasattr(value, "get_secret_value"):
+        return sys.modules["pydantic_core"].to_jsonable_python(value)  # a URL, for instance
+    return value
+
+
+def is_model(kind: Any) -> bool:
+    """Tell whether a type is a pydantic model."""
+    pydantic = sys.modules.get("pydantic")  # there is one only where it is loaded
+    base = getattr(pydantic, "BaseModel", None)
+    return isinstance(kind, type) and base is not None and hasattr(base, "model_fields") and issubclass(kind, base)
 
 
 def with_attributes(value: Any) -> Any:
@@ -126,12 +144,12 @@ class HyperParameters:
 
         Called in `__init__`, it collects the arguments of that `__init__` and of those of the subclasses that led
         there; where a name occurs twice the outermost value counts, which is what the user passed. Values are kept as
-        they are. A checkpoint holds dicts in place of dataclasses, Namespaces and OmegaConf's containers; what cannot
-        be written without pickle it refuses, before the first step.
+        they are. A checkpoint holds dicts in place of dataclasses, pydantic models, Namespaces and OmegaConf's
+        containers; what cannot be written without pickle it refuses, before the first step.
 
         Args:
-            args: nothing for all arguments; names of some of them; or dicts, Namespaces and dataclasses to keep as a
-                whole, whose entries become the hyperparameters.
+            args: nothing for all arguments; names of some of them; or dicts, Namespaces, dataclasses and pydantic
+                models to keep as a whole, whose entries become the hyperparameters.
             ignore: names to leave out.
             frame: the frame of `__init__` when this is called through a function of yours.
             logger: whether loggers get them.
@@ -220,11 +238,9 @@ def _named(arg: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         return {arg: given[arg]}
     if isinstance(arg, Mapping):
         return arg
-    if isinstance(arg, Namespace):
-        return vars(arg)
-    if is_dataclass(arg) and not isinstance(arg, type):
-        return {field.name: getattr(arg, field.name) for field in fields(arg)}
+    if isinstance(entries := as_container(arg), dict):
+        return entries
     raise UsageError(
-        f"save_hyperparameters got a {type(arg).__name__}. Pass names of __init__ arguments, or a dict, Namespace or "
-        "dataclass."
+        f"save_hyperparameters got a {type(arg).__name__}. Pass names of __init__ arguments, or a dict, Namespace, "
+        "dataclass or pydantic model."
     )

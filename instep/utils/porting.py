@@ -553,6 +553,8 @@ _LOOPS = (
     "two fits lets the second go on"
 )
 
+_NO_SAMPLE = "leave it out: a rank that has no sample left replays one with weight 0"
+
 ATTRIBUTES = {
     "Accelerator": {
         "trigger_sync_in_backward": "use `accumulate`, or `no_sync` where gradients wait",
@@ -573,13 +575,13 @@ ATTRIBUTES = {
     },
     "TrainModule": {
         "fabric": "there is none",
-        "device_mesh": "`self.trainer.strategy` has the mesh",
+        "allow_zero_length_dataloader_with_multiple_devices": _NO_SAMPLE,
         "configure_sharded_model": "use `configure_model`",
         "tbptt_split_batch": "cut sequences in the data set, or use manual optimization",
         "get_progress_bar_dict": "override ProgressBar.get_metrics",
         **_UNCALLED,
     },
-    "DataModule": {},
+    "DataModule": {"allow_zero_length_dataloader_with_multiple_devices": _NO_SAMPLE},
     "WandbLogger": dict.fromkeys(
         ("download_artifact", "use_artifact"), "use what `logger.experiment` has, W&B's own run"
     ),

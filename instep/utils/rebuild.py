@@ -22,8 +22,10 @@ import re
 import sys
 import typing
 import uuid
+from argparse import Namespace
 from collections import abc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
 from enum import Enum
@@ -37,7 +39,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from instep.errors import CheckpointError
-from instep.utils.hparams import CLASS_PATH, configured_as
+from instep.utils.hparams import CLASS_PATH, configured_as, is_model, with_attributes
 
 T = TypeVar("T")
 _SPEC = {"class_path", "init_args", "dict_kwargs"}
@@ -156,15 +158,25 @@ def build_configured(cls: type[T], saved: Mapping[str, Any], arguments: Mapping[
         ) from error
 
 
-def with_dataclasses(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the dataclasses among the arguments of a class, which were saved as dicts; the rest stays as it is.
+def with_structures(cls: type, saved: Mapping[str, Any], of_json: bool = False) -> dict[str, Any]:
+    """Build the configuration objects among the arguments of a class, which were saved as dicts; the rest stays.
+
+    Args:
+        cls: whose arguments; their annotations say which objects: dataclasses, pydantic models, Namespaces and
+            OmegaConf's containers.
+        saved: the arguments.
+        of_json: they come from JSON, which has no tuples, paths and members of enums: these are built too, where the
+            annotation says so and the value fits.
 
     Raises:
-        CheckpointError: a dict does not fit its dataclass.
+        CheckpointError: a dict does not fit its type.
     """
     hints, built = _hints(cls), dict(saved)
     for name, value in saved.items():
-        if isinstance(value, dict) and _is_structure(hints.get(name)):
+        if of_json and _is_leaf(hints.get(name)):
+            with suppress(CheckpointError):  # `load_from_checkpoint` leaves it as it is, too
+                built[name] = _Building().argument(value, hints[name], name, cls)
+        elif isinstance(value, dict | list) and _is_structure(hints.get(name)):
             try:
                 built[name] = _Building().argument(value, hints[name], name, cls)
             except CheckpointError:
@@ -178,7 +190,26 @@ def with_dataclasses(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_structure(hint: Any) -> bool:
     hint, origin = _bare(hint)
-    return any(is_dataclass(kind) for kind in (origin, *get_args(hint)))
+    kinds = [kind for part in (origin, *get_args(hint)) for kind in (part, *_bare(part))]
+    inner = [kind for part in get_args(hint) for kind in get_args(part)]
+    return any(is_dataclass(kind) or is_model(kind) or _is_container(kind) for kind in (*kinds, *inner))
+
+
+def _is_leaf(hint: Any) -> bool:
+    """Tell whether a type's values look otherwise in JSON than they are: tuples, paths, enums, torch's own."""
+    hint, origin = _bare(hint)
+    kinds = [kind for kind in (origin, *get_args(hint), *map(get_origin, get_args(hint))) if isinstance(kind, type)]
+    return any(
+        issubclass(kind, tuple | set | frozenset | Enum | PurePath | torch.dtype | torch.device) for kind in kinds
+    )
+
+
+def _is_container(kind: Any) -> bool:
+    """Tell whether a type is a Namespace, or a container of OmegaConf."""
+    omegaconf = sys.modules.get("omegaconf")
+    return isinstance(kind, type) and (
+        issubclass(kind, Namespace) or (omegaconf is not None and issubclass(kind, omegaconf.Container))
+    )
 
 
 def configured_class(cls: type[T], saved: Mapping[str, Any]) -> type[T]:
@@ -254,6 +285,34 @@ class _Building:
     def structure(self, cls: type, fields: dict[str, Any]) -> Any:
         return cls(**fields)
 
+    def configuration(self, value: Any, kind: Any, key: str) -> Any:
+        """Build a pydantic model, a Namespace or a container of OmegaConf of plain values.
+
+        Raises:
+            CheckpointError: the value does not fit, or has a text that would be more than a text there.
+        """
+        if issubclass(kind, Namespace):
+            return kind(**with_attributes(_same(isinstance(value, dict), value)))
+        if not is_model(kind):
+            if any("${" in text for text in _texts(value)):  # it would read the environment, or call a resolver
+                raise refused("text with an interpolation of OmegaConf", key)
+            made = sys.modules["omegaconf"].OmegaConf.create(value)
+            return _same(isinstance(made, kind), made)
+        if _imports(kind, set()):
+            raise refused(f"{kind.__name__} with a field whose text is imported (ImportString)", key)
+        by_name = (
+            {"by_name": True, "by_alias": True}
+            if "by_name" in inspect.signature(kind.model_validate).parameters
+            else {}
+        )
+        try:
+            return kind.model_validate(value, **by_name)
+        except ValueError as error:  # pydantic's ValidationError is one
+            raise CheckpointError(
+                f"the checkpoint's {key} is no {kind.__name__}: {short(str(error))}. Pass "
+                f"{key.partition('.')[0]}=... to load_from_checkpoint."
+            ) from error
+
     # ---- values
 
     def arguments(self, values: Mapping[str, Any], cls: type, key: str) -> dict[str, Any]:
@@ -294,6 +353,8 @@ class _Building:
             return self.open(value, key, owner)
         if not isinstance(value, _PLAIN):  # a tensor, a set, an enum's member: no checkpoint can hold worse
             return self.anything(value)
+        if is_model(origin) or _is_container(origin):
+            return self.configuration(value, origin, key)
         if origin is abc.Callable or getattr(origin, "_is_protocol", False):
             return self.function(value, hint, key, owner)
         if origin is type:
@@ -406,6 +467,8 @@ class _Building:
             return collections.OrderedDict(made) if ordered else made
         if isinstance(value.get("class_path"), str):
             return self.spec(value, origin, key)
+        if hasattr(origin, "__pydantic_validator__") and _imports(origin, set()):
+            raise refused(f"{origin.__name__} with a field whose text is imported (ImportString)", key)
         fields = getattr(origin, "_fields", None) or (
             [field.name for field in dataclasses.fields(origin) if field.init] if is_dataclass(origin) else None
         )
@@ -486,11 +549,48 @@ class _Describing(_Building):
         plain = value is None or isinstance(value, bool | int | float)
         return value if plain else self._stand_in(value, is_text=False)
 
+    def configuration(self, value: Any, kind: Any, key: str) -> Any:
+        raise _Unfit
+
     def made(self, cls: type, arguments: dict[str, Any], partly: bool) -> Any:
         return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": arguments}
 
     def structure(self, cls: type, fields: dict[str, Any]) -> Any:
         return fields
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text of plain containers, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from (*_texts(name), *_texts(inner))
+    elif isinstance(value, list | tuple | set | frozenset):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _imports(hint: Any, seen: set[int]) -> bool:
+    """Tell whether pydantic would import what a text says, to make a value of this type or of one within it."""
+    if id(hint) in seen:
+        return False
+    seen.add(id(hint))
+    importing = sys.modules["pydantic"].ImportString
+    metadata = getattr(hint, "__metadata__", ())
+    if hint is importing or any(each is importing or isinstance(each, importing) for each in metadata):
+        return True
+    inner = [*get_args(hint), *([get_origin(hint)] if get_origin(hint) is not None else [])]
+    if is_model(hint):
+        for field in hint.model_fields.values():
+            if any(each is importing or isinstance(each, importing) for each in field.metadata):
+                return True
+            inner.append(field.annotation)
+    elif (is_dataclass(hint) and isinstance(hint, type)) or typing.is_typeddict(hint) or hasattr(hint, "_fields"):
+        inner += typing.get_type_hints(hint, include_extras=True).values()
+    elif type(hint).__name__ == "TypeAliasType":
+        inner.append(getattr(hint, "__value__", None))
+    return any(_imports(each, seen) for each in inner)
 
 
 def _hints(cls: type) -> dict[str, Any]:

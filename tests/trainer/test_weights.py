@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from argparse import Namespace
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,14 @@ import torch
 
 from instep import DataModule
 from instep.errors import CheckpointError, SettingError
+from instep.loggers.hparams import plain
+from instep.utils.rebuild import with_structures
 from tests.trainer.toys import Toy, loader, quiet
+
+
+class Mode(Enum):
+    FAST = 1
+    SLOW = 2
 
 
 @dataclass
@@ -87,6 +97,70 @@ def test_omegaconf(tmp_path: Path):
     loaded = Among.load_from_checkpoint(saved(tmp_path / "b", Among(None, config)))
     assert loaded.nested == expected
     assert loaded.nested.net.width == 3
+
+    class Typed(Toy):
+        def __init__(self, cfg: omegaconf.DictConfig, sizes: omegaconf.ListConfig | None = None) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    Typed.__init__.__annotations__["cfg"] = omegaconf.DictConfig
+    module = Typed(config, config.sizes)
+    assert module.hparams.cfg is config  # as it was, with its interpolations
+    assert plain(module.hparams) == {"lr": 0.1, "cfg": expected, "sizes": [1, 2]}  # what loggers get
+    typed = Typed.load_from_checkpoint(saved(tmp_path / "c", module))
+    assert isinstance(typed.hparams.cfg, omegaconf.DictConfig)
+    assert typed.hparams.cfg.net.width == 3
+    with pytest.raises(CheckpointError, match="interpolation of OmegaConf"):
+        with_structures(Typed, {"cfg": {"a": [{"b": "x${oc.env:HOME}"}]}})
+    with pytest.raises(CheckpointError, match="interpolation of OmegaConf"):
+        with_structures(Typed, {"cfg": {"${oc.env:HOME}": 1}})
+
+
+def test_pydantic_and_namespaces(tmp_path: Path):
+    pydantic = pytest.importorskip("pydantic", minversion="2.0")
+
+    class Inner(pydantic.BaseModel):
+        width: int = 3
+        where: Path = Path("a")
+
+    class Model(pydantic.BaseModel):
+        inner: Inner
+        mode: Mode = Mode.SLOW
+        sizes: tuple[int, ...] = pydantic.Field((1, 2), alias="the_sizes")
+
+    class Imports(pydantic.BaseModel):
+        inner: list[Inner | None] = []
+        fn: dict[str, pydantic.ImportString[Any]] = {}
+
+    class Around(pydantic.BaseModel):
+        imports: Imports | None = None
+
+    class Typed(Toy):
+        def __init__(self, cfg, args=None, many=()):
+            super().__init__()
+            self.save_hyperparameters()
+
+    Typed.__init__.__annotations__ = {"cfg": Model, "args": Namespace, "many": list[Inner]}
+    cfg, args = Model(inner=Inner(width=5, where=Path("b")), mode=Mode.FAST), Namespace(a=1, net={"b": 2})
+    module = Typed(cfg, args, [Inner(width=7)])
+    assert module.hparams.cfg is cfg
+    assert module.hparams.args is args
+    assert plain(module.hparams)["cfg"] == {"inner": {"width": 5, "where": "b"}, "mode": "FAST", "sizes": [1, 2]}
+    by_checkpoint = Typed.load_from_checkpoint(saved(tmp_path, module))
+    for loaded in (by_checkpoint, Typed.from_pretrained(module.save_pretrained(tmp_path / "m"))):
+        assert loaded.hparams.cfg == cfg
+        assert loaded.hparams.args == args
+        assert loaded.hparams.args.net.b == 2
+        assert loaded.hparams.many == [Inner(width=7)]
+    with pytest.raises(CheckpointError, match="is no Model"):
+        with_structures(Typed, {"cfg": {"inner": {"width": "wide"}}})
+
+    sys.modules.pop("colorsys", None)
+    for kind, value in ((Imports, {"fn": {"a": "colorsys"}}), (Around, {"imports": {"fn": {"a": "colorsys"}}})):
+        Typed.__init__.__annotations__["cfg"] = kind
+        with pytest.raises(CheckpointError, match="ImportString"):
+            with_structures(Typed, {"cfg": value})
+    assert "colorsys" not in sys.modules
 
 
 def test_a_datamodule_comes_back_with_its_state(tmp_path: Path):

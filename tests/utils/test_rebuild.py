@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from instep.errors import CheckpointError
-from instep.utils.rebuild import build_configured, with_dataclasses
+from instep.utils.rebuild import build_configured, with_structures
 from tests.helpers.spawn import run_command
 
 REPO = Path(__file__).parents[2]
@@ -211,10 +211,10 @@ class Takes:
 
 
 def test_a_dataclass_is_made_of_the_dict_that_was_saved() -> None:
-    assert with_dataclasses(Takes, {"net": {"width": 3}, "depth": 2}) == {"net": Narrow(3), "depth": 2}
+    assert with_structures(Takes, {"net": {"width": 3}, "depth": 2}) == {"net": Narrow(3), "depth": 2}
     for wrong, says in (({"width": 9}, "too wide"), ({"height": 1}, "which is no Narrow")):
         with pytest.raises(CheckpointError, match=rf"^the checkpoint's net .*{says}.*[Pp]ass net=\.\.\."):
-            with_dataclasses(Takes, {"net": wrong})
+            with_structures(Takes, {"net": wrong})
 
 
 @pytest.mark.slow
