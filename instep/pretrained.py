@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
+from functools import partial
 from pathlib import Path, PurePath
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,12 +29,18 @@ from instep.checkpoint import write_tensors
 from instep.checkpoint.edge import reading
 from instep.checkpoint.weights import indexed_files, load_weights, parts_of
 from instep.distributed.rank_zero import on_rank_zero
-from instep.errors import CheckpointError, CheckpointNotFoundError, UnsavableStateError
+from instep.errors import CheckpointError, CheckpointNotFoundError, UnsavableStateError, UsageError
 from instep.types import PathLike
 from instep.utils.atomic import replacing
+from instep.utils.checks import parse_size
+from instep.utils.hparams import plain_values
 from instep.utils.imports import require
 from instep.utils.optimizer_state import clean_name
+from instep.utils.paths import local_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
+
+if TYPE_CHECKING:
+    from instep.trainer import TrainModule
 
 CONFIG = "config.json"
 ABOUT = "_instep"
@@ -145,6 +154,63 @@ def save(state: Mapping[str, Any], config: Mapping[str, Any], folder: Path, max_
 
     on_rank_zero(write, f"saving {folder / CONFIG}")
     return folder
+
+
+# ---- writing a module: what the methods of TrainModule do
+
+
+def save_pretrained(
+    module: TrainModule,
+    save_directory: PathLike,
+    max_shard_size: int | str,
+    push: bool,
+    repo_id: str | None,
+    push_options: dict[str, Any],
+) -> Path:
+    """Write a module's weights and hyperparameters, for `TrainModule.save_pretrained`. Collective."""
+    if push_options and not push:
+        raise UsageError(
+            f"save_pretrained({', '.join(push_options)}=...) is for push_to_hub=True: set it, or leave out"
+        )
+    limit, folder = parse_size("max_shard_size", max_shard_size), local_path(save_directory)
+    config = config_of(plain_values(module.hparams), module._hparams_name, type(module).__name__)
+    save(_whole_state(module), config, folder, limit)
+    if push:
+        _send(folder, repo_id or folder.absolute().name, **push_options)
+    return folder
+
+
+def push_pretrained(module: TrainModule, repo_id: str, max_shard_size: int | str, **options: Any) -> str:
+    """Send a module to the Hugging Face hub, for `TrainModule.push_to_hub`. Collective."""
+    folder = on_rank_zero(lambda: tempfile.mkdtemp(prefix="instep-push-"), "making a folder to send")
+    try:
+        save_pretrained(module, folder, max_shard_size, False, None, {})
+        return _send(local_path(folder), repo_id, **options)
+    finally:
+        on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True), "deleting what was sent")
+
+
+def _send(
+    folder: Path,
+    repo_id: str,
+    commit_message: str = "Push model using instep.",
+    private: bool | None = None,
+    token: str | bool | None = None,
+    branch: str | None = None,
+    **options: Any,
+) -> str:
+    options.update(commit_message=commit_message, revision=branch)
+    send = partial(upload, folder, repo_id, private=private, token=token, **options)
+    return on_rank_zero(send, f"sending a model to {repo_id} on the Hugging Face hub")
+
+
+def _whole_state(module: TrainModule) -> dict[str, Any]:
+    """Return a module's whole state dict, on the main process at least. Collective where a run spreads it."""
+    trainer = module._trainer
+    ctx = None if trainer is None else trainer._ctx or trainer._last_ctx
+    if ctx is None or ctx.module is not module:
+        return module.state_dict()
+    return ctx.strategy.full_model_state()
 
 
 # ---- reading a folder

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -537,7 +536,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
         Raises:
             UnsavableStateError: a hyperparameter is no plain value.
         """
-        from instep.trainer.weights import save_pretrained  # late: the checkpoint room is loaded when used
+        from instep.pretrained import save_pretrained  # late: the checkpoint room is loaded when used
 
         return save_pretrained(self, save_directory, max_shard_size, push_to_hub, repo_id, push_to_hub_kwargs)
 
@@ -557,7 +556,7 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             MissingPackageError: huggingface_hub is not installed.
             CheckpointError: the hub refuses, or cannot be reached.
         """
-        from instep.trainer.weights import push_pretrained  # late: the checkpoint room is loaded when used
+        from instep.pretrained import push_pretrained  # late: the checkpoint room is loaded when used
 
         return push_pretrained(self, repo_id, max_shard_size, **push_to_hub_kwargs)
 
@@ -633,7 +632,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             SettingError: there is no input.
             UsageError: the module is sharded over processes.
         """
-        return _exports().to_onnx(self, file_path, input_sample, **kwargs)
+        from instep import export  # late: only who exports pays for it
+
+        return export.to_onnx(self, file_path, input_sample, **kwargs)
 
     def to_exported_program(
         self, file_path: Location | BytesIO | None = None, input_sample: Any = None, **kwargs: Any
@@ -652,7 +653,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             SettingError: there is no input.
             UsageError: the module is sharded over processes.
         """
-        return _exports().to_exported_program(self, file_path, input_sample, **kwargs)
+        from instep import export  # late: only who exports pays for it
+
+        return export.to_exported_program(self, file_path, input_sample, **kwargs)
 
     def to_torchscript(
         self, file_path: Location | None = None, method: str = "script", example_inputs: Any = None, **kwargs: Any
@@ -672,7 +675,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             SettingError: another method, or no input to trace with.
             UsageError: the module is sharded over processes.
         """
-        return _exports().to_torchscript(self, file_path, method, example_inputs, **kwargs)
+        from instep import export  # late: only who exports pays for it
+
+        return export.to_torchscript(self, file_path, method, example_inputs, **kwargs)
 
     def to_tensorrt(
         self,
@@ -700,7 +705,9 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
             SettingError: there is no input, or the output format does not fit.
             UsageError: there is no CUDA device.
         """
-        return _exports().to_tensorrt(
+        from instep import export  # late: only who exports pays for it
+
+        return export.to_tensorrt(
             self, file_path, input_sample, ir, output_format, retrace, default_device, **compile_kwargs
         )
 
@@ -716,12 +723,6 @@ TrainModule.__jit_unused_properties__ = [
 ]
 # `torch.jit.script` takes them for TorchScript's types, and those of the next base where a class has none.
 TrainModule.__annotations__ = {"training": bool}
-
-
-def _exports() -> ModuleType:
-    from instep import export  # late: only who exports pays for it
-
-    return export
 
 
 def _bare(optimizer: Any) -> Optimizer:

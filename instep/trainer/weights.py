@@ -7,8 +7,6 @@ each rank has its random generators and open log sums.
 from __future__ import annotations
 
 import inspect
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,13 +28,11 @@ from instep.checkpoint.edge import (
     text,
 )
 from instep.checkpoint.run_state import SavedRun, load_model_state
-from instep.distributed.rank_zero import on_rank_zero
-from instep.errors import CheckpointError, CheckpointNotFoundError, SettingError, UsageError
+from instep.errors import CheckpointError, CheckpointNotFoundError, SettingError
 from instep.strategies.base import shapes_of
 from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.types import Location, PathLike
-from instep.utils.checks import parse_size
-from instep.utils.hparams import CLASS_PATH, plain_values, with_attributes
+from instep.utils.hparams import CLASS_PATH, with_attributes
 from instep.utils.paths import local_path, to_path
 from instep.utils.untrusted_files import INDEX_BYTES, parse_object, read_regular
 from instep.utils.warn import warn_user
@@ -273,66 +269,6 @@ def load_pretrained(
     hyper_parameters, name, state = pretrained.read(folder)
     view = {"state_dict": state, "hyper_parameters": hyper_parameters, "hparams_name": name}
     return _loaded(cls, folder, view, map_location, None, strict, arguments)
-
-
-def save_pretrained(
-    module: TrainModule,
-    save_directory: PathLike,
-    max_shard_size: int | str,
-    push: bool,
-    repo_id: str | None,
-    push_options: dict[str, Any],
-) -> Path:
-    """Write a module's weights and hyperparameters, for `TrainModule.save_pretrained`. Collective."""
-    from instep import pretrained  # late, as above
-
-    if push_options and not push:
-        raise UsageError(
-            f"save_pretrained({', '.join(push_options)}=...) is for push_to_hub=True: set it, or leave out"
-        )
-    limit, folder = parse_size("max_shard_size", max_shard_size), local_path(save_directory)
-    config = pretrained.config_of(plain_values(module.hparams), module._hparams_name, type(module).__name__)
-    pretrained.save(_whole_state(module), config, folder, limit)
-    if push:
-        _send(folder, repo_id or folder.absolute().name, **push_options)
-    return folder
-
-
-def push_pretrained(module: TrainModule, repo_id: str, max_shard_size: int | str, **options: Any) -> str:
-    """Send a module to the Hugging Face hub, for `TrainModule.push_to_hub`. Collective."""
-    folder = on_rank_zero(lambda: tempfile.mkdtemp(prefix="instep-push-"), "making a folder to send")
-    try:
-        save_pretrained(module, folder, max_shard_size, False, None, {})
-        return _send(local_path(folder), repo_id, **options)
-    finally:
-        on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True), "deleting what was sent")
-
-
-def _send(
-    folder: Path,
-    repo_id: str,
-    commit_message: str = "Push model using instep.",
-    private: bool | None = None,
-    token: str | bool | None = None,
-    branch: str | None = None,
-    **options: Any,
-) -> str:
-    from instep import pretrained  # late, as above
-
-    def upload() -> str:
-        options.update(commit_message=commit_message, revision=branch)
-        return pretrained.upload(folder, repo_id, private=private, token=token, **options)
-
-    return on_rank_zero(upload, f"sending a model to {repo_id} on the Hugging Face hub")
-
-
-def _whole_state(module: TrainModule) -> dict[str, Any]:
-    """Return a module's whole state dict, on the main process at least. Collective where a run spreads it."""
-    trainer = module._trainer
-    ctx = None if trainer is None else trainer._ctx or trainer._last_ctx
-    if ctx is None or ctx.module is not module:
-        return module.state_dict()
-    return ctx.strategy.full_model_state()
 
 
 def _strictness(module: TrainModule, strict: bool | None) -> bool:
