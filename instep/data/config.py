@@ -45,7 +45,8 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
         if part == 1.0:
             return math.inf
         raise SettingError(
-            f"{name}={part!r} is a fraction, but the loader has no length to take a fraction of. Give 1.0 or an int",
+            f"{name}={part!r}: the loader has no length to take a fraction of. When using an `IterableDataset` without "
+            f"one, `Trainer({name})` must be `1.0` or an int.",
             field=name,
             got=part,
         )

@@ -23,6 +23,7 @@ _FORMS = (
     "an optimizer; a list of optimizers; two lists ([optimizers], [schedulers]); a dict with 'optimizer' and perhaps "
     "'lr_scheduler', 'monitor' and 'frequency'; a list of such dicts; or None"
 )
+_UNKNOWN = "Unknown configuration for model optimizers"
 _OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
 _SCHEDULER_KEYS = ("scheduler", "name", "interval", "frequency", "monitor", "strict", "reduce_on_plateau")
 
@@ -93,7 +94,9 @@ def configure(result: Any, module: nn.Module) -> OptimizerSetup:
     """
     if result is None:
         name = f"{type(module).__name__}.configure_optimizers"
-        warn_user(f"{name} returned None, so this run trains nothing by itself. Is a `return` missing?")
+        warn_user(
+            f"{name} returned None: this fit will run with no optimizer, and trains nothing. Is a `return` missing?"
+        )
         return OptimizerSetup([], [])
     optimizers, schedulers = _parts(result)
     if not optimizers:
@@ -169,7 +172,7 @@ def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None, in
     if isinstance(result, Mapping):
         result = [result]
     if not isinstance(result, list | tuple):
-        raise HookError(f"configure_optimizers returned {_kind(result)}. Return {_FORMS}.")
+        raise HookError(f"{_UNKNOWN}: configure_optimizers returned {_kind(result)}. Return {_FORMS}.")
     if all(isinstance(item, Optimizer) for item in result):
         return list(result), []
     if all(isinstance(item, Mapping) for item in result):
@@ -187,14 +190,14 @@ def _parts(result: Any) -> tuple[list[Optimizer], list[tuple[Any, str | None, in
         schedulers = result[1] if isinstance(result[1], list | tuple) else [result[1]]
         return list(result[0]), [(scheduler, None, None) for scheduler in schedulers]
     kinds = ", ".join(_kind(item) for item in result)
-    raise HookError(f"configure_optimizers returned a {type(result).__name__} of {kinds}. Return {_FORMS}.")
+    raise HookError(f"{_UNKNOWN}: configure_optimizers returned a {type(result).__name__} of {kinds}. Return {_FORMS}.")
 
 
 def _scheduler_config(
     given: Any, monitor: str | None, index: int | None, optimizers: Sequence[Optimizer], automatic: bool
 ) -> LRSchedulerConfig:
     fields = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-    _check_keys(fields, "the lr_scheduler dict", _SCHEDULER_KEYS)
+    _check_keys(fields, "The lr scheduler dict", _SCHEDULER_KEYS)
     scheduler = fields["scheduler"]
     kind = type(scheduler).__name__
     fields.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
@@ -211,11 +214,14 @@ def _scheduler_config(
         config.optimizer_idx = places[0]
     elif isinstance(owner, Optimizer):
         raise HookError(
-            f"configure_optimizers: {kind} belongs to an optimizer that was not returned. Return the "
+            f"configure_optimizers: {kind} is attached with an optimizer that wasn't returned. Return the "
             f"{type(owner).__name__} it was made with."
         )
     if config.interval not in ("step", "epoch"):
-        raise HookError(f"configure_optimizers: interval={config.interval!r} of {kind}; use 'step' or 'epoch'")
+        raise HookError(
+            f'configure_optimizers: The "interval" key in lr scheduler dict must be "step" or "epoch" but is '
+            f"{config.interval!r}, of {kind}"
+        )
     if not isinstance(config.frequency, int) or isinstance(config.frequency, bool) or config.frequency < 1:
         raise HookError(f"configure_optimizers: frequency={config.frequency!r} of {kind}; use an integer of at least 1")
     if not automatic:
@@ -229,7 +235,8 @@ def _scheduler_config(
         return config
     if config.reduce_on_plateau and config.monitor is None:
         raise HookError(
-            f"configure_optimizers: {kind} needs the name of a logged metric. Return {{'optimizer': ..., "
+            f"`configure_optimizers` must include a monitor when a `{kind}` scheduler is used: it needs the name of a "
+            "logged metric. Return {'optimizer': ..., "
             "'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
         )
     if config.monitor is not None and not config.reduce_on_plateau:
@@ -254,7 +261,8 @@ def _check_keys(given: Mapping[Any, Any], where: str, known: tuple[str, ...]) ->
         )
     if known[0] not in given:
         raise HookError(
-            f"configure_optimizers: {where} has no {known[0]!r}. Its keys are {', '.join(map(repr, given)) or 'none'}."
+            f'configure_optimizers: {where} must have the key "{known[0]}". Its keys are '
+            f"{', '.join(map(repr, given)) or 'none'}."
         )
 
 
@@ -322,8 +330,8 @@ def step_schedulers(
 
 def _metric_missing(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> None:
     message = (
-        f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged. Logged so far: "
-        f"{', '.join(sorted(metrics)) or 'nothing'}."
+        f"{type(config.scheduler).__name__} conditioned on metric {config.monitor!r}, which is not available. "
+        f"Available metrics are: {', '.join(sorted(metrics)) or 'none'}."
     )
     if config.strict:
         raise SettingError(

@@ -8,7 +8,7 @@ Several optimizers step together, from one backward, unless they take turns: the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -309,7 +309,7 @@ def step_by_module(ctx: RunContext, turn: Turn, train: Step, prepare: Callable[[
         module.optimizer_step(at.epoch, batch_idx, first, closure)
         if not outputs:
             raise HookError(
-                f"{type(module).__name__}.optimizer_step did not run its closure, so nothing was computed. Call "
+                f"The closure hasn't been executed: {type(module).__name__}.optimizer_step computed nothing. Call "
                 "optimizer_closure() once, or pass it on: optimizer.step(closure=optimizer_closure)."
             )
         for optimizer in others:
@@ -460,10 +460,13 @@ def within(context: AbstractContextManager[Any] | None, function: Step) -> Step:
 
 def _loss_of(output: Any, ctx: RunContext) -> Tensor | None:
     """Check the output of `training_step`, and return its loss; None where the batch is skipped."""
-    loss = output.get("loss") if isinstance(output, dict) else output
+    loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None:
-        if isinstance(output, dict):
-            raise HookError(f"training_step returned a dict without 'loss'; its keys are {sorted(map(str, output))}")
+        if isinstance(output, Mapping):
+            raise HookError(
+                "training_step returned a dict, in which the 'loss' key needs to be present; its keys are "
+                f"{sorted(map(str, output))}"
+            )
         if ctx.world_size > 1:
             raise HookError(
                 "training_step returned None to skip a batch. With several processes the others would wait for this "
@@ -476,8 +479,8 @@ def _loss_of(output: Any, ctx: RunContext) -> Tensor | None:
         return None
     if not isinstance(loss, Tensor):
         raise HookError(
-            f"training_step returned {type(loss).__name__}; return the loss as a tensor, a dict with it under 'loss', "
-            "or None to skip the batch."
+            f"training_step returned {type(loss).__name__}. It must return a Tensor, a dict, or None: the loss, a dict "
+            "with the loss under 'loss', or None to skip the batch."
         )
     if loss.numel() != 1:
         raise HookError(f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to one number")

@@ -111,19 +111,27 @@ def bad_forms() -> dict[str, Any]:
         "a list of SGD, dict": lambda opt: [opt, {"optimizer": opt}],
         "returned no optimizer": lambda opt: [],
         "returned no optimizer. ": lambda opt: ([], []),
-        "has no 'optimizer'. Its keys are 'lr_scheduler'": lambda opt: {"lr_scheduler": ExponentialLR(opt, 0.5)},
+        "must have the key \"optimizer\". Its keys are 'lr_scheduler'": lambda opt: {
+            "lr_scheduler": ExponentialLR(opt, 0.5)
+        },
         "unknown keys 'scheduler'": lambda opt: {"optimizer": opt, "scheduler": ExponentialLR(opt, 0.5)},
         "'optimizer' is the class SGD": lambda opt: {"optimizer": SGD},
         "unknown keys 'inteval'. Known are scheduler, name, interval": with_scheduler(inteval="step"),
-        "has no 'scheduler'": lambda opt: {"optimizer": opt, "lr_scheduler": {"interval": "step"}},
-        "interval='batch' of ExponentialLR; use 'step' or 'epoch'": with_scheduler(interval="batch"),
+        'The lr scheduler dict must have the key "scheduler"': lambda opt: {
+            "optimizer": opt,
+            "lr_scheduler": {"interval": "step"},
+        },
+        'must be "step" or "epoch" but is \'batch\', of ExponentialLR': with_scheduler(interval="batch"),
         "frequency=0": with_scheduler(frequency=0),
         "frequency=True": with_scheduler(frequency=True),
-        "ReduceLROnPlateau needs the name": lambda opt: {"optimizer": opt, "lr_scheduler": ReduceLROnPlateau(opt)},
-        "ExponentialLR needs the name": with_scheduler(reduce_on_plateau=True),
+        "must include a monitor when a `ReduceLROnPlateau`": lambda opt: {
+            "optimizer": opt,
+            "lr_scheduler": ReduceLROnPlateau(opt),
+        },
+        "must include a monitor when a `ExponentialLR`": with_scheduler(reduce_on_plateau=True),
         "the scheduler int has no step, state_dict": lambda opt: {"optimizer": opt, "lr_scheduler": 3},
         "is in two optimizers that step together": lambda opt: [opt, opt],
-        "ExponentialLR belongs to an optimizer that was not returned": lambda opt: (
+        "ExponentialLR is attached with an optimizer that wasn't returned": lambda opt: (
             [opt],
             [ExponentialLR(SGD([nn.Parameter(torch.ones(1))], lr=0.1), 0.5)],
         ),
@@ -205,7 +213,7 @@ def test_plateau_gets_its_metric_zero_too():
 def test_a_missing_metric():
     steps = Steps()
     config = LRSchedulerConfig(steps, monitor="val_loss", reduce_on_plateau=True)
-    with pytest.raises(SettingError, match=r"'val_loss', which was not logged\. Logged so far: acc, loss"):
+    with pytest.raises(SettingError, match=r"'val_loss', which is not available\. Available metrics are: acc, loss"):
         step_schedulers([config], "epoch", 1, {"loss": 1.0, "acc": 0.5})
     config.strict = False
     with pytest.warns(UserWarning, match="not stepped"):
