@@ -340,7 +340,7 @@ def _metric_missing(config: LRSchedulerConfig, metrics: Mapping[str, Any]) -> No
             field="monitor",
             got=config.monitor,
         )
-    warn_user(f"{message} It is not stepped.")
+    warn_user(f"{message} It is not stepped.", RuntimeWarning)
 
 
 # ---- manual optimization
