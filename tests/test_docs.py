@@ -50,6 +50,10 @@ PROGRAMS = ("bash", "gcloud", "instep", "make", "mpirun", "pip", "python", "srun
 NO_CLUSTER = "needs a cluster; tests/launchers/test_ray.py runs it"
 NO_XLA = "needs torch_xla; tests/strategies/test_xla.py runs the like"
 LEFT_OUT = {  # by page and the block's first line
+    (
+        "docs/finetuning.md",
+        "from peft import LoraConfig, get_peft_model",
+    ): "tests/trainer/test_adapters.py runs the like",
     ("docs/launching.md", "instep launch [OPTIONS] SCRIPT [ARGUMENTS]"): "says what stands where; no command",
     ("docs/launching.md", "#SBATCH --nodes=2"): "needs SLURM; tests/launchers/test_slurm.py runs one",
     ("docs/launching.md", "from instep.launch.engine import LaunchSpec"): NO_CLUSTER,

@@ -23,11 +23,13 @@ _HOME = {
     "LearningRateMonitor": "monitors.lr_monitor",
     "LiveProgressBar": "progress",
     "ModelCheckpoint": "model_checkpoint",
+    "ModelPruning": "pruning",
     "ModelSummary": "model_summary",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "OptunaPruning": "optuna_pruning",
     "PredictionWriter": "prediction_writer",
     "ProgressBar": "progress",
+    "QuantizationAwareTraining": "quantization",
     "ReplicaCheck": "replica_check",
     "RichModelSummary": "model_summary",
     "RichProgressBar": "progress.rich_progress",
@@ -72,6 +74,8 @@ if TYPE_CHECKING:
     from instep.callbacks.progress.rich_progress import RichProgressBar as RichProgressBar
     from instep.callbacks.progress.rich_progress import RichProgressBarTheme as RichProgressBarTheme
     from instep.callbacks.progress.tqdm_progress import TQDMProgressBar as TQDMProgressBar
+    from instep.callbacks.pruning import ModelPruning as ModelPruning
+    from instep.callbacks.quantization import QuantizationAwareTraining as QuantizationAwareTraining
     from instep.callbacks.replica_check import ReplicaCheck as ReplicaCheck
     from instep.callbacks.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
     from instep.callbacks.timer import Timer as Timer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -14,12 +15,16 @@ from instep.callbacks.base import Callback
 from instep.errors import CheckpointError, HookError, SettingError
 from instep.utils.checks import FLAG, above_zero, at_least, or_none
 from instep.utils.optimizer_state import clean_name, names_of
-from instep.utils.optimizers import schedule_groups
+from instep.utils.optimizers import RATES, active_leaves, leaves_of, note_rates, put_rate
 from instep.utils.rank_zero import rank_zero_only
 from instep.utils.warn import warn_user
 
 if TYPE_CHECKING:
     from instep.callbacks.base import Trainer, TrainModule
+
+_MOMENTA = ("base_momentum", "max_momentum")  # what schedulers keep of momenta in the optimizer's groups
+_RATES_PER_GROUP = ("base_lrs", "max_lrs")
+_PER_GROUP = (*_RATES_PER_GROUP, "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
 
 Modules = nn.Module | Iterable[Any]
 """A module, or an iterable of modules and of such iterables."""
@@ -378,3 +383,54 @@ class BackboneFinetuning(BaseFinetuning):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
+
+
+# ---- schedules of new groups
+
+
+def schedule_groups(
+    optimizer: Optimizer, schedulers: Sequence[Any], changed: Iterable[int], lr: float | None = None
+) -> None:
+    """Let schedules go on with parameter groups that were added, or whose learning rate was set by hand.
+
+    Such a group has the schedule of the first group, on another scale: as if it had begun with the rate that leads to
+    its present one. torch's schedulers know the groups only that the optimizer had when they were made.
+
+    Args:
+        optimizer: has the groups, with their present rates.
+        schedulers: torch's; those of other optimizers are left alone.
+        changed: indices of the groups, none of them 0.
+        lr: the first group's rate on its schedule, where it is not the present one.
+    """
+    own = [leaf for scheduler in schedulers for leaf in leaves_of(scheduler)]
+    own = [leaf for leaf in own if getattr(leaf, "optimizer", None) is optimizer]
+    active = {id(leaf) for scheduler in schedulers for leaf in active_leaves(scheduler)}
+    floor = max((float(getattr(leaf, "eta_min", 0.0)) for leaf in own if id(leaf) in active), default=0.0)
+    first = optimizer.param_groups[0]
+    begun, lr = float(first.get("initial_lr", first["lr"])), float(first["lr"]) if lr is None else lr
+    for index in sorted(changed):
+        group = optimizer.param_groups[index]
+        now = float(group["lr"])
+        begins = now if lr == floor else floor + (now - floor) * (begun - floor) / (lr - floor)
+        scale = begins / begun if begun else 1.0
+        for key in RATES[1:]:
+            if key in first:
+                put_rate(group, key, float(first[key]) * scale)
+        for key in _MOMENTA:
+            if key in first:
+                group.setdefault(key, first[key])
+        for leaf in own:
+            _schedule_group(leaf, index, scale)
+    note_rates((*schedulers, *own), optimizer)
+
+
+def _schedule_group(leaf: Any, index: int, scale: float) -> None:
+    """Give a scheduler's lists, one entry per group, an entry for a group that follows the first one."""
+    for name in _PER_GROUP:
+        values = getattr(leaf, name, None)
+        if not isinstance(values, list) or not values:
+            continue
+        if index == len(values):
+            values.append(deepcopy(values[0]))  # a factor may be an object that counts its calls
+        if name in _RATES_PER_GROUP:
+            put_rate(values, index, float(values[0]) * scale)

@@ -1,14 +1,22 @@
-"""Parts of a checkpoint that a run takes up, and the report of what came of it."""
+"""Parts of a checkpoint that a run takes up, the report of what came of it, and weights that are left out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from instep.errors import SettingError
+from instep.checkpoint.tensors import Shard, content_sum, dtype_from_name, dtype_name
+from instep.distributed import gather_object
+from instep.errors import CheckpointError, SettingError
+from instep.utils.optimizer_state import clean_name
+from instep.utils.warn import warn_user
+
+if TYPE_CHECKING:
+    from instep.strategies import Strategy
 
 _SWITCHES = ("optimizer", "schedulers", "position", "callbacks", "loggers")
 _MOST_NAMES = 8  # that a report says of a kind
@@ -166,6 +174,133 @@ def compare(
     report.unexpected.extend(prefix + name for name in saved if name not in own)
     report.loaded += len(fits)
     return fits
+
+
+# ---- weights that checkpoints leave out
+
+LeftOut: TypeAlias = "dict[str, Sequence[str]]"
+"""By clean name: dtype and digest of the values."""
+
+
+class LeftOutWeights:
+    """Weights that the checkpoints of one run leave out, by its module's `checkpoint_filter`."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        """Names that a checkpoint of this run has; with "trainable" all later ones have them too."""
+        self._digests: dict[str, Sequence[str]] = {}
+
+    def collect(self, module: Any, strategy: Strategy, state: Mapping[str, Any]) -> LeftOut:
+        """Return what a checkpoint leaves out, with digests that do not depend on how weights are cut up. Collective.
+
+        A digest is computed at the first save, before the first step: what is left out does not change.
+
+        Args:
+            module: with its parameters as they are trained.
+            strategy: whose ranks hold them.
+            state: `strategy.model_state()`.
+
+        Raises:
+            SettingError: the filter is of no kind that is known.
+        """
+        names = self._names(module, strategy.model_shapes())
+        new = [name for name in names if name not in self._digests]
+        if new:
+            by_name = {clean_name(name): value for name, value in state.items()}
+            shards = strategy.local_shards({name: by_name[name] for name in new if name in by_name})
+            self._digests |= all_digests_of(shards or {}, new)
+        return {name: self._digests[name] for name in names}
+
+    def _names(self, module: Any, shapes: Mapping[str, Any]) -> list[str]:
+        wanted = module.checkpoint_filter
+        names = [clean_name(name) for name, shape in shapes.items() if shape is not None]
+        if wanted == "trainable":
+            named = module.named_parameters(remove_duplicate=False)
+            self.held |= {clean_name(name) for name, parameter in named if parameter.requires_grad}
+            self.held |= {clean_name(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+            return [name for name in names if name not in self.held]
+        if not callable(wanted):
+            raise SettingError(
+                f"{type(module).__name__}.checkpoint_filter={wanted!r}: expected None, 'trainable', or a function of a "
+                "name in state_dict().",
+                field="checkpoint_filter",
+                got=wanted,
+            )
+        return [name for name in names if not wanted(name)]
+
+
+def digests_of(state: Mapping[str, Any], names: Iterable[str], cast: LeftOut | None = None) -> LeftOut:
+    """Return the digests of whole weights; `cast` as in `all_digests_of`."""
+    by_name = {clean_name(name): value for name, value in state.items()}
+    sums = {name: _sum_of(by_name[name], (cast or {}).get(name)) for name in names if name in by_name}
+    return {name: [dtype, f"{value:016x}"] for name, (dtype, value) in sums.items()}
+
+
+def all_digests_of(shards: Mapping[str, Any], names: Iterable[str], cast: LeftOut | None = None) -> LeftOut:
+    """Return the digests of weights of which each rank has a part. Collective.
+
+    Args:
+        shards: this rank's, by clean name, as it would write them.
+        names: those of the weights; other shards are left alone.
+        cast: dtypes in which to compare, where the values have more bits.
+    """
+    sums = {name: _sum_of(shards[name], (cast or {}).get(name)) for name in names if name in shards}
+    total: dict[str, tuple[str, int]] = {}
+    for part in gather_object([sums]):
+        for name, (dtype, value) in part.items():
+            total[name] = dtype, (total.get(name, (dtype, 0))[1] + value) % 2**64
+    return {name: [dtype, f"{value:016x}"] for name, (dtype, value) in total.items()}
+
+
+def _sum_of(value: Any, cast: Sequence[str] | None) -> tuple[str, int]:
+    """Return dtype and content sum of a part of a tensor, in the dtype of a saved one where that has fewer bits."""
+    local = value.local if isinstance(value, Shard) else value
+    if cast is not None:
+        with suppress(ValueError):  # of no dtype that this torch has; the digests differ then
+            dtype = dtype_from_name(cast[0])
+            if dtype.is_floating_point and local.is_floating_point() and dtype.itemsize < local.dtype.itemsize:
+                local = local.to(dtype)
+                value = replace(value, local=local) if isinstance(value, Shard) else local
+    return dtype_name(local.dtype), content_sum(value)
+
+
+def check_left_out(saved: LeftOut, now: LeftOut, path: Path, module: Any, strict: bool) -> None:
+    """Compare what a checkpoint has left out with the weights that a module has.
+
+    Raises:
+        CheckpointError: they differ, or the module does not have them. Where it is not strict, a warning.
+    """
+    differ = [
+        name
+        for name, (dtype, digest) in saved.items()
+        # Of a module in fewer bits than the run had nothing can be said.
+        if name not in now or (now[name][0] == dtype and now[name][1] != digest)
+    ]
+    if not differ:
+        return
+    text = (
+        f"{path} leaves out {len(saved)} weights, which {type(module).__name__} must have itself, and {len(differ)} of "
+        f"them are not those of that run: {_few(differ)}. Make the module with the same base weights"
+    )
+    if strict:
+        raise CheckpointError(f"{text}, or load it with strict=False.", path=path)
+    warn_user(text)
+
+
+def rest_of(
+    shapes: Mapping[str, Any], state: Mapping[str, Any], absent: Mapping[str, Any], strict: bool, path: Path
+) -> dict[str, Any]:
+    """Return the shapes of what a checkpoint holds; RuntimeError where it is strict and does not hold just that."""
+    for name, entry in absent.items():
+        if not (isinstance(entry, list | tuple) and len(entry) == 2 and all(isinstance(part, str) for part in entry)):
+            raise RuntimeError(f"what it says of {name}, which it leaves out, is no dtype and digest")
+    rest = {name: shape for name, shape in shapes.items() if clean_name(name) not in absent}
+    found = ResumeReport(path, ("weights",))
+    compare(found, state, {clean_name(name): shape for name, shape in rest.items()})
+    wrong = {"missing": found.missing, "unexpected": found.unexpected, "of another shape": list(found.other_shape)}
+    if strict and any(wrong.values()):
+        raise RuntimeError("; ".join(f"{what}: {_few(names)}" for what, names in wrong.items() if names))
+    return rest
 
 
 def _few(names: Sequence[str]) -> str:

@@ -54,6 +54,8 @@ FORMAT_NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+_SUMMED_ELEMENTS = 2**22  # at a time
+_FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd ones, of well mixed bits
 _RAW_NAMES = {"complex128", "complex32", "float4_e2m1fn_x2"}
 
 
@@ -128,6 +130,47 @@ def dtype_from_name(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return dtype
+
+
+def content_sum(part: Tensor | Shard) -> int:
+    """Return a sum over the elements of a tensor by which its values can be compared: of 64 bits.
+
+    Each element adds a number made of its bits and its place in the whole tensor. So the sums of a tensor's parts,
+    however it is cut, add up to the sum of the whole, modulo 2**64.
+
+    Args:
+        part: a whole tensor, or a part of one, on any device.
+
+    Example:
+        >>> whole = torch.arange(12.0).view(4, 3)
+        >>> cut = [Shard(whole[:1], (4, 3), (0, 0)), Shard(whole.flatten()[3:].clone(), (4, 3), (3,), flat=True)]
+        >>> (content_sum(cut[0]) + content_sum(cut[1])) % 2**64 == content_sum(whole)
+        True
+    """
+    local = part.local if isinstance(part, Shard) else part
+    local = local.detach().as_subclass(Tensor)
+    whole, offsets = tuple(local.shape), (0,) * local.ndim
+    if isinstance(part, Shard):
+        whole, offsets = ((math.prod(part.shape),) if part.flat else tuple(part.shape)), tuple(part.offsets)
+    if local.is_complex():
+        local, whole, offsets = torch.view_as_real(local), (*whole, 2), (*offsets, 0)
+    if not local.ndim:
+        local, whole, offsets = local[None], (1,), (0,)
+    if not local.numel():
+        return 0
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
+    rows = max(1, _SUMMED_ELEMENTS * len(local) // local.numel())
+    total = 0
+    for begin in range(0, len(local), rows):
+        piece = local[begin : begin + rows].contiguous().view(bits).to(torch.int64)
+        place = torch.zeros((), dtype=torch.int64, device=piece.device)
+        for dim, (size, at) in enumerate(zip(piece.shape, (offsets[0] + begin, *offsets[1:]), strict=True)):
+            places = torch.arange(at, at + size, device=piece.device) * math.prod(whole[dim + 1 :])
+            place = place + places.view(-1, *[1] * (piece.ndim - dim - 1))
+        mixed = piece * _FACTORS[0] + (place + 1) * _FACTORS[1]  # wraps at 64 bits, as it should
+        mixed = (mixed ^ (mixed >> 29)) * _FACTORS[2]
+        total += int((mixed ^ (mixed >> 32)).sum())
+    return total % 2**64
 
 
 def why_unsavable(tensor: Tensor) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from instep.checkpoint import Reader
     from instep.checkpoint.background import BackgroundSaver
     from instep.checkpoint.lease import Lease
-    from instep.checkpoint.resume import Resume, ResumeReport
+    from instep.checkpoint.resume import LeftOutWeights, Resume, ResumeReport
     from instep.checkpoint.run_state import SavedRun
     from instep.data.taken import BatchTaker
     from instep.profilers.run_clock import RunClock
@@ -273,6 +273,7 @@ class RunContext:
         cleaned: folders that were cleared of what killed processes had left.
         saver: writes checkpoints beside the training.
         plain_weights: kind of the plain weights that were collected last for a checkpoint: "live" or "averaged".
+        left_out: the weights that checkpoints leave out, where the module's `checkpoint_filter` asks for it.
         logger_states: states of loggers for the next checkpoint, where it must not hold their present ones.
     """
 
@@ -335,6 +336,7 @@ class RunContext:
     cleaned: set[Path] = field(default_factory=set)
     saver: BackgroundSaver | None = None
     plain_weights = "live"
+    left_out = cast("LeftOutWeights | None", None)  # no field: few runs have it
     logger_states: dict[tuple[str, int], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:

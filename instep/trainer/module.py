@@ -68,6 +68,12 @@ class TrainModule(HyperParameters, ModuleHooks, nn.Module):
     strict_loading = True
     """Whether a checkpoint must hold exactly this module's weights."""
 
+    checkpoint_filter: str | Callable[[str], bool] | None = None
+    """Which weights a checkpoint holds. None: all. "trainable": parameters that require gradients, or did at an earlier
+    save, and all buffers, such as the adapters of LoRA. A function takes a name in `state_dict()` and returns whether a
+    checkpoint holds it. What is left out must be in the module that loads the checkpoint, made by its `__init__`: the
+    checkpoint has a digest of it, and loading compares that."""
+
     example_input_array: Any = None
     """An input of `forward`, for loggers that draw the graph and for exports: a tensor, a tuple or list of arguments,
     or a dict of them by name."""

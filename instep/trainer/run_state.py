@@ -22,6 +22,7 @@ from instep.trainer.hooks import ModuleHooks, is_overridden
 from instep.trainer.log import load_metric_states, merge_states, metric_objects, metric_states
 from instep.trainer.weights import VIEW, check_full, load_into, view_of
 from instep.utils.hparams import plain_values
+from instep.utils.optimizer_state import clean_name
 from instep.utils.optimizers import put_rates, rates_of, set_learning_rates
 from instep.utils.seed import rng_state
 from instep.utils.warn import warn_user
@@ -46,8 +47,17 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
     trainer.metrics.log_steps(ctx.log.bring_to_host(ctx.position.global_step))  # before the loggers' state
     # Collective, and so before the user's hooks, which may fail on one rank only.
     optimizers = [] if weights_only else [strategy.optimizer_state(optimizer) for optimizer in ctx.optimizers]
-    view = _user_view(ctx)
+    state_dict = strategy.model_state()
+    left_out: dict[str, Any] = {}
+    if ctx.module.checkpoint_filter is not None:
+        from instep.checkpoint.resume import LeftOutWeights  # late: few modules leave weights out
+
+        ctx.left_out = ctx.left_out or LeftOutWeights()
+        left_out = ctx.left_out.collect(ctx.module, strategy, state_dict)
+    view = _user_view(ctx, state_dict)
     live, averaged = view.pop("state_dict"), view.pop("averaged_state_dict", None)
+    if left_out:
+        live = {name: value for name, value in live.items() if clean_name(name) not in left_out}
     ctx.plain_weights = view.pop("plain_weights", "live")
     if averaged is not None:
         averaged = {name: value for name, value in averaged.items() if name in live}
@@ -62,6 +72,7 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
         "data_world_size": strategy.data_world_size,
         "hyper_parameters": view.pop("hyper_parameters"),
         "hparams_name": view.pop("hparams_name"),
+        **({"left_out": left_out} if left_out else {}),
         **_of_datamodule(ctx.datamodule),
         "user": {key: value for key, value in view.items() if key not in VIEW},
     }
@@ -109,14 +120,14 @@ def collect(ctx: RunContext, weights_only: bool = False, alone: bool = False) ->
     return state
 
 
-def _user_view(ctx: RunContext) -> dict[str, Any]:
+def _user_view(ctx: RunContext, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the dict that `on_save_checkpoint` hooks see and change."""
     trainer = ctx.trainer
     view: dict[str, Any] = {
         "epoch": ctx.position.epoch,
         "global_step": trainer.global_step,
         "instep_version": __version__,
-        "state_dict": ctx.strategy.model_state(),
+        "state_dict": state_dict,
         "hyper_parameters": plain_values(ctx.module.hparams),
         "hparams_name": ctx.module._hparams_name,
     }
@@ -359,6 +370,7 @@ def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> None:
     parts, report = ctx.parts, ctx.report
     assert parts is not None
     assert report is not None
+    left_out: dict[str, Any] = {} if saved is None else saved.shared.get("left_out") or {}
     if saved is None:
         read = checkpoint.stored_weights if ctx.strategy.sharded else checkpoint.load_weights
         view: dict[str, Any] = {"state_dict": dict(read(path))}
@@ -372,14 +384,26 @@ def load_weights(ctx: RunContext, path: Path, saved: SavedRun | None) -> None:
         ctx.module.on_load_checkpoint(view)
     for hook in ctx.hooks.of_callbacks("on_load_checkpoint") if parts.callbacks or ctx.fn != "fit" else ():
         hook(view)
+    absent = {name: entry for name, entry in left_out.items() if name not in view["state_dict"]}
+    strict = ctx.module.strict_loading is not False if parts.strict is None else parts.strict
+    names = view["state_dict"].keys()
     load_into(
         ctx.strategy.load_model_state,
         ctx.module,
         ctx.strategy.model_shapes(),
         view["state_dict"],
-        ctx.module.strict_loading is not False if parts.strict is None else parts.strict,
+        strict,
         report,
+        absent,
     )
+    if absent:
+        from instep.checkpoint.resume import LeftOutWeights, all_digests_of, check_left_out  # late, as above
+
+        ctx.left_out = ctx.left_out or LeftOutWeights()
+        ctx.left_out.held |= set(names)
+        here = {clean_name(name): value for name, value in ctx.strategy.model_state().items()}
+        shards = ctx.strategy.local_shards({name: here[name] for name in absent if name in here}) or {}
+        check_left_out(absent, all_digests_of(shards, absent, absent), path, ctx.module, strict)
     if report.other_shape and ctx.fn != "fit" and ctx.rank == 0:  # fit prints the report
         warn_user(str(report))
 

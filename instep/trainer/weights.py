@@ -57,7 +57,7 @@ _SHARED = {
 _SHARED_OPTIONAL = {
     "run_folder": none_or(text),
     "datamodule_hparams_name": none_or(text),
-    **dict.fromkeys(("resumed_with", "datamodule_hyper_parameters"), none_or(named)),
+    **dict.fromkeys(("resumed_with", "datamodule_hyper_parameters", "left_out"), none_or(named)),
 }
 _SHARED_FULL = {
     **dict.fromkeys(("data_world_size", "seed"), count),
@@ -105,13 +105,23 @@ def load_into(
     state: dict[str, Any],
     strict: bool,
     report: ResumeReport,
+    absent: Mapping[str, Any] | None = None,
 ) -> None:
     """Load a module's state by `load`, and note in the report what was left out.
+
+    Args:
+        load, shapes, state, strict, report: as in `load_model_state`.
+        module: for the error.
+        absent: names of weights that the checkpoint leaves out on purpose.
 
     Raises:
         CheckpointError: it does not fit the module; the text says what would load the rest.
     """
     try:
+        if absent:
+            from instep.checkpoint.resume import rest_of  # late: few checkpoints leave weights out
+
+            shapes, strict = rest_of(shapes, state, absent, strict, report.path), False
         load_model_state(load, shapes, state, strict, report)
     except RuntimeError as error:
         wrong = str(error).rstrip(". \n")
@@ -207,11 +217,13 @@ def load_module(
     """Make a module and load its weights, for `TrainModule.load_from_checkpoint`."""
     given = to_path(path)
     folder = given if given.is_file() else checkpoint.find_checkpoint(given)
+    left_out: Mapping[str, Any] = {}
     if folder.is_file():
         view: dict[str, Any] = {"state_dict": checkpoint.load_weights(folder, which), "hyper_parameters": {}}
     else:
-        view = view_of(saved_run(checkpoint.CheckpointStore(folder.parent).read(folder)), which=which)
-    return _loaded(cls, folder, view, map_location, hparams_file, strict, arguments)
+        saved = saved_run(checkpoint.CheckpointStore(folder.parent).read(folder))
+        view, left_out = view_of(saved, which=which), saved.shared.get("left_out") or {}
+    return _loaded(cls, folder, view, map_location, hparams_file, strict, arguments, left_out)
 
 
 def _loaded(
@@ -222,6 +234,7 @@ def _loaded(
     hparams_file: PathLike | None,
     strict: bool | None,
     arguments: dict[str, Any],
+    left_out: Mapping[str, Any] | None = None,
 ) -> M:
     """Make a module of what was read of a checkpoint: its hyperparameters and weights."""
     of_json = "epoch" not in view
@@ -231,6 +244,7 @@ def _loaded(
     if is_overridden(module, "on_load_checkpoint", ModuleHooks):
         module.on_load_checkpoint(view)
     report = checkpoint.ResumeReport(path, ("weights",))
+    absent = {name: entry for name, entry in (left_out or {}).items() if name not in view["state_dict"]}
     load_into(
         module.load_state_dict,
         module,
@@ -238,7 +252,13 @@ def _loaded(
         view["state_dict"],
         _strictness(module, strict),
         report,
+        absent,
     )
+    if absent:
+        from instep.checkpoint.resume import check_left_out, digests_of  # late, as above
+
+        now = digests_of(module.state_dict(), absent, absent)
+        check_left_out(absent, now, path, module, _strictness(module, strict))
     if report.other_shape:
         warn_user(str(report))
     if map_location is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +13,7 @@ from torch.optim import Optimizer
 from instep.errors import SettingError
 from instep.utils.optimizer_state import check_alike
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # what schedulers keep of rates in the optimizer's groups
-_MOMENTA = ("base_momentum", "max_momentum")  # and of momenta
-_RATES_PER_GROUP = ("base_lrs", "max_lrs")
-_PER_GROUP = (*_RATES_PER_GROUP, "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
+RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # what schedulers keep of rates in the optimizer's groups
 
 
 @dataclass
@@ -67,8 +63,8 @@ def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any
             field="lr",
             got=lr,
         )
-    leaves = [leaf for scheduler in schedulers for leaf in _leaves(scheduler)]
-    active = {id(leaf) for scheduler in schedulers for leaf in _active(scheduler)}
+    leaves = [leaf for scheduler in schedulers for leaf in leaves_of(scheduler)]
+    active = {id(leaf) for scheduler in schedulers for leaf in active_leaves(scheduler)}
     for (optimizer, index), new in zip(owners, rates, strict=True):
         group = optimizer.param_groups[index]
         own = [leaf for leaf in leaves if getattr(leaf, "optimizer", None) is optimizer]
@@ -76,66 +72,18 @@ def set_learning_rates(optimizers: Sequence[Optimizer], schedulers: Sequence[Any
         # Cosine schedules go down to a rate that does not depend on the one they begin with.
         floor = max((float(getattr(leaf, "eta_min", 0.0)) for leaf in own if id(leaf) in active), default=0.0)
         now = new if old == floor else floor + (float(group["lr"]) - floor) * (new - floor) / (old - floor)
-        for key in _RATES[1:]:
+        for key in RATES[1:]:
             if key in group:
-                _put(group, key, _scaled(float(group[key]), old, new))
-        _put(group, "lr", now)
+                put_rate(group, key, _scaled(float(group[key]), old, new))
+        put_rate(group, "lr", now)
         for leaf in own:
             for values in (getattr(leaf, "base_lrs", None), getattr(leaf, "max_lrs", None)):
                 if values is not None:
-                    _put(values, index, _scaled(float(values[index]), old, new))
-    _note_rates((*schedulers, *leaves))
+                    put_rate(values, index, _scaled(float(values[index]), old, new))
+    note_rates((*schedulers, *leaves))
 
 
-def schedule_groups(
-    optimizer: Optimizer, schedulers: Sequence[Any], changed: Iterable[int], lr: float | None = None
-) -> None:
-    """Let schedules go on with parameter groups that were added, or whose learning rate was set by hand.
-
-    Such a group has the schedule of the first group, on another scale: as if it had begun with the rate that leads to
-    its present one. torch's schedulers know the groups only that the optimizer had when they were made.
-
-    Args:
-        optimizer: has the groups, with their present rates.
-        schedulers: torch's; those of other optimizers are left alone.
-        changed: indices of the groups, none of them 0.
-        lr: the first group's rate on its schedule, where it is not the present one.
-    """
-    own = [leaf for scheduler in schedulers for leaf in _leaves(scheduler)]
-    own = [leaf for leaf in own if getattr(leaf, "optimizer", None) is optimizer]
-    active = {id(leaf) for scheduler in schedulers for leaf in _active(scheduler)}
-    floor = max((float(getattr(leaf, "eta_min", 0.0)) for leaf in own if id(leaf) in active), default=0.0)
-    first = optimizer.param_groups[0]
-    begun, lr = float(first.get("initial_lr", first["lr"])), float(first["lr"]) if lr is None else lr
-    for index in sorted(changed):
-        group = optimizer.param_groups[index]
-        now = float(group["lr"])
-        begins = now if lr == floor else floor + (now - floor) * (begun - floor) / (lr - floor)
-        scale = begins / begun if begun else 1.0
-        for key in _RATES[1:]:
-            if key in first:
-                _put(group, key, float(first[key]) * scale)
-        for key in _MOMENTA:
-            if key in first:
-                group.setdefault(key, first[key])
-        for leaf in own:
-            _schedule_group(leaf, index, scale)
-    _note_rates((*schedulers, *own), optimizer)
-
-
-def _schedule_group(leaf: Any, index: int, scale: float) -> None:
-    """Give a scheduler's lists, one entry per group, an entry for a group that follows the first one."""
-    for name in _PER_GROUP:
-        values = getattr(leaf, name, None)
-        if not isinstance(values, list) or not values:
-            continue
-        if index == len(values):
-            values.append(deepcopy(values[0]))  # a factor may be an object that counts its calls
-        if name in _RATES_PER_GROUP:
-            _put(values, index, float(values[0]) * scale)
-
-
-def _note_rates(schedulers: Iterable[Any], optimizer: Optimizer | None = None) -> None:
+def note_rates(schedulers: Iterable[Any], optimizer: Optimizer | None = None) -> None:
     """Let schedulers say the present rates as their last ones."""
     for scheduler in schedulers:
         owner = getattr(scheduler, "optimizer", None)
@@ -145,14 +93,14 @@ def _note_rates(schedulers: Iterable[Any], optimizer: Optimizer | None = None) -
 
 def rates_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the groups' learning rates and what schedulers put beside them; for `put_rates`."""
-    return [{key: _value(group[key]) for key in _RATES if key in group} for group in optimizer.param_groups]
+    return [{key: _value(group[key]) for key in RATES if key in group} for group in optimizer.param_groups]
 
 
 def put_rates(optimizer: Optimizer, rates: Sequence[dict[str, Any]]) -> None:
     """Give an optimizer the rates that `rates_of` took from it."""
     for group, own in zip(optimizer.param_groups, rates, strict=True):
         for key, value in own.items():
-            _put(group, key, value)
+            put_rate(group, key, value)
 
 
 def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
@@ -168,32 +116,32 @@ def checked_schedule(scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
 def follow_schedule(scheduler: Any) -> None:
     """Give a new optimizer the rates of a schedule that was restored without it."""
     rates = getattr(scheduler, "_last_lr", None)
-    base = next((leaf.base_lrs for leaf in _leaves(scheduler) if hasattr(leaf, "base_lrs")), None)
+    base = next((leaf.base_lrs for leaf in leaves_of(scheduler) if hasattr(leaf, "base_lrs")), None)
     if rates is None:
         return
     for index, group in enumerate(scheduler.optimizer.param_groups):
-        _put(group, "lr", rates[index])
+        put_rate(group, "lr", rates[index])
         if base is not None:
-            _put(group, "initial_lr", base[index])
+            put_rate(group, "initial_lr", base[index])
 
 
-def _leaves(scheduler: Any) -> Iterator[Any]:
+def leaves_of(scheduler: Any) -> Iterator[Any]:
     """Return the schedulers that compute rates: those inside of SequentialLR and ChainedScheduler."""
     parts = getattr(scheduler, "_schedulers", None)
     if parts is None:
         yield scheduler
     else:
         for part in parts:
-            yield from _leaves(part)
+            yield from leaves_of(part)
 
 
-def _active(scheduler: Any) -> Iterator[Any]:
+def active_leaves(scheduler: Any) -> Iterator[Any]:
     """Return the leaves whose turn it is."""
     milestones = getattr(scheduler, "_milestones", None)
     if milestones is None:
-        yield from _leaves(scheduler)
+        yield from leaves_of(scheduler)
     else:
-        yield from _active(scheduler._schedulers[bisect_right(milestones, scheduler.last_epoch)])
+        yield from active_leaves(scheduler._schedulers[bisect_right(milestones, scheduler.last_epoch)])
 
 
 def _scaled(value: float, old: float, new: float) -> float:
@@ -204,7 +152,8 @@ def _value(rate: Any) -> Any:
     return rate.clone() if isinstance(rate, Tensor) else rate
 
 
-def _put(into: Any, key: Any, value: Any) -> None:
+def put_rate(into: Any, key: Any, value: Any) -> None:
+    """Set a rate in a group or a list, in place where it is a tensor."""
     current = into.get(key) if isinstance(into, dict) else into[key]
     if isinstance(current, Tensor):  # kept on the device for captured graphs
         current.fill_(value)

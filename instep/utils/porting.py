@@ -57,12 +57,12 @@ MOVED = {
             name: f"instep.callbacks.{name}"
             for name in (
                 "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "BatchSizeFinder", "Callback",
-                "DeviceStatsMonitor", "EarlyStopping", "EarlyStoppingReason", "GradientAccumulationScheduler",
-                "LambdaCallback", "LearningRateFinder", "LearningRateMonitor", "ModelCheckpoint",
-                "ModelSummary", "OnExceptionCheckpoint", "ProgressBar", "RichModelSummary", "RichProgressBar",
-                "RichProgressBarTheme",
-                "SpikeDetection", "TQDMProgressBar", "ThroughputMonitor", "Timer", "summarize",
-                "EMAWeightAveraging", "StochasticWeightAveraging", "WeightAveraging",
+                "DeviceStatsMonitor", "EarlyStopping", "EarlyStoppingReason", "EMAWeightAveraging",
+                "GradientAccumulationScheduler", "LambdaCallback", "LearningRateFinder", "LearningRateMonitor",
+                "ModelCheckpoint", "ModelPruning", "ModelSummary", "OnExceptionCheckpoint", "ProgressBar",
+                "RichModelSummary", "RichProgressBar", "RichProgressBarTheme", "SpikeDetection",
+                "StochasticWeightAveraging", "summarize", "ThroughputMonitor", "Timer", "TQDMProgressBar",
+                "WeightAveraging",
             )
         },
         "Tqdm": "instep.callbacks.progress.tqdm_progress.Tqdm",
@@ -179,7 +179,6 @@ DEFINED = {
 
 _BY_ITSELF = "leave it out: the launcher's environment is read by itself"
 _NO_BIG_MODELS = "keep Accelerate for it: instep has nothing in its place"
-_OWN_CALLBACK = "write it as a Callback of your own"
 _AVERAGING = "use instep.callbacks.EMAWeightAveraging or StochasticWeightAveraging"
 _OWN_LOGGER = "write it as a Logger of your own: a subclass of instep.Logger with `_log_metrics`"
 
@@ -203,7 +202,6 @@ ADVICE = {
     "DeepSpeedPlugin": 'use strategy="deepspeed_stage_2", or DeepSpeedStrategy, which takes the plugin\'s values',
     "MegatronLMPlugin": "use Trainer(strategy=instep.strategies.MeshStrategy(tp=, pp=))",
     **dict.fromkeys(("NeptuneLogger", "LitLogger"), _OWN_LOGGER),
-    "ModelPruning": _OWN_CALLBACK,
     "XLAProfiler": 'use Trainer(profiler="simple"), or torch_xla.debug.profiler around fit',
     **dict.fromkeys(
         (
