@@ -137,10 +137,10 @@ def prune_on_ranks(root: Path) -> dict[str, Any]:
     def pruning() -> ModelPruning:
         return ModelPruning("random_unstructured", amount=0.3, resample_parameters=True)
 
-    whole, *_ = fit(root / "whole", pruning(), devices="auto", strategy="ddp")
-    for stop in (2, 7):
-        fit(root / "stopped", pruning(), StopAt(stop), devices="auto", strategy="ddp")
-    again, *_ = fit(root / "stopped", pruning(), devices="auto", strategy="ddp")
+    settings = {"devices": "auto", "strategy": "ddp", "max_epochs": 3}
+    whole, *_ = fit(root / "whole", pruning(), **settings)
+    fit(root / "stopped", pruning(), StopAt(4), **settings)
+    again, *_ = fit(root / "stopped", pruning(), **settings)
     assert_same(dict(again.state_dict()), dict(whole.state_dict()))
     with pytest.raises(SettingError, match="needs whole parameters, and strategy='fsdp'"):
         fit(root / "cut", pruning(), devices="auto", strategy="fsdp")
