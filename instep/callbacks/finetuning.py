@@ -244,7 +244,7 @@ class BaseFinetuning(Callback):
 
     def _restore(self, trainer: Trainer, module: TrainModule) -> None:
         for parameter, name in names_of(module).items():
-            parameter.requires_grad_(name not in self._frozen)
+            parameter.requires_grad_(not any(known in self._frozen for known in _aliases(name)))
         for name, part in module.named_modules():
             if isinstance(part, _BatchNorm):
                 part.track_running_stats = clean_name(name) not in self._untracked
@@ -259,7 +259,8 @@ class BaseFinetuning(Callback):
                     schedule_groups(optimizer, schedulers, added)
 
     def _restore_groups(self, module: TrainModule, optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
-        parameters = {name: parameter for parameter, name in names_of(module, [optimizer]).items()}
+        named = names_of(module, [optimizer]).items()
+        parameters = {known: parameter for parameter, name in named for known in _aliases(name)}
         missing = [name for group in saved for name in group["params"] if name not in parameters]
         if missing:
             raise CheckpointError(
@@ -289,6 +290,11 @@ class BaseFinetuning(Callback):
         self._frozen, self._untracked = state_dict["frozen"], state_dict["untracked"]
         self._tuned_epoch = state_dict["epoch"]
         self._restarting = self._tuned_epoch is not None
+
+
+def _aliases(name: str) -> tuple[str, ...]:
+    """Return the names that a parameter may have had in another run: pruning calls it `..._orig`."""
+    return (f"{name}_orig", name.removesuffix("_orig"), name)
 
 
 @rank_zero_only
