@@ -6,6 +6,8 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +56,10 @@ class TQDMProgressBar(ProgressBar):
     """A progress bar of tqdm on stdout.
 
     Each stage has its bar, made by an `init_..._tqdm` that may be overridden: `train_progress_bar`, `val_progress_bar`
-    (of the sanity check too), `test_progress_bar` and `predict_progress_bar`. A bar's counter and metrics are set every
-    `refresh_rate` batches, in the training's own thread, and drawn ten times a second at most, at the last batch and
-    before a validation: drawing takes longer than many a step.
+    (of the sanity check too), `test_progress_bar` and `predict_progress_bar`. A bar's counter is set every
+    `refresh_rate` batches, in the training's own thread. It is drawn with the metrics ten times a second at most, at
+    the last batch and before a validation: drawing takes longer than many a step. A `get_metrics` of a subclass is
+    called every `refresh_rate` batches.
 
     Args:
         refresh_rate: batches between two updates; 0 shows nothing. The variable TQDM_MINITERS sets a least value.
@@ -206,12 +209,19 @@ class TQDMProgressBar(ProgressBar):
     def _due(self, bar: Tqdm | None, done: int) -> bool:
         return bar is not None and self.is_enabled and (done % self.refresh_rate == 0 or done == bar.total)
 
-    def _move(self, bar: Tqdm, done: int) -> None:
+    def _move(self, bar: Tqdm, done: int, metrics: Callable[[], dict[str, Any]] | None = None) -> None:
+        """Set a bar's counter, and draw it where it is time; its metrics are asked for then.
+
+        Metrics of a subclass are asked for each time, as its author may count on it.
+        """
         if bar.disable:
             return
         bar.n = done
         now_s = time.monotonic()
-        if done == bar.total or now_s - getattr(bar, "drawn_s", 0.0) >= bar.mininterval:
+        draws = done == bar.total or now_s - getattr(bar, "drawn_s", 0.0) >= bar.mininterval
+        if metrics is not None and (draws or type(self).get_metrics is not ProgressBar.get_metrics):
+            bar.set_postfix(metrics(), refresh=False)
+        if draws:
             bar.drawn_s = now_s
             bar.refresh()
 
@@ -236,8 +246,7 @@ class TQDMProgressBar(ProgressBar):
     ) -> None:
         bar = self._train_progress_bar
         if bar is not None and self._due(bar, batch_idx + 1):
-            bar.set_postfix(self.get_metrics(trainer, module), refresh=False)
-            self._move(bar, batch_idx + 1)
+            self._move(bar, batch_idx + 1, partial(self.get_metrics, trainer, module))
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not self.train_progress_bar.disable:
