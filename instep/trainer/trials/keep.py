@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -114,6 +115,8 @@ class Keeper:
         if known is not None:
             return known[1]
         make = next((make for kind, make in _KINDS if isinstance(value, kind)), None)
+        if make is None and type(value).__module__.startswith("numpy.random"):
+            make = Keeper._of_numpy
         if make is None:
             return lambda: value
         later: list[Put] = []
@@ -183,6 +186,17 @@ class Keeper:
 
         def back() -> torch.Generator:
             value.set_state(state)
+            return value
+
+        return back
+
+    def _of_numpy(self, value: Any) -> Put:
+        bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", value))  # Generator, RandomState
+        state = deepcopy(getattr(bits, "state", None))
+
+        def back() -> Any:
+            if state is not None:
+                bits.state = state
             return value
 
         return back

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -73,6 +74,7 @@ class Model(TrainModule):
         self.seen: list[float] = []
         self.counts = {"steps": 0}
         self.running = torch.zeros(1)
+        self.generators: Any = [torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)]
 
     def short(self, x: Tensor, where: str) -> bool:
         return len(x) > self.limit and self.where == where and self.global_rank == self.on_rank
@@ -86,7 +88,8 @@ class Model(TrainModule):
         return nn.functional.mse_loss(self.net[2:](hidden).squeeze(-1), y)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen.append(float(batch[0].sum()))
+        own, pythons, numpys = self.generators
+        self.seen.append(float(batch[0].sum() + torch.rand(1, generator=own)) + pythons.random() + numpys.random())
         self.counts["steps"] += 1
         self.running += 1
         loss = self.loss(batch)
